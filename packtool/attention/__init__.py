@@ -1,0 +1,1 @@
+"""Attention that knows where the documents of a pack begin and end."""

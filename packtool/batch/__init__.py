@@ -1,0 +1,1 @@
+"""Encoded samples become the tensors of a micro-batch."""

@@ -1,0 +1,103 @@
+"""The tensors of one micro-batch on their way into a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+B = TypeVar("B", bound="Batch")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Batch:
+    """What both kinds of micro-batch hold. B rows of T tokens; a packed one has a single row.
+
+    Args:
+        input_ids: int64 (B, T).
+        labels: int64 (B, T), already shifted: what position i is to predict, -100 where nothing.
+        position_ids: int64 (4, B, T) as [text, t, h, w] for M-RoPE models, else (B, T).
+        pixel_values: (patches, patch_dim) of all pictures in the order of their pads, or None.
+        image_grid_thw: int64 (pictures, 3), or None.
+        num_samples: samples in it; a filler document does not count.
+        num_target_tokens: labels that are not -100.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor
+    pixel_values: Tensor | None
+    image_grid_thw: Tensor | None
+    num_samples: int
+    num_target_tokens: int
+
+    def model_inputs(self) -> dict[str, Any]:
+        """Keyword arguments of the model's forward; labels stay behind, for the loss is packtool's own."""
+        inputs: dict[str, Any] = {
+            "input_ids": self.input_ids,
+            "position_ids": self.position_ids,
+            "use_cache": False,
+        }
+        if self.pixel_values is not None:
+            inputs |= {"pixel_values": self.pixel_values, "image_grid_thw": self.image_grid_thw}
+        return inputs
+
+    def to(self: B, device: torch.device | str, *, non_blocking: bool = False) -> B:
+        """The same micro-batch on another device."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self: B) -> B:
+        """The same micro-batch in page-locked memory; DataLoader looks for this name."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def _map(self: B, function: Any) -> B:
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return type(self)(
+            **{name: function(value) if isinstance(value, Tensor) else value for name, value in values.items()}
+        )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PackedBatch(Batch):
+    """Documents laid end to end in one row, without padding.
+
+    Args:
+        cu_seqlens: int32 (S + 1,), starts of the S documents and T at the end.
+        lengths: the S lengths on the host.
+    """
+
+    cu_seqlens: Tensor
+    lengths: tuple[int, ...]
+
+    @property
+    def max_seqlen(self) -> int:
+        """Tokens of the longest document."""
+        return max(self.lengths)
+
+    def model_inputs(self) -> dict[str, Any]:
+        """See ``Batch``; boundaries under the names that transformers hands to attention functions."""
+        return super().model_inputs() | {
+            "cu_seq_lens_q": self.cu_seqlens,
+            "cu_seq_lens_k": self.cu_seqlens,
+            "max_length_q": self.max_seqlen,
+            "max_length_k": self.max_seqlen,
+            "document_lengths": self.lengths,
+        }
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PaddedBatch(Batch):
+    """One sample a row, padded on the right.
+
+    Args:
+        attention_mask: int64 (B, T), 1 on tokens and 0 on padding.
+    """
+
+    attention_mask: Tensor
+
+    def model_inputs(self) -> dict[str, Any]:
+        """See ``Batch``."""
+        return super().model_inputs() | {"attention_mask": self.attention_mask}

@@ -1,0 +1,136 @@
+"""Samples become one micro-batch: laid end to end (packed) or one below the other (padded).
+
+Labels are shifted here, inside each sample, so that no target crosses from one sample into the next::
+
+    input_ids   a0 a1 a2 | b0 b1 b2 b3
+    labels      a1 a2 -  | b1 b2 b3 -          "-" is -100
+    cu_seqlens  0          3           7
+
+A model with a vision tower sees at least one picture in every micro-batch: where no sample brings one, a filler document
+of three tokens does, with a black picture and without labels. Its loss and gradients are exactly zero, but every
+parameter takes part in every backward pass, so that ranks with and without pictures wait for the same gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from packtool.batch.batch import PackedBatch, PaddedBatch
+from packtool.batch.pixels import load_pixels
+from packtool.batch.positions import sample_positions
+from packtool.batch.spec import InputSpec
+from packtool.constants import IGNORE_INDEX
+from packtool.encode.encoded import EncodedImage, EncodedSample
+from packtool.errors import DataError
+
+LongArray = npt.NDArray[np.int64]
+
+
+def collate_packs(samples: Sequence[EncodedSample], spec: InputSpec) -> PackedBatch:
+    """Lay samples end to end in one row.
+
+    Args:
+        samples: in their order; none at all makes a micro-batch of a filler document, with zero loss.
+        spec: the model they are for.
+
+    Raises:
+        DataError: naming a picture that cannot be read or has changed, or a sample whose pads do not fit its pictures.
+    """
+    _check_pads(samples, spec)
+    documents, pixels, grids = _with_filler(samples, spec)
+    input_ids = np.concatenate([sample.input_ids for sample in documents], dtype=np.int64)
+    labels = np.concatenate([_shifted_labels(sample) for sample in documents], dtype=np.int64)
+    if spec.sees:
+        positions = np.concatenate([sample_positions(sample, spec) for sample in documents], axis=1)[:, None]
+    else:
+        positions = np.concatenate([np.arange(sample.length) for sample in documents], dtype=np.int64)[None]
+    lengths = tuple(sample.length for sample in documents)
+    return PackedBatch(
+        input_ids=torch.from_numpy(input_ids).unsqueeze(0),
+        labels=torch.from_numpy(labels).unsqueeze(0),
+        position_ids=torch.from_numpy(positions),
+        pixel_values=pixels,
+        image_grid_thw=grids,
+        num_samples=len(samples),
+        num_target_tokens=int(np.count_nonzero(labels != IGNORE_INDEX)),
+        cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
+        lengths=lengths,
+    )
+
+
+def collate_padded(samples: Sequence[EncodedSample], spec: InputSpec) -> PaddedBatch:
+    """Put one sample into each row, padded on the right to the longest; the price is T x B minus the tokens.
+
+    Args:
+        samples: in their order; none at all makes a micro-batch of a filler row, with zero loss.
+        spec: the model they are for.
+
+    Raises:
+        DataError: as ``collate_packs``.
+    """
+    _check_pads(samples, spec)
+    rows, pixels, grids = _with_filler(samples, spec)
+    shape = (len(rows), max(sample.length for sample in rows))
+    # A padding token is never attended to and has no label; 0 is in every vocabulary and is no picture's pad.
+    input_ids, positions = np.zeros(shape, np.int64), np.zeros((4, *shape), np.int64)
+    labels, mask = np.full(shape, IGNORE_INDEX, np.int64), np.zeros(shape, np.int64)
+    for row, sample in enumerate(rows):
+        taken = slice(sample.length)
+        input_ids[row, taken] = sample.input_ids
+        labels[row, taken] = _shifted_labels(sample)
+        mask[row, taken] = 1
+        positions[:, row, taken] = sample_positions(sample, spec)
+    return PaddedBatch(
+        input_ids=torch.from_numpy(input_ids),
+        labels=torch.from_numpy(labels),
+        position_ids=torch.from_numpy(positions if spec.sees else positions[0]),
+        pixel_values=pixels,
+        image_grid_thw=grids,
+        num_samples=len(samples),
+        num_target_tokens=int(np.count_nonzero(labels != IGNORE_INDEX)),
+        attention_mask=torch.from_numpy(mask),
+    )
+
+
+def _shifted_labels(sample: EncodedSample) -> npt.NDArray[np.int32]:
+    """int32 (L,): what each position is to predict; the last one predicts nothing."""
+    return np.append(sample.labels[1:], np.int32(IGNORE_INDEX))
+
+
+def _with_filler(
+    samples: Sequence[EncodedSample], spec: InputSpec
+) -> tuple[list[EncodedSample], Tensor | None, Tensor | None]:
+    """The samples, a filler where one is needed, and the pixels of all of them."""
+    pixels, grids = load_pixels(samples, spec) or (None, None)
+    if pixels is not None or (samples and not spec.sees):
+        return list(samples), pixels, grids
+    if not spec.sees:
+        return [_filler([0], ())], None, None
+    side = int(spec.config.vision_config.spatial_merge_size)
+    config = spec.config
+    picture = EncodedImage(None, b"", side, side, grid=(1, side, side), num_tokens=1)
+    filler = _filler([config.vision_start_token_id, config.image_token_id, config.vision_end_token_id], (picture,))
+    return [*samples, filler], torch.zeros(side * side, spec.patch_dim), torch.tensor([picture.grid])
+
+
+def _filler(input_ids: list[int], images: tuple[EncodedImage, ...]) -> EncodedSample:
+    """A document without labels."""
+    ids = np.array(input_ids, np.int32)
+    return EncodedSample(ids, np.full_like(ids, IGNORE_INDEX), np.zeros(0, np.int32), images, None, "filler", 0)
+
+
+def _check_pads(samples: Sequence[EncodedSample], spec: InputSpec) -> None:
+    """A picture must meet its own sample's pads: transformers only compares the totals of the whole micro-batch."""
+    for sample in samples:
+        found = int(np.count_nonzero(sample.input_ids == spec.image_pad_id)) if spec.sees else 0
+        if found != sample.num_media_tokens:
+            raise DataError(
+                f"row {sample.row} of {sample.source}: {found} picture tokens for pictures that need "
+                f"{sample.num_media_tokens}",
+                "The cache does not belong to this model, or is damaged: run packtool export again.",
+            )

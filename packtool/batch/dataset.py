@@ -1,0 +1,90 @@
+"""The micro-batches of one rank in one epoch, in the order of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from packtool.batch.batch import Batch
+from packtool.batch.collate import collate_packs, collate_padded
+from packtool.batch.spec import InputSpec
+from packtool.encode.encoded import EncodedSample
+from packtool.errors import PacktoolError
+from packtool.plan.epoch import EpochPlan
+
+
+class SampleReader(Protocol):
+    """Where samples come from: a ``CacheReader``, or a list in disguise. Must be picklable for worker processes."""
+
+    def sample(self, position: int) -> EncodedSample:
+        """The sample at a position of the plan's numbering."""
+
+
+class PlannedMicroBatches(Dataset["Batch | PacktoolError"]):
+    """Item i is micro-batch i of a rank; nothing is drawn, everything follows from the plan.
+
+    Args:
+        reader: of the samples that the plan numbers.
+        plan: of one epoch.
+        rank: data-parallel rank.
+        spec: the model they are collated for.
+        packing: False pads one sample a row instead.
+    """
+
+    def __init__(
+        self, reader: SampleReader, plan: EpochPlan, *, rank: int, spec: InputSpec, packing: bool = True
+    ) -> None:
+        self.reader = reader
+        self.plan = plan
+        self.rank = rank
+        self.spec = spec
+        self.packing = packing
+        # The same number on every rank, so cells divide evenly: step s begins at micro-batch first[s] of this rank.
+        self.first = plan.steps.step_offsets // plan.steps.world_size
+
+    def __len__(self) -> int:
+        return int(self.first[-1])
+
+    def __getitem__(self, index: int) -> Batch | PacktoolError:
+        """The micro-batch, or the error that it met: raised in a worker, it would lose its type and its remedy."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"micro-batch {index} of {len(self)}")
+        step = int(np.searchsorted(self.first, index, side="right")) - 1
+        packs = self.plan.samples(step, self.rank, index - int(self.first[step]))
+        try:
+            samples = [self.reader.sample(int(position)) for pack in packs for position in pack]
+            return collate_packs(samples, self.spec) if self.packing else collate_padded(samples, self.spec)
+        except PacktoolError as error:
+            return error
+
+
+def load_micro_batches(
+    dataset: PlannedMicroBatches, *, start: int = 0, num_workers: int = 0, pin_memory: bool = False
+) -> Iterator[Batch]:
+    """Micro-batches from ``start`` on, made ahead of time by ``num_workers`` processes.
+
+    Raises:
+        PacktoolError: the one that a micro-batch met, once that micro-batch is reached.
+    """
+    loader = DataLoader(
+        dataset,
+        batch_size=None,
+        sampler=range(start, len(dataset)),
+        num_workers=num_workers,
+        collate_fn=_as_it_is,
+        pin_memory=pin_memory,
+        # A generator of its own: the loader would otherwise draw from torch's, which dropout shares.
+        generator=torch.Generator().manual_seed(0),
+    )
+    for item in loader:
+        if isinstance(item, PacktoolError):
+            raise item
+        yield item
+
+
+def _as_it_is(item: Batch | PacktoolError) -> Batch | PacktoolError:
+    return item

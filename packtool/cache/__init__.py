@@ -1,0 +1,1 @@
+"""The directory in which export and train meet."""

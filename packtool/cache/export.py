@@ -1,0 +1,325 @@
+"""Stage one: rows in, a token cache out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from packtool import storage
+from packtool.cache.finish import build_manifest, length_counts, publish
+from packtool.cache.manifest import Identity, Manifest, SourceInfo, fingerprint_of
+from packtool.cache.pool import Work, run_tasks
+from packtool.cache.task import TASKS_DIR, Task, TaskResult, marker_path
+from packtool.config import ExportConfig
+from packtool.constants import MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT
+from packtool.encode.encoder import Encoder
+from packtool.encode.families import family_of
+from packtool.encode.model_files import ModelFiles
+from packtool.errors import ConfigError, DataError, MismatchError
+from packtool.progress import Progress
+from packtool.rows.scan import Block, ScannedSource, scan
+
+_LEAST_SHARD_ROWS, _MOST_SHARD_ROWS, _SHARDS = 256, 16384, 64
+_EXPORT_NAME = "export.json"
+
+
+@dataclass(frozen=True)
+class ExportSummary:
+    """What an export did.
+
+    Args:
+        lengths: p50, p90, p99 and max of the kept samples' tokens.
+        num_reused: shards that an earlier, interrupted run had finished.
+        already_finished: nothing was done, because the cache was there.
+    """
+
+    rows: int
+    kept: int
+    kept_by_split: Mapping[str, int]
+    truncated: int
+    dropped: Mapping[str, int]
+    marks_added: int
+    tokens: int
+    target_tokens: int
+    media_tokens: int
+    lengths: Mapping[str, int]
+    seconds: float
+    output_dir: str
+    num_reused: int = 0
+    already_finished: bool = False
+
+
+def export(config: ExportConfig, progress: Progress) -> ExportSummary:
+    """Encode all rows of all datasets into ``config.output_dir``.
+
+    Raises:
+        ConfigError: if the model cannot be encoded for, or the output directory holds something else.
+        DataError: if a source cannot be read or nothing is left of it.
+        RowError: in strict mode.
+        MismatchError: if the directory holds a cache of other settings.
+        StorageError: if writing fails.
+    """
+    begin = time.perf_counter()
+    files = ModelFiles.load(config.model)
+    identity = _identity(config, files)
+    directory = None if config.dry_run else config.output_dir
+    if directory is not None:
+        if config.overwrite:
+            _clear(directory)
+        if (finished := _finished(directory, identity, config.dataset)) is not None:
+            return finished
+    Encoder(config.encode_spec, files)  # refuses what cannot be encoded before anything is read
+    scanned = [_scan(path, progress) for path in config.dataset]
+    sources = tuple(SourceInfo(s.path, s.size, s.modified, s.digest, s.num_rows) for s in scanned)
+    tasks = make_tasks(scanned, config)
+    if not tasks:
+        raise DataError(f"no rows in {', '.join(config.dataset)}")
+    done = _prepare(directory, identity, sources) if directory is not None else {}
+    results = _run(tasks, done, Work(config.encode_spec, directory, config.strict), files, config, progress)
+    manifest = build_manifest(identity, sources, results)
+    kept = sum(split.rows for split in manifest.splits.values())
+    if not kept:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in manifest.dropped.items())
+        raise DataError(f"none of {manifest.rows} rows is left: {reasons}", _look_at_drops(directory))
+    if directory is not None:
+        publish(directory, manifest, results)
+    lengths = _percentiles(dict(length_counts(results)))
+    seconds = time.perf_counter() - begin
+    return _summary(manifest, lengths, seconds, config.output_dir, num_reused=len(done))
+
+
+def make_tasks(scanned: Sequence[ScannedSource], config: ExportConfig) -> list[Task]:
+    """Cut all sources into tasks; the same for any number of processes."""
+    total = sum(source.num_rows for source in scanned)
+    shard_rows = config.rows_per_shard or min(max(-(-total // _SHARDS), _LEAST_SHARD_ROWS), _MOST_SHARD_ROWS)
+    stretches = [(source, blocks) for source in scanned for blocks in _stretches(source.blocks, shard_rows)]
+    val_rows = _val_rows(total, config.split_dataset_ratio, config.seed)
+    tasks: list[Task] = []
+    first = num_val = 0
+    parts = []
+    for source, blocks in stretches:
+        count = sum(block.num_rows for block in blocks)
+        low, high = np.searchsorted(val_rows, (first, first + count))
+        parts.append((source, blocks, tuple(int(row) for row in val_rows[low:high] - first)))
+        num_val += high > low
+        first += count
+    val_shard = 0
+    for number, (source, blocks, val) in enumerate(parts):
+        shards = {TRAIN_SPLIT: (number, _shard_name(number, len(parts)))}
+        if val:
+            shards[VAL_SPLIT] = (val_shard, _shard_name(val_shard, num_val))
+            val_shard += 1
+        tasks.append(Task(number, source.path, source.form, blocks, val, shards))
+    return tasks
+
+
+def _stretches(blocks: Sequence[Block], shard_rows: int) -> list[tuple[Block, ...]]:
+    """Neighbouring blocks, each stretch of about ``shard_rows`` rows."""
+    stretches: list[tuple[Block, ...]] = []
+    current: list[Block] = []
+    rows = 0
+    for block in blocks:
+        current.append(block)
+        rows += block.num_rows
+        if rows >= shard_rows:
+            stretches.append(tuple(current))
+            current, rows = [], 0
+    return [*stretches, tuple(current)] if current else stretches
+
+
+def _val_rows(total: int, ratio: float, seed: int) -> np.ndarray:
+    count = max(round(total * ratio), 1) if ratio and total > 1 else 0
+    return np.sort(np.random.default_rng(seed).choice(total, count, replace=False, shuffle=False))
+
+
+def _shard_name(number: int, total: int) -> str:
+    return f"data-{number:05d}-of-{total:05d}.arrow"
+
+
+def _scan(path: str, progress: Progress) -> ScannedSource:
+    source = scan(path)
+    progress.note(f"{path}: {source.num_rows:,} rows, {source.size / 1e6:,.1f} MB")
+    return source
+
+
+def _identity(config: ExportConfig, files: ModelFiles) -> Identity:
+    family = family_of(files.config)
+    return Identity(
+        spec=dataclasses.asdict(config.encode_spec),
+        model_type=files.model_type,
+        tokenizer_hash=files.tokenizer_hash,
+        template_hash=files.template_hash,
+        image_limits=family.image_limits(files.processor, config) if family is not None else None,
+        seed=config.seed,
+        split_dataset_ratio=config.split_dataset_ratio,
+        rows_per_shard=config.rows_per_shard,
+    )
+
+
+def _clear(directory: str) -> None:
+    """Remove a cache, finished or not; nothing else is ever removed."""
+    ours = (MANIFEST_NAME, TASKS_DIR, TRAIN_SPLIT, VAL_SPLIT, "dropped.jsonl")
+    names = storage.list_names(directory)
+    if names and MANIFEST_NAME not in names and TASKS_DIR not in names:
+        raise ConfigError(
+            f"--output-dir {directory} holds {', '.join(names[:3])} and no cache: --overwrite replaces caches only",
+            "Give another directory, or empty this one yourself.",
+        )
+    for name in ours:
+        storage.remove(os.path.join(directory, name))
+
+
+def _finished(directory: str, identity: Identity, dataset: Sequence[str]) -> ExportSummary | None:
+    """The summary of a finished cache in the directory, if it is the one that would be made."""
+    if not storage.exists(os.path.join(directory, MANIFEST_NAME)):
+        return None
+    manifest = Manifest.read(directory)
+    different = differences(manifest.identity.as_dict(), identity.as_dict())
+    paths = [source.path for source in manifest.sources]
+    if list(dataset) != paths:
+        different.append(f"dataset: {', '.join(paths)} there, {', '.join(dataset)} here")
+    else:
+        different += [line for source in manifest.sources for line in _changed(source)]
+    if different:
+        lines = "\n".join(f"  - {line}" for line in different)
+        raise MismatchError(
+            f"{directory} holds a finished cache of other settings:\n{lines}",
+            "Give another --output-dir, or --overwrite to replace it.",
+        )
+    lengths = _lengths_of(directory, manifest)
+    return _summary(manifest, lengths, 0.0, directory, already_finished=True)
+
+
+def _changed(source: SourceInfo) -> list[str]:
+    if not storage.exists(source.path):
+        return []  # the cache is what is left of it
+    state = storage.stat(source.path)
+    if (state.size, state.modified) == (source.size, source.modified):
+        return []
+    if state.size == source.size and scan(source.path).digest == source.digest:
+        return []
+    return [f"{source.path} has changed since"]
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """One line for each value that differs, nested names with dots. The model's path alone is no difference."""
+    lines = []
+    for key in there.keys() | here.keys():
+        a, b = there.get(key), here.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            lines += differences(a, b, f"{prefix}{key}.")
+        elif a != b and f"{prefix}{key}" != "spec.model":
+            lines.append(f"{prefix}{key}: {a} there, {b} here")
+    return sorted(lines)
+
+
+def _prepare(directory: str, identity: Identity, sources: tuple[SourceInfo, ...]) -> dict[int, TaskResult]:
+    """Make the directories, or find what an interrupted run of the same export has finished."""
+    names = storage.list_names(directory)
+    started = os.path.join(directory, TASKS_DIR, _EXPORT_NAME)
+    state = json.dumps({"fingerprint": fingerprint_of(identity, sources)}).encode()
+    if names and not storage.exists(started):
+        raise ConfigError(
+            f"--output-dir {directory} is not empty and holds no cache: {', '.join(names[:3])}",
+            "Give another directory, or empty this one.",
+        )
+    for name in (TASKS_DIR, TRAIN_SPLIT, *([VAL_SPLIT] if identity.split_dataset_ratio else [])):
+        storage.make_directory(os.path.join(directory, name))
+    if not names:
+        storage.publish(started, state)
+        return {}
+    with storage.open_read(started) as file:
+        if file.read() != state:
+            raise MismatchError(
+                f"{directory} holds an unfinished export of other settings or other rows",
+                "Give another --output-dir, or --overwrite to replace it.",
+            )
+    done = {}
+    for name in storage.list_names(os.path.join(directory, TASKS_DIR)):
+        stem = name.removesuffix(".json")
+        if stem.isdigit():
+            with storage.open_read(marker_path(directory, int(stem))) as file:
+                done[int(stem)] = TaskResult.from_json(file.read())
+    return done
+
+
+def _run(
+    tasks: Sequence[Task],
+    done: Mapping[int, TaskResult],
+    work: Work,
+    files: ModelFiles,
+    config: ExportConfig,
+    progress: Progress,
+) -> list[TaskResult]:
+    """Results of all tasks, in order."""
+    if done:
+        progress.note(f"{len(done)} of {len(tasks)} shards were finished by an earlier run")
+    progress.start("export", sum(task.num_rows for task in tasks))
+    results = dict(done)
+    for result in done.values():
+        progress.advance(result.rows)
+    num_dropped = tokens = 0
+    waiting = [task for task in tasks if task.number not in done]
+    for result in run_tasks(waiting, work, files, config.dataset_num_proc):
+        results[result.number] = result
+        num_dropped += sum(result.dropped.values())
+        tokens += sum(split.tokens for split in result.splits.values())
+        progress.advance(result.rows, dropped=num_dropped, tokens=tokens)
+    progress.finish()
+    return [results[task.number] for task in tasks]
+
+
+def _percentiles(counts: Mapping[int, int]) -> dict[str, int]:
+    """The smallest lengths that 50, 90 and 99 % of the samples do not exceed, and the largest."""
+    lengths = np.array(sorted(counts), np.int64)
+    below = np.cumsum([counts[int(length)] for length in lengths])
+    found = {f"p{p}": int(lengths[np.searchsorted(below, below[-1] * p / 100)]) for p in (50, 90, 99)}
+    return {**found, "max": int(lengths[-1])}
+
+
+def _lengths_of(directory: str, manifest: Manifest) -> dict[str, int]:
+    from packtool.cache.reader import read_index
+
+    lengths = np.concatenate([read_index(directory, split)["length"] for split in manifest.splits])
+    values, counts = np.unique(lengths, return_counts=True)
+    return _percentiles(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+
+
+def _summary(
+    manifest: Manifest,
+    lengths: Mapping[str, int],
+    seconds: float,
+    output_dir: str,
+    num_reused: int = 0,
+    already_finished: bool = False,
+) -> ExportSummary:
+    splits = manifest.splits
+    return ExportSummary(
+        rows=manifest.rows,
+        kept=sum(split.rows for split in splits.values()),
+        kept_by_split={name: split.rows for name, split in splits.items()},
+        truncated=sum(split.truncated for split in splits.values()),
+        dropped=manifest.dropped,
+        marks_added=manifest.marks_added,
+        tokens=sum(split.tokens for split in splits.values()),
+        target_tokens=sum(split.target_tokens for split in splits.values()),
+        media_tokens=sum(split.media_tokens for split in splits.values()),
+        lengths=lengths,
+        seconds=seconds,
+        output_dir=output_dir,
+        num_reused=num_reused,
+        already_finished=already_finished,
+    )
+
+
+def _look_at_drops(directory: str | None) -> str:
+    if directory is None:
+        return "Without --dry-run each row's detail is kept in the output directory."
+    return f"Each row's detail is in {os.path.join(directory, TASKS_DIR)}/*.dropped.jsonl."

@@ -1,0 +1,163 @@
+"""``packtool.json``: what a cache is, written last, so that a directory without it is unfinished."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from packtool import storage
+from packtool.constants import FORMAT_VERSION, MANIFEST_NAME
+from packtool.encode.families import ImageLimits
+from packtool.errors import MismatchError
+
+# Drops that a larger --max-length would have avoided.
+LENGTH_REASONS = ("over_max_length", "media_over_limit", "no_room")
+
+
+@dataclass(frozen=True)
+class SourceInfo:
+    """One dataset of an export: as the user named it, and what it was then."""
+
+    path: str
+    size: int
+    modified: str
+    digest: str
+    rows: int
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """One data file of a split: name, rows, bytes and SHA-256."""
+
+    file: str
+    rows: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class SplitInfo:
+    """Counts of one split.
+
+    Args:
+        length_histogram: samples by length, in equal bins of ``max_length / len`` tokens.
+    """
+
+    rows: int
+    tokens: int
+    target_tokens: int
+    media_tokens: int
+    truncated: int
+    truncated_tokens: int
+    length_histogram: tuple[int, ...]
+    shards: tuple[ShardInfo, ...]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What decides the content of a cache: equal identities, equal bytes.
+
+    Args:
+        spec: the EncodeSpec as given.
+        model_type, tokenizer_hash, template_hash: of the model's files.
+        image_limits: resolved from processor settings, environment and options; None for models of text.
+        seed, split_dataset_ratio, rows_per_shard: of the export.
+    """
+
+    spec: Mapping[str, Any]
+    model_type: str
+    tokenizer_hash: str
+    template_hash: str
+    image_limits: ImageLimits | None
+    seed: int
+    split_dataset_ratio: float
+    rows_per_shard: int | None
+    format_version: int = FORMAT_VERSION
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything that stage two asks about a cache.
+
+    Args:
+        packtool_version: that wrote it.
+        rows: that went in.
+        dropped: rows left out by reason.
+        marks_added: rows whose missing picture marks were added.
+        channels: names in the order of the index's codes.
+        splits: ``train`` and perhaps ``val``.
+    """
+
+    packtool_version: str
+    identity: Identity
+    sources: tuple[SourceInfo, ...]
+    rows: int
+    dropped: Mapping[str, int]
+    marks_added: int
+    channels: tuple[str, ...]
+    splits: Mapping[str, SplitInfo]
+    fingerprint: str
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of a sample."""
+        return int(self.identity.spec["max_length"])
+
+    @property
+    def num_shortened(self) -> int:
+        """Rows that truncation changed or a length limit left out."""
+        return sum(split.truncated for split in self.splits.values()) + sum(
+            count for reason, count in self.dropped.items() if reason in LENGTH_REASONS
+        )
+
+    def to_json(self) -> bytes:
+        """The file's content: the same for the same export."""
+        return (json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n").encode()
+
+    @classmethod
+    def read(cls, directory: str) -> Manifest:
+        """Read the manifest of a finished cache.
+
+        Raises:
+            MismatchError: if the directory is no finished cache, or one of another format.
+        """
+        path = os.path.join(directory, MANIFEST_NAME)
+        if not storage.exists(path):
+            raise MismatchError(
+                f"{directory} is no finished cache: it has no {MANIFEST_NAME}",
+                "Run packtool export to make it, or to finish it, with that --output-dir.",
+            )
+        with storage.open_read(path) as file:
+            raw = json.loads(file.read())
+        version = raw["identity"]["format_version"]
+        if version != FORMAT_VERSION:
+            raise MismatchError(
+                f"{directory} has format {version}, this packtool reads format {FORMAT_VERSION}", "Export it again."
+            )
+        limits = raw["identity"].pop("image_limits")
+        identity = Identity(image_limits=ImageLimits(**limits) if limits else None, **raw.pop("identity"))
+        splits = {}
+        for name, split in raw.pop("splits").items():
+            shards = tuple(ShardInfo(**shard) for shard in split.pop("shards"))
+            histogram = tuple(split.pop("length_histogram"))
+            splits[name] = SplitInfo(shards=shards, length_histogram=histogram, **split)
+        sources = tuple(SourceInfo(**source) for source in raw.pop("sources"))
+        channels = tuple(raw.pop("channels"))
+        return cls(identity=identity, sources=sources, splits=splits, channels=channels, **raw)
+
+
+def fingerprint_of(identity: Identity, sources: tuple[SourceInfo, ...]) -> str:
+    """Names a cache by what decides its content: identity and the digests of its sources."""
+    plain = identity.as_dict()
+    plain["spec"] = {key: value for key, value in plain["spec"].items() if key != "model"}
+    text = json.dumps([plain, [source.digest for source in sources]], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

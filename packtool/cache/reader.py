@@ -1,0 +1,223 @@
+"""Reads one or several caches as one sequence of samples, without copying tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from packtool import storage
+from packtool.cache.manifest import Manifest
+from packtool.constants import INDEX_NAME, TRAIN_SPLIT
+from packtool.encode.encoded import EncodedImage, EncodedSample, IntArray
+from packtool.errors import MismatchError
+
+# Each mapped shard holds a file descriptor.
+_OPEN_SHARDS = 128
+
+
+def read_index(directory: str, split: str) -> dict[str, IntArray]:
+    """The index columns of one split as int32 arrays of one length.
+
+    Raises:
+        MismatchError: if the file is missing or broken.
+    """
+    path = os.path.join(directory, split, INDEX_NAME)
+    try:
+        with pa.memory_map(storage.check_path(path)) as file:
+            table = pa.ipc.open_file(file).read_all()
+    except (OSError, pa.ArrowInvalid) as error:
+        raise MismatchError(f"{path} cannot be read: {error}", "Export the cache again.") from error
+    return {name: table.column(name).to_numpy().astype(np.int32) for name in table.column_names}
+
+
+@dataclass(frozen=True)
+class SplitIndex:
+    """All that planning reads of a split; arrays of shape (N,).
+
+    Args:
+        length: tokens of each sample.
+        target_tokens: tokens that carry loss.
+        media_tokens: pads of its media.
+        num_images: pictures.
+        channel: position in ``channels``, or -1.
+        channels: names.
+    """
+
+    length: IntArray
+    target_tokens: IntArray
+    media_tokens: IntArray
+    num_images: IntArray
+    channel: IntArray
+    channels: tuple[str, ...]
+
+
+class CacheReader:
+    """Samples of one split of one or several caches, numbered through.
+
+    Can be sent to other processes; files are opened there when they are first needed.
+
+    Args:
+        directories: of the caches, in order.
+        manifests: theirs.
+        split: ``train`` or ``val``.
+    """
+
+    def __init__(self, directories: Sequence[str], manifests: Sequence[Manifest], split: str) -> None:
+        self.directories = tuple(directories)
+        self.manifests = tuple(manifests)
+        self.split = split
+        parts = [read_index(directory, split) for directory in directories]
+        self._starts = np.cumsum([0, *(len(part["length"]) for part in parts)])
+        self._shard = np.concatenate([part["shard"] for part in parts])
+        self._row_in_shard = np.concatenate([part["row_in_shard"] for part in parts])
+        self.index = _join(parts, manifests)
+        self._open: OrderedDict[tuple[int, int], _Shard] = OrderedDict()
+
+    @classmethod
+    def open(cls, directories: Sequence[str], split: str = TRAIN_SPLIT) -> CacheReader:
+        """Open caches that fit each other; ``DIR/train`` is accepted for ``DIR``.
+
+        Raises:
+            MismatchError: if one is unfinished, has no such split, or was made for another model or other limits.
+        """
+        roots = [_root(directory) for directory in directories]
+        manifests = [Manifest.read(root) for root in roots]
+        for root, manifest in zip(roots, manifests, strict=True):
+            if split not in manifest.splits:
+                raise MismatchError(f"{root} has no {split} split", "Export it with --split-dataset-ratio to get one.")
+            _check_sizes(root, manifest, split)
+            _check_alike(roots[0], manifests[0], root, manifest)
+        return cls(roots, manifests, split)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all caches together, in their order."""
+        names = [self.split, *(manifest.fingerprint for manifest in self.manifests)]
+        return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def sample(self, position: int) -> EncodedSample:
+        """One sample; its arrays are views of the mapped file and must not be written to."""
+        cache, shard = self._shard_of(position)
+        return self._shard_file(cache, shard).sample(int(self._row_in_shard[position]))
+
+    def describe(self, position: int) -> str:
+        """Where a sample came from, for messages."""
+        sample = self.sample(position)
+        return f"{sample.source}, row {sample.row}"
+
+    def _shard_of(self, position: int) -> tuple[int, int]:
+        if not 0 <= position < len(self):
+            raise IndexError(f"sample {position} of {len(self)}")
+        return int(np.searchsorted(self._starts, position, side="right")) - 1, int(self._shard[position])
+
+    def _shard_file(self, cache: int, shard: int) -> _Shard:
+        key = cache, shard
+        if key not in self._open:
+            info = self.manifests[cache].splits[self.split].shards[shard]
+            self._open[key] = _Shard(os.path.join(self.directories[cache], self.split, info.file))
+            if len(self._open) > _OPEN_SHARDS:
+                self._open.popitem(last=False)
+        self._open.move_to_end(key)
+        return self._open[key]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": OrderedDict()}
+
+
+class _Shard:
+    """A mapped data file."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            self._batches = list(pa.ipc.open_stream(pa.memory_map(path)))
+        except (OSError, pa.ArrowInvalid) as error:
+            raise MismatchError(f"{path} cannot be read: {error}", "Export the cache again.") from error
+        self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
+
+    def sample(self, row: int) -> EncodedSample:
+        number = int(np.searchsorted(self._starts, row, side="right")) - 1
+        batch, i = self._batches[number], row - int(self._starts[number])
+        images = batch.column("images")[i].as_py() or []
+        return EncodedSample(
+            input_ids=_ints(batch.column("input_ids"), i),
+            labels=_ints(batch.column("labels"), i),
+            turns=_ints(batch.column("turns"), i),
+            images=tuple(_image(image) for image in images),
+            channel=batch.column("channel")[i].as_py(),
+            source=batch.column("source")[i].as_py(),
+            row=batch.column("row")[i].as_py(),
+            num_truncated=batch.column("truncated")[i].as_py(),
+        )
+
+
+def _ints(column: pa.ListArray, i: int) -> IntArray:
+    start, end = column.offsets[i].as_py(), column.offsets[i + 1].as_py()
+    return column.values.to_numpy(zero_copy_only=True)[start:end]
+
+
+def _image(raw: dict[str, Any]) -> EncodedImage:
+    t, h, w = raw["grid"]
+    return EncodedImage(raw["path"], raw["bytes"], raw["height"], raw["width"], (t, h, w), raw["tokens"])
+
+
+def _join(parts: Sequence[dict[str, IntArray]], manifests: Sequence[Manifest]) -> SplitIndex:
+    channels = tuple(dict.fromkeys(name for manifest in manifests for name in manifest.channels))
+    codes = [
+        _common_codes(part["channel"], manifest.channels, channels)
+        for part, manifest in zip(parts, manifests, strict=True)
+    ]
+    joined = {
+        name: np.concatenate([part[name] for part in parts])
+        for name in ("length", "target_tokens", "media_tokens", "num_images")
+    }
+    return SplitIndex(channel=np.concatenate(codes), channels=channels, **joined)
+
+
+def _common_codes(codes: IntArray, names: Sequence[str], channels: Sequence[str]) -> IntArray:
+    table: npt.NDArray[np.int32] = np.array([*(channels.index(name) for name in names), -1], np.int32)
+    return table[codes]
+
+
+def _root(directory: str) -> str:
+    path = directory.rstrip("/") or directory
+    head, tail = os.path.split(path)
+    return head if tail == TRAIN_SPLIT and storage.exists(os.path.join(path, INDEX_NAME)) else path
+
+
+def _check_sizes(root: str, manifest: Manifest, split: str) -> None:
+    for shard in manifest.splits[split].shards:
+        path = os.path.join(root, split, shard.file)
+        size = storage.stat(path).size if storage.exists(path) else None
+        if size != shard.bytes:
+            found = "is missing" if size is None else f"has {size} bytes"
+            raise MismatchError(
+                f"{path} {found}, the manifest says {shard.bytes}", "Copy the cache again, or export it again."
+            )
+
+
+def _check_alike(first_root: str, first: Manifest, root: str, manifest: Manifest) -> None:
+    a, b = first.identity, manifest.identity
+    pairs = {
+        "model type": (a.model_type, b.model_type),
+        "tokenizer": (a.tokenizer_hash, b.tokenizer_hash),
+        "chat template": (a.template_hash, b.template_hash),
+        "picture limits": (a.image_limits, b.image_limits),
+    }
+    different = [f"  - {name}: {there} and {here}" for name, (there, here) in pairs.items() if there != here]
+    if different:
+        lines = "\n".join(different)
+        raise MismatchError(
+            f"{first_root} and {root} cannot be trained together, they were exported with different settings:\n{lines}",
+            "Export one of them again with the settings of the other.",
+        )

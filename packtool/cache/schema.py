@@ -1,0 +1,77 @@
+"""Columns of a cache, in Arrow and as ``datasets`` describes them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pyarrow as pa
+
+_INTS = pa.list_(pa.int32())
+_IMAGE = pa.struct(
+    [
+        ("path", pa.string()),
+        ("bytes", pa.binary()),
+        ("height", pa.int32()),
+        ("width", pa.int32()),
+        ("grid", _INTS),
+        ("tokens", pa.int32()),
+    ]
+)
+
+SAMPLES = pa.schema(
+    [
+        ("input_ids", _INTS),
+        ("labels", _INTS),
+        ("length", pa.int32()),
+        ("turns", _INTS),
+        ("images", pa.list_(_IMAGE)),
+        ("channel", pa.string()),
+        ("source", pa.string()),
+        ("row", pa.int64()),
+        ("truncated", pa.int32()),
+    ]
+)
+"""One row a sample. ``turns``: [start, end) of each assistant turn's targets, flat. ``truncated``: tokens removed."""
+
+INDEX = pa.schema(
+    [
+        ("shard", pa.int32()),
+        ("row_in_shard", pa.int32()),
+        ("length", pa.int32()),
+        ("target_tokens", pa.int32()),
+        ("media_tokens", pa.int32()),
+        ("num_images", pa.int16()),
+        ("channel", pa.int16()),
+    ]
+)
+"""All that planning reads; ``channel`` is -1 or a position in the manifest's list."""
+
+
+def _feature(kind: pa.DataType) -> dict[str, Any]:
+    if pa.types.is_list(kind):
+        return {"feature": _feature(kind.value_type), "_type": "List"}
+    if pa.types.is_struct(kind):
+        return {kind.field(i).name: _feature(kind.field(i).type) for i in range(kind.num_fields)}
+    return {"dtype": str(kind), "_type": "Value"}
+
+
+def dataset_info() -> bytes:
+    """``dataset_info.json``, which ``datasets.load_from_disk`` reads the columns' types from."""
+    features = {field.name: _feature(field.type) for field in SAMPLES}
+    info = {"citation": "", "description": "", "features": features, "homepage": "", "license": ""}
+    return json.dumps(info, indent=1).encode()
+
+
+def dataset_state(files: list[str], split: str, fingerprint: str) -> bytes:
+    """``state.json``, which ``datasets.load_from_disk`` finds the shards by."""
+    state = {
+        "_data_files": [{"filename": name} for name in files],
+        "_fingerprint": fingerprint,
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": split,
+    }
+    return json.dumps(state, indent=1).encode()

@@ -1,0 +1,130 @@
+"""One shard of a cache: an Arrow stream of samples, and its part of the index."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from packtool.cache.schema import INDEX, SAMPLES
+from packtool.encode.encoded import EncodedImage, EncodedSample, IntArray
+from packtool.storage import AtomicFile
+
+
+class ShardWriter:
+    """Writes samples in batches; the file appears whole on ``close`` or not at all.
+
+    Args:
+        path: of the data file.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._file = AtomicFile(path)
+        self._sink = _HashingSink(self._file)
+        self._writer = pa.ipc.new_stream(pa.PythonFile(self._sink, mode="w"), SAMPLES)
+
+    def write(self, samples: Sequence[EncodedSample]) -> None:
+        """Append samples as one record batch."""
+        if samples:
+            self._writer.write_batch(_batch(samples))
+
+    def close(self) -> tuple[int, str]:
+        """Finish the file: (bytes, SHA-256)."""
+        self._writer.close()
+        self._file.commit()
+        return self._sink.num_bytes, self._sink.digest.hexdigest()
+
+    def discard(self) -> None:
+        """Forget what was written."""
+        self._file.discard()
+
+
+class _HashingSink:
+    """What pyarrow writes to: counts and hashes on the way to the file."""
+
+    closed = False
+
+    def __init__(self, file: AtomicFile) -> None:
+        self._file = file
+        self.num_bytes = 0
+        self.digest = hashlib.sha256()
+
+    def write(self, data: bytes) -> int:
+        view = memoryview(data)
+        self.digest.update(view)
+        self.num_bytes += view.nbytes
+        self._file.write(view)
+        return view.nbytes
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def _ints(arrays: Sequence[IntArray]) -> pa.ListArray:
+    offsets = np.zeros(len(arrays) + 1, np.int32)
+    np.cumsum([len(array) for array in arrays], out=offsets[1:])
+    values = np.concatenate(arrays) if arrays else np.zeros(0, np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values, pa.int32()))
+
+
+def _image(image: EncodedImage) -> dict[str, object]:
+    return {
+        "path": image.path,
+        "bytes": image.data,
+        "height": image.height,
+        "width": image.width,
+        "grid": list(image.grid),
+        "tokens": image.num_tokens,
+    }
+
+
+def _batch(samples: Sequence[EncodedSample]) -> pa.RecordBatch:
+    columns = {
+        "input_ids": _ints([sample.input_ids for sample in samples]),
+        "labels": _ints([sample.labels for sample in samples]),
+        "length": pa.array([sample.length for sample in samples], pa.int32()),
+        "turns": _ints([sample.turns for sample in samples]),
+        "images": pa.array([[_image(image) for image in s.images] for s in samples], SAMPLES.field("images").type),
+        "channel": pa.array([sample.channel for sample in samples], pa.string()),
+        "source": pa.array([sample.source for sample in samples], pa.string()),
+        "row": pa.array([sample.row for sample in samples], pa.int64()),
+        "truncated": pa.array([sample.num_truncated for sample in samples], pa.int32()),
+    }
+    return pa.record_batch([columns[name] for name in SAMPLES.names], schema=SAMPLES)
+
+
+def num_targets(sample: EncodedSample) -> int:
+    """Tokens that carry loss: labels from the second position on, since nothing comes before the first."""
+    return int(np.count_nonzero(sample.labels[1:] >= 0))
+
+
+def index_part(
+    samples: Sequence[EncodedSample], shard: int, first_row: int, channel_codes: dict[str, int]
+) -> dict[str, npt.NDArray[np.int32]]:
+    """The index columns of samples that follow one another in a shard; new channels get the next code."""
+    codes = [
+        -1 if sample.channel is None else channel_codes.setdefault(sample.channel, len(channel_codes))
+        for sample in samples
+    ]
+    count = len(samples)
+    return {
+        "shard": np.full(count, shard, np.int32),
+        "row_in_shard": np.arange(first_row, first_row + count, dtype=np.int32),
+        "length": np.array([sample.length for sample in samples], np.int32),
+        "target_tokens": np.array([num_targets(sample) for sample in samples], np.int32),
+        "media_tokens": np.array([sample.num_media_tokens for sample in samples], np.int32),
+        "num_images": np.array([len(sample.images) for sample in samples], np.int32),
+        "channel": np.array(codes, np.int32),
+    }
+
+
+def index_batch(columns: dict[str, npt.NDArray[np.int32]]) -> pa.RecordBatch:
+    """Index columns as a record batch in the schema's types."""
+    arrays = [pa.array(columns[field.name], pa.int32()).cast(field.type) for field in INDEX]
+    return pa.record_batch(arrays, schema=INDEX)

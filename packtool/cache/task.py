@@ -1,0 +1,238 @@
+"""One task: a stretch of rows becomes one shard of each split it has rows for.
+
+A task knows nothing of the others or of where it runs. Its last act is a marker with its counts; a task with a marker
+is done and need not run again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from packtool import storage
+from packtool.cache.schema import INDEX
+from packtool.cache.shard import ShardWriter, index_batch, index_part, num_targets
+from packtool.constants import TRAIN_SPLIT, VAL_SPLIT
+from packtool.encode.encoded import EncodedSample
+from packtool.encode.encoder import Encoder
+from packtool.errors import RowError
+from packtool.rows.forms import RowProblem, to_sample
+from packtool.rows.read import read_block
+from packtool.rows.sample import Dropped, Sample
+from packtool.rows.scan import Block, Form
+
+TASKS_DIR = ".tasks"
+BATCH_ROWS = 128
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one worker does at a time.
+
+    Args:
+        number: 0-based among all tasks.
+        path, form, blocks: where its rows lie.
+        val_rows: positions in this task, ascending, of the rows that go to the val split.
+        shards: file name of the task's shard in each split that it writes to.
+    """
+
+    number: int
+    path: str
+    form: Form
+    blocks: tuple[Block, ...]
+    val_rows: tuple[int, ...]
+    shards: Mapping[str, tuple[int, str]]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that go in."""
+        return sum(block.num_rows for block in self.blocks)
+
+
+@dataclass
+class SplitCounts:
+    """What a task put into one split."""
+
+    shard: int = 0
+    file: str = ""
+    rows: int = 0
+    bytes: int = 0
+    sha256: str = ""
+    tokens: int = 0
+    target_tokens: int = 0
+    media_tokens: int = 0
+    truncated: int = 0
+    truncated_tokens: int = 0
+    lengths: dict[int, int] = field(default_factory=dict)
+
+    def add(self, sample: EncodedSample) -> None:
+        """Count one sample."""
+        self.rows += 1
+        self.tokens += sample.length
+        self.target_tokens += num_targets(sample)
+        self.media_tokens += sample.num_media_tokens
+        self.truncated += sample.num_truncated > 0
+        self.truncated_tokens += sample.num_truncated
+        self.lengths[sample.length] = self.lengths.get(sample.length, 0) + 1
+
+
+@dataclass
+class TaskResult:
+    """Counts of a finished task: rows in are rows of its splits plus drops."""
+
+    number: int
+    rows: int = 0
+    marks_added: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    splits: dict[str, SplitCounts] = field(default_factory=dict)
+    channels: list[str] = field(default_factory=list)
+
+    def to_json(self) -> bytes:
+        """The marker's content."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> TaskResult:
+        """Read a marker."""
+        raw = json.loads(data)
+        splits = {
+            name: SplitCounts(**{**split, "lengths": {int(k): v for k, v in split["lengths"].items()}})
+            for name, split in raw.pop("splits").items()
+        }
+        return cls(splits=splits, **raw)
+
+
+def marker_path(directory: str, number: int) -> str:
+    """Where a task's marker lies."""
+    return os.path.join(directory, TASKS_DIR, f"{number:05d}.json")
+
+
+def index_path(directory: str, number: int, split: str) -> str:
+    """Where a task's part of a split's index lies until the export is finished."""
+    return os.path.join(directory, TASKS_DIR, f"{number:05d}.{split}.arrow")
+
+
+def dropped_path(directory: str, number: int) -> str:
+    """Where a task's part of ``dropped.jsonl`` lies until the export is finished."""
+    return os.path.join(directory, TASKS_DIR, f"{number:05d}.dropped.jsonl")
+
+
+def run_task(task: Task, encoder: Encoder, directory: str | None, strict: bool) -> TaskResult:
+    """Encode a task's rows and write its shards, its parts of index and drops, and at the end its marker.
+
+    Args:
+        directory: of the cache; None counts and writes nothing.
+        strict: the first row that cannot be used is an error.
+
+    Raises:
+        RowError: in strict mode, or for an over-long row when the strategy is ``raise``.
+        StorageError: if writing fails.
+    """
+    outputs = _Outputs(task, directory)
+    val_rows = frozenset(task.val_rows)
+    position = 0
+    try:
+        for group in _groups(_samples(task)):
+            kept: dict[str, list[EncodedSample]] = {name: [] for name in task.shards}
+            for item in _encoded(group, encoder):
+                split = VAL_SPLIT if position in val_rows else TRAIN_SPLIT
+                position += 1
+                if isinstance(item, EncodedSample):
+                    kept[split].append(item)
+                elif strict:
+                    raise RowError(item.source, item.row, item.reason, item.detail)
+                else:
+                    outputs.drop(item)
+            outputs.result.marks_added += sum(isinstance(s, Sample) and s.num_marks_added > 0 for s in group)
+            outputs.write(kept)
+        return outputs.commit(position)
+    except BaseException:
+        outputs.discard()
+        raise
+
+
+def _groups(rows: Iterator[Sample | Dropped]) -> Iterator[tuple[Sample | Dropped, ...]]:
+    while group := tuple(islice(rows, BATCH_ROWS)):
+        yield group
+
+
+def _samples(task: Task) -> Iterator[Sample | Dropped]:
+    for block in task.blocks:
+        for number, row in read_block(task.path, task.form, block):
+            if isinstance(row, Dropped):
+                yield row
+                continue
+            try:
+                yield to_sample(row, task.path, number)
+            except RowProblem as problem:
+                yield Dropped(task.path, number, problem.reason, problem.detail)
+
+
+def _encoded(group: tuple[Sample | Dropped, ...], encoder: Encoder) -> Iterator[EncodedSample | Dropped]:
+    """Results in the order of the rows."""
+    encoded = iter(encoder.encode([item for item in group if isinstance(item, Sample)]))
+    for item in group:
+        yield next(encoded) if isinstance(item, Sample) else item
+
+
+class _Outputs:
+    """The files of one task."""
+
+    def __init__(self, task: Task, directory: str | None) -> None:
+        self.result = TaskResult(task.number)
+        self._task, self._directory = task, directory
+        self._drops: list[str] = []
+        self._codes: dict[str, int] = {}
+        self._index: dict[str, list[dict[str, Any]]] = {name: [] for name in task.shards}
+        self._writers: dict[str, ShardWriter] = {}
+        for split, (shard, name) in task.shards.items():
+            self.result.splits[split] = SplitCounts(shard=shard, file=name)
+            if directory is not None:
+                self._writers[split] = ShardWriter(os.path.join(directory, split, name))
+
+    def drop(self, item: Dropped) -> None:
+        self.result.dropped[item.reason] = self.result.dropped.get(item.reason, 0) + 1
+        self._drops.append(json.dumps(asdict(item), ensure_ascii=False) + "\n")
+
+    def write(self, kept: Mapping[str, list[EncodedSample]]) -> None:
+        for split, samples in kept.items():
+            counts = self.result.splits[split]
+            if self._directory is not None:
+                self._index[split].append(index_part(samples, counts.shard, counts.rows, self._codes))
+                self._writers[split].write(samples)
+            for sample in samples:
+                counts.add(sample)
+
+    def commit(self, num_rows: int) -> TaskResult:
+        self.result.rows = num_rows
+        self.result.channels = list(self._codes)
+        if self._directory is None:
+            return self.result
+        number = self._task.number
+        for split, writer in self._writers.items():
+            counts = self.result.splits[split]
+            counts.bytes, counts.sha256 = writer.close()
+            storage.publish(index_path(self._directory, number, split), _index_bytes(self._index[split]))
+        if self._drops:
+            storage.publish(dropped_path(self._directory, number), "".join(self._drops).encode())
+        storage.publish(marker_path(self._directory, number), self.result.to_json())
+        return self.result
+
+    def discard(self) -> None:
+        for writer in self._writers.values():
+            writer.discard()
+
+
+def _index_bytes(parts: list[dict[str, Any]]) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, INDEX) as writer:
+        if parts:
+            writer.write_batch(index_batch({name: np.concatenate([part[name] for part in parts]) for name in parts[0]}))
+    return sink.getvalue().to_pybytes()

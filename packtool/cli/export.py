@@ -1,0 +1,34 @@
+"""``packtool export``."""
+
+from __future__ import annotations
+
+import json
+
+import typer
+
+from packtool.config import ExportConfig
+from packtool.errors import EXIT_INTERRUPTED
+
+
+def run_export(config: ExportConfig, as_json: bool) -> None:
+    """Export and print the summary."""
+    from packtool.cache.export import export
+    from packtool.report.statistics import export_json, export_lines
+    from packtool.report.terminal import TerminalProgress, print_table
+
+    with TerminalProgress() as progress:
+        try:
+            summary = export(config, progress)
+        except KeyboardInterrupt:
+            progress.note("interrupted; the same command again goes on after the finished shards")
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+    if as_json:
+        typer.echo(json.dumps(export_json(summary)))
+        return
+    print_table(_title(config, summary.already_finished), export_lines(summary))
+
+
+def _title(config: ExportConfig, already_finished: bool) -> str:
+    if already_finished:
+        return f"{config.output_dir} was already finished with these settings: nothing to do"
+    return "counted, nothing written (--dry-run)" if config.dry_run else f"exported to {config.output_dir}"

@@ -1,0 +1,91 @@
+"""``packtool``: the commands, and the one place where errors become exit codes."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+
+import typer
+
+from packtool import __version__
+from packtool.cli.arguments import rewrite
+from packtool.cli.demo import DemoConfig, run_demo_command
+from packtool.cli.export import run_export
+from packtool.cli.options import command_of, option_kinds
+from packtool.cli.train import run_train
+from packtool.config import ExportConfig, TrainConfig
+from packtool.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_UNEXPECTED, EXIT_USAGE, PacktoolError
+
+app = typer.Typer(
+    name="packtool",
+    help="Turns multimodal conversations into packed training steps.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_TRAIN_HELP = "Train on packed samples; NPROC_PER_NODE=8 in front starts eight processes."
+app.command("export", help="Tokenize rows into a cache.")(command_of(ExportConfig, run_export))
+app.command("train", help=_TRAIN_HELP)(command_of(TrainConfig, run_train))
+app.command("sft", help="The same as train.")(command_of(TrainConfig, run_train))
+app.command("demo", help="Watch both stages work on a small world made on the spot.")(
+    command_of(DemoConfig, run_demo_command)
+)
+
+_SETTINGS = {"export": ExportConfig, "train": TrainConfig, "sft": TrainConfig, "demo": DemoConfig}
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(f"packtool {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    pass
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command line and exit with its code."""
+    sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
+
+
+def run(arguments: list[str]) -> int:
+    """Run a command line.
+
+    Returns:
+        The exit code: see ``packtool.errors``.
+    """
+    settings = _SETTINGS.get(arguments[0]) if arguments else None
+    if settings is not None:
+        arguments = [arguments[0], *rewrite(arguments[1:], option_kinds(settings))]
+    debug = "--debug" in arguments
+    try:
+        # Typer answers --help and wrong usage by itself, with SystemExit.
+        app(args=arguments, standalone_mode=True)
+    except SystemExit as end:
+        return EXIT_OK if end.code is None else end.code if isinstance(end.code, int) else EXIT_USAGE
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return EXIT_INTERRUPTED
+    except PacktoolError as error:
+        if debug:
+            traceback.print_exc()
+        _say(f"error: {error}")
+        return error.exit_code
+    except Exception as error:
+        traceback.print_exc() if debug else _say(
+            f"unexpected error: {type(error).__name__}: {error}\nThis is a bug of packtool; --debug shows the traceback."
+        )
+        return EXIT_UNEXPECTED
+    return EXIT_OK
+
+
+def _say(message: str) -> None:
+    print(f"packtool: {message}", file=sys.stderr)

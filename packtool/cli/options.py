@@ -1,0 +1,149 @@
+"""Typer options made from the settings' declarations, so that each is written down once."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import typer
+import yaml
+
+from packtool.cli.arguments import Kind
+from packtool.config import option_names, resolve, value_type
+from packtool.errors import ConfigError
+
+T = TypeVar("T")
+
+COMMON_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "config": (
+        Annotated[
+            str | None,
+            typer.Option("--config", metavar="FILE", help="YAML file of settings."),
+        ],
+        None,
+    ),
+    "set_": (
+        Annotated[
+            list[str] | None,
+            typer.Option("--set", metavar="KEY=VALUE", help="One setting; may be repeated."),
+        ],
+        None,
+    ),
+    "json_": (
+        Annotated[
+            bool,
+            typer.Option("--json", help="One JSON document on stdout, all else on stderr."),
+        ],
+        False,
+    ),
+    "debug": (Annotated[bool, typer.Option("--debug", help="Tracebacks.")], False),
+}
+_COMMON_KINDS: dict[str, Kind] = {"--config": "single", "--set": "list", "--json": "flag", "--debug": "flag"}
+
+
+def option_kinds(cls: type) -> dict[str, Kind]:
+    """How each option of a command takes its value, by name."""
+    kinds: dict[str, Kind] = dict(_COMMON_KINDS)
+    for field in _flags(cls):
+        kinds.update(dict.fromkeys(option_names(field), _kind(field, cls)))
+    return kinds
+
+
+def command_of(cls: type[T], run: Callable[[T, bool], None]) -> Callable[..., None]:
+    """A function that typer reads as a command with all of ``cls``'s options.
+
+    Args:
+        cls: the settings.
+        run: called with the merged settings and whether JSON is wanted.
+    """
+
+    def command(**given: Any) -> None:
+        common = {name: given.pop(name) for name in COMMON_OPTIONS}
+        file = _read_yaml(common["config"]) if common["config"] else {}
+        config = resolve(cls, given, sets=common["set_"] or (), environ=os.environ, file=file)
+        run(config, common["json_"])
+
+    parameters = []
+    for field in _flags(cls):
+        annotation, default = _option(field, cls)
+        parameters.append(_parameter(field.name, annotation, default))
+    parameters += [_parameter(name, annotation, default) for name, (annotation, default) in COMMON_OPTIONS.items()]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _flags(cls: type) -> list[dataclasses.Field[Any]]:
+    """Required settings first, as --help shows them."""
+    fields = [field for field in dataclasses.fields(cls) if field.metadata["flag"]]
+    return sorted(fields, key=lambda field: (field.metadata["panel"] == "Pictures", not _required(field)))
+
+
+def _required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _kind(field: dataclasses.Field[Any], cls: type) -> Kind:
+    hint = value_type(field, cls)
+    if hint is bool:
+        return "flag"
+    return "list" if typing.get_origin(hint) is tuple else "single"
+
+
+def _option(field: dataclasses.Field[Any], cls: type) -> tuple[Any, Any]:
+    """Values stay text: ``config.resolve`` converts them, so that all mistakes are told at once."""
+    kind = _kind(field, cls)
+    names = list(option_names(field))
+    settings: dict[str, Any] = {
+        "help": _help(field),
+        "show_default": False,
+    }
+    if kind == "flag":
+        names = [f"{name}/--no-{name.removeprefix('--')}" for name in names]
+        return Annotated[bool | None, typer.Option(*names, **settings)], None
+    settings["metavar"] = _metavar(value_type(field, cls))
+    if kind == "list":
+        return Annotated[list[str] | None, typer.Option(*names, **settings)], None
+    return Annotated[str | None, typer.Option(*names, **settings)], None
+
+
+def _help(field: dataclasses.Field[Any]) -> str:
+    text = field.metadata["help"]
+    if field.metadata["env"]:
+        text += f" (environment: {field.metadata['env']})"
+    default = field.default
+    if _required(field):
+        return f"{text} (required)"
+    if default is None or default is dataclasses.MISSING:
+        return text
+    shown = " ".join(default) if isinstance(default, tuple) else str(default)
+    return f"{text} (default: {shown.lower() if isinstance(default, bool) else shown})"
+
+
+def _metavar(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return "|".join(typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        return "TEXT..."
+    return {int: "N", float: "X"}.get(hint, "TEXT")
+
+
+def _read_yaml(path: str) -> Mapping[str, Any]:
+    try:
+        value = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: {error}") from error
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ConfigError(f"--config {path}: expected names and values, found a {type(value).__name__}")
+    return {str(key): item for key, item in value.items()}

@@ -1,0 +1,20 @@
+"""Numbers and names that more than one folder needs."""
+
+from __future__ import annotations
+
+FORMAT_VERSION = 1
+"""Version of the cache directory's layout; bumped when an older reader would misread it."""
+
+IGNORE_INDEX = -100
+"""Label of a token that carries no loss (the convention of torch's cross-entropy)."""
+
+MANIFEST_NAME = "packtool.json"
+DROPPED_NAME = "dropped.jsonl"
+INDEX_NAME = "index.arrow"
+TRAIN_SPLIT = "train"
+VAL_SPLIT = "val"
+
+IMAGE_MARK = "<image>"
+"""What a row's text holds where a picture goes."""
+
+ROLES = ("system", "user", "assistant", "tool")

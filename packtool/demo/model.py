@@ -1,0 +1,232 @@
+"""A Qwen3-VL of a few million random parameters with a real processor, made on the spot.
+
+Nothing is downloaded: the tokenizer is a byte-level BPE trained here on the small world's sentences, with the special
+tokens and the splitting rule of the Qwen tokenizers; the processor settings have the form of Qwen3-VL's, with limits
+that fit small pictures. ``AutoProcessor`` and ``AutoModelForImageTextToText`` load the directory like any other.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+from packtool.demo.world import sentences
+
+VOCAB_SIZE = 512
+"""Rows of the embedding; the small world's words do not give enough merges to fill it, as with the real ones."""
+
+NUM_SENTENCES = 4000
+
+PRE_TOKENIZER = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""How Qwen2 and Qwen3 cut text before merging (transformers, models/qwen2/tokenization_qwen2.py)."""
+
+CONTROL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+PLAIN_ADDED_TOKENS = (
+    "<tool_call>",
+    "</tool_call>",
+    "<|fim_prefix|>",
+    "<|fim_middle|>",
+    "<|fim_suffix|>",
+    "<|fim_pad|>",
+    "<|repo_name|>",
+    "<|file_sep|>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+)
+"""Added but not special: they are decoded even where special tokens are skipped."""
+
+CHAT_TEMPLATE = """\
+{%- macro render(content) -%}
+    {%- if content is string -%}
+        {{- content -}}
+    {%- else -%}
+        {%- for part in content -%}
+            {%- if part.type == 'image' or 'image' in part -%}
+                {{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
+            {%- elif part.type == 'video' or 'video' in part -%}
+                {{- '<|vision_start|><|video_pad|><|vision_end|>' -}}
+            {%- elif 'text' in part -%}
+                {{- part.text -}}
+            {%- endif -%}
+        {%- endfor -%}
+    {%- endif -%}
+{%- endmacro -%}
+{%- for message in messages -%}
+    {{- '<|im_start|>' + message.role + '\\n' + render(message.content) + '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
+
+PIXEL_SETTINGS: dict[str, Any] = {
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+MIN_PIXELS = 64 * 64
+MAX_PIXELS = 112 * 112
+"""4 to 12 tokens of 32 x 32 pixels a picture: larger ones are shrunk."""
+
+
+def make_model(directory: str, seed: int) -> int:
+    """Write a loadable Qwen3-VL with random weights, its tokenizer and its processor settings.
+
+    Args:
+        directory: made if it is not there.
+        seed: the same seed writes the same weights.
+
+    Returns:
+        the number of parameters.
+    """
+    root = Path(directory)
+    root.mkdir(parents=True, exist_ok=True)
+    tokenizer = _train_tokenizer()
+    tokenizer.save(str(root / "tokenizer.json"))
+    _write_json(root / "tokenizer_config.json", _tokenizer_config())
+    _write_json(root / "preprocessor_config.json", _image_settings())
+    _write_json(root / "video_preprocessor_config.json", _video_settings())
+    (root / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    config = _model_config(tokenizer)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3VLForConditionalGeneration(config)
+    model.save_pretrained(root)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _train_tokenizer() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PRE_TOKENIZER), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE - len(CONTROL_TOKENS) - len(PLAIN_ADDED_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(sentences(random.Random(0), NUM_SENTENCES), trainer)
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in CONTROL_TOKENS])
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in PLAIN_ADDED_TOKENS])
+    return tokenizer
+
+
+def _model_config(tokenizer: Tokenizer) -> Qwen3VLConfig:
+    width = 192
+    token_id = {token: tokenizer.token_to_id(token) for token in CONTROL_TOKENS}
+    text = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": width,
+        "intermediate_size": 512,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": 32,
+        "max_position_embeddings": 8192,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [8, 4, 4],
+            "mrope_interleaved": True,
+        },
+        "bos_token_id": token_id["<|endoftext|>"],
+        "eos_token_id": token_id["<|im_end|>"],
+        "pad_token_id": token_id["<|endoftext|>"],
+        "tie_word_embeddings": True,
+        "initializer_range": 0.02,
+    }
+    vision = {
+        "depth": 3,
+        "hidden_size": width,
+        "intermediate_size": 512,
+        "num_heads": 6,
+        "out_hidden_size": width,
+        "patch_size": PIXEL_SETTINGS["patch_size"],
+        "temporal_patch_size": PIXEL_SETTINGS["temporal_patch_size"],
+        "spatial_merge_size": PIXEL_SETTINGS["merge_size"],
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1],
+        "initializer_range": 0.02,
+    }
+    return Qwen3VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=token_id["<|image_pad|>"],
+        video_token_id=token_id["<|video_pad|>"],
+        vision_start_token_id=token_id["<|vision_start|>"],
+        vision_end_token_id=token_id["<|vision_end|>"],
+        tie_word_embeddings=True,
+        dtype="float32",
+    )
+
+
+def _tokenizer_config() -> dict[str, Any]:
+    return {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "additional_special_tokens": list(CONTROL_TOKENS[1:]),
+        "bos_token": None,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "unk_token": None,
+        "add_bos_token": False,
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        "errors": "replace",
+        "model_max_length": 8192,
+        "split_special_tokens": False,
+    }
+
+
+def _image_settings() -> dict[str, Any]:
+    return {
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "processor_class": "Qwen3VLProcessor",
+        "size": {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS},
+        **PIXEL_SETTINGS,
+    }
+
+
+def _video_settings() -> dict[str, Any]:
+    return {
+        "video_processor_type": "Qwen3VLVideoProcessor",
+        "processor_class": "Qwen3VLProcessor",
+        "size": {"shortest_edge": MIN_PIXELS, "longest_edge": 16 * MAX_PIXELS},
+        **PIXEL_SETTINGS,
+    }
+
+
+def _write_json(path: Path, settings: dict[str, Any]) -> None:
+    path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,219 @@
+"""A small world of drawn pictures and questions about them, in the row form of the seeds.
+
+Every fact that a question asks for is drawn independently and evenly, so nothing but the picture tells the answer, not
+even the earlier turns of the same row:
+
+    kind           asks for                                            answers
+    single         the colour of the one shape                               6
+    backdrop       the colour behind the shapes                              6
+    left, right    the colour of one of two shapes side by side              6
+    top, bottom    the colour of one of two shapes above each other          6
+    first, second  the colour of the shape in one of two pictures            6
+    whole          shape and backdrop of a picture with one shape           36
+
+The price: the questions are about colours. A model of a few million random parameters learns to see those within two
+minutes on two cores; the kinds of the shapes, which are drawn all the same, would take it much longer.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from packtool.constants import IMAGE_MARK
+from packtool.demo.pictures import BACKDROP_COLOURS, PLACES, SHAPE_COLOURS, Scene, draw_scene, paint
+
+Row = dict[str, Any]
+
+HELD_OUT_SHARE = 10
+"""One held-out row for so many training rows."""
+
+NUM_COLOURS = len(SHAPE_COLOURS)
+NUM_BACKDROPS = len(BACKDROP_COLOURS)
+SYSTEM_PROMPT = "You look at pictures and answer briefly."
+DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+
+
+@dataclass(frozen=True)
+class Question:
+    """One user turn, its answer, and how many equally likely answers it might have had."""
+
+    kind: str
+    text: str
+    answer: str
+    num_answers: int
+
+
+@dataclass(frozen=True)
+class World:
+    """Where the rows lie and what is known of the held-out questions.
+
+    Args:
+        train: rows to train on.
+        held_out: other rows, all of them with pictures.
+        swapped: the rows of ``held_out``, each with the pictures of another one.
+        held_out_questions: for each held-out row its questions, turn by turn.
+    """
+
+    train: Path
+    held_out: Path
+    swapped: Path
+    num_pictures: int
+    held_out_questions: tuple[tuple[Question, ...], ...]
+
+    @property
+    def chance(self) -> float:
+        """Share of the held-out questions that the best guesser gets right who never sees a picture."""
+        return chance_of([question for questions in self.held_out_questions for question in questions])
+
+
+def chance_of(questions: list[Question]) -> float:
+    """Mean over ``questions`` of one over the number of equally likely answers."""
+    return sum(1 / question.num_answers for question in questions) / len(questions)
+
+
+def make_rows(directory: str, num_rows: int, seed: int, num_unusable: int = 0) -> World:
+    """Draw pictures and write ``train.json``, ``held_out.json`` and ``swapped.json`` beside them.
+
+    Args:
+        directory: made if it is not there; the pictures go to its ``pictures``.
+        num_rows: rows of ``train.json``; a tenth of that is held out.
+        seed: the same seed writes the same bytes.
+        num_unusable: so many of the training rows cannot be used: by turns far too long or with a lost picture.
+    """
+    root = Path(directory)
+    rng = random.Random(seed)
+    maker = _RowMaker(root, rng)
+    train = [maker.unusable_row(index) for index in range(num_unusable)]
+    train += [maker.training_row() for _ in range(num_rows - num_unusable)]
+    rng.shuffle(train)
+    held_out = [maker.picture_row() for _ in range(max(4, num_rows // HELD_OUT_SHARE))]
+    rows = [row for row, _ in held_out]
+    world = World(
+        train=_write(root / "train.json", train),
+        held_out=_write(root / "held_out.json", rows),
+        swapped=_write(root / "swapped.json", swap_pictures(rows)),
+        num_pictures=maker.num_pictures,
+        held_out_questions=tuple(questions for _, questions in held_out),
+    )
+    return world
+
+
+def swap_pictures(rows: list[Row]) -> list[Row]:
+    """Each row with the pictures of the next one that has as many; its text and answers stay."""
+    swapped = [dict(row) for row in rows]
+    for count in {len(row["images"]) for row in rows}:
+        alike = [index for index, row in enumerate(rows) if len(row["images"]) == count]
+        for index, other in zip(alike, alike[1:] + alike[:1], strict=True):
+            swapped[index]["images"] = rows[other]["images"]
+    return swapped
+
+
+class _RowMaker:
+    """Draws rows one after the other and saves their pictures."""
+
+    def __init__(self, root: Path, rng: random.Random) -> None:
+        self.root = root
+        self.rng = rng
+        self.num_pictures = 0
+        (root / "pictures").mkdir(parents=True, exist_ok=True)
+
+    def training_row(self) -> Row:
+        """A row with pictures, or one in eight times without."""
+        if self.rng.random() < 1 / 8:
+            return {"messages": text_turns(self.rng), "images": []}
+        return self.picture_row()[0]
+
+    def picture_row(self) -> tuple[Row, tuple[Question, ...]]:
+        """A row with one picture, or one in six times with two, and its questions."""
+        if self.rng.random() < 1 / 6:
+            scenes = [draw_scene(self.rng, "single") for _ in range(2)]
+            questions = ask_about_two(self.rng, scenes[0], scenes[1])
+        else:
+            scenes = [draw_scene(self.rng, self.rng.choice(list(PLACES)))]
+            questions = ask_about_one(self.rng, scenes[0])
+        turns = [turn for question in questions for turn in _turns(question.text, question.answer)]
+        turns[0]["content"] = f"{IMAGE_MARK * len(scenes)}{turns[0]['content']}"
+        if self.rng.random() < 1 / 8:
+            turns.insert(0, {"role": "system", "content": SYSTEM_PROMPT})
+        return {"messages": turns, "images": [self._save(scene) for scene in scenes]}, tuple(questions)
+
+    def unusable_row(self, index: int) -> Row:
+        """A row that export has to leave out: its text is far too long, or its picture is lost."""
+        if index % 2 == 0:
+            numbers = " ".join(str(number) for number in range(1, 2001))
+            return {"messages": _turns("Count from 1 to 2000.", numbers), "images": []}
+        question = ask_about_one(self.rng, draw_scene(self.rng, "single"))[0]
+        turns = _turns(IMAGE_MARK + question.text, question.answer)
+        return {"messages": turns, "images": [f"pictures/lost-{index:04d}.png"]}
+
+    def _save(self, scene: Scene) -> str:
+        self.num_pictures += 1
+        name = f"pictures/{self.num_pictures:04d}.png"
+        paint(scene).save(self.root / name, optimize=False)
+        return name
+
+
+def ask_about_one(rng: random.Random, scene: Scene) -> list[Question]:
+    """One to three questions about one picture, each about another fact."""
+    backdrop = _ask(rng, "backdrop", "background", scene.backdrop, NUM_BACKDROPS)
+    if scene.layout == "single":
+        colour = scene.shapes[0].colour
+        if rng.random() < 1 / 4:
+            answer = f"It shows a {colour} shape on a {scene.backdrop} background."
+            return [Question("whole", "Describe the picture.", answer, NUM_COLOURS * NUM_BACKDROPS)]
+        facts = [_ask(rng, "single", "shape", colour, NUM_COLOURS), backdrop]
+    else:
+        facts = [_ask(rng, one.place, f"{one.place} shape", one.colour, NUM_COLOURS) for one in scene.shapes]
+        facts.append(backdrop)
+    return rng.sample(facts, k=rng.randint(1, len(facts)))
+
+
+def ask_about_two(rng: random.Random, first: Scene, second: Scene) -> list[Question]:
+    """One or two questions about the shapes of two pictures."""
+    facts = [
+        _ask(rng, place, f"shape in the {place} picture", scene.shapes[0].colour, NUM_COLOURS)
+        for place, scene in (("first", first), ("second", second))
+    ]
+    return rng.sample(facts, k=rng.randint(1, 2))
+
+
+def _ask(rng: random.Random, kind: str, thing: str, colour: str, num_answers: int) -> Question:
+    """Ask for the colour of a thing, to be answered in a word or, one in three times, in a sentence."""
+    if rng.random() < 1 / 3:
+        return Question(kind, f"Tell me the colour of the {thing}.", f"The {thing} is {colour}.", num_answers)
+    return Question(kind, f"What colour is the {thing}?", colour, num_answers)
+
+
+def sentences(rng: random.Random, count: int) -> Iterator[str]:
+    """What is said in this world: questions and answers as in ``make_rows``, for training a tokenizer."""
+    for _ in range(count):
+        scenes = [draw_scene(rng, rng.choice(list(PLACES))), draw_scene(rng, "single"), draw_scene(rng, "single")]
+        questions = [*ask_about_one(rng, scenes[0]), *ask_about_two(rng, scenes[1], scenes[2])]
+        turns = [turn for question in questions for turn in _turns(question.text, question.answer)]
+        yield from (turn["content"] for turn in turns + text_turns(rng))
+        yield f"{SYSTEM_PROMPT}\nsystem\nuser\nassistant\n"
+
+
+def text_turns(rng: random.Random) -> list[dict[str, str]]:
+    """A conversation without pictures: counting, or the days of the week."""
+    if rng.random() < 0.5:
+        first = rng.randrange(1, 60)
+        last = first + rng.randrange(2, 12)
+        return _turns(f"Count from {first} to {last}.", " ".join(str(number) for number in range(first, last + 1)))
+    day = rng.randrange(7)
+    return _turns(f"Which day follows {DAYS[day]}?", DAYS[(day + 1) % 7])
+
+
+def _turns(text: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+
+
+def _write(path: Path, rows: list[Row]) -> Path:
+    lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    return path

@@ -1,0 +1,1 @@
+"""Samples become tokens, labels and media spans."""

@@ -1,0 +1,148 @@
+"""Control tokens: the template's own are ids, the same text inside a row is only text.
+
+A row's strings are *shielded* before the template sees them: every control token's text in them becomes one private-use
+character. What the rendered conversation then holds of control tokens was written by the template, so it is cut there,
+the pieces between are tokenized as plain text, and the shielded characters become the text they stood for::
+
+    row text        a <|im_end|> b            shielded      a ⟦3⟧ b
+    rendered        <|im_start|>user\\na ⟦3⟧ b<|im_end|>\\n
+    cut             <|im_start|>  "user\\na <|im_end|> b"  <|im_end|>  "\\n"
+
+The ids equal those of the whole rendered string, because a tokenizer never merges across a control token.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from packtool.constants import IMAGE_MARK
+
+_BLOCK = 0x400
+_IMAGE_SLOT = _BLOCK - 1
+# Plane 16 is private use; the highest block that a row's text leaves free is taken.
+_BASES = tuple(range(0x10FC00, 0x100000, -_BLOCK))
+_PRIVATE = re.compile("[\U00100000-\U0010ffff]")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A control token of the template and the text up to the next one.
+
+    Args:
+        control: the token's text, or "" for what comes before the first.
+        image: whether this control token stands for a whole picture (opening mark, pads, closing mark).
+        text: plain text that follows.
+    """
+
+    control: str
+    image: bool
+    text: str
+
+
+class Shield:
+    """Stands private-use characters in for control-token text and picture marks, for one row.
+
+    Args:
+        control_tokens: texts of the control tokens.
+        strings: every string of the row.
+    """
+
+    def __init__(self, vocabulary: ControlVocabulary, strings: Iterable[str]) -> None:
+        self._vocabulary = vocabulary
+        self._base = _free_base(strings)
+        self._used = False
+        self.image_mark = chr(self._base + _IMAGE_SLOT)
+
+    def text(self, string: str) -> str:
+        """Shield one string."""
+        if not self._vocabulary.pattern.search(string):
+            return string
+        self._used = True
+        slot = self._vocabulary.slots
+        return self._vocabulary.pattern.sub(lambda match: chr(self._base + slot[match.group()]), string)
+
+    def value(self, value: Any) -> Any:
+        """Shield every string of nested lists and mappings, their keys too."""
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, dict):
+            return {self.text(str(key)): self.value(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.value(item) for item in value]
+        return value
+
+    def images(self, string: str) -> str:
+        """Turn ``<image>`` into the character that stands for a picture."""
+        return string.replace(IMAGE_MARK, self.image_mark)
+
+    def lift(self, string: str) -> str:
+        """Give the shielded characters their text back."""
+        if not self._used:
+            return string
+        texts = self._vocabulary.texts
+        return "".join(
+            texts[ord(char) - self._base] if 0 <= ord(char) - self._base < len(texts) else char for char in string
+        )
+
+    def cut(self, rendered: str) -> list[Piece]:
+        """The rendered conversation as pieces, in order; their texts are lifted."""
+        pieces = []
+        cursor, control, image = 0, "", False
+        pattern = self._vocabulary.cut_pattern(self.image_mark)
+        for match in pattern.finditer(rendered):
+            pieces.append(Piece(control, image, self.lift(rendered[cursor : match.start()])))
+            control, image, cursor = match.group(), match.group() == self.image_mark, match.end()
+        pieces.append(Piece(control, image, self.lift(rendered[cursor:])))
+        return pieces
+
+
+class ControlVocabulary:
+    """The control tokens of a tokenizer.
+
+    Args:
+        tokenizer: the backend tokenizer; told here to read control tokens in text as text.
+        media_tokens: tokens that mark media, control tokens whether or not the tokenizer says so.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, media_tokens: Sequence[str] = ()) -> None:
+        added = tokenizer.get_added_tokens_decoder()
+        known = {token.content for token in added.values()}
+        missing = [token for token in media_tokens if token in known and not _is_special(added, token)]
+        if missing:
+            # Only special tokens can be kept from being read in text.
+            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in missing])
+            added = tokenizer.get_added_tokens_decoder()
+        special = sorted(((i, token) for i, token in added.items() if token.special), key=lambda item: item[0])
+        if len(special) >= _IMAGE_SLOT:
+            special = special[: _IMAGE_SLOT - 1]
+        self.ids = {token.content: i for i, token in special}
+        self.texts = tuple(self.ids)
+        self.slots = {text: slot for slot, text in enumerate(self.texts)}
+        self.strip_right = frozenset(token.content for _, token in special if token.rstrip)
+        self.strip_left = frozenset(token.content for _, token in special if token.lstrip)
+        longest_first = sorted(self.texts, key=len, reverse=True)
+        self._alternatives = "|".join(map(re.escape, longest_first))
+        self.pattern = re.compile(self._alternatives or "(?!)")
+        self._cut_patterns: dict[str, re.Pattern[str]] = {}
+        tokenizer.encode_special_tokens = True
+
+    def cut_pattern(self, image_mark: str) -> re.Pattern[str]:
+        """Matches control tokens and the picture character."""
+        if image_mark not in self._cut_patterns:
+            alternatives = f"{self._alternatives}|{image_mark}" if self._alternatives else image_mark
+            self._cut_patterns[image_mark] = re.compile(alternatives)
+        return self._cut_patterns[image_mark]
+
+
+def _is_special(added: dict[int, AddedToken], text: str) -> bool:
+    return any(token.special for token in added.values() if token.content == text)
+
+
+def _free_base(strings: Iterable[str]) -> int:
+    taken = {ord(char) // _BLOCK for string in strings for char in _PRIVATE.findall(string)}
+    return next(base for base in _BASES if base // _BLOCK not in taken)

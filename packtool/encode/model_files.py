@@ -1,0 +1,170 @@
+"""What encoding needs of a model directory: tokenizer, chat template, config, processor settings; never weights, never torch.
+
+``transformers.AutoTokenizer`` takes seconds and imports torch; a worker needs neither. The files are read as they
+are, and transformers is asked only for tokenizers that have no ``tokenizer.json``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from packtool.errors import ConfigError
+
+_HUB_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model"]
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The parts of a model directory that decide how a row is encoded.
+
+    Args:
+        directory: local directory.
+        config: ``config.json``.
+        tokenizer_config: ``tokenizer_config.json``, empty when there is none.
+        tokenizer_json: the text of ``tokenizer.json``.
+        chat_template: the Jinja text.
+        processor: settings of the image processor, empty for text-only models.
+    """
+
+    directory: str
+    config: dict[str, Any]
+    tokenizer_config: dict[str, Any]
+    tokenizer_json: str
+    chat_template: str
+    processor: dict[str, Any]
+
+    @classmethod
+    def load(cls, model: str) -> ModelFiles:
+        """Read a model directory, or fetch the small files of a hub id.
+
+        Raises:
+            ConfigError: if a file is missing or is not what it should be.
+        """
+        directory = model if os.path.isdir(model) else _fetch(model)
+        tokenizer_config = _read_json(directory, "tokenizer_config.json") or {}
+        config = _read_json(directory, "config.json")
+        if config is None:
+            raise ConfigError(
+                f"--model {model}: there is no config.json", "Give the directory of a transformers model."
+            )
+        return cls(
+            directory=directory,
+            config=config,
+            tokenizer_config=tokenizer_config,
+            tokenizer_json=_tokenizer_json(directory),
+            chat_template=_chat_template(directory, tokenizer_config),
+            processor=_processor_settings(directory),
+        )
+
+    @property
+    def model_type(self) -> str:
+        """``config.json``'s ``model_type``."""
+        return str(self.config.get("model_type", ""))
+
+    @cached_property
+    def tokenizer_hash(self) -> str:
+        """Of vocabulary, merges, added tokens and pre-tokenization: what decides ids, however the file is laid out."""
+        parsed = json.loads(self.tokenizer_json)
+        model = parsed["model"]
+        vocabulary = model.get("vocab") or {}
+        if isinstance(vocabulary, dict):
+            vocabulary = sorted(vocabulary, key=vocabulary.__getitem__)
+        # The two notations of a merge, "a b" and ["a", "b"], mean the same.
+        merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges") or ()]
+        rest = {key: parsed.get(key) for key in ("added_tokens", "normalizer", "pre_tokenizer", "decoder")}
+        rest["model"] = {key: model.get(key) for key in ("type", "byte_fallback", "unk_token")}
+        return _digest("\n".join([*map(str, vocabulary), "", *merges, json.dumps(rest, sort_keys=True)]))
+
+    @cached_property
+    def template_hash(self) -> str:
+        """Of the chat template."""
+        return _digest(self.chat_template.rstrip("\n"))
+
+    @property
+    def template_variables(self) -> dict[str, str]:
+        """``bos_token`` and its like, which chat templates may name."""
+        found = {}
+        for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+            value = self.tokenizer_config.get(name)
+            value = value.get("content") if isinstance(value, dict) else value
+            if isinstance(value, str):
+                found[name] = value
+        return found
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _read_json(directory: str, name: str) -> dict[str, Any] | None:
+    path = os.path.join(directory, name)
+    if not os.path.exists(path):
+        return None
+    try:
+        with open(path, encoding="utf-8") as file:
+            value = json.load(file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds no JSON object")
+    return value
+
+
+def _tokenizer_json(directory: str) -> str:
+    path = os.path.join(directory, "tokenizer.json")
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        return str(tokenizer.backend_tokenizer.to_str())
+    except (OSError, ValueError, AttributeError, ImportError) as error:
+        raise ConfigError(
+            f"{directory}: no tokenizer.json, and transformers makes no fast tokenizer of it: {error}",
+            "Save one with AutoTokenizer.from_pretrained(...).save_pretrained(...), or use a model that has one.",
+        ) from error
+
+
+def _chat_template(directory: str, tokenizer_config: dict[str, Any]) -> str:
+    for name in ("chat_template.jinja", "chat_template.json"):
+        path = os.path.join(directory, name)
+        if os.path.exists(path):
+            with open(path, encoding="utf-8") as file:
+                text = file.read()
+            return text if name.endswith(".jinja") else str(json.loads(text)["chat_template"])
+    template = tokenizer_config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default")
+    if not isinstance(template, str):
+        raise ConfigError(
+            f"{directory}: the tokenizer has no chat template",
+            "Put one into chat_template.jinja beside tokenizer.json; instruct models ship it, base models do not.",
+        )
+    return template
+
+
+def _processor_settings(directory: str) -> dict[str, Any]:
+    nested = (_read_json(directory, "processor_config.json") or {}).get("image_processor")
+    return nested or _read_json(directory, "preprocessor_config.json") or {}
+
+
+def _fetch(model: str) -> str:
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise ConfigError(f"--model {model}: there is no such directory")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return str(snapshot_download(model, allow_patterns=_HUB_PATTERNS))
+    except Exception as error:  # the hub's client raises a dozen unrelated types
+        raise ConfigError(
+            f"--model {model}: no such directory here, and the hub does not give it: {error}",
+            "Give a local directory, or check the name and the connection.",
+        ) from error

@@ -1,0 +1,109 @@
+"""Every error that packtool raises on purpose, and the exit code each becomes.
+
+    PacktoolError                    1
+    ├── ConfigError                  2   an option, a YAML key or an environment variable is wrong
+    ├── DataError                    3   rows cannot be read, strict mode met a bad row, nothing is left
+    │   └── RowError                 3   one row, named by source and number
+    ├── MismatchError                4   a cache, a plan, a checkpoint and a run do not fit each other
+    │   └── UnsupportedModelError    4   a model whose layers cannot be isolated under packing
+    └── StorageError                 5   a local or remote file system said no
+
+Messages say what was wrong, where (file, row, option) and what to do about it. Anything that is not a
+``PacktoolError`` is a bug and exits with 1; Ctrl-C exits with 130.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+EXIT_OK = 0
+EXIT_UNEXPECTED = 1
+EXIT_USAGE = 2
+EXIT_DATA = 3
+EXIT_MISMATCH = 4
+EXIT_STORAGE = 5
+EXIT_INTERRUPTED = 130
+
+
+class PacktoolError(Exception):
+    """Base of all errors that are meant to be read by a user.
+
+    Args:
+        message: what went wrong and where.
+        remedy: what to do about it, printed on a line of its own.
+    """
+
+    exit_code = EXIT_UNEXPECTED
+
+    def __init__(self, message: str, remedy: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.message}\n{self.remedy}" if self.remedy else self.message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Errors cross process borders (export's workers), where the default would lose the remedy.
+        return _restore, (type(self), self.message, self.remedy, self.__dict__)
+
+
+def _restore(cls: type[PacktoolError], message: str, remedy: str | None, state: dict[str, object]) -> PacktoolError:
+    error = cls.__new__(cls)
+    PacktoolError.__init__(error, message, remedy)
+    error.__dict__.update(state)
+    return error
+
+
+class ConfigError(PacktoolError):
+    """One or more settings are wrong; all that were found are listed at once."""
+
+    exit_code = EXIT_USAGE
+
+    @classmethod
+    def from_problems(cls, problems: Sequence[str]) -> ConfigError:
+        """Collect several mistakes into one error."""
+        if len(problems) == 1:
+            return cls(problems[0])
+        lines = "\n".join(f"  - {problem}" for problem in problems)
+        return cls(f"{len(problems)} settings are wrong:\n{lines}")
+
+
+class DataError(PacktoolError):
+    """The rows cannot be used."""
+
+    exit_code = EXIT_DATA
+
+
+class RowError(DataError):
+    """One row cannot be used.
+
+    Args:
+        source: file the row came from.
+        row: 0-based number of the row in that file.
+        reason: the machine-readable reason, as in ``dropped.jsonl``.
+        detail: the same for a person.
+    """
+
+    def __init__(self, source: str, row: int, reason: str, detail: str, remedy: str | None = None) -> None:
+        super().__init__(f"{source}, row {row}: {reason}: {detail}", remedy)
+        self.source = source
+        self.row = row
+        self.reason = reason
+        self.detail = detail
+
+
+class MismatchError(PacktoolError):
+    """Two things that must fit each other do not."""
+
+    exit_code = EXIT_MISMATCH
+
+
+class UnsupportedModelError(MismatchError):
+    """The model cannot be trained on packed rows without leaks."""
+
+
+class StorageError(PacktoolError):
+    """Reading or writing a file system failed."""
+
+    exit_code = EXIT_STORAGE

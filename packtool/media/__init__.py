@@ -1,0 +1,1 @@
+"""Media files: measured from their header when exporting, decoded when training."""

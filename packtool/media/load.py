@@ -1,0 +1,25 @@
+"""Pictures decoded for a training step, as transformers' ``load_image`` does it."""
+
+from __future__ import annotations
+
+import io
+
+from PIL import Image, ImageOps
+
+from packtool.errors import DataError
+
+
+def load_image(path: str | None, data: bytes | None = None) -> Image.Image:
+    """The picture in RGB with its EXIF orientation applied.
+
+    Raises:
+        DataError: if the file is gone or cannot be decoded, naming it.
+    """
+    try:
+        with Image.open(io.BytesIO(data) if data is not None else str(path)) as picture:
+            return ImageOps.exif_transpose(picture).convert("RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise DataError(
+            f"{path or 'an embedded picture'} cannot be loaded: {error}",
+            "The file was readable when the cache was made: restore it, or export again.",
+        ) from error

@@ -1,0 +1,94 @@
+"""Pictures measured from their header: a picture's token count needs its width and height, nothing else.
+
+The size is the one after the EXIF orientation is applied, because that is how ``load`` (and transformers' ``load_image``)
+show a picture to the model.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import warnings
+from typing import BinaryIO
+
+from PIL import Image, PngImagePlugin, UnidentifiedImageError
+
+from packtool.rows.sample import MediaRef
+
+_ORIENTATION_TAG = 0x0112
+_SIDEWAYS = (5, 6, 7, 8)
+
+
+class MediaProblem(ValueError):
+    """A medium that cannot be used.
+
+    Args:
+        reason: machine-readable, as in ``dropped.jsonl``.
+        detail: for a person; names the file.
+    """
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.detail = detail
+
+
+def measure_image(image: MediaRef) -> tuple[int, int]:
+    """(height, width) in pixels as the model will see it.
+
+    Raises:
+        MediaProblem: if the file is missing, is no picture or has an absurd size.
+    """
+    try:
+        with _open(image) as file:
+            return _measure(file)
+    except FileNotFoundError:
+        raise MediaProblem("media_missing", f"{image.name}: there is no such file") from None
+    except UnidentifiedImageError:
+        empty = image.path is not None and os.path.getsize(image.path) == 0
+        raise MediaProblem(
+            "media_unreadable", f"{image.name}: {'the file is empty' if empty else 'not a picture'}"
+        ) from None
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise MediaProblem("media_unreadable", f"{image.name}: {error}") from error
+
+
+def _open(image: MediaRef) -> BinaryIO:
+    if image.data is not None:
+        return io.BytesIO(image.data)
+    assert image.path is not None, "a picture is a path or bytes"
+    return open(image.path, "rb")
+
+
+def _measure(file: BinaryIO) -> tuple[int, int]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        picture = Image.open(file)
+    width, height = picture.size
+    if isinstance(picture, PngImagePlugin.PngImageFile):
+        orientation = _png_orientation(picture, file)
+    else:
+        orientation = picture.getexif().get(_ORIENTATION_TAG, 1)
+    return (width, height) if orientation in _SIDEWAYS else (height, width)
+
+
+def _png_orientation(picture: PngImagePlugin.PngImageFile, file: BinaryIO) -> int:
+    """Pillow would decode the whole picture to look for an ``eXIf`` chunk; the chunks can be walked instead."""
+    data: bytes | None = None
+    file.seek(8)
+    while len(header := file.read(8)) == 8:
+        size, kind = int.from_bytes(header[:4], "big"), header[4:]
+        if kind == b"eXIf":
+            data = file.read(size)
+            break
+        if kind == b"IEND":
+            break
+        file.seek(size + 4, os.SEEK_CUR)
+    if data is None:
+        raw = picture.info.get("Raw profile type exif")
+        if not raw:
+            return 1
+        data = bytes.fromhex("".join(str(raw).split("\n")[3:]))
+    exif = Image.Exif()
+    exif.load(data)
+    return int(exif.get(_ORIENTATION_TAG, 1))

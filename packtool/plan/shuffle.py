@@ -1,0 +1,78 @@
+"""Seeded orders that stay the same on every machine and with every version of numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from packtool.errors import ConfigError
+
+CHUNK = 1 << 18
+"""Numbers worked on at a time, so that temporaries stay in the processor's cache."""
+
+
+def seeded_order(
+    num: int,
+    *,
+    seed: int,
+    epoch: int,
+    stream: int,
+    falling: npt.NDArray[np.integer[Any]] | None = None,
+) -> npt.NDArray[np.int64]:
+    """The numbers 0 to ``num`` - 1 in random order; with ``falling``, sorted by it first and shuffled among equals.
+
+    Each number gets a 64-bit key of (place in the sorting, random bits, the number itself); the keys are sorted in
+    place, and their low bits are the answer. Numbers whose random bits are equal stay ascending: there are 64 bits less
+    those of ``falling`` and of ``num`` (24 for 40 million lengths of up to 10240). Price: 8 bytes a number, and about
+    half the time of numpy's ``permutation``.
+
+    Only ``SeedSequence`` and ``random_raw`` are used, whose output numpy promises to keep. ``Generator.permutation``
+    may change between versions, and a resumed run must find the order of the run before.
+
+    Args:
+        num: how many numbers.
+        seed: of the run, 0 or more.
+        epoch: 0-based; every epoch has another order.
+        stream: tells apart orders that are drawn for different purposes from the same seed and epoch.
+        falling: (num,), values of 0 or more; the largest comes first.
+
+    Returns:
+        int64 (num,).
+
+    Raises:
+        ConfigError: the seed or the epoch is negative.
+    """
+    largest = int(falling.max()) if falling is not None and num else 0
+    number_bits = np.uint64(max(num - 1, 0).bit_length())
+    sort_bits = np.uint64(largest.bit_length())
+    random_bits = np.uint64(64) - number_bits - sort_bits
+    assert number_bits + sort_bits < 64
+    source = _random_source(seed, epoch, stream)
+    keys = np.empty(num, dtype=np.uint64)
+    for start in range(0, num, CHUNK):
+        part = keys[start : start + CHUNK]
+        part[:] = source.random_raw(len(part))
+        part >>= number_bits + sort_bits
+        if falling is not None and sort_bits:
+            places = (largest - falling[start : start + CHUNK]).astype(np.uint64)
+            places <<= random_bits
+            part |= places
+        part <<= number_bits
+        part |= np.arange(start, start + len(part), dtype=np.uint64)
+    keys.sort()
+    keys &= (np.uint64(1) << number_bits) - np.uint64(1)
+    return keys.view(np.int64)
+
+
+def seeded_uniform(num: int, *, seed: int, epoch: int, stream: int) -> npt.NDArray[np.float64]:
+    """Random numbers from 0 up to but not 1, float64 (num,); arguments, errors and promise as of ``seeded_order``."""
+    raw = np.asarray(_random_source(seed, epoch, stream).random_raw(num))
+    return (raw >> np.uint64(11)).astype(np.float64) / 2**53
+
+
+def _random_source(seed: int, epoch: int, stream: int) -> np.random.PCG64:
+    if seed < 0 or epoch < 0:
+        raise ConfigError(f"The seed is {seed} and the epoch {epoch}.", "Give numbers of 0 or more.")
+    return np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(stream, epoch)))

@@ -1,0 +1,170 @@
+"""Which pack goes to which rank, in which micro-batch of which optimizer step."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from packtool.errors import ConfigError
+from packtool.plan.packing import Int64Array, PackPlan, digest_arrays
+
+
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    """K packs dealt to S optimizer steps, W data-parallel ranks and micro-batches.
+
+    A *cell* is one micro-batch of one rank. The cells of a step follow one another, those of rank 0 first::
+
+        step 0: rank 0 [micro 0, micro 1, ...], rank 1 [micro 0, micro 1, ...], ...; step 1: ...
+
+    A cell may be empty: the rank then runs a micro-batch with zero loss, so that all ranks do the same collectives.
+
+    Args:
+        world_size: W.
+        order: int64 (K,), the packs, cell by cell.
+        cell_offsets: int64 (C + 1,), cell ``c`` holds ``order[cell_offsets[c]:cell_offsets[c + 1]]``.
+        step_offsets: int64 (S + 1,), step ``s`` has the cells from ``step_offsets[s]`` to ``step_offsets[s + 1]`` - 1.
+        target_tokens_per_step: int64 (S,), labels that carry loss, over all ranks and micro-batches.
+    """
+
+    world_size: int
+    order: Int64Array
+    cell_offsets: Int64Array
+    step_offsets: Int64Array
+    target_tokens_per_step: Int64Array
+
+    @property
+    def num_steps(self) -> int:
+        """S."""
+        return len(self.step_offsets) - 1
+
+    @property
+    def num_packs(self) -> int:
+        """K."""
+        return len(self.order)
+
+    @property
+    def num_empty_micro_batches(self) -> int:
+        """Cells without a pack; they can only occur in the last step."""
+        return int(np.count_nonzero(self.cell_sizes() == 0))
+
+    def cell_sizes(self) -> Int64Array:
+        """Packs in each cell; int64 (C,)."""
+        return self.cell_offsets[1:] - self.cell_offsets[:-1]
+
+    def num_micro_batches(self, step: int) -> int:
+        """Micro-batches of a step, the same number on every rank."""
+        self._check("step", step, self.num_steps)
+        return int(self.step_offsets[step + 1] - self.step_offsets[step]) // self.world_size
+
+    def packs(self, step: int, rank: int, micro_batch: int) -> Int64Array:
+        """Packs of one micro-batch of one rank, often one, possibly none; a view, not a copy."""
+        num_micro_batches = self.num_micro_batches(step)
+        self._check("rank", rank, self.world_size)
+        self._check("micro-batch", micro_batch, num_micro_batches)
+        cell = self.step_offsets[step] + rank * num_micro_batches + micro_batch
+        return self.order[self.cell_offsets[cell] : self.cell_offsets[cell + 1]]
+
+    def target_tokens(self, step: int) -> int:
+        """Labels that carry loss in a step, over all ranks: the loss is divided by it, and no rank need ask another."""
+        self._check("step", step, self.num_steps)
+        return int(self.target_tokens_per_step[step])
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 in hex over everything in the plan."""
+        digest = hashlib.sha256(f"packtool step plan 1, world size {self.world_size}\n".encode())
+        return digest_arrays(digest, self.order, self.cell_offsets, self.step_offsets, self.target_tokens_per_step)
+
+    @staticmethod
+    def _check(name: str, index: int, num: int) -> None:
+        # Negative numbers would silently mean another step.
+        if not 0 <= index < num:
+            raise IndexError(f"{name} {index} of {num}")
+
+
+def plan_steps(
+    plan: PackPlan,
+    target_tokens: npt.NDArray[np.integer[Any]],
+    *,
+    world_size: int,
+    gradient_accumulation_steps: int,
+    packs_per_micro_batch: int,
+) -> StepPlan:
+    """Deal the packs of an epoch to optimizer steps, ranks and micro-batches.
+
+    A step takes the next W * G * B packs of the plan, whose order the packer drew from the seed, and they go round the
+    ranks like cards: pack ``i`` of a step to rank ``i % W``. The last step takes what is left, however little: it has
+    as few micro-batches as its ranks need, the packs of a rank spread evenly over them. Where a rank still has none,
+    the micro-batch is empty. There are fewer than W empty ones in an epoch, and no pack is left out or used twice.
+
+    Price: O(N). The packs that make up a step depend on W * G * B only.
+
+    Args:
+        plan: N samples in K packs.
+        target_tokens: by sample number as in ``plan.samples``: labels that carry loss.
+        world_size: data-parallel ranks, W.
+        gradient_accumulation_steps: micro-batches of a full step on each rank, G.
+        packs_per_micro_batch: packs (or padded rows) in a full micro-batch, B.
+
+    Raises:
+        ConfigError: a count is not positive.
+    """
+    _check_positive(
+        world_size=world_size,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        packs_per_micro_batch=packs_per_micro_batch,
+    )
+    num_per_step = world_size * gradient_accumulation_steps * packs_per_micro_batch
+    num_full_steps, num_left = divmod(plan.num_packs, num_per_step)
+    num_full = num_full_steps * num_per_step
+    # In plan order a full step is a table of (B * G, W); each rank's packs are a column of it.
+    order = np.arange(plan.num_packs, dtype=np.int64)
+    table = order[:num_full].reshape(num_full_steps, num_per_step // world_size, world_size)
+    left, left_sizes = _deal_rest(order[num_full:], world_size, packs_per_micro_batch)
+    cells_per_step = np.full(num_full_steps, world_size * gradient_accumulation_steps, dtype=np.int64)
+    cell_sizes = np.full(int(cells_per_step.sum()), packs_per_micro_batch, dtype=np.int64)
+    if num_left:
+        cells_per_step = np.append(cells_per_step, len(left_sizes))
+        cell_sizes = np.append(cell_sizes, left_sizes)
+    targets_per_pack = plan.sums_per_pack(target_tokens[plan.samples])
+    first_packs = np.arange(0, plan.num_packs, num_per_step)
+    return StepPlan(
+        world_size=world_size,
+        order=np.concatenate((table.transpose(0, 2, 1).reshape(-1), left)),
+        cell_offsets=_offsets(cell_sizes),
+        step_offsets=_offsets(cells_per_step),
+        target_tokens_per_step=(
+            np.add.reduceat(targets_per_pack, first_packs) if plan.num_packs else np.zeros(0, dtype=np.int64)
+        ),
+    )
+
+
+def _deal_rest(packs: Int64Array, world_size: int, packs_per_micro_batch: int) -> tuple[Int64Array, Int64Array]:
+    """The packs of the last, smaller step in the order of its cells, and the cells' sizes."""
+    most_per_rank = -(-len(packs) // world_size)
+    num_micro_batches = -(-most_per_rank // packs_per_micro_batch)
+    hands = [packs[rank::world_size] for rank in range(world_size)]
+    sizes = [
+        len(hand) // num_micro_batches + (micro < len(hand) % num_micro_batches)
+        for hand in hands
+        for micro in range(num_micro_batches)
+    ]
+    return np.concatenate(hands), np.array(sizes, dtype=np.int64)
+
+
+def _offsets(sizes: Int64Array) -> Int64Array:
+    offsets = np.zeros(len(sizes) + 1, dtype=np.int64)
+    np.cumsum(sizes, out=offsets[1:])
+    return offsets
+
+
+def _check_positive(**counts: int) -> None:
+    problems = [f"{name} is {count}; it must be 1 or more." for name, count in counts.items() if count < 1]
+    if problems:
+        raise ConfigError.from_problems(problems)

@@ -1,0 +1,37 @@
+"""The library never prints: it tells a ``Progress``, and only the command line decides what becomes of it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Progress(Protocol):
+    """What long-running functions report to."""
+
+    def start(self, title: str, total: int | None) -> None:
+        """A new piece of work begins; ``total`` in rows, packs, ... when known."""
+
+    def advance(self, num_done: int, **fields: float | int | str) -> None:
+        """``num_done`` more are finished; ``fields`` are shown beside the bar (drops, tokens, ...)."""
+
+    def note(self, message: str) -> None:
+        """Something worth a line."""
+
+    def finish(self) -> None:
+        """The piece of work that ``start`` opened is over."""
+
+
+class SilentProgress:
+    """Reports to nobody."""
+
+    def start(self, title: str, total: int | None) -> None:
+        pass
+
+    def advance(self, num_done: int, **fields: float | int | str) -> None:
+        pass
+
+    def note(self, message: str) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass

@@ -1,0 +1,1 @@
+"""Numbers for people: statistics, and how a terminal shows them."""

@@ -1,0 +1,54 @@
+"""Results as plain numbers and as lines of a table; pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from packtool.cache.export import ExportSummary
+
+Line = tuple[str, str]
+
+
+def export_json(summary: ExportSummary) -> dict[str, Any]:
+    """What ``packtool export --json`` prints."""
+    return {
+        "rows": summary.rows,
+        "kept": summary.kept,
+        "kept_by_split": dict(summary.kept_by_split),
+        "truncated": summary.truncated,
+        "dropped": dict(summary.dropped),
+        "marks_added": summary.marks_added,
+        "tokens": summary.tokens,
+        "target_tokens": summary.target_tokens,
+        "media_tokens": summary.media_tokens,
+        "length": dict(summary.lengths),
+        "seconds": round(summary.seconds, 3),
+        "already_finished": summary.already_finished,
+        "output_dir": summary.output_dir,
+    }
+
+
+def export_lines(summary: ExportSummary) -> list[Line]:
+    """What ``packtool export`` prints."""
+    lines = [("rows in", f"{summary.rows:,}"), ("kept", _kept(summary))]
+    if summary.marks_added:
+        lines.append(("  <image> marks added", f"{summary.marks_added:,} rows"))
+    lines += [("  of them truncated", f"{summary.truncated:,}"), ("dropped", f"{sum(summary.dropped.values()):,}")]
+    lines += [(f"  {reason}", f"{count:,}") for reason, count in summary.dropped.items()]
+    lines += [
+        ("tokens", f"{summary.tokens:,}"),
+        ("  target tokens", f"{summary.target_tokens:,} ({summary.target_tokens / summary.tokens:.1%})"),
+        ("  media tokens", f"{summary.media_tokens:,} ({summary.media_tokens / summary.tokens:.1%})"),
+        ("length p50 / p90 / p99 / max", " / ".join(f"{summary.lengths[k]:,}" for k in ("p50", "p90", "p99", "max"))),
+    ]
+    if not summary.already_finished:
+        rate = summary.rows / summary.seconds if summary.seconds else 0.0
+        lines.append(("time", f"{summary.seconds:.1f} s, {rate:,.0f} samples/s"))
+    return lines
+
+
+def _kept(summary: ExportSummary) -> str:
+    if len(summary.kept_by_split) == 1:
+        return f"{summary.kept:,}"
+    parts = ", ".join(f"{name} {count:,}" for name, count in summary.kept_by_split.items())
+    return f"{summary.kept:,} ({parts})"

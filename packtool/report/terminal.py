@@ -1,0 +1,104 @@
+"""What a person sees: a progress bar in a terminal, a plain line every few seconds elsewhere, and tables."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+_PLAIN_SECONDS = 5.0
+
+
+class TerminalProgress:
+    """Progress on stderr; use as a context manager, so that the bar is gone whatever happens.
+
+    Args:
+        console: where to; stderr by default.
+        enabled: False on ranks that should be silent.
+    """
+
+    def __init__(self, console: Console | None = None, enabled: bool = True) -> None:
+        self._console = console or Console(stderr=True, highlight=False)
+        self._enabled = enabled
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._title, self._total, self._done = "", 0, 0
+        self._begin = self._last = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def start(self, title: str, total: int | None) -> None:
+        """See ``packtool.progress.Progress``."""
+        self._title, self._total, self._done = title, total or 0, 0
+        self._begin = self._last = time.monotonic()
+        if not self._enabled or not self._console.is_terminal:
+            return
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[shown]}"),
+            console=self._console,
+            transient=True,
+        )
+        self._task = self._bar.add_task(title, total=total, shown="")
+        self._bar.start()
+
+    def advance(self, num_done: int, **fields: float | int | str) -> None:
+        """See ``packtool.progress.Progress``."""
+        self._done += num_done
+        shown = "  ".join(f"{name.replace('_', ' ')} {_short(value)}" for name, value in fields.items())
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=self._done, shown=shown)
+        elif self._enabled and time.monotonic() - self._last >= _PLAIN_SECONDS:
+            self._last = time.monotonic()
+            share = f"{self._done:,} of {self._total:,}" if self._total else f"{self._done:,}"
+            self._print(f"{self._title}: {share} after {self._last - self._begin:.0f} s  {shown}")
+
+    def note(self, message: str) -> None:
+        """See ``packtool.progress.Progress``."""
+        if self._enabled:
+            self._print(message)
+
+    def finish(self) -> None:
+        """See ``packtool.progress.Progress``."""
+        self._close()
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        self._bar = self._task = None
+
+    def _print(self, message: str) -> None:
+        # No wrapping: logs are searched by line, and commands are copied from them.
+        self._console.print(message, markup=False, soft_wrap=True)
+
+
+def print_table(title: str, lines: list[tuple[str, str]], console: Console | None = None) -> None:
+    """A two-column table on stdout: what, and how much."""
+    console = console or Console(file=sys.stdout, highlight=False)
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", overflow="fold")
+    for what, value in lines:
+        table.add_row(what, value)
+    console.print(title, markup=False, soft_wrap=True)
+    console.print(table)
+
+
+def _short(value: float | int | str) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4g}" if isinstance(value, float) else value

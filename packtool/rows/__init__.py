@@ -1,0 +1,1 @@
+"""Files of rows, and the forms a row can have, become samples."""

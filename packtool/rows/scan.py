@@ -1,0 +1,230 @@
+"""One pass over a source that finds where its rows lie, so that any stretch of them can be read alone.
+
+Nothing is kept of the rows but one entry for each block of them; a source of any size needs a few bytes a block.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import BinaryIO, Literal
+
+import numpy as np
+
+from packtool import storage
+from packtool.errors import DataError
+
+Form = Literal["json", "jsonl"]
+BLOCK_ROWS = 256
+_CHUNK_BYTES = 1 << 23
+_SPACE = " \t\r\n"
+
+
+@dataclass(frozen=True)
+class Block:
+    """Neighbouring rows of one source.
+
+    Args:
+        start, stop: bytes [start, stop) of the file.
+        first_row: number of the first row, 0-based: the line of a .jsonl file, the element of a .json array.
+        num_rows: rows in it; blank lines are none.
+    """
+
+    start: int
+    stop: int
+    first_row: int
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class ScannedSource:
+    """A source and where its rows lie.
+
+    Args:
+        path: as the user gave it.
+        size: bytes.
+        modified: what the file system says of the last change, to notice an unchanged file at once.
+        digest: of the content.
+    """
+
+    path: str
+    form: Form
+    size: int
+    modified: str
+    digest: str
+    blocks: tuple[Block, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in the source."""
+        return sum(block.num_rows for block in self.blocks)
+
+
+def scan(path: str) -> ScannedSource:
+    """Find the rows of a ``.jsonl`` file (one object a line) or a ``.json`` file (one array of objects).
+
+    Raises:
+        DataError: if the file is missing, or its JSON array is broken (a broken line of a .jsonl is a matter of that row).
+    """
+    if not storage.exists(path):
+        raise DataError(f"--dataset {path}: there is no such file")
+    if storage.is_directory(path):
+        raise DataError(f"--dataset {path} is a directory", "Give the .json or .jsonl files in it.")
+    state = storage.stat(path)
+    digest = hashlib.blake2b(digest_size=16)
+    with storage.open_read(path) as file:
+        form = _form(path, file)
+        finder = _lines(file, digest) if form == "jsonl" else _elements(path, file, digest)
+        blocks = tuple(finder)
+    return ScannedSource(path, form, state.size, state.modified, digest.hexdigest(), blocks)
+
+
+def _form(path: str, file: BinaryIO) -> Form:
+    if path.endswith((".jsonl", ".ndjson")):
+        return "jsonl"
+    if not path.endswith(".json"):
+        raise DataError(f"--dataset {path}: neither .json nor .jsonl", "Convert the file to one of these.")
+    # Many tools write one object a line and call it .json.
+    start = file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
+    file.seek(0)
+    return "jsonl" if start.startswith(b"{") else "json"
+
+
+def _lines(file: BinaryIO, digest: hashlib.blake2b) -> Iterator[Block]:
+    start = line = 0  # of the block
+    rows = 0
+    offset = number = 0  # of the line being read
+    while chunk := file.read(_CHUNK_BYTES):
+        digest.update(chunk)
+        chunk = _complete_line(file, chunk, digest)
+        ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == 10) + 1
+        if not len(ends) or ends[-1] != len(chunk):
+            ends = np.append(ends, len(chunk))
+        begins = np.concatenate(([0], ends[:-1]))
+        blank = np.zeros(len(ends), bool)
+        for i in np.flatnonzero(ends - begins <= 8):
+            blank[i] = not chunk[begins[i] : ends[i]].strip()
+        for low in range(0, len(ends), BLOCK_ROWS):
+            high = min(low + BLOCK_ROWS, len(ends))
+            rows = int(high - low - blank[low:high].sum())
+            stop = offset + int(ends[high - 1])
+            if rows:
+                yield Block(start, stop, line, rows)
+            start, line = stop, number + high
+        offset += len(chunk)
+        number += len(ends)
+
+
+def _complete_line(file: BinaryIO, chunk: bytes, digest: hashlib.blake2b) -> bytes:
+    """The chunk, read on to the end of its last line."""
+    if chunk.endswith(b"\n"):
+        return chunk
+    rest = file.readline()
+    digest.update(rest)
+    return chunk + rest
+
+
+def _elements(path: str, file: BinaryIO, digest: hashlib.blake2b) -> Iterator[Block]:
+    text = _JsonText(path, file, digest)
+    text.skip_space()
+    if text.take() != "[":
+        raise DataError(
+            f"{path}: a .json file must hold one array of rows, or one object a line",
+            "Wrap the rows in [ and ], or rename a file of lines to .jsonl.",
+        )
+    start, first, rows = text.bytes_read, 0, 0
+    row = 0
+    text.skip_space()
+    if text.peek() == "]":
+        return
+    while True:
+        text.skip_element(row)
+        row, rows = row + 1, rows + 1
+        text.skip_space()
+        stop = text.bytes_read
+        mark = text.take()
+        if mark not in (",", "]"):
+            raise text.broken(row, f"expected , or ] and found {mark!r}" if mark else "the file ends inside the array")
+        if rows == BLOCK_ROWS or mark == "]":
+            yield Block(start, stop, first, rows)
+            start, first, rows = text.bytes_read, row, 0
+        if mark == "]":
+            text.drain()
+            return
+        text.skip_space()
+
+
+class _JsonText:
+    """A window on the text of a JSON file that moves forward and never holds more than it must."""
+
+    def __init__(self, path: str, file: BinaryIO, digest: hashlib.blake2b) -> None:
+        self._path, self._file, self._digest = path, file, digest
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._json = json.JSONDecoder()
+        self._text, self._at, self._ended = "", 0, False
+        self.bytes_read = 0
+        self._read(_CHUNK_BYTES)
+        if self._text.startswith("\ufeff"):
+            self._advance(1)
+
+    def skip_space(self) -> None:
+        while True:
+            at = self._at
+            while at < len(self._text) and self._text[at] in _SPACE:
+                at += 1
+            self._advance(at - self._at)
+            if self._at < len(self._text) or not self._read(_CHUNK_BYTES):
+                return
+
+    def peek(self) -> str:
+        return self._text[self._at : self._at + 1]
+
+    def take(self) -> str:
+        char = self.peek()
+        self._advance(len(char))
+        return char
+
+    def skip_element(self, row: int) -> None:
+        want = _CHUNK_BYTES
+        while True:
+            try:
+                _, end = self._json.raw_decode(self._text, self._at)
+            except ValueError as error:
+                # Either broken, or the window ends inside it: read on, twice as much each time.
+                if not self._read(want):
+                    raise self.broken(row, str(error)) from error
+                want *= 2
+                continue
+            self._advance(end - self._at)
+            return
+
+    def drain(self) -> None:
+        while self._read(_CHUNK_BYTES):
+            self._at = len(self._text)
+
+    def broken(self, row: int, detail: str) -> DataError:
+        return DataError(
+            f"{self._path}: the JSON array is broken at row {row}, near byte {self.bytes_read}: {detail}",
+            "Mend the file, or write it as .jsonl, where a broken line costs only that row.",
+        )
+
+    def _advance(self, chars: int) -> None:
+        self.bytes_read += len(self._text[self._at : self._at + chars].encode())
+        self._at += chars
+
+    def _read(self, size: int) -> bool:
+        if self._ended:
+            return False
+        data = self._file.read(size)
+        self._digest.update(data)
+        self._ended = not data
+        try:
+            more = self._decoder.decode(data, final=self._ended)
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self._path}: not UTF-8 near byte {self.bytes_read}: {error}") from error
+        self._text = self._text[self._at :] + more
+        self._at = 0
+        return not self._ended

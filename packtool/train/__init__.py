@@ -1,0 +1,1 @@
+"""Models learn from micro-batches."""

@@ -1,0 +1,130 @@
+"""What happens beside the step: the log file, the progress, the finishing of checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from typing import Any
+
+import torch.distributed
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from packtool.progress import Progress
+from packtool.train.checkpoint import PREFIX, RunState, copy_processor, write_state
+from packtool.train.schedule import Schedule
+
+METRICS_NAME = "metrics.jsonl"
+
+
+class PlanCallback(TrainerCallback):
+    """Keeps the Trainer's idea of epochs right: for it the whole run is one."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """After the Trainer has counted a step, before it logs or saves."""
+        state.epoch = state.global_step / self.schedule.steps_per_epoch
+        if state.global_step >= self.schedule.num_steps:
+            control.should_log = True
+        return control
+
+
+class CheckpointCallback(TrainerCallback):
+    """Adds to a checkpoint what is packtool's, and declares it finished when all ranks have written their part."""
+
+    def __init__(self, run: RunState, schedule: Schedule, model_directory: str) -> None:
+        self.run = run
+        self.schedule = schedule
+        self.model_directory = model_directory
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """After the Trainer has written a checkpoint."""
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+        if state.is_world_process_zero:
+            checkpoint = os.path.join(str(args.output_dir), f"{PREFIX}{state.global_step}")
+            copy_processor(self.model_directory, checkpoint)
+            epoch, step_in_epoch = self.schedule.locate(state.global_step)
+            place = {"step": state.global_step, "epoch": epoch, "step_in_epoch": step_in_epoch}
+            write_state(checkpoint, dataclasses.replace(self.run, **place))
+
+
+class ReportCallback(TrainerCallback):
+    """Appends log lines to ``metrics.jsonl`` and tells the progress; only on the first rank.
+
+    Attributes:
+        first_loss, last_loss: of the first and the last log line.
+    """
+
+    def __init__(self, progress: Progress, output_dir: str, start: int) -> None:
+        self.progress = progress
+        self.path = os.path.join(output_dir, METRICS_NAME)
+        self.start = start
+        self.first_loss: float | None = None
+        self.last_loss: float | None = None
+        self._shown: dict[str, float | int | str] = {}
+        self._since = time.perf_counter()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The first step is next."""
+        self.progress.start("train", state.max_steps)
+        if self.start:
+            self.progress.advance(self.start)
+            self._drop_lines_after(self.start)
+        self._since = time.perf_counter()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """One more is done; the figures shown are those of the last log line."""
+        self.progress.advance(1, **self._shown)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """A line of figures is there."""
+        if not logs or "loss" not in logs:
+            return
+        now = time.perf_counter()
+        seconds, self._since = now - self._since, now
+        rate = logs["target_tokens"] / max(seconds, 1e-9)
+        line = {"step": state.global_step, **logs, "seconds": seconds, "target_tokens_per_second": rate}
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        self.last_loss = float(logs["loss"])
+        if self.first_loss is None:
+            self.first_loss = self.last_loss
+        self._shown = {
+            "loss": round(self.last_loss, 4),
+            "lr": float(f"{logs['learning_rate']:.3g}"),
+            "targets/s": round(rate),
+        }
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """All steps are done."""
+        self.progress.finish()
+
+    def _drop_lines_after(self, step: int) -> None:
+        """Lines of steps that a run did after the checkpoint this one resumes from: they are trained again."""
+        if not os.path.exists(self.path):
+            return
+        with open(self.path, encoding="utf-8") as file:
+            kept = [line for line in file if line.endswith("\n") and json.loads(line)["step"] <= step]
+        with open(self.path, "w", encoding="utf-8") as file:
+            file.writelines(kept)

@@ -1,0 +1,138 @@
+"""What a checkpoint says of the run it belongs to, and whether another run may continue from it.
+
+    OUTPUT_DIR/checkpoint-120/
+        model or adapter, config          written by transformers and peft
+        optimizer, scheduler, RNG states  written by transformers
+        tokenizer and processor files     copies of the model's
+        packtool_state.json               written last: without it the checkpoint is unfinished
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+
+from packtool.errors import ConfigError, MismatchError
+
+STATE_NAME = "packtool_state.json"
+PREFIX = "checkpoint-"
+
+# All that a tokenizer or processor is saved as; weights, configs and adapters are the checkpoint's own.
+_PROCESSOR_FILE = re.compile(
+    r"(tokenizer|special_tokens_map|added_tokens|vocab|merges|chat_template|preprocessor_config|processor_config"
+    r"|video_preprocessor_config|spiece|sentencepiece|additional_chat_templates)\b.*\.(json|jinja|txt|model)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """Everything that must be the same for a resumed run to train exactly what is left.
+
+    Args:
+        plan: fingerprint of the first epoch's plan.
+        cache: fingerprint of the caches.
+        seed: of the plans of all epochs.
+        step: optimizer steps done.
+        epoch, step_in_epoch: the same, as the place where training goes on.
+    """
+
+    plan: str
+    cache: str
+    seed: int
+    train_type: str
+    packing: bool
+    max_length: int
+    packing_length: int
+    world_size: int
+    gradient_accumulation_steps: int
+    per_device_train_batch_size: int
+    step: int = 0
+    epoch: int = 0
+    step_in_epoch: int = 0
+
+    def check_continues(self, checkpoint: str, other: RunState) -> None:
+        """Raise unless a run with this state may go on from a checkpoint with that one.
+
+        Raises:
+            MismatchError: naming every difference.
+        """
+        place = {"step", "epoch", "step_in_epoch"}
+        mine, theirs = dataclasses.asdict(self), dataclasses.asdict(other)
+        different = [name for name in mine if name not in place and mine[name] != theirs[name]]
+        # The plan follows from the rest: alone it would say little, beside another difference it says nothing.
+        if len(different) > 1 and "plan" in different:
+            different.remove("plan")
+        if different:
+            lines = "\n".join(f"  - {name}: {theirs[name]} there, {mine[name]} now" for name in different)
+            raise MismatchError(
+                f"{checkpoint} belongs to a run that trains something else:\n{lines}",
+                "Resume with the settings of that run, or train anew in another --output-dir.",
+            )
+
+
+def read_state(checkpoint: str) -> RunState:
+    """The state of a finished checkpoint.
+
+    Raises:
+        MismatchError: if it is none of packtool's, or was not finished.
+    """
+    path = os.path.join(checkpoint, STATE_NAME)
+    try:
+        with open(path, encoding="utf-8") as file:
+            return RunState(**json.load(file))
+    except (OSError, ValueError, TypeError) as error:
+        raise MismatchError(
+            f"{checkpoint} is no finished checkpoint of packtool: {STATE_NAME} cannot be read ({error})",
+            "Give another one to --resume-from-checkpoint, or true for the newest finished one.",
+        ) from error
+
+
+def write_state(checkpoint: str, state: RunState) -> None:
+    """Declare a checkpoint finished."""
+    path = os.path.join(checkpoint, STATE_NAME)
+    with open(path + ".part", "w", encoding="utf-8") as file:
+        json.dump(dataclasses.asdict(state), file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(path + ".part", path)
+
+
+def find_checkpoint(resume_from: str | None, output_dir: str) -> str | None:
+    """The checkpoint that ``--resume-from-checkpoint`` means; None for a run from the beginning.
+
+    Args:
+        resume_from: None, ``true``, ``false`` or a directory.
+        output_dir: where ``true`` looks for the newest finished one.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    if resume_from is None or resume_from.lower() == "false":
+        return None
+    if resume_from.lower() != "true":
+        if not os.path.isdir(resume_from):
+            raise ConfigError(f"--resume-from-checkpoint {resume_from}: there is no such directory")
+        return resume_from.rstrip("/")
+    names = os.listdir(output_dir) if os.path.isdir(output_dir) else []
+    steps = [int(name[len(PREFIX) :]) for name in names if re.fullmatch(PREFIX + r"\d+", name)]
+    for step in sorted(steps, reverse=True):
+        checkpoint = os.path.join(output_dir, f"{PREFIX}{step}")
+        if os.path.exists(os.path.join(checkpoint, STATE_NAME)):
+            return checkpoint
+    raise ConfigError(
+        f"--resume-from-checkpoint true: there is no finished checkpoint in {output_dir}",
+        "Leave the option out to train from the beginning.",
+    )
+
+
+def copy_processor(model_directory: str, checkpoint: str) -> None:
+    """Copy tokenizer and processor files, byte for byte, so that a checkpoint loads like the model it came from."""
+    for name in sorted(os.listdir(model_directory)):
+        if _PROCESSOR_FILE.fullmatch(name):
+            shutil.copyfile(os.path.join(model_directory, name), os.path.join(checkpoint, name))
+
+

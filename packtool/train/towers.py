@@ -1,0 +1,74 @@
+"""The parts of a model that are frozen and adapted as one: vision tower, aligner, language model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from packtool.config import TrainConfig
+from packtool.errors import UnsupportedModelError
+
+Part = Literal["vision tower", "aligner", "language model"]
+
+
+@dataclass(frozen=True)
+class Towers:
+    """Names of modules, as prefixes of parameter names; what neither of the two claims is language model.
+
+    Args:
+        vision: the vision tower, which may contain the aligner.
+        aligner: the projection from vision to text.
+    """
+
+    vision: tuple[str, ...] = ()
+    aligner: tuple[str, ...] = ()
+
+    def part_of(self, name: str) -> Part:
+        """The part that a module or parameter belongs to."""
+        if _is_under(name, self.aligner):
+            return "aligner"
+        return "vision tower" if _is_under(name, self.vision) else "language model"
+
+
+_QWEN2_VL = Towers(vision=("model.visual",), aligner=("model.visual.merger",))
+_QWEN3_VL = Towers(vision=("model.visual",), aligner=("model.visual.merger", "model.visual.deepstack_merger_list"))
+_BY_MODEL_TYPE = {
+    "qwen2_vl": _QWEN2_VL,
+    "qwen2_5_vl": _QWEN2_VL,
+    "qwen3_vl": _QWEN3_VL,
+    "qwen3_vl_moe": _QWEN3_VL,
+}
+
+
+def towers_of(model: nn.Module, model_type: str) -> Towers:
+    """Where the parts of a model lie; everything is language model in one of text alone.
+
+    Raises:
+        UnsupportedModelError: if a part is not where this version of transformers is expected to have it.
+    """
+    towers = _BY_MODEL_TYPE.get(model_type, Towers())
+    names = {name for name, _ in model.named_modules()}
+    for prefix in (*towers.vision, *towers.aligner):
+        if prefix not in names:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has no module {prefix}, so --freeze-vit and --freeze-aligner would freeze nothing",
+                "Install a supported version of transformers (see pyproject.toml), or report this with the model's name.",
+            )
+    return towers
+
+
+def frozen_parts(config: TrainConfig) -> frozenset[Part]:
+    """The parts that the options keep as they are."""
+    flags: dict[Part, bool] = {
+        "vision tower": config.freeze_vit,
+        "aligner": config.freeze_aligner,
+        "language model": config.freeze_llm,
+    }
+    return frozenset(part for part, frozen in flags.items() if frozen)
+
+
+def _is_under(name: str, prefixes: Iterable[str]) -> bool:
+    return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)

@@ -1,0 +1,107 @@
+"""transformers' Trainer, told what a step is.
+
+The Trainer deals a fixed number of micro-batches to every step but an epoch's last, and finds its place after a resume by
+counting them. Here the plan says what a step is, so the Trainer is given whole steps: one "batch" of its dataloader is a
+``TrainingStep``, the whole run is one of its "epochs", and gradient accumulation happens inside ``training_step``. What is
+left to it is what it is good at: devices, wrapping, optimizer, clipping, schedule, logging, checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from packtool.train.loss import sum_of_losses, takes_logits_to_keep
+from packtool.train.schedule import StepLoader, TrainingStep
+
+
+class PackTrainer(Trainer):
+    """Trains what a ``StepLoader`` yields.
+
+    Args:
+        model: on the host or the device; see ``make_trainable``.
+        args: from ``training_arguments``.
+        loader: of this rank; ``loader.start`` must fit the checkpoint that is resumed from.
+        callbacks: further ones.
+    """
+
+    def __init__(
+        self, model: nn.Module, args: TrainingArguments, loader: StepLoader, callbacks: list[TrainerCallback]
+    ) -> None:
+        use_cache = getattr(model.config, "use_cache", None)
+        super().__init__(model=model, args=args, callbacks=callbacks)
+        # The Trainer switches the cache off in the config, which checkpoints would inherit; every batch does it instead.
+        if use_cache is not None:
+            model.config.use_cache = use_cache
+        self.loader = loader
+        self.label_logits_only = takes_logits_to_keep(model)
+        for printing in (PrinterCallback, ProgressCallback):
+            self.remove_callback(printing)
+        # Steps and target tokens since the last log line.
+        self._num_unlogged_steps = 0
+        self._num_unlogged_targets = 0
+
+    def get_train_dataloader(self) -> Any:
+        """The steps as they are: already this rank's own, so accelerate must neither shard nor move them."""
+        return self.loader
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[TrainingStep], num_batches: int, device: torch.device
+    ) -> tuple[list[TrainingStep], None]:
+        """The next step; its target tokens are known, so nothing is counted or gathered."""
+        return list(islice(epoch_iterator, num_batches)), None
+
+    def training_step(
+        self, model: nn.Module, inputs: TrainingStep, num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Forward and backward of all micro-batches of a step; gradients are exchanged in the last one.
+
+        Returns:
+            this rank's share of the sum of losses, times the number of ranks; ``log`` divides by the target tokens.
+        """
+        scale = self.args.world_size / max(inputs.target_tokens, 1)
+        total = torch.zeros((), device=self.args.device)
+        for number, batch in enumerate(inputs.micro_batches, start=1):
+            is_last = number == inputs.num_micro_batches
+            self.accelerator.gradient_state._set_sync_gradients(is_last)
+            with contextlib.nullcontext() if is_last else self.accelerator.no_sync(model=model):
+                on_device = batch.to(self.args.device, non_blocking=True)
+                loss = super().training_step(model, {"batch": on_device, "scale": scale})
+            total += loss
+        self._num_unlogged_steps += 1
+        self._num_unlogged_targets += inputs.target_tokens
+        return total / scale * self.args.world_size
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor:
+        """A micro-batch's contribution to the mean over the target tokens of the whole step."""
+        assert not return_outputs, "packtool evaluates by itself"
+        loss = sum_of_losses(model, inputs["batch"], label_logits_only=self.label_logits_only)
+        return loss * inputs["scale"]
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log lines with the exact mean loss over the target tokens since the last one."""
+        if "train_loss" in logs:
+            # The Trainer's last words: averages of what training_step returned, which are no means.
+            return
+        if "loss" in logs:
+            logs["loss"] *= self._num_unlogged_steps / max(self._num_unlogged_targets, 1)
+            logs["target_tokens"] = self._num_unlogged_targets
+            self._num_unlogged_steps = self._num_unlogged_targets = 0
+        super().log(logs, start_time)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Not counted: the Trainer's estimate would need a batch of its own form."""
+        return 0

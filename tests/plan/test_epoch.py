@@ -1,0 +1,130 @@
+"""The whole plan of an epoch: filtered, packed, dealt, summed up."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from packtool.errors import ConfigError, DataError
+from packtool.plan.epoch import EpochPlan, PlanOptions, plan_epoch
+
+OPTIONS = PlanOptions(
+    max_length=40,
+    packing_length=64,
+    packing_num_proc=4,
+    world_size=2,
+    gradient_accumulation_steps=3,
+    packs_per_micro_batch=1,
+)
+LENGTHS = ((np.arange(1000) * 37) % 50 + 1).astype(np.int32)  # 1 to 50, each twenty times
+TARGETS = (LENGTHS // 3).astype(np.int32)
+
+
+def trained(plan: EpochPlan) -> list[int]:
+    """Cache positions in the order in which they would be trained."""
+    steps = plan.steps
+    return [
+        int(position)
+        for step in range(steps.num_steps)
+        for rank in range(steps.world_size)
+        for micro_batch in range(steps.num_micro_batches(step))
+        for pack in plan.samples(step, rank, micro_batch)
+        for position in pack
+    ]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_positions_are_those_of_the_cache(packing: bool) -> None:
+    options = dataclasses.replace(OPTIONS, packing=packing)
+    plan = plan_epoch(LENGTHS, TARGETS, options, seed=1)
+    kept = np.flatnonzero(LENGTHS <= 40)
+    assert sorted(trained(plan)) == kept.tolist()
+    assert np.array_equal(LENGTHS[plan.packs.samples], plan.packs.lengths)
+    assert plan.steps.target_tokens_per_step.sum() == TARGETS[kept].sum()
+
+
+def test_summary() -> None:
+    summary = plan_epoch(LENGTHS, TARGETS, OPTIONS, seed=1).summary
+    num_tokens = 20 * 40 * 41 // 2
+    assert summary.num_cached == 1000
+    assert summary.num_filtered == 200
+    assert summary.num_samples == 800
+    assert summary.num_tokens == num_tokens == 16_400
+    assert summary.num_target_tokens == TARGETS[LENGTHS <= 40].sum()
+    assert summary.longest == 40
+    assert (summary.max_length, summary.packing_length, summary.packing_num_proc) == (40, 64, 4)
+    assert summary.lower_bound == 257
+    assert summary.num_packs == 257  # these lengths fit together without a gap
+    assert summary.fill == pytest.approx(num_tokens / (257 * 64))
+    assert summary.samples_per_pack == pytest.approx(800 / 257)
+    assert summary.num_steps == 43  # 257 packs, 6 a step
+    assert summary.num_steps_without_packing == 134
+    assert summary.num_empty_micro_batches == 1  # 5 packs are left for 2 ranks
+
+
+def test_summary_without_packing() -> None:
+    lengths = np.array([4, 4, 4, 4, 8], dtype=np.int32)
+    options = PlanOptions(max_length=8, packing_length=8, packing=False, world_size=1, packs_per_micro_batch=5)
+    summary = plan_epoch(lengths, lengths, options, seed=0).summary
+    assert summary.num_packs == 5
+    assert summary.fill == pytest.approx(24 / 40)  # five rows of 8
+    assert summary.num_steps == summary.num_steps_without_packing == 1
+    alone = dataclasses.replace(options, packs_per_micro_batch=1)
+    assert plan_epoch(lengths, lengths, alone, seed=0).summary.fill == 1.0
+
+
+def test_more_ranks_than_rows_still_have_a_fill() -> None:
+    options = PlanOptions(max_length=8, packing_length=8, packing=False, world_size=7)
+    plan = plan_epoch(np.array([3, 5]), np.array([1, 1]), options, seed=0)
+    assert plan.summary.fill == 1.0
+    assert plan.summary.num_empty_micro_batches == 5
+
+
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=60),
+    max_length=st.integers(1, 30),
+    world_size=st.integers(1, 4),
+    packing=st.booleans(),
+)
+def test_filtered_and_trained_make_the_whole(
+    lengths: list[int], max_length: int, world_size: int, packing: bool
+) -> None:
+    array = np.array(lengths, dtype=np.int32)
+    options = PlanOptions(max_length=max_length, packing_length=30, packing=packing, world_size=world_size)
+    if min(lengths) > max_length:
+        with pytest.raises(DataError, match="No sample is left"):
+            plan_epoch(array, array, options, seed=0)
+        return
+    plan = plan_epoch(array, array, options, seed=0)
+    assert sorted(trained(plan)) == [i for i, length in enumerate(lengths) if length <= max_length]
+    assert plan.summary.num_filtered + plan.summary.num_samples == plan.summary.num_cached == len(lengths)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_pure_function(packing: bool) -> None:
+    options = dataclasses.replace(OPTIONS, packing=packing)
+    plans = [plan_epoch(LENGTHS.copy(), TARGETS, options, seed=s, epoch=e) for s, e in ((1, 0), (1, 0), (1, 1), (2, 0))]
+    assert plans[0].fingerprint == plans[1].fingerprint
+    assert len({plan.fingerprint for plan in plans}) == 3
+    # A schedule is laid out before the first epoch: the next ones must have as many steps.
+    assert len({plan.summary for plan in plans}) == (1 if packing else len({p.summary.fill for p in plans}))
+    more_procs = plan_epoch(LENGTHS, TARGETS, dataclasses.replace(options, packing_num_proc=9), seed=1)
+    assert more_procs.fingerprint == plans[0].fingerprint
+
+
+def test_nothing_left() -> None:
+    with pytest.raises(DataError, match=r"holds 1,000, and all are longer than --max-length 0"):
+        plan_epoch(LENGTHS, TARGETS, dataclasses.replace(OPTIONS, max_length=0), seed=0)
+    with pytest.raises(DataError, match="the cache is empty"):
+        plan_epoch(LENGTHS[:0], TARGETS[:0], OPTIONS, seed=0)
+
+
+def test_samples_longer_than_a_pack() -> None:
+    with pytest.raises(DataError, match="longer than a pack of 30 tokens; the longest has 40"):
+        plan_epoch(LENGTHS, TARGETS, dataclasses.replace(OPTIONS, packing_length=30), seed=0)
+    with pytest.raises(ConfigError, match="packing length is 0"):
+        plan_epoch(LENGTHS, TARGETS, dataclasses.replace(OPTIONS, packing_length=0), seed=0)

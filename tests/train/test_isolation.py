@@ -1,0 +1,155 @@
+"""A packed sample computes what it computes alone: logits, influence and gradients, for every family."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from packtool.batch.collate import collate_packs, collate_padded
+from packtool.batch.spec import InputSpec
+from packtool.encode.encoded import EncodedSample
+from packtool.train.loss import sum_of_losses, takes_logits_to_keep
+from tests.batch.reduced import (
+    FIRST_CONTROL,
+    IMAGE_PAD,
+    TEXT_MODELS,
+    VISION_MODELS,
+    make_picture,
+    mixed_samples,
+    reduced_model,
+    reduced_spec,
+    save_image_processor,
+)
+
+torch.set_num_threads(1)
+Setting = tuple[PreTrainedModel, InputSpec, list[EncodedSample]]
+
+
+@pytest.fixture(scope="module", params=[*TEXT_MODELS, *VISION_MODELS])
+def setting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Setting:
+    name = request.param
+    directory = str(tmp_path_factory.mktemp(name))
+    if name in VISION_MODELS:
+        save_image_processor(name, directory)
+    return reduced_model(name), reduced_spec(name, directory), mixed_samples(name)
+
+
+@torch.no_grad()
+def packed_logits(model: PreTrainedModel, spec: InputSpec, samples: list[EncodedSample]) -> list[Tensor]:
+    """Logits of each sample out of one packed row."""
+    batch = collate_packs(samples, spec)
+    logits = model(**batch.model_inputs()).logits[0]
+    return list(logits.split(batch.lengths))[: len(samples)]
+
+
+@torch.no_grad()
+def plain_logits(model: PreTrainedModel, spec: InputSpec, sample: EncodedSample) -> Tensor:
+    """Logits of one sample by transformers' own way: its attention, its mask, its positions."""
+    other = type(model)._from_config(model.config, attn_implementation="sdpa").eval()
+    other.load_state_dict(model.state_dict())
+    ids = torch.from_numpy(sample.input_ids).long().unsqueeze(0)
+    inputs = {"input_ids": ids}
+    if sample.images:
+        alone = collate_packs([sample], spec)
+        inputs |= {"pixel_values": alone.pixel_values, "image_grid_thw": alone.image_grid_thw}
+        inputs["mm_token_type_ids"] = (ids == IMAGE_PAD).int()
+    return other(**inputs).logits[0]
+
+
+def test_packed_logits_equal_each_samples_own(setting: Setting) -> None:
+    model, spec, samples = setting
+    for sample, logits in zip(samples, packed_logits(model, spec, samples), strict=True):
+        torch.testing.assert_close(logits, plain_logits(model, spec, sample), rtol=0, atol=1e-5)
+
+
+def test_a_changed_sample_moves_no_other(setting: Setting) -> None:
+    model, spec, samples = setting
+    before = packed_logits(model, spec, samples)
+    for changed in range(len(samples)):
+        ids = samples[changed].input_ids
+        ids = (ids + 7) % FIRST_CONTROL * (ids < FIRST_CONTROL) + ids * (ids >= FIRST_CONTROL)
+        altered = dataclasses.replace(samples[changed], input_ids=ids.astype("int32"))
+        check_only_moves(changed, before, packed_logits(model, spec, [*samples[:changed], altered, *samples[changed + 1 :]]))
+
+
+def test_a_changed_picture_moves_no_other(setting: Setting) -> None:
+    model, spec, samples = setting
+    before = packed_logits(model, spec, samples)
+    for changed, sample in enumerate(samples):
+        if sample.images:
+            images = tuple(
+                dataclasses.replace(image, data=make_picture(image.width, image.height, seed=99))
+                for image in sample.images
+            )
+            altered = dataclasses.replace(sample, images=images)
+            after = packed_logits(model, spec, [*samples[:changed], altered, *samples[changed + 1 :]])
+            check_only_moves(changed, before, after)
+
+
+def check_only_moves(changed: int, before: list[Tensor], after: list[Tensor]) -> None:
+    moved = [float((a - b).abs().max()) for a, b in zip(after, before, strict=True)]
+    assert moved[changed] > 1e-2
+    assert max([0.0, *moved[:changed], *moved[changed + 1 :]]) <= 1e-6
+
+
+def gradients(model: PreTrainedModel, losses: list[Tensor]) -> dict[str, Tensor]:
+    model.zero_grad()
+    for loss in losses:
+        loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("label_logits_only", [True, False])
+def test_gradients_of_the_pack_are_the_sum_over_its_samples(setting: Setting, label_logits_only: bool) -> None:
+    model, spec, samples = setting
+    assert takes_logits_to_keep(model)
+
+    def loss(chosen: list[EncodedSample]) -> Tensor:
+        return sum_of_losses(model, collate_packs(chosen, spec), label_logits_only=label_logits_only)
+
+    packed = gradients(model, [loss(samples)])
+    alone = gradients(model, [loss([sample]) for sample in samples])
+    assert packed.keys() == alone.keys() == dict(model.named_parameters()).keys()
+    for name, gradient in packed.items():
+        torch.testing.assert_close(gradient, alone[name], rtol=1e-4, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_padded_rows_have_the_packs_loss_and_gradients(setting: Setting) -> None:
+    model, spec, samples = setting
+    padded_model = type(model)._from_config(model.config, attn_implementation="sdpa").eval()
+    padded_model.load_state_dict(model.state_dict())
+    packed_loss = sum_of_losses(model, collate_packs(samples, spec), label_logits_only=True)
+    for label_logits_only in (True, False):
+        batch = collate_padded(samples, spec)
+        padded_loss = sum_of_losses(padded_model, batch, label_logits_only=label_logits_only)
+        torch.testing.assert_close(padded_loss, packed_loss, rtol=1e-6, atol=0)
+    packed, padded = gradients(model, [packed_loss]), gradients(padded_model, [padded_loss])
+    for name, gradient in packed.items():
+        torch.testing.assert_close(gradient, padded[name], rtol=1e-4, atol=2e-5)
+
+
+def test_without_targets_the_loss_is_zero_but_reaches_every_parameter(setting: Setting) -> None:
+    model, spec, _ = setting
+    for collate in (collate_packs, collate_padded):
+        if collate is collate_padded:
+            continue
+        loss = sum_of_losses(model, collate([], spec), label_logits_only=True)
+        found = gradients(model, [loss])
+        assert float(loss) == 0.0
+        assert found.keys() == dict(model.named_parameters()).keys()
+        assert all(not gradient.any() for gradient in found.values())
+
+
+def test_a_pack_of_text_alone_reaches_the_vision_tower_with_zero_gradients(setting: Setting, tmp_path: Path) -> None:
+    model, spec, samples = setting
+    text = [sample for sample in samples if not sample.images]
+    found = gradients(model, [sum_of_losses(model, collate_packs(text, spec), label_logits_only=True)])
+    assert found.keys() == dict(model.named_parameters()).keys()
+    if spec.sees:
+        assert not any(gradient.any() for name, gradient in found.items() if "visual" in name)
+        assert any(gradient.any() for name, gradient in found.items() if "visual" not in name)
