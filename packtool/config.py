@@ -1,7 +1,7 @@
 """Settings: frozen dataclasses, and the one place where flags, environment and YAML become them.
 
-A field is declared once, here, with its help; the command line builds its options from the same declarations. A value is
-taken from the first of: a flag, ``--set key=value``, an environment variable, the file given with ``--config``, the
+A field is declared once, here, with its help; the command line builds its options from the same declarations. A value
+is taken from the first of: a flag, ``--set key=value``, an environment variable, the file given with ``--config``, the
 default. Every mistake found is reported in one ``ConfigError``.
 """
 

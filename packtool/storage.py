@@ -1,6 +1,6 @@
 """Where files lie. Everything that export and train read or write of caches and rows goes through here.
 
-Paths on this machine only, so far: URLs (``s3://``, ``oss://``, ...) are refused by name rather than misread as folders.
+Paths on this machine only, so far: URLs (``s3://``, ``oss://``, ...) are refused by name, not misread as folders.
 """
 
 from __future__ import annotations

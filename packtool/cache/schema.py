@@ -65,7 +65,7 @@ def dataset_info() -> bytes:
 
 def dataset_state(files: list[str], split: str, fingerprint: str) -> bytes:
     """``state.json``, which ``datasets.load_from_disk`` finds the shards by."""
-    state = {
+    state: dict[str, Any] = {
         "_data_files": [{"filename": name} for name in files],
         "_fingerprint": fingerprint,
         "_format_columns": None,

@@ -1,7 +1,7 @@
 """ms-swift's spelling of a command line, rewritten into typer's.
 
-Accepted are both spellings of a name (``--max_length``), values behind booleans (``--packing true``), and several values
-behind a list option (``--dataset a b c``).
+Accepted are both spellings of a name (``--max_length``), values behind booleans (``--packing true``), and several
+values behind a list option (``--dataset a b c``).
 """
 
 from __future__ import annotations

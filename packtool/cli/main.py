@@ -80,9 +80,9 @@ def run(arguments: list[str]) -> int:
         _say(f"error: {error}")
         return error.exit_code
     except Exception as error:
-        traceback.print_exc() if debug else _say(
-            f"unexpected error: {type(error).__name__}: {error}\nThis is a bug of packtool; --debug shows the traceback."
-        )
+        if debug:
+            traceback.print_exc()
+        _say(f"unexpected error: {type(error).__name__}: {error}\nThis is a bug; --debug shows the traceback.")
         return EXIT_UNEXPECTED
     return EXIT_OK
 

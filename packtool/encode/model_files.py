@@ -1,4 +1,4 @@
-"""What encoding needs of a model directory: tokenizer, chat template, config, processor settings; never weights, never torch.
+"""What encoding needs of a model directory: tokenizer, chat template, config, processor settings. No weights, no torch.
 
 ``transformers.AutoTokenizer`` takes seconds and imports torch; a worker needs neither. The files are read as they
 are, and transformers is asked only for tokenizers that have no ``tokenizer.json``.

@@ -25,7 +25,7 @@ class TemplateFailure(ValueError):
 class _GenerationTag(jinja2.ext.Extension):
     """``{% generation %}`` marks what the assistant says; here it renders its body and nothing more."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)

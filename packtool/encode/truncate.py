@@ -1,8 +1,8 @@
 """Left truncation that never cuts a medium.
 
-As seed 001 describes: of the tokens that are not protected the last ``max_length - protected`` are kept, the order stays,
-and the first label is -100. Protected are whole media spans (opening mark, pads, closing mark), so that adjacent pictures
-cannot run into one.
+Of the tokens that are not protected the last ``max_length - protected`` are kept, the order stays, and the first label
+is -100 (what ms-swift's ``left`` does). Protected are whole media spans (opening mark, pads, closing mark), so that
+adjacent pictures cannot run into one.
 """
 
 from __future__ import annotations

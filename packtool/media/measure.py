@@ -1,7 +1,7 @@
 """Pictures measured from their header: a picture's token count needs its width and height, nothing else.
 
-The size is the one after the EXIF orientation is applied, because that is how ``load`` (and transformers' ``load_image``)
-show a picture to the model.
+The size is the one after the EXIF orientation is applied, because that is how ``load`` (and transformers'
+``load_image``) show a picture to the model.
 """
 
 from __future__ import annotations

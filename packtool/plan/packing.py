@@ -221,7 +221,7 @@ def _place_mixed(
 ) -> tuple[Placements, Int64Array]:
     """Place lengths in an order that is falling but for some noise: the most noise that needs no pack more or less.
 
-    On 3,000 lognormal lengths, strictly falling order repeats 69 % of its packs in the next epoch, noisy order 7 to 10 %.
+    On 3,000 lognormal lengths, strictly falling order repeats 69 % of its packs in the next epoch, noise 7 to 10 %.
 
     Args:
         distinct: (L,), falling.

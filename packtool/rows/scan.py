@@ -67,7 +67,7 @@ def scan(path: str) -> ScannedSource:
     """Find the rows of a ``.jsonl`` file (one object a line) or a ``.json`` file (one array of objects).
 
     Raises:
-        DataError: if the file is missing, or its JSON array is broken (a broken line of a .jsonl is a matter of that row).
+        DataError: if the file is missing, or its JSON array is broken (a broken line of a .jsonl costs that row only).
     """
     if not storage.exists(path):
         raise DataError(f"--dataset {path}: there is no such file")

@@ -8,11 +8,11 @@ import os
 import time
 from typing import Any
 
-import torch.distributed
+from accelerate import PartialState
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from packtool.progress import Progress
-from packtool.train.checkpoint import PREFIX, RunState, copy_processor, write_state
+from packtool.train.checkpoint import PREFIX, RunState, copy_processor, remove_oldest, write_state
 from packtool.train.schedule import Schedule
 
 METRICS_NAME = "metrics.jsonl"
@@ -37,23 +37,25 @@ class PlanCallback(TrainerCallback):
 class CheckpointCallback(TrainerCallback):
     """Adds to a checkpoint what is packtool's, and declares it finished when all ranks have written their part."""
 
-    def __init__(self, run: RunState, schedule: Schedule, model_directory: str) -> None:
+    def __init__(
+        self, run: RunState, schedule: Schedule, model_directory: str, save_total_limit: int | None
+    ) -> None:
         self.run = run
         self.schedule = schedule
         self.model_directory = model_directory
+        self.save_total_limit = save_total_limit
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """After the Trainer has written a checkpoint."""
-        if torch.distributed.is_initialized():
-            torch.distributed.barrier()
+        PartialState().wait_for_everyone()
         if state.is_world_process_zero:
             checkpoint = os.path.join(str(args.output_dir), f"{PREFIX}{state.global_step}")
             copy_processor(self.model_directory, checkpoint)
             epoch, step_in_epoch = self.schedule.locate(state.global_step)
             place = {"step": state.global_step, "epoch": epoch, "step_in_epoch": step_in_epoch}
             write_state(checkpoint, dataclasses.replace(self.run, **place))
+            # Not left to the Trainer, which deletes older ones before this one is finished.
+            remove_oldest(str(args.output_dir), self.save_total_limit)
 
 
 class ReportCallback(TrainerCallback):
@@ -82,9 +84,7 @@ class ReportCallback(TrainerCallback):
             self._drop_lines_after(self.start)
         self._since = time.perf_counter()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """One more is done; the figures shown are those of the last log line."""
         self.progress.advance(1, **self._shown)
 

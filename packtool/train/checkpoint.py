@@ -1,10 +1,10 @@
 """What a checkpoint says of the run it belongs to, and whether another run may continue from it.
 
-    OUTPUT_DIR/checkpoint-120/
-        model or adapter, config          written by transformers and peft
-        optimizer, scheduler, RNG states  written by transformers
-        tokenizer and processor files     copies of the model's
-        packtool_state.json               written last: without it the checkpoint is unfinished
+OUTPUT_DIR/checkpoint-120/
+    model or adapter, config          written by transformers and peft
+    optimizer, scheduler, RNG states  written by transformers
+    tokenizer and processor files     copies of the model's
+    packtool_state.json               written last: without it the checkpoint is unfinished
 """
 
 from __future__ import annotations
@@ -117,16 +117,28 @@ def find_checkpoint(resume_from: str | None, output_dir: str) -> str | None:
         if not os.path.isdir(resume_from):
             raise ConfigError(f"--resume-from-checkpoint {resume_from}: there is no such directory")
         return resume_from.rstrip("/")
-    names = os.listdir(output_dir) if os.path.isdir(output_dir) else []
-    steps = [int(name[len(PREFIX) :]) for name in names if re.fullmatch(PREFIX + r"\d+", name)]
-    for step in sorted(steps, reverse=True):
-        checkpoint = os.path.join(output_dir, f"{PREFIX}{step}")
-        if os.path.exists(os.path.join(checkpoint, STATE_NAME)):
-            return checkpoint
+    if checkpoints := finished_checkpoints(output_dir):
+        return checkpoints[-1]
     raise ConfigError(
         f"--resume-from-checkpoint true: there is no finished checkpoint in {output_dir}",
         "Leave the option out to train from the beginning.",
     )
+
+
+def finished_checkpoints(output_dir: str) -> list[str]:
+    """The finished checkpoints of a run, the newest last."""
+    names = os.listdir(output_dir) if os.path.isdir(output_dir) else []
+    steps = sorted(int(name[len(PREFIX) :]) for name in names if re.fullmatch(PREFIX + r"\d+", name))
+    checkpoints = [os.path.join(output_dir, f"{PREFIX}{step}") for step in steps]
+    return [checkpoint for checkpoint in checkpoints if os.path.exists(os.path.join(checkpoint, STATE_NAME))]
+
+
+def remove_oldest(output_dir: str, limit: int | None) -> None:
+    """Keep the newest ``limit`` finished checkpoints."""
+    for checkpoint in finished_checkpoints(output_dir)[:-limit] if limit else []:
+        # Undeclared first: half a checkpoint must not be taken for a whole one.
+        os.remove(os.path.join(checkpoint, STATE_NAME))
+        shutil.rmtree(checkpoint)
 
 
 def copy_processor(model_directory: str, checkpoint: str) -> None:
@@ -134,5 +146,3 @@ def copy_processor(model_directory: str, checkpoint: str) -> None:
     for name in sorted(os.listdir(model_directory)):
         if _PROCESSOR_FILE.fullmatch(name):
             shutil.copyfile(os.path.join(model_directory, name), os.path.join(checkpoint, name))
-
-

@@ -39,6 +39,18 @@ class Schedule:
         epoch, step_in_epoch = self.locate(step)
         return self.plan_of(epoch).steps.target_tokens(step_in_epoch)
 
+    def sum_of_target_tokens(self, start: int) -> int:
+        """Labels that carry loss in all steps from ``start`` on."""
+        return self._targets_before(self.num_steps) - self._targets_before(start)
+
+    def _targets_before(self, step: int) -> int:
+        """Every epoch has the same samples, so only the epoch that ``step`` lies in must be looked at closely."""
+        epoch, step_in_epoch = self.locate(step)
+        total = epoch * int(self.plan_of(0).steps.target_tokens_per_step.sum())
+        if step_in_epoch:
+            total += int(self.plan_of(epoch).steps.target_tokens_per_step[:step_in_epoch].sum())
+        return total
+
     def num_empty_micro_batches(self) -> int:
         """Micro-batches without samples in the whole run, over all ranks; they lie in the last steps of epochs."""
         num_whole_epochs, _ = self.locate(self.num_steps)
@@ -115,9 +127,7 @@ class StepLoader:
             step += last - first
 
     def _micro_batches(self, plan: EpochPlan, first_step: int) -> Iterator[Batch]:
-        dataset = PlannedMicroBatches(
-            self.reader, plan, rank=self.world.rank, spec=self.spec, packing=self.packing
-        )
+        dataset = PlannedMicroBatches(self.reader, plan, rank=self.world.rank, spec=self.spec, packing=self.packing)
         return load_micro_batches(
             dataset,
             start=int(dataset.first[first_step]),

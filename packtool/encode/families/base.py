@@ -46,7 +46,9 @@ class ImageTokens:
 class Family(Protocol):
     """A kind of model that understands pictures."""
 
-    image_tokens: ImageTokens
+    @property
+    def image_tokens(self) -> ImageTokens:
+        """How its pictures are written."""
 
     def image_limits(self, processor: dict[str, Any], options: ImageOptions) -> ImageLimits:
         """Limits from the processor's settings, overridden by the user's.

@@ -1,0 +1,102 @@
+"""Whether caches and a run fit each other: the manifest is asked, and an option may only agree with it."""
+
+from __future__ import annotations
+
+import shlex
+
+from packtool.cache.manifest import Manifest
+from packtool.cache.reader import CacheReader
+from packtool.config import TrainConfig
+from packtool.encode.families import ImageLimits
+from packtool.encode.model_files import ModelFiles
+from packtool.errors import MismatchError
+
+
+def open_caches(config: TrainConfig, files: ModelFiles) -> CacheReader:
+    """Open all caches of a run and check that this model, with these options, may train on them.
+
+    Args:
+        files: of ``config.model``.
+
+    Raises:
+        MismatchError: naming both values, and the export that would mend it.
+    """
+    reader = CacheReader.open(config.cached_dataset)
+    for directory, manifest in zip(reader.directories, reader.manifests, strict=True):
+        check_model(directory, manifest, files, config)
+        check_limits(directory, manifest, config)
+        check_length(directory, manifest, config)
+    return reader
+
+
+def check_model(directory: str, manifest: Manifest, files: ModelFiles, config: TrainConfig) -> None:
+    """The tokens were made with this model's tokenizer and template, for a model of its type."""
+    there = manifest.identity
+    pairs = {
+        "model type": (there.model_type, files.model_type),
+        "tokenizer": (there.tokenizer_hash, files.tokenizer_hash),
+        "chat template": (there.template_hash, files.template_hash),
+    }
+    different = [f"  - {name}: {theirs} there, {ours} here" for name, (theirs, ours) in pairs.items() if theirs != ours]
+    if different:
+        lines = "\n".join(different)
+        raise MismatchError(
+            f"{directory} was exported for another model than {config.model}:\n{lines}",
+            f"Train the model it was exported for, or export it for this one:\n"
+            f"  {export_command(directory, manifest, model=config.model)}",
+        )
+
+
+def check_limits(directory: str, manifest: Manifest, config: TrainConfig) -> None:
+    """Limits on pictures that are given again, as options or by the environment, agree with the export's."""
+    limits = manifest.identity.image_limits
+    if limits is None:
+        return
+    for bound, word, there, here in (
+        ("max", "most", limits.max_pixels, _pixels(config.max_pixels, config.image_max_token_num, limits)),
+        ("min", "least", limits.min_pixels, _pixels(config.min_pixels, config.image_min_token_num, limits)),
+    ):
+        if here is not None and here != there:
+            raise MismatchError(
+                f"{directory} was exported with pictures of at {word} {there} pixels; this run asks for {here} "
+                f"(--{bound}-pixels or --image-{bound}-token-num, or {bound.upper()}_PIXELS or "
+                f"IMAGE_{bound.upper()}_TOKEN_NUM in the environment)",
+                "Leave that setting out, for the cache's is taken, or export again:\n"
+                f"  {export_command(directory, manifest, **{f'{bound}_pixels': here})}",
+            )
+
+
+def check_length(directory: str, manifest: Manifest, config: TrainConfig) -> None:
+    """A larger ``--max-length`` than the export's makes sense only if the export lost nothing to its own."""
+    if config.max_length is None or config.max_length <= manifest.max_length or not manifest.num_shortened:
+        return
+    raise MismatchError(
+        f"--max-length {config.max_length} is larger than the {manifest.max_length} that {directory} was exported with, "
+        f"and that export cut or left out {manifest.num_shortened:,} rows for their length",
+        f"Use --max-length {manifest.max_length}, or export again:\n"
+        f"  {export_command(directory, manifest, max_length=config.max_length)}",
+    )
+
+
+def export_command(directory: str, manifest: Manifest, **changes: object) -> str:
+    """The command that makes a cache anew with some settings changed."""
+    spec = {**manifest.identity.spec, **changes}
+    # Pixels and tokens set the same limit; the change wins.
+    for bound in ("max", "min"):
+        if f"{bound}_pixels" in changes:
+            spec.pop(f"image_{bound}_token_num", None)
+    words = ["packtool", "export", "--dataset", *(source.path for source in manifest.sources)]
+    for name, value in spec.items():
+        if value is not None and not (name == "resize" and not value):
+            words += ["--" + name.replace("_", "-"), str(value)]
+    if manifest.identity.split_dataset_ratio:
+        words += ["--split-dataset-ratio", str(manifest.identity.split_dataset_ratio)]
+    words += ["--seed", str(manifest.identity.seed), "--output-dir", directory, "--overwrite"]
+    return shlex.join(words)
+
+
+def _pixels(pixels: int | None, tokens: int | None, limits: ImageLimits) -> int | None:
+    """A limit in pixels, however it was given; None when it was not."""
+    if pixels is not None:
+        return pixels
+    return None if tokens is None else tokens * limits.pixels_per_token

@@ -1,0 +1,124 @@
+"""What a run was and did, as numbers for ``packtool_train.json``, for the table and for ``--json``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from packtool.plan.epoch import PlanSummary
+from packtool.train.schedule import Schedule
+from packtool.train.world import World
+
+RESULT_NAME = "packtool_train.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """A finished (or, with ``--dry-run``, a planned) run.
+
+    Args:
+        num_samples: in the plan of an epoch.
+        filtered: samples of the caches that are longer than ``max_length``.
+        num_packs: of an epoch; padded rows without packing.
+        samples_per_pack: mean.
+        fill: true tokens over computed tokens, 0 to 1.
+        steps, steps_without_packing: optimizer steps of the whole run.
+        num_empty_micro_batches: zero-loss micro-batches of the whole run.
+        num_processes: data-parallel ranks.
+        target_tokens: labels that carry loss in the steps of this run; after a resume, those that were left.
+        seconds: between the first step and the last checkpoint.
+        target_tokens_per_second: over all ranks.
+        first_loss, last_loss: mean over the target tokens of the first and the last log line.
+        checkpoint: directory of the trained model or adapter.
+        resumed_from: checkpoint that this run went on from.
+        num_trainable_parameters, num_parameters: of the model with its adapters.
+        output_dir: as given.
+    """
+
+    num_samples: int
+    filtered: int
+    num_packs: int
+    samples_per_pack: float
+    fill: float
+    packing: bool
+    max_length: int
+    packing_length: int
+    steps: int
+    steps_without_packing: int
+    num_empty_micro_batches: int
+    num_processes: int
+    target_tokens: int
+    output_dir: str
+    seconds: float = 0.0
+    target_tokens_per_second: float | None = None
+    first_loss: float | None = None
+    last_loss: float | None = None
+    checkpoint: str | None = None
+    resumed_from: str | None = None
+    num_trainable_parameters: int | None = None
+    num_parameters: int | None = None
+
+    @classmethod
+    def planned(cls, schedule: Schedule, world: World, output_dir: str, start: int) -> TrainResult:
+        """What is known before the first step."""
+        summary = schedule.plan_of(0).summary
+        epochs = schedule.num_steps / schedule.steps_per_epoch
+        return cls(
+            num_samples=summary.num_samples,
+            filtered=summary.num_filtered,
+            num_packs=summary.num_packs,
+            samples_per_pack=summary.samples_per_pack,
+            fill=summary.fill,
+            packing=summary.packing,
+            max_length=summary.max_length,
+            packing_length=summary.packing_length,
+            steps=schedule.num_steps,
+            steps_without_packing=math.ceil(epochs * summary.num_steps_without_packing),
+            num_empty_micro_batches=schedule.num_empty_micro_batches(),
+            num_processes=world.size,
+            target_tokens=schedule.sum_of_target_tokens(start),
+            output_dir=output_dir,
+        )
+
+    def write(self) -> None:
+        """Into the output directory."""
+        with open(os.path.join(self.output_dir, RESULT_NAME), "w", encoding="utf-8") as file:
+            json.dump(dataclasses.asdict(self), file, indent=1)
+            file.write("\n")
+
+
+def plan_lines(summary: PlanSummary, result: TrainResult) -> Iterator[str]:
+    """What is to be said of the plan before it is trained."""
+    left_out = f"; {summary.num_filtered:,} longer than {summary.max_length:,} tokens are left out"
+    yield f"samples in the caches: {summary.num_cached:,}{left_out if summary.num_filtered else ''}"
+    yield f"samples to train on: {summary.num_samples:,}, lengths known: {summary.num_samples:,}, longest {summary.longest:,}"
+    processes = f"{result.num_processes} process{'es' if result.num_processes > 1 else ''}"
+    if not summary.packing:
+        yield f"no packing: padded rows, {summary.fill:.1%} of their tokens are true; {processes}"
+        yield f"optimizer steps: {result.steps:,}"
+        return
+    yield f"packing length: {summary.packing_length:,}, packing processes: {summary.packing_num_proc}, {processes}"
+    yield (
+        f"packs: {summary.num_packs:,} (at least {summary.lower_bound:,} are needed), "
+        f"{summary.samples_per_pack:.2f} samples a pack, fill {summary.fill:.2%}"
+    )
+    saved = 1 - result.steps / result.steps_without_packing
+    yield f"optimizer steps: {result.steps:,} with packing, {result.steps_without_packing:,} without ({saved:.0%} fewer)"
+
+
+def last_step_line(schedule: Schedule) -> str | None:
+    """A remark on an epoch's last step where it is smaller than the others."""
+    steps = schedule.plan_of(0).steps
+    packs_before = steps.cell_offsets[steps.step_offsets]
+    full, last = int(packs_before[1]), int(packs_before[-1] - packs_before[-2])
+    if last == full and not steps.num_empty_micro_batches:
+        return None
+    filled = f", filled up with {steps.num_empty_micro_batches} zero-loss micro-batches"
+    return (
+        f"the last step of an epoch has {last:,} packs, the others {full:,}"
+        f"{filled if steps.num_empty_micro_batches else ''}; no pack is left out"
+    )
