@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from packtool.config import option
+from packtool.settings import option
 
 
 @dataclass(frozen=True, kw_only=True)

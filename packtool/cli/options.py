@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import typer
-import yaml
 
 from packtool.cli.arguments import Kind
-from packtool.config import option_names, resolve, value_type
 from packtool.errors import ConfigError
+from packtool.settings import option_names, resolve, value_type
 
 T = TypeVar("T")
 
@@ -138,6 +137,8 @@ def _metavar(hint: Any) -> str:
 
 
 def _read_yaml(path: str) -> Mapping[str, Any]:
+    import yaml  # here, because most runs need none of it
+
     try:
         value = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:

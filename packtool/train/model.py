@@ -19,10 +19,7 @@ _SHOWN_NAMES = 4
 
 
 def resolve_dtype(config: PreTrainedConfig, run: TrainConfig, *, on_gpu: bool) -> torch.dtype:
-    """Precision of the weights.
-
-    ``auto`` is the checkpoint's on a GPU, and float32 on a CPU, where half precision saves nothing. float16 with
-    ``--train-type full`` keeps float32 weights, computes in float16 and scales the loss: float16 weights cannot be updated.
+    """Precision of the computation: ``auto`` is the checkpoint's on a GPU, and float32 on a CPU, where less saves nothing.
 
     Raises:
         ConfigError: for float16 on a CPU.
@@ -32,6 +29,11 @@ def resolve_dtype(config: PreTrainedConfig, run: TrainConfig, *, on_gpu: bool) -
     if run.torch_dtype == "float16" and not on_gpu:
         raise ConfigError("--torch-dtype float16 needs a GPU", "Use float32 or bfloat16 on the CPU.")
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[run.torch_dtype]
+
+
+def weights_dtype(dtype: torch.dtype, run: TrainConfig) -> torch.dtype:
+    """Precision of the weights in memory: as the computation's, but gradients of float16 weights could not be unscaled."""
+    return torch.float32 if dtype == torch.float16 and run.train_type == "full" else dtype
 
 
 def load_model(model: str, config: PreTrainedConfig, *, dtype: torch.dtype, packing: bool) -> PreTrainedModel:

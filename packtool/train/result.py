@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from packtool.plan.epoch import PlanSummary
 from packtool.train.schedule import Schedule
 from packtool.train.world import World
 
@@ -91,8 +90,9 @@ class TrainResult:
             file.write("\n")
 
 
-def plan_lines(summary: PlanSummary, result: TrainResult) -> Iterator[str]:
+def plan_lines(schedule: Schedule, result: TrainResult) -> Iterator[str]:
     """What is to be said of the plan before it is trained."""
+    summary = schedule.plan_of(0).summary
     left_out = f"; {summary.num_filtered:,} longer than {summary.max_length:,} tokens are left out"
     yield f"samples in the caches: {summary.num_cached:,}{left_out if summary.num_filtered else ''}"
     yield f"samples to train on: {summary.num_samples:,}, lengths known: {summary.num_samples:,}, longest {summary.longest:,}"
@@ -106,6 +106,8 @@ def plan_lines(summary: PlanSummary, result: TrainResult) -> Iterator[str]:
         f"packs: {summary.num_packs:,} (at least {summary.lower_bound:,} are needed), "
         f"{summary.samples_per_pack:.2f} samples a pack, fill {summary.fill:.2%}"
     )
+    if last := last_step_line(schedule):
+        yield last
     saved = 1 - result.steps / result.steps_without_packing
     yield f"optimizer steps: {result.steps:,} with packing, {result.steps_without_packing:,} without ({saved:.0%} fewer)"
 

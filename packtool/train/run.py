@@ -5,26 +5,20 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from functools import partial
 
 import torch
-from transformers import set_seed
+from transformers import TrainerCallback, set_seed
 
-from packtool.attention.support import refuse_unsupported
-from packtool.batch.spec import InputSpec
-from packtool.cache.reader import CacheReader
 from packtool.config import TrainConfig
-from packtool.encode.model_files import ModelFiles
-from packtool.plan.epoch import PlanOptions, plan_epoch
 from packtool.progress import Progress, SilentProgress
 from packtool.train.arguments import training_arguments
 from packtool.train.callbacks import CheckpointCallback, PlanCallback, ReportCallback
-from packtool.train.check import open_caches
-from packtool.train.checkpoint import RunState, find_checkpoint, read_state
-from packtool.train.model import count_parameters, load_model, make_trainable, resolve_dtype
+from packtool.train.checkpoint import PREFIX
+from packtool.train.model import count_parameters, load_model, make_trainable, resolve_dtype, weights_dtype
+from packtool.train.prepare import PreparedRun, prepare_run
 from packtool.train.quiet import quiet_transformers
-from packtool.train.result import TrainResult, last_step_line, plan_lines
-from packtool.train.schedule import Schedule, StepLoader
+from packtool.train.result import TrainResult, plan_lines
+from packtool.train.schedule import StepLoader
 from packtool.train.trainer import PackTrainer
 from packtool.train.world import World
 
@@ -38,32 +32,70 @@ def train(config: TrainConfig, progress: Progress, world: World | None = None) -
         world: this process among the others; by default what torchrun says. A dry run may be given one to plan for.
 
     Returns:
-        the figures that are also written to ``OUTPUT_DIR/packtool_train.json``.
+        the figures that are also written to ``OUTPUT_DIR/packtool_train.json``; losses on the first rank only.
 
     Raises:
         ConfigError, DataError, MismatchError: before the first step, except for a picture that turns out to be gone.
     """
     world = world or World.from_environment()
     progress = progress if world.is_first else SilentProgress()
-    files = ModelFiles.load(config.model)
-    reader = open_caches(config, files)
-    spec = InputSpec.load(files.directory, reader.manifests[0].identity.image_limits)
-    if config.packing:
-        refuse_unsupported(spec.config)
-    options = plan_options(config, reader, world)
-    lengths, targets = reader.index.length, reader.index.target_tokens
-    plan_of = partial(_plan, lengths, targets, options, config.seed)
-    schedule = Schedule(plan_of, num_epochs=config.num_train_epochs, max_steps=config.max_steps)
-    state = run_state(config, options, schedule, reader)
-    checkpoint = find_checkpoint(config.resume_from_checkpoint, config.output_dir)
-    start = _place(state, checkpoint) if checkpoint else 0
-    result = dataclasses.replace(
-        TrainResult.planned(schedule, world, config.output_dir, start), resumed_from=checkpoint
-    )
-    for line in (*plan_lines(plan_of(0).summary, result), last_step_line(schedule)):
-        if line:
-            progress.note(line)
+    run = prepare_run(config, world)
+    result = TrainResult.planned(run.schedule, world, config.output_dir, run.start)
+    result = dataclasses.replace(result, resumed_from=run.checkpoint)
+    for line in plan_lines(run.schedule, result):
+        progress.note(line)
     if config.dry_run:
         return result
+    if run.start >= run.schedule.num_steps:
+        progress.note(f"{run.checkpoint} is the end of this run already: there is nothing left to train")
+        return dataclasses.replace(result, checkpoint=run.checkpoint)
     with quiet_transformers():
-        return _train(config, progress, world, reader, spec, schedule, state, result, start)
+        return _train(run, result, progress)
+
+
+def _train(run: PreparedRun, result: TrainResult, progress: Progress) -> TrainResult:
+    """Load, train, save."""
+    config, on_gpu = run.config, torch.cuda.is_available()
+    dtype = resolve_dtype(run.spec.config, config, on_gpu=on_gpu)
+    args = training_arguments(config, num_steps=run.schedule.num_steps, dtype=dtype, on_gpu=on_gpu)
+    if run.world.is_first:
+        os.makedirs(config.output_dir, exist_ok=True)
+    # Adapters are drawn at random: alike on every rank, and in every run with this seed.
+    set_seed(config.seed)
+    model = make_trainable(
+        load_model(config.model, run.spec.config, dtype=weights_dtype(dtype, config), packing=config.packing), config
+    )
+    num_trainable, num_parameters = count_parameters(model)
+    progress.note(f"parameters: {num_parameters:,}, of them trained: {num_trainable:,} ({config.train_type})")
+    loader = StepLoader(
+        run.schedule,
+        run.reader,
+        run.spec,
+        run.world,
+        packing=config.packing,
+        start=run.start,
+        num_workers=config.dataloader_num_workers,
+        pin_memory=on_gpu,
+    )
+    callbacks: list[TrainerCallback] = [
+        PlanCallback(run.schedule),
+        CheckpointCallback(run.state, run.schedule, run.files.directory, config.save_total_limit),
+    ]
+    report = ReportCallback(progress, config.output_dir, run.start)
+    trainer = PackTrainer(model, args, loader, [*callbacks, report] if run.world.is_first else callbacks)
+    begin = time.perf_counter()
+    trainer.train(resume_from_checkpoint=run.checkpoint)
+    seconds = time.perf_counter() - begin
+    result = dataclasses.replace(
+        result,
+        seconds=seconds,
+        target_tokens_per_second=result.target_tokens / seconds,
+        first_loss=report.first_loss,
+        last_loss=report.last_loss,
+        checkpoint=os.path.join(config.output_dir, f"{PREFIX}{run.schedule.num_steps}"),
+        num_trainable_parameters=num_trainable,
+        num_parameters=num_parameters,
+    )
+    if run.world.is_first:
+        result.write()
+    return result

@@ -1,0 +1,238 @@
+"""How settings are declared, and the one place where flags, environment and YAML become them.
+
+A setting is declared once, as a field of a frozen dataclass (``packtool.config``); the command line builds its options
+from the same declarations. A value is taken from the first of: a flag, ``--set key=value``, an environment variable,
+the file given with ``--config``, the default. Every mistake found is reported in one ``ConfigError``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING
+from typing import Any, Literal, TypeVar, Union
+
+from packtool.errors import ConfigError
+
+T = TypeVar("T")
+REQUIRED: Any = MISSING
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    panel: str = "Options",
+    env: str | None = None,
+    aliases: tuple[str, ...] = (),
+    minimum: float | None = None,
+    maximum: float | None = None,
+    flag: bool = True,
+) -> Any:
+    """Declare a setting.
+
+    Args:
+        default: its value when nobody gives one, or ``REQUIRED``.
+        help: one line for ``--help`` and the reference.
+        panel: heading under which ``--help`` shows it.
+        env: environment variable that sets it too.
+        aliases: other option names (``--tuner-type`` for ``--train-type``).
+        minimum, maximum: inclusive bounds of a number.
+        flag: False for settings that only YAML and ``--set`` can give.
+    """
+    metadata = {
+        "help": help,
+        "panel": panel,
+        "env": env,
+        "aliases": aliases,
+        "minimum": minimum,
+        "maximum": maximum,
+        "flag": flag,
+    }
+    return (
+        dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
+        if _unhashable(default)
+        else (dataclasses.field(default=default, metadata=metadata))
+    )
+
+
+def _unhashable(default: Any) -> bool:
+    return isinstance(default, dict)
+
+
+def option_names(field: dataclasses.Field[Any]) -> tuple[str, ...]:
+    """The command line's names of a field, the main one first: ``("--train-type", "--tuner-type")``."""
+    names = (field.name, *field.metadata["aliases"])
+    return tuple("--" + name.replace("_", "-") for name in names)
+
+
+@functools.cache
+def _type_hints(owner: type) -> dict[str, Any]:
+    return typing.get_type_hints(owner)
+
+
+def value_type(field: dataclasses.Field[Any], owner: type) -> Any:
+    """The declared type of a field without its ``None``."""
+    hint = _type_hints(owner)[field.name]
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        (hint,) = (arg for arg in typing.get_args(hint) if arg is not type(None))
+    return hint
+
+
+def resolve(
+    cls: type[T],
+    flags: Mapping[str, Any],
+    *,
+    sets: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+    file: Mapping[str, Any] | None = None,
+) -> T:
+    """Merge all sources into one checked ``cls``.
+
+    Args:
+        cls: ``ExportConfig`` or ``TrainConfig``.
+        flags: values from the command line by field name; None means not given.
+        sets: ``key=value`` strings, values in YAML's notation, dots for nested keys.
+        environ: the environment.
+        file: the parsed YAML file.
+
+    Raises:
+        ConfigError: naming every setting that is wrong, and where it came from.
+    """
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    problems: list[str] = []
+    values: dict[str, Any] = {}
+    refused: set[str] = set()
+    for origin, key, raw in _all_given(fields, flags, sets, environ or {}, file or {}, problems):
+        name = key.replace("-", "_")
+        name = next((f.name for f in fields.values() if name in f.metadata["aliases"]), name)
+        if name not in fields:
+            problems.append(f"{origin}: unknown setting {key!r}{_did_you_mean(name, fields)}")
+            continue
+        try:
+            value = _convert(raw, value_type(fields[name], cls))
+            _check_bounds(value, fields[name])
+        except ValueError as error:
+            problems.append(f"{origin}: {error}")
+            refused.add(name)
+            continue
+        values[name] = {**values.get(name, {}), **value} if isinstance(value, dict) else value
+    for name, field in fields.items():
+        required = field.default is MISSING and field.default_factory is MISSING
+        if required and name not in values and name not in refused:
+            problems.append(f"{option_names(field)[0]} is missing: {field.metadata['help']}")
+    if problems:
+        raise ConfigError.from_problems(problems)
+    config = cls(**values)
+    if found := config.problems():  # type: ignore[attr-defined]
+        raise ConfigError.from_problems(found)
+    return config
+
+
+def _all_given(
+    fields: Mapping[str, dataclasses.Field[Any]],
+    flags: Mapping[str, Any],
+    sets: Sequence[str],
+    environ: Mapping[str, str],
+    file: Mapping[str, Any],
+    problems: list[str],
+) -> list[tuple[str, str, Any]]:
+    """(where from, key, value) of everything given, the weakest source first."""
+    given = [(f"--config, {key}", key, value) for key, value in file.items() if value is not None]
+    for name, field in fields.items():
+        env = field.metadata["env"]
+        if env and environ.get(env):
+            given.append((f"environment variable {env}", name, environ[env]))
+    for item in sets:
+        key, equals, text = item.partition("=")
+        if not equals:
+            problems.append(f"--set {item}: expected key=value")
+            continue
+        import yaml  # here, because most runs need none of it
+
+        try:
+            value = yaml.safe_load(text) if text else None
+        except yaml.YAMLError as error:
+            problems.append(f"--set {item}: {error}")
+            continue
+        *parents, last = key.split(".")
+        nested: Any = {last: value} if parents else value
+        for parent in reversed(parents[1:]):
+            nested = {parent: nested}
+        given.append((f"--set {key}", parents[0] if parents else key, nested))
+    given += [
+        (option_names(fields[name])[0] if name in fields else name, name, value)
+        for name, value in flags.items()
+        if value is not None and value != ()
+    ]
+    return given
+
+
+def _did_you_mean(name: str, fields: Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(name, fields, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _convert(raw: Any, hint: Any) -> Any:
+    """Turn a YAML value or a string from the environment into the declared type.
+
+    Raises:
+        ValueError: with the value and what was expected.
+    """
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        choices = typing.get_args(hint)
+        if raw not in choices:
+            raise ValueError(f"{raw!r} is none of {', '.join(choices)}")
+        return raw
+    if origin is tuple:
+        items = raw if isinstance(raw, (list, tuple)) else [raw]
+        return tuple(str(item) for item in items)
+    if hint is bool:
+        if isinstance(raw, str) and raw.lower() in ("true", "false", "1", "0"):
+            return raw.lower() in ("true", "1")
+        if not isinstance(raw, bool):
+            raise ValueError(f"{raw!r} is neither true nor false")
+        return raw
+    if hint in (int, float):
+        return _to_number(raw, hint)
+    if origin is not None:
+        if not isinstance(raw, Mapping):
+            raise ValueError(f"{raw!r} is not a mapping of names to values")
+        return dict(raw)
+    if isinstance(raw, bool):
+        return str(raw).lower()
+    if isinstance(raw, (Mapping, list, tuple)):
+        raise ValueError(f"{raw!r} is not a single value")
+    return str(raw)
+
+
+def _to_number(raw: Any, hint: type[int] | type[float]) -> int | float:
+    expected = "an integer" if hint is int else "a number"
+    try:
+        number = float(raw) if not isinstance(raw, bool) else None
+    except (TypeError, ValueError):
+        number = None
+    if number is None or number != number or (hint is int and not number.is_integer()):
+        raise ValueError(f"{raw!r} is not {expected}")
+    if hint is float:
+        return number
+    return int(raw) if isinstance(raw, (int, str)) and not _has_fraction_form(raw) else int(number)
+
+
+def _has_fraction_form(raw: int | str) -> bool:
+    return isinstance(raw, str) and any(mark in raw for mark in ".eE")
+
+
+def _check_bounds(value: Any, field: dataclasses.Field[Any]) -> None:
+    low, high = field.metadata["minimum"], field.metadata["maximum"]
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return
+    if low is not None and value < low:
+        raise ValueError(f"{value} is below {low}, the least allowed")
+    if high is not None and value > high:
+        raise ValueError(f"{value} is above {high}, the most allowed")

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import inspect
+import pickle
+import re
+
+from packtool import errors
+
+
+def test_docstring_draws_the_real_tree_with_the_real_codes() -> None:
+    classes = [
+        value
+        for value in vars(errors).values()
+        if inspect.isclass(value) and issubclass(value, errors.PacktoolError) and value.__module__ == errors.__name__
+    ]
+    drawn = dict(re.findall(r"(\w+Error)\s+(\d)", errors.__doc__ or ""))
+    assert drawn == {cls.__name__: str(cls.exit_code) for cls in classes}
+
+
+def test_errors_cross_process_borders_whole() -> None:
+    error = errors.RowError("rows.jsonl", 3, "media_missing", "a.png", "Put it back.")
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is errors.RowError
+    assert str(copy) == str(error)
+    assert (copy.source, copy.row, copy.reason, copy.detail) == ("rows.jsonl", 3, "media_missing", "a.png")
+
+
+def test_several_problems_become_one_error() -> None:
+    error = errors.ConfigError.from_problems(["--a is wrong", "--b is missing"])
+    assert "2 settings" in str(error)
+    assert "--a is wrong" in str(error)
+    assert "--b is missing" in str(error)
