@@ -232,15 +232,24 @@ def _prepare(directory: str, identity: Identity, sources: tuple[SourceInfo, ...]
         )
     for name in (TASKS_DIR, TRAIN_SPLIT, *([VAL_SPLIT] if identity.split_dataset_ratio else [])):
         storage.make_directory(os.path.join(directory, name))
-    if not names:
+    done = _finished_tasks(directory)
+    if not storage.exists(started):
         storage.publish(started, state)
         return {}
     with storage.open_read(started) as file:
-        if file.read() != state:
-            raise MismatchError(
-                f"{directory} holds an unfinished export of other settings or other rows",
-                "Give another --output-dir, or --overwrite to replace it.",
-            )
+        same = file.read() == state
+    if not same and done:
+        raise MismatchError(
+            f"{directory} holds {len(done)} finished shards of an export of other settings or other rows",
+            "Give another --output-dir, or --overwrite to replace it.",
+        )
+    if not same:
+        storage.publish(started, state)
+    return done
+
+
+def _finished_tasks(directory: str) -> dict[int, TaskResult]:
+    """Results of the tasks whose marker is there."""
     done = {}
     for name in storage.list_names(os.path.join(directory, TASKS_DIR)):
         stem = name.removesuffix(".json")

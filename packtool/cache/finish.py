@@ -83,6 +83,9 @@ def publish(directory: str, manifest: Manifest, results: Sequence[TaskResult]) -
     for split, info in manifest.splits.items():
         folder = os.path.join(directory, split)
         files = [shard.file for shard in info.shards]
+        for name in storage.list_names(folder):
+            if name not in files:  # what an interrupted run left half-written
+                storage.remove(os.path.join(folder, name))
         _merge_index(os.path.join(folder, INDEX_NAME), directory, split, manifest.channels, results)
         storage.publish(os.path.join(folder, "dataset_info.json"), dataset_info())
         storage.publish(

@@ -16,7 +16,7 @@ from packtool.encode.families import ImageLimits
 from packtool.errors import MismatchError
 
 # Drops that a larger --max-length would have avoided.
-LENGTH_REASONS = ("over_max_length", "media_over_limit", "no_room")
+LENGTH_REASONS = ("over_max_length", "media_over_limit")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from typing import Any
 from packtool.constants import IMAGE_MARK, ROLES
 from packtool.rows.sample import MediaRef, Sample, Turn
 
-# Keys that later become text of the conversation, or are read above; others are the user's own business.
+_UNREAD_MEDIA = ("videos", "audios")
+# Keys of a message that chat templates read; others are the user's own business.
 _MESSAGE_KEYS = ("tool_calls", "reasoning_content", "thinking", "reasoning", "name", "tool_call_id")
 
 
@@ -48,6 +49,9 @@ def to_sample(row: Mapping[str, Any], source: str, number: int) -> Sample:
         raise RowProblem("unknown_form", f"the row has no 'messages'; its keys are: {keys}")
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise RowProblem("empty_conversation", "'messages' holds no turns")
+    for name in _UNREAD_MEDIA:
+        if row.get(name):
+            raise RowProblem("media_unsupported", f"the row has {name!r}, and this version reads pictures only")
     turns = [_turn(i, message) for i, message in enumerate(messages)]
     images = _images(row.get("images"), os.path.dirname(source))
     num_missing = _num_missing_marks(turns, len(images)) if images else 0
