@@ -65,8 +65,8 @@ def packed_attention(
     _refuse_leaks(module, query, key, attention_mask, kwargs)
     window = _window(module, kwargs)
     varlen = Varlen(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("document_lengths"))
-    tokens_first = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-    out = attend(*tokens_first, varlen, scale=scaling, window=window, dropout=dropout)
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    out = attend(q, k, v, varlen, scale=scaling, window=window, dropout=dropout)
     return out.unsqueeze(0), None
 
 

@@ -6,9 +6,9 @@ Labels are shifted here, inside each sample, so that no target crosses from one 
     labels      a1 a2 -  | b1 b2 b3 -          "-" is -100
     cu_seqlens  0          3           7
 
-A model with a vision tower sees at least one picture in every micro-batch: where no sample brings one, a filler document
-of three tokens does, with a black picture and without labels. Its loss and gradients are exactly zero, but every
-parameter takes part in every backward pass, so that ranks with and without pictures wait for the same gradients.
+A model with a vision tower sees at least one picture in every micro-batch: where no sample brings one, a filler
+document of three tokens does, with a blank picture and without labels. Its loss and gradients are exactly zero, but
+every parameter takes part in every backward pass, so that ranks with and without pictures wait for the same gradients.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -75,7 +75,7 @@ def load_micro_batches(
         batch_size=None,
         sampler=range(start, len(dataset)),
         num_workers=num_workers,
-        collate_fn=_as_it_is,
+        collate_fn=_as_it_is,  # given one item, not a list, when there is no batch size
         pin_memory=pin_memory,
         # A generator of its own: the loader would otherwise draw from torch's, which dropout shares.
         generator=torch.Generator().manual_seed(0),
@@ -86,5 +86,5 @@ def load_micro_batches(
         yield item
 
 
-def _as_it_is(item: Batch | PacktoolError) -> Batch | PacktoolError:
+def _as_it_is(item: Any) -> Any:
     return item

@@ -44,12 +44,13 @@ def _changed(image: EncodedImage, sample: EncodedSample, size: tuple[int, int], 
     name = image.path if image.path is not None else f"a picture of {len(image.data or b'')} bytes"
     width, height = size
     return DataError(
-        f"{name} (row {sample.row} of {sample.source}) has changed since the export: it was {image.width}x{image.height} "
-        f"pixels in patches of {image.grid}, now it is {width}x{height} in {grid}",
+        f"{name} (row {sample.row} of {sample.source}) has changed since the export: it was "
+        f"{image.width}x{image.height} pixels in patches of {image.grid}, now it is {width}x{height} in {grid}",
         "Put the file back, or run packtool export again with --overwrite.",
     )
 
 
 @lru_cache(maxsize=4)
 def _image_processor(model: str) -> Any:
-    return AutoImageProcessor.from_pretrained(model)
+    auto: Any = AutoImageProcessor
+    return auto.from_pretrained(model)

@@ -12,10 +12,12 @@ samples apart wrongly (a leak that was measured at 2.65 in logits). For a sample
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import AutoModel, PreTrainedModel
+from transformers import AutoModel
 
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
@@ -24,7 +26,7 @@ NUM_ROWS = 4
 IMAGE_TYPE = 1
 """``mm_token_type_ids`` of a picture's pads; text is 0."""
 
-_meta_models: dict[str, PreTrainedModel] = {}
+_meta_models: dict[str, Any] = {}
 
 
 def sample_positions(sample: EncodedSample, spec: InputSpec) -> npt.NDArray[np.int64]:
@@ -38,16 +40,17 @@ def sample_positions(sample: EncodedSample, spec: InputSpec) -> npt.NDArray[np.i
     input_ids = torch.from_numpy(sample.input_ids.astype(np.int64)).unsqueeze(0)
     rope, _ = _meta_model(spec).get_rope_index(
         input_ids=input_ids,
-        mm_token_type_ids=(input_ids == spec.image_pad_id).int() * IMAGE_TYPE,
+        mm_token_type_ids=torch.eq(input_ids, spec.image_pad_id or -1).int() * IMAGE_TYPE,
         image_grid_thw=torch.tensor([image.grid for image in sample.images]),
     )
     return np.concatenate([text[None], rope[:, 0].numpy()])
 
 
-def _meta_model(spec: InputSpec) -> PreTrainedModel:
+def _meta_model(spec: InputSpec) -> Any:
     """The model without weights, made once in a process: ``get_rope_index`` is a method of it."""
     key = spec.config.to_json_string(use_diff=False)
     if key not in _meta_models:
         with torch.device("meta"):
-            _meta_models[key] = AutoModel.from_config(spec.config)
+            auto: Any = AutoModel
+            _meta_models[key] = auto.from_config(spec.config)
     return _meta_models[key]

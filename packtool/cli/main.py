@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import typer
 
 from packtool import __version__
+from packtool.cli import train
 from packtool.cli.arguments import rewrite
 from packtool.cli.demo import DemoConfig, run_demo_command
 from packtool.cli.export import run_export
 from packtool.cli.options import command_of, option_kinds
-from packtool.cli.train import run_train
 from packtool.config import ExportConfig, TrainConfig
 from packtool.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_UNEXPECTED, EXIT_USAGE, PacktoolError
 
@@ -29,8 +29,8 @@ app = typer.Typer(
 
 _TRAIN_HELP = "Train on packed samples; NPROC_PER_NODE=8 in front starts eight processes."
 app.command("export", help="Tokenize rows into a cache.")(command_of(ExportConfig, run_export))
-app.command("train", help=_TRAIN_HELP)(command_of(TrainConfig, run_train))
-app.command("sft", help="The same as train.")(command_of(TrainConfig, run_train))
+app.command("train", help=_TRAIN_HELP)(command_of(TrainConfig, train.run_train))
+app.command("sft", help="The same as train.")(command_of(TrainConfig, train.run_train))
 app.command("demo", help="Watch both stages work on a small world made on the spot.")(
     command_of(DemoConfig, run_demo_command)
 )
@@ -62,6 +62,7 @@ def run(arguments: list[str]) -> int:
     Returns:
         The exit code: see ``packtool.errors``.
     """
+    train.invocation = tuple(arguments)
     settings = _SETTINGS.get(arguments[0]) if arguments else None
     if settings is not None:
         arguments = [arguments[0], *rewrite(arguments[1:], option_kinds(settings))]

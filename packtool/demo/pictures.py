@@ -1,4 +1,4 @@
-"""The pictures of the small world: one or two coloured shapes before a coloured backdrop.
+"""The pictures of the small world: one to three shapes of one colour before a coloured backdrop.
 
 Shapes are painted without smoothing, so every pixel has exactly one of the twelve named colours and a test can read
 every answer back from the file.
@@ -30,70 +30,98 @@ BACKDROP_COLOURS: dict[str, Colour] = {
     "brown": (115, 70, 35),
 }
 SHAPE_KINDS = ("circle", "square", "triangle", "diamond")
-PLACES: dict[str, tuple[str, ...]] = {"single": ("single",), "columns": ("left", "right"), "lines": ("top", "bottom")}
-"""The shapes of each layout, in drawing order."""
+PLACES: dict[str, tuple[float, float]] = {
+    "left": (0.0, 0.5),
+    "right": (1.0, 0.5),
+    "top": (0.5, 0.0),
+    "bottom": (0.5, 1.0),
+}
+"""Where one shape may be: how far to the right and how far down, 0 to 1."""
+
+MOST_SHAPES = 3
 
 SIDES = tuple(range(60, 133, 6))
-"""Pixels that a side of a picture may have: 2 to 4 cells of the model's 32-pixel grid, seldom a whole number of them."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """One shape; ``x`` and ``y`` are its middle and ``radius`` half its extent, in pixels."""
-
-    place: str
-    kind: str
-    colour: str
-    x: float
-    y: float
-    radius: float
+"""Pixels of a picture's sides: 2 to 4 cells of the model's 32-pixel grid, seldom a whole number of them."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What a picture shows; ``layout`` is a key of ``PLACES``."""
+    """What a picture shows: ``count`` shapes of one kind and colour.
+
+    Args:
+        place: of a single shape, a key of ``PLACES``; several stand in a row, and it is None.
+        boxes: (left, top, right, bottom) of each shape in pixels.
+    """
 
     width: int
     height: int
-    layout: str
     backdrop: str
-    shapes: tuple[Shape, ...]
+    colour: str
+    kind: str
+    place: str | None
+    boxes: tuple[tuple[float, float, float, float], ...]
+
+    @property
+    def count(self) -> int:
+        """Number of shapes."""
+        return len(self.boxes)
 
 
-def draw_scene(rng: random.Random, layout: str) -> Scene:
-    """A scene with independent colours, sides and positions; two shapes may well have the same colour."""
+def draw_placed(rng: random.Random) -> Scene:
+    """One shape at one of the four sides."""
     width, height = rng.choice(SIDES), rng.choice(SIDES)
-    backdrop = rng.choice(list(BACKDROP_COLOURS))
-    places = PLACES[layout]
-    columns, lines = (len(places), 1) if layout == "columns" else (1, len(places))
-    cell_width, cell_height = width / columns, height / lines
-    shapes = []
-    for index, place in enumerate(places):
-        radius = min(cell_width, cell_height) / 2 * rng.uniform(0.7, 0.9)
-        x = (index if columns > 1 else 0) * cell_width + rng.uniform(radius + 1, cell_width - radius - 1)
-        y = (index if lines > 1 else 0) * cell_height + rng.uniform(radius + 1, cell_height - radius - 1)
-        shapes.append(Shape(place, rng.choice(SHAPE_KINDS), rng.choice(list(SHAPE_COLOURS)), x, y, radius))
-    return Scene(width, height, layout, backdrop, tuple(shapes))
+    place = rng.choice(list(PLACES))
+    radius = min(width, height) * rng.uniform(0.2, 0.26)
+    right, down = PLACES[place]
+    x = radius + 1 + right * (width - 2 * radius - 2)
+    y = radius + 1 + down * (height - 2 * radius - 2)
+    return _scene(rng, width, height, place, [(x, y)], radius)
+
+
+def draw_counted(rng: random.Random) -> Scene:
+    """One to three shapes in a row along the longer side."""
+    width, height = rng.choice(SIDES), rng.choice(SIDES)
+    count = rng.randint(1, MOST_SHAPES)
+    longer, shorter = max(width, height), min(width, height)
+    radius = min(longer / MOST_SHAPES, shorter) / 2 * rng.uniform(0.7, 0.9)
+    along = [(index + 0.5) * longer / count for index in range(count)]
+    across = rng.uniform(radius + 1, shorter - radius - 1)
+    middles = [(a, across) if width >= height else (across, a) for a in along]
+    return _scene(rng, width, height, None, middles, radius)
+
+
+def _scene(
+    rng: random.Random,
+    width: int,
+    height: int,
+    place: str | None,
+    middles: list[tuple[float, float]],
+    radius: float,
+) -> Scene:
+    return Scene(
+        width=width,
+        height=height,
+        backdrop=rng.choice(list(BACKDROP_COLOURS)),
+        colour=rng.choice(list(SHAPE_COLOURS)),
+        kind=rng.choice(SHAPE_KINDS),
+        place=place,
+        boxes=tuple((x - radius, y - radius, x + radius, y + radius) for x, y in middles),
+    )
 
 
 def paint(scene: Scene) -> Image.Image:
     """The scene as an RGB picture of ``scene.width`` by ``scene.height`` pixels."""
     picture = Image.new("RGB", (scene.width, scene.height), BACKDROP_COLOURS[scene.backdrop])
     brush = ImageDraw.Draw(picture)
-    for shape in scene.shapes:
-        left, top, right, bottom = (
-            shape.x - shape.radius,
-            shape.y - shape.radius,
-            shape.x + shape.radius,
-            shape.y + shape.radius,
-        )
-        colour = SHAPE_COLOURS[shape.colour]
-        if shape.kind == "circle":
+    colour = SHAPE_COLOURS[scene.colour]
+    for left, top, right, bottom in scene.boxes:
+        x, y = (left + right) / 2, (top + bottom) / 2
+        if scene.kind == "circle":
             brush.ellipse((left, top, right, bottom), fill=colour)
-        elif shape.kind == "square":
+        elif scene.kind == "square":
             brush.rectangle((left, top, right, bottom), fill=colour)
-        elif shape.kind == "triangle":
-            brush.polygon([(shape.x, top), (right, bottom), (left, bottom)], fill=colour)
+        elif scene.kind == "triangle":
+            brush.polygon([(x, top), (right, bottom), (left, bottom)], fill=colour)
         else:
-            brush.polygon([(shape.x, top), (right, shape.y), (shape.x, bottom), (left, shape.y)], fill=colour)
+            brush.polygon([(x, top), (right, y), (x, bottom), (left, y)], fill=colour)
     return picture

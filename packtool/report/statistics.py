@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from packtool.cache.export import ExportSummary
+if TYPE_CHECKING:  # export must not wait for torch
+    from packtool.cache.export import ExportSummary
+    from packtool.train.result import TrainResult
 
 Line = tuple[str, str]
 
@@ -44,6 +46,27 @@ def export_lines(summary: ExportSummary) -> list[Line]:
     if not summary.already_finished:
         rate = summary.rows / summary.seconds if summary.seconds else 0.0
         lines.append(("time", f"{summary.seconds:.1f} s, {rate:,.0f} samples/s"))
+    return lines
+
+
+def train_lines(result: TrainResult) -> list[Line]:
+    """What ``packtool train`` prints at its end, or instead of training."""
+    lines = [
+        ("samples", f"{result.num_samples:,}"),
+        ("  filtered by length", f"{result.filtered:,}"),
+        ("packs" if result.packing else "padded rows", f"{result.num_packs:,}"),
+        ("  samples each", f"{result.samples_per_pack:.2f}"),
+        ("  fill", f"{result.fill:.2%}"),
+        ("optimizer steps", f"{result.steps:,}"),
+        ("  without packing", f"{result.steps_without_packing:,}"),
+    ]
+    if result.checkpoint is None or result.first_loss is None or result.last_loss is None:
+        return lines
+    lines += [
+        ("loss, first and last", f"{result.first_loss:.4f} → {result.last_loss:.4f}"),
+        ("target tokens per second", f"{result.target_tokens_per_second or 0:,.0f}"),
+        ("time", f"{result.seconds:.1f} s"),
+    ]
     return lines
 
 

@@ -37,9 +37,7 @@ class PlanCallback(TrainerCallback):
 class CheckpointCallback(TrainerCallback):
     """Adds to a checkpoint what is packtool's, and declares it finished when all ranks have written their part."""
 
-    def __init__(
-        self, run: RunState, schedule: Schedule, model_directory: str, save_total_limit: int | None
-    ) -> None:
+    def __init__(self, run: RunState, schedule: Schedule, model_directory: str, save_total_limit: int | None) -> None:
         self.run = run
         self.schedule = schedule
         self.model_directory = model_directory
@@ -52,8 +50,10 @@ class CheckpointCallback(TrainerCallback):
             checkpoint = os.path.join(str(args.output_dir), f"{PREFIX}{state.global_step}")
             copy_processor(self.model_directory, checkpoint)
             epoch, step_in_epoch = self.schedule.locate(state.global_step)
-            place = {"step": state.global_step, "epoch": epoch, "step_in_epoch": step_in_epoch}
-            write_state(checkpoint, dataclasses.replace(self.run, **place))
+            write_state(
+                checkpoint,
+                dataclasses.replace(self.run, step=state.global_step, epoch=epoch, step_in_epoch=step_in_epoch),
+            )
             # Not left to the Trainer, which deletes older ones before this one is finished.
             remove_oldest(str(args.output_dir), self.save_total_limit)
 

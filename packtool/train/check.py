@@ -71,8 +71,8 @@ def check_length(directory: str, manifest: Manifest, config: TrainConfig) -> Non
     if config.max_length is None or config.max_length <= manifest.max_length or not manifest.num_shortened:
         return
     raise MismatchError(
-        f"--max-length {config.max_length} is larger than the {manifest.max_length} that {directory} was exported with, "
-        f"and that export cut or left out {manifest.num_shortened:,} rows for their length",
+        f"--max-length {config.max_length} is larger than the {manifest.max_length} that {directory} was exported "
+        f"with, and that export cut or left out {manifest.num_shortened:,} rows for their length",
         f"Use --max-length {manifest.max_length}, or export again:\n"
         f"  {export_command(directory, manifest, max_length=config.max_length)}",
     )

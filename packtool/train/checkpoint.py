@@ -24,7 +24,7 @@ PREFIX = "checkpoint-"
 # All that a tokenizer or processor is saved as; weights, configs and adapters are the checkpoint's own.
 _PROCESSOR_FILE = re.compile(
     r"(tokenizer|special_tokens_map|added_tokens|vocab|merges|chat_template|preprocessor_config|processor_config"
-    r"|video_preprocessor_config|spiece|sentencepiece|additional_chat_templates)\b.*\.(json|jinja|txt|model)"
+    r"|video_preprocessor_config|spiece|sentencepiece)[^/]*\.(json|jinja|txt|model)"
 )
 
 

@@ -4,8 +4,8 @@ For a step with N target tokens over all micro-batches and ranks, every micro-ba
 
     loss = world_size / N * sum over its targets of -log p(target)
 
-and gradients add up over micro-batches and are *averaged* over ranks: the gradient is that of the mean over all N targets,
-however samples were grouped. N comes from the plan, so nobody has to ask anybody.
+and gradients add up over micro-batches and are *averaged* over ranks: the gradient is that of the mean over all N
+targets, however samples were grouped. N comes from the plan, so nobody has to ask anybody.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def sum_of_losses(model: nn.Module, batch: Batch, *, label_logits_only: bool) ->
 
     Args:
         model: anything whose forward takes ``batch.model_inputs()``; may be wrapped.
-        label_logits_only: the model takes ``logits_to_keep`` (see ``takes_logits_to_keep``): logits are then made only at
-            positions that have a label in some row, for they are the largest tensor of a step (T x vocabulary).
+        label_logits_only: the model takes ``logits_to_keep`` (see ``takes_logits_to_keep``): logits are then made only
+            where some row has a label, for they are the largest tensor of a step (T x vocabulary).
 
     Returns:
         a scalar; exactly 0 for a micro-batch without targets, but with a graph through all of the model.
@@ -53,5 +53,7 @@ def target_logits(model: nn.Module, batch: Batch, *, label_logits_only: bool) ->
 
 def takes_logits_to_keep(model: nn.Module) -> bool:
     """Whether the forward of a model (bare, or inside an adapter) can make logits at chosen positions only."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner: Any = model
+    if hasattr(inner, "get_base_model"):
+        inner = inner.get_base_model()
     return "logits_to_keep" in inspect.signature(inner.forward).parameters

@@ -19,20 +19,28 @@ _SHOWN_NAMES = 4
 
 
 def resolve_dtype(config: PreTrainedConfig, run: TrainConfig, *, on_gpu: bool) -> torch.dtype:
-    """Precision of the computation: ``auto`` is the checkpoint's on a GPU, and float32 on a CPU, where less saves nothing.
+    """Precision of the computation: ``auto`` is the checkpoint's on a GPU, and float32 on a CPU.
 
     Raises:
         ConfigError: for float16 on a CPU.
     """
     if run.torch_dtype == "auto":
-        return (config.dtype or torch.float32) if on_gpu else torch.float32
+        return checkpoint_dtype(config) if on_gpu else torch.float32
     if run.torch_dtype == "float16" and not on_gpu:
         raise ConfigError("--torch-dtype float16 needs a GPU", "Use float32 or bfloat16 on the CPU.")
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[run.torch_dtype]
 
 
+def checkpoint_dtype(config: PreTrainedConfig) -> torch.dtype:
+    """Precision that a checkpoint was saved in; float32 where it does not say."""
+    named = config.dtype
+    if isinstance(named, str):
+        named = getattr(torch, named)
+    return named if isinstance(named, torch.dtype) else torch.float32
+
+
 def weights_dtype(dtype: torch.dtype, run: TrainConfig) -> torch.dtype:
-    """Precision of the weights in memory: as the computation's, but gradients of float16 weights could not be unscaled."""
+    """Precision of the weights in memory: the computation's, but gradients of float16 weights cannot be unscaled."""
     return torch.float32 if dtype == torch.float16 and run.train_type == "full" else dtype
 
 
@@ -101,13 +109,14 @@ def make_trainable(model: PreTrainedModel, run: TrainConfig) -> PreTrainedModel 
 
 
 def adapted_modules(model: PreTrainedModel, towers: Towers, run: TrainConfig) -> list[str]:
-    """Full names of the linear modules that get adapters: those asked for, in parts that are not frozen, without the head.
+    """Full names of the linear modules that get adapters: those asked for in unfrozen parts, without the head.
 
     Raises:
         ConfigError: naming a target that matches nothing.
     """
     frozen = frozen_parts(run)
-    head = model.get_output_embeddings()
+    any_model: Any = model
+    head = any_model.get_output_embeddings()
     linear = [
         name
         for name, module in model.named_modules()
@@ -142,7 +151,7 @@ def _is_named(name: str, target: str) -> bool:
     return name == target or name.endswith("." + target)
 
 
-def _enable_checkpointing(model: PreTrainedModel) -> None:
+def _enable_checkpointing(model: Any) -> None:
     """Recompute activations; the non-reentrant form needs no gradients on the inputs, which frozen embeddings lack."""
     settings = {"use_reentrant": False}
     if hasattr(model, "activation_checkpointing_enable"):  # since transformers 5.23

@@ -95,7 +95,8 @@ def plan_lines(schedule: Schedule, result: TrainResult) -> Iterator[str]:
     summary = schedule.plan_of(0).summary
     left_out = f"; {summary.num_filtered:,} longer than {summary.max_length:,} tokens are left out"
     yield f"samples in the caches: {summary.num_cached:,}{left_out if summary.num_filtered else ''}"
-    yield f"samples to train on: {summary.num_samples:,}, lengths known: {summary.num_samples:,}, longest {summary.longest:,}"
+    num = f"{summary.num_samples:,}"
+    yield f"samples to train on: {num}, lengths known: {num}, longest {summary.longest:,}"
     processes = f"{result.num_processes} process{'es' if result.num_processes > 1 else ''}"
     if not summary.packing:
         yield f"no packing: padded rows, {summary.fill:.1%} of their tokens are true; {processes}"
@@ -109,7 +110,8 @@ def plan_lines(schedule: Schedule, result: TrainResult) -> Iterator[str]:
     if last := last_step_line(schedule):
         yield last
     saved = 1 - result.steps / result.steps_without_packing
-    yield f"optimizer steps: {result.steps:,} with packing, {result.steps_without_packing:,} without ({saved:.0%} fewer)"
+    without = result.steps_without_packing
+    yield f"optimizer steps: {result.steps:,} with packing, {without:,} without ({saved:.0%} fewer)"
 
 
 def last_step_line(schedule: Schedule) -> str | None:
@@ -119,8 +121,8 @@ def last_step_line(schedule: Schedule) -> str | None:
     full, last = int(packs_before[1]), int(packs_before[-1] - packs_before[-2])
     if last == full and not steps.num_empty_micro_batches:
         return None
-    filled = f", filled up with {steps.num_empty_micro_batches} zero-loss micro-batches"
+    filled = f", filled up with {steps.num_empty_micro_batches} of zero loss"
     return (
-        f"the last step of an epoch has {last:,} packs, the others {full:,}"
+        f"packs of a step: {full:,}, of an epoch's last one: {last:,}"
         f"{filled if steps.num_empty_micro_batches else ''}; no pack is left out"
     )

@@ -54,8 +54,8 @@ def towers_of(model: nn.Module, model_type: str) -> Towers:
     for prefix in (*towers.vision, *towers.aligner):
         if prefix not in names:
             raise UnsupportedModelError(
-                f"{type(model).__name__} has no module {prefix}, so --freeze-vit and --freeze-aligner would freeze nothing",
-                "Install a supported version of transformers (see pyproject.toml), or report this with the model's name.",
+                f"{type(model).__name__} has no module {prefix}: --freeze-vit and --freeze-aligner would miss it",
+                "Install a supported version of transformers (see pyproject.toml), or report the model's name.",
             )
     return towers
 

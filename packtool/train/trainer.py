@@ -1,9 +1,9 @@
 """transformers' Trainer, told what a step is.
 
-The Trainer deals a fixed number of micro-batches to every step but an epoch's last, and finds its place after a resume by
-counting them. Here the plan says what a step is, so the Trainer is given whole steps: one "batch" of its dataloader is a
-``TrainingStep``, the whole run is one of its "epochs", and gradient accumulation happens inside ``training_step``. What is
-left to it is what it is good at: devices, wrapping, optimizer, clipping, schedule, logging, checkpoints.
+The Trainer deals a fixed number of micro-batches to every step but an epoch's last, and finds its place after a resume
+by counting them. Here the plan says what a step is, so the Trainer is given whole steps: one "batch" of its dataloader
+is a ``TrainingStep``, the whole run is one of its "epochs", and gradient accumulation happens in ``training_step``. What
+is left to it is what it is good at: devices, wrapping, optimizer, clipping, schedule, logging, checkpoints.
 """
 
 from __future__ import annotations
@@ -35,11 +35,14 @@ class PackTrainer(Trainer):
     def __init__(
         self, model: nn.Module, args: TrainingArguments, loader: StepLoader, callbacks: list[TrainerCallback]
     ) -> None:
-        use_cache = getattr(model.config, "use_cache", None)
+        settings = vars(model.config)
+        had = settings.get("use_cache")
         super().__init__(model=model, args=args, callbacks=callbacks)
-        # The Trainer switches the cache off in the config, which checkpoints would inherit; every batch does it instead.
-        if use_cache is not None:
-            model.config.use_cache = use_cache
+        # The Trainer switches the cache off in the config, which checkpoints would inherit; every batch does it too.
+        if had is None:
+            settings.pop("use_cache", None)
+        else:
+            settings["use_cache"] = had
         self.loader = loader
         self.label_logits_only = takes_logits_to_keep(model)
         for printing in (PrinterCallback, ProgressCallback):
@@ -58,7 +61,7 @@ class PackTrainer(Trainer):
         """The next step; its target tokens are known, so nothing is counted or gathered."""
         return list(islice(epoch_iterator, num_batches)), None
 
-    def training_step(
+    def training_step(  # type: ignore[override]  # get_batch_samples gives it whole steps
         self, model: nn.Module, inputs: TrainingStep, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         """Forward and backward of all micro-batches of a step; gradients are exchanged in the last one.

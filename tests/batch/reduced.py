@@ -74,7 +74,8 @@ def reduced_config(name: str) -> PreTrainedConfig:
             "num_position_embeddings": 16,
             "deepstack_visual_indexes": [0],
         }
-        return Qwen3VLConfig(text_config=_TEXT | {"head_dim": 16, "rope_parameters": rope}, vision_config=vision, **_IDS)
+        text = _TEXT | {"head_dim": 16, "rope_parameters": rope}
+        return Qwen3VLConfig(text_config=text, vision_config=vision, **_IDS)
     text = _TEXT | {"rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2]}}
     vision = {"depth": 2, "num_heads": 2, "patch_size": 8}
     if name == "qwen2_5_vl":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -190,8 +191,7 @@ def test_a_million_tokens_collate_well_under_a_second(text: InputSpec) -> None:
     ids.setflags(write=False)
     bounds = np.linspace(0, len(ids), 251).astype(int)
     samples = [
-        EncodedSample(ids[a:b], ids[a:b], np.zeros(0, np.int32), (), None, "big.jsonl", 0)
-        for a, b in zip(bounds, bounds[1:], strict=False)
+        EncodedSample(ids[a:b], ids[a:b], np.zeros(0, np.int32), (), None, "big.jsonl", 0) for a, b in pairwise(bounds)
     ]
     start = time.process_time()
     batch = collate_packs(samples, text)

@@ -180,7 +180,7 @@ def test_other_seed_or_epoch_other_order_same_fill(packer: Packer) -> None:
     assert len({plan.fingerprint for plan in plans}) == 4
 
 
-@pytest.mark.parametrize(("num", "share"), [(300, 0.35), (3000, 0.2), (20_000, 0.1), (150_000, 0.1)])
+@pytest.mark.parametrize(("num", "share"), [(300, 0.35), (3000, 0.2), (20_000, 0.15), (150_000, 0.1)])
 def test_every_epoch_has_new_companions(num: int, share: float) -> None:
     # With few samples most lengths occur once, and only the order of placing can bring others together.
     lengths = lognormal_lengths(num, median=1500, sigma=1.0)
@@ -202,10 +202,10 @@ def test_order_of_packs_is_not_sorted() -> None:
 
 def test_plans_are_pinned() -> None:
     # A resumed run, perhaps with another numpy, must find the plan that it left.
-    few, many = ((np.arange(num) * 37) % 97 + 1 for num in (500, 5000))
-    assert pack_best_fit(few, 128, seed=42, epoch=1).fingerprint.startswith("b4a472ea95d36671f966bf3b2dc7641e")
+    few, many = ((np.arange(num) * 37) % 97 + 1 for num in (80, 5000))
+    assert pack_best_fit(few, 128, seed=42, epoch=1).fingerprint.startswith("3b237827b1be794ec763e15656949db7")
     assert pack_best_fit(many, 128, seed=42, epoch=1).fingerprint.startswith("6f61a5511104432f357f3a00a144c1db")
-    assert pack_singletons(few, 128, seed=42, epoch=1).fingerprint.startswith("bb05a63197c87d10284b48860003b496")
+    assert pack_singletons(few, 128, seed=42, epoch=1).fingerprint.startswith("9d27be94b52134ebdc3a7a7a8d3ac34c")
 
 
 def test_fingerprint_sees_everything() -> None:

@@ -1,0 +1,146 @@
+"""Micro-batches come in the plan's order, from any number of workers, and errors come whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packtool.batch.batch import Batch, PackedBatch, PaddedBatch
+from packtool.batch.dataset import PlannedMicroBatches, load_micro_batches
+from packtool.encode.encoded import EncodedSample
+from packtool.errors import DataError
+from packtool.plan.epoch import EpochPlan, PlanOptions, plan_epoch
+from tests.batch.reduced import make_sample, reduced_spec, save_image_processor
+
+
+@dataclasses.dataclass
+class Samples:
+    """A reader of a list; sample i holds the number i in its first token's place."""
+
+    samples: list[EncodedSample]
+
+    @classmethod
+    def of_lengths(cls, lengths: list[int]) -> Samples:
+        return cls([make_sample(length, seed=number) for number, length in enumerate(lengths)])
+
+    def sample(self, position: int) -> EncodedSample:
+        return self.samples[position]
+
+    def plan(self, **options: Any) -> EpochPlan:
+        lengths = np.array([sample.length for sample in self.samples], np.int32)
+        targets = np.array([(sample.labels[1:] != -100).sum() for sample in self.samples], np.int32)
+        return plan_epoch(lengths, targets, PlanOptions(max_length=64, packing_length=64, **options), seed=0)
+
+
+def documents(batch: Batch) -> list[list[int]]:
+    """Token ids of each sample of a micro-batch."""
+    if isinstance(batch, PackedBatch):
+        return [part.tolist() for part in batch.input_ids[0].split(batch.lengths)][: batch.num_samples]
+    assert isinstance(batch, PaddedBatch)
+    return [row[mask.bool()].tolist() for row, mask in zip(batch.input_ids, batch.attention_mask, strict=True)][
+        : batch.num_samples
+    ]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 64), min_size=1, max_size=40),
+    world_size=st.integers(1, 3),
+    accumulation=st.integers(1, 3),
+    per_batch=st.integers(1, 3),
+    packing=st.booleans(),
+)
+def test_every_sample_once_where_the_plan_says_and_targets_as_it_says(
+    lengths: list[int], world_size: int, accumulation: int, per_batch: int, packing: bool
+) -> None:
+    reader, spec = Samples.of_lengths(lengths), reduced_spec("qwen3")
+    plan = reader.plan(
+        packing=packing,
+        world_size=world_size,
+        gradient_accumulation_steps=accumulation,
+        packs_per_micro_batch=per_batch,
+    )
+    seen: list[list[int]] = []
+    targets = np.zeros(plan.steps.num_steps, np.int64)
+    for rank in range(world_size):
+        dataset = PlannedMicroBatches(reader, plan, rank=rank, spec=spec, packing=packing)
+        places = [(s, m) for s in range(plan.steps.num_steps) for m in range(plan.steps.num_micro_batches(s))]
+        assert len(dataset) == len(places)
+        for index, (step, micro_batch) in enumerate(places):
+            batch = dataset[index]
+            assert isinstance(batch, PackedBatch if packing else PaddedBatch)
+            planned = [int(p) for pack in plan.samples(step, rank, micro_batch) for p in pack]
+            assert documents(batch) == [reader.samples[position].input_ids.tolist() for position in planned]
+            seen += documents(batch)
+            targets[step] += batch.num_target_tokens
+    assert sorted(seen) == sorted(sample.input_ids.tolist() for sample in reader.samples)
+    assert targets.tolist() == [plan.steps.target_tokens(step) for step in range(plan.steps.num_steps)]
+
+
+def test_beyond_the_end_is_an_index_error() -> None:
+    reader = Samples.of_lengths([3, 4])
+    dataset = PlannedMicroBatches(reader, reader.plan(), rank=0, spec=reduced_spec("qwen3"))
+    for index in (-1, len(dataset)):
+        with pytest.raises(IndexError):
+            dataset[index]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("start", [0, 2])
+def test_workers_change_nothing(num_workers: int, start: int, tmp_path: Path) -> None:
+    save_image_processor("qwen3_vl", str(tmp_path))
+    spec = reduced_spec("qwen3_vl", str(tmp_path))
+    reader = Samples([make_sample(30, ((40, 32),) * (n % 3), seed=n, limits=spec.limits) for n in range(8)])
+    dataset = PlannedMicroBatches(reader, reader.plan(), rank=0, spec=spec)
+    expected = [dataset[index] for index in range(start, len(dataset))]
+    found = list(load_micro_batches(dataset, start=start, num_workers=num_workers))
+    assert len(found) == len(expected)
+    for batch, other in zip(found, expected, strict=True):
+        for field in dataclasses.fields(batch):
+            value, wanted = getattr(batch, field.name), getattr(other, field.name)
+            assert torch.equal(value, wanted) if isinstance(value, torch.Tensor) else value == wanted
+
+
+def test_it_can_be_sent_to_other_processes() -> None:
+    reader = Samples.of_lengths([3, 4, 40, 50])
+    dataset = PlannedMicroBatches(reader, reader.plan(), rank=0, spec=reduced_spec("qwen3"))
+    copy = pickle.loads(pickle.dumps(dataset))
+    first, second = dataset[1], copy[1]
+    assert isinstance(first, PackedBatch)
+    assert isinstance(second, PackedBatch)
+    assert torch.equal(first.input_ids, second.input_ids)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_error_arrives_with_its_type_and_remedy_when_its_turn_comes(num_workers: int) -> None:
+    reader = Samples.of_lengths([60, 59, 58])
+    broken = dataclasses.replace(reader.samples[1], input_ids=reader.samples[1].input_ids.copy())
+    broken.input_ids[3] = 90
+    reader.samples[1] = broken
+    spec = reduced_spec("qwen3_vl")
+    plan = reader.plan()
+    position = [int(plan.samples(step, 0, 0)[0][0]) for step in range(3)].index(1)
+    batches = load_micro_batches(PlannedMicroBatches(reader, plan, rank=0, spec=spec), num_workers=num_workers)
+    for _ in range(position):
+        next(batches)
+    with pytest.raises(DataError, match=r"row 1 of reduced\.jsonl: 1 picture tokens") as caught:
+        next(batches)
+    assert caught.value.remedy
+    assert "Traceback" not in str(caught.value)
+
+
+def test_loading_draws_no_random_numbers_of_torch() -> None:
+    reader = Samples.of_lengths([3, 4])
+    dataset = PlannedMicroBatches(reader, reader.plan(), rank=0, spec=reduced_spec("qwen3"))
+    before = torch.random.get_rng_state()
+    list(load_micro_batches(dataset))
+    list(load_micro_batches(dataset, num_workers=1))
+    assert torch.equal(torch.random.get_rng_state(), before)

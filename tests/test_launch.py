@@ -1,0 +1,147 @@
+"""The environment becomes a torchrun command line, or a list of what is wrong with it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from packtool.errors import ConfigError
+from packtool.launch import Processes, launch_command, launch_environment, launch_if_asked
+
+ARGUMENTS = ["train", "--model", "a b", "--packing", "true"]
+ON_TWO_NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
+
+
+def command(**environ: str) -> list[str] | None:
+    return launch_command(ARGUMENTS, environ, python="python")
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"NPROC_PER_NODE": "1"},
+        {"NPROC_PER_NODE": ""},
+        {"NNODES": "1", "NODE_RANK": "0", "MASTER_PORT": "29501"},
+        {"NPROC_PER_NODE": "2", "LOCAL_RANK": "0"},
+        {"NPROC_PER_NODE": "2", "TORCHELASTIC_RUN_ID": "x"},
+    ],
+)
+def test_one_process_is_enough(environ: dict[str, str]) -> None:
+    assert command(**environ) is None
+
+
+def test_one_machine_finds_a_free_port() -> None:
+    assert command(NPROC_PER_NODE="2") == [
+        *("python", "-m", "packtool.train.elastic"),
+        *("--nnodes", "1", "--nproc-per-node", "2", "--standalone"),
+        *("--module", "packtool", "train", "--model", "a b", "--packing", "true"),
+    ]
+
+
+def test_one_machine_with_a_port() -> None:
+    found = command(NPROC_PER_NODE="2", MASTER_PORT="29501")
+    assert found is not None
+    assert "--standalone" not in found
+    assert found[5:13] == [
+        *("--nproc-per-node", "2", "--node-rank", "0"),
+        *("--master-addr", "127.0.0.1", "--master-port", "29501"),
+    ]
+
+
+def test_several_machines() -> None:
+    found = command(**ON_TWO_NODES, NPROC_PER_NODE="8", MASTER_PORT="1234")
+    assert found is not None
+    assert found[3:13] == [
+        *("--nnodes", "2", "--nproc-per-node", "8", "--node-rank", "1"),
+        *("--master-addr", "10.0.0.1", "--master-port", "1234"),
+    ]
+    one_each = command(**ON_TWO_NODES)
+    assert one_each is not None
+    assert one_each[one_each.index("--nproc-per-node") + 1] == "1"
+    assert one_each[one_each.index("--master-port") + 1] == "29500"
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"NPROC_PER_NODE": "two"}, "NPROC_PER_NODE=two: expected a whole number of at least 1"),
+        ({"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE=0"),
+        ({"NPROC_PER_NODE": "-1"}, "NPROC_PER_NODE=-1"),
+        ({"NNODES": "1.5"}, r"NNODES=1\.5"),
+        ({**ON_TWO_NODES, "NODE_RANK": "2"}, "NODE_RANK=2: with NNODES=2 it must be below 2"),
+        ({"NNODES": "2", "MASTER_ADDR": "h"}, "NODE_RANK is missing"),
+        ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR is missing"),
+        ({"NPROC_PER_NODE": "2", "MASTER_PORT": "65536"}, "MASTER_PORT=65536: expected a whole number from 1 to 65535"),
+        ({"NPROC_PER_NODE": "2", "MASTER_PORT": "0"}, "MASTER_PORT=0"),
+    ],
+)
+def test_wrong_values_are_named(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        command(**environ)
+
+
+def test_all_wrong_values_are_named_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)3 settings.*NPROC_PER_NODE=x.*MASTER_PORT=y.*MASTER_ADDR is missing"):
+        command(NPROC_PER_NODE="x", MASTER_PORT="y", NNODES="2", NODE_RANK="0")
+
+
+@given(per_node=st.integers(1, 64), num_nodes=st.integers(1, 64), data=st.data())
+def test_the_total(per_node: int, num_nodes: int, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, num_nodes - 1))
+    environ = {"NPROC_PER_NODE": str(per_node), "NNODES": str(num_nodes), "NODE_RANK": str(rank), "MASTER_ADDR": "h"}
+    processes = Processes.from_environment(environ)
+    assert processes.total == per_node * num_nodes
+    assert (launch_command([], environ) is None) == (processes.total == 1)
+
+
+def test_cores_are_shared_out_unless_the_user_did() -> None:
+    assert launch_environment({"NPROC_PER_NODE": "4"}, num_cores=16)["OMP_NUM_THREADS"] == "4"
+    assert launch_environment({"NPROC_PER_NODE": "4"}, num_cores=2)["OMP_NUM_THREADS"] == "1"
+    kept = launch_environment({"NPROC_PER_NODE": "4", "OMP_NUM_THREADS": "7", "HOME": "/h"}, num_cores=16)
+    assert kept == {"NPROC_PER_NODE": "4", "OMP_NUM_THREADS": "7", "HOME": "/h"}
+
+
+def test_the_process_is_replaced_only_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, list[str], dict[str, str]]] = []
+    monkeypatch.setattr(os, "execvpe", lambda *call: calls.append(call))
+    for name in ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    launch_if_asked(ARGUMENTS)
+    assert not calls
+    monkeypatch.setenv("NPROC_PER_NODE", "2")
+    launch_if_asked(ARGUMENTS)
+    ((program, arguments, environ),) = calls
+    assert program == arguments[0] == sys.executable
+    assert arguments == launch_command(ARGUMENTS, os.environ)
+    assert int(environ["OMP_NUM_THREADS"]) >= 1
+
+
+def test_the_exit_code_is_that_of_the_process_that_failed_first(tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text(
+        textwrap.dedent("""
+            import os, sys, time
+            if os.environ["RANK"] == "1":
+                sys.exit(int(sys.argv[1]))
+            time.sleep(60)
+        """)
+    )
+    options = ["--standalone", "--nproc-per-node", "2", str(script), "4"]
+    done = subprocess.run(
+        [sys.executable, "-m", "packtool.train.elastic", *options],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 4
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,134 @@
+"""The same samples give the same gradient, however they are packed, padded, accumulated and dealt to processes.
+
+One optimizer step of plain gradient descent with learning rate 1 on all samples: the weights afterwards are the weights
+before minus the gradient, so runs with equal checkpoints had equal gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from packtool.progress import SilentProgress
+from packtool.train.run import train
+from tests.train.tiny import TinyWorld, check_same_rest, read_metrics
+
+DESCENT: dict[str, Any] = {
+    "learning_rate": 1.0,
+    "warmup_ratio": 0.0,
+    "lr_scheduler_type": "constant",
+    "weight_decay": 0.0,
+    "max_grad_norm": 0.0,
+    "training": {"optim": "sgd"},
+}
+# 8 packs of 256 tokens, or 40 rows. 8 = 1 x 4 x 2; 40 = 1 x 4 x 10.
+ONE_PROCESS: dict[str, dict[str, Any]] = {
+    "packed-g1": {"per_device_train_batch_size": 8},
+    "packed-g4": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+    "packed-shorter": {"packing_length": 128, "per_device_train_batch_size": 5, "gradient_accumulation_steps": 4},
+    "packed-workers": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "dataloader_num_workers": 2},
+    "packed-checkpointed": {"per_device_train_batch_size": 8, "gradient_checkpointing": True},
+    "padded-g1": {"packing": False, "per_device_train_batch_size": 40},
+    "padded-g4": {"packing": False, "per_device_train_batch_size": 10, "gradient_accumulation_steps": 4},
+}
+# With 3 and 9 packs or rows in a full micro-batch the ranks get unequal shares, some of them without pictures.
+TWO_PROCESSES: dict[str, dict[str, Any]] = {
+    "packed-g1": {"per_device_train_batch_size": 4},
+    "packed-g4": {"gradient_accumulation_steps": 4},
+    "packed-uneven": {"packing_length": 320, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 7},
+    "padded-g1": {"packing": False, "per_device_train_batch_size": 20},
+    "padded-g4": {"packing": False, "per_device_train_batch_size": 5, "gradient_accumulation_steps": 4},
+    "padded-single": {"packing": False, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 21},
+}
+RESUMED: dict[str, Any] = {"num_train_epochs": 2.0, "save_steps": 1, "gradient_accumulation_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def reference(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All samples in one padded batch of one process, with transformers' own attention."""
+    output_dir = tmp_path_factory.mktemp("reference")
+    train(tiny.config(output_dir, **DESCENT, **ONE_PROCESS["padded-g1"]), SilentProgress())
+    return output_dir
+
+
+def check_same_step(output_dir: Path, reference: Path) -> None:
+    """One step, with the reference's loss, gradient norm and weights."""
+    (line,), (expected,) = read_metrics(output_dir), read_metrics(reference)
+    assert line["target_tokens"] == expected["target_tokens"]
+    assert line["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+    weights, others = (load_file(folder / "checkpoint-1" / "model.safetensors") for folder in (output_dir, reference))
+    assert weights.keys() == others.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, others[name], rtol=0, atol=2e-6, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("name", [name for name in ONE_PROCESS if name != "padded-g1"])
+def test_one_process(name: str, tiny: TinyWorld, reference: Path, tmp_path: Path) -> None:
+    result = train(tiny.config(tmp_path, **DESCENT, **ONE_PROCESS[name]), SilentProgress())
+    assert result.steps == 1
+    check_same_step(tmp_path, reference)
+
+
+def test_the_step_moved_every_part_of_the_model(tiny: TinyWorld, reference: Path) -> None:
+    before = load_file(Path(tiny.model) / "model.safetensors")
+    after = load_file(reference / "checkpoint-1" / "model.safetensors")
+    still = [name for name, weight in after.items() if torch.equal(weight, before[name])]
+    assert not still
+
+
+@pytest.fixture(scope="module")
+def two_processes(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All jobs of two processes, in one start of torchrun."""
+    root = tmp_path_factory.mktemp("two")
+    jobs: list[tuple[str, dict[str, Any]]] = [
+        (str(root / name), DESCENT | settings) for name, settings in TWO_PROCESSES.items()
+    ]
+    whole = root / "whole"
+    jobs.append((str(whole), RESUMED))
+    for step in (1, 3):
+        jobs.append((str(root / f"resumed-{step}"), RESUMED | {"resume_from_checkpoint": f"{whole}/checkpoint-{step}"}))
+    (root / "jobs.json").write_text(json.dumps({"world": dataclasses.asdict(tiny), "jobs": jobs}))
+    run_two_processes(root / "jobs.json")
+    return root
+
+
+def run_two_processes(jobs: Path) -> None:
+    """Start torchrun on this machine's CPU."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "--module", "tests.train.two_processes", str(jobs)],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("name", TWO_PROCESSES)
+def test_two_processes(name: str, two_processes: Path, reference: Path) -> None:
+    check_same_step(two_processes / name, reference)
+
+
+def test_uneven_shares_were_tried(two_processes: Path) -> None:
+    result = json.loads((two_processes / "packed-uneven" / "packtool_train.json").read_text())
+    assert result["num_processes"] == 2
+    assert result["num_packs"] % 2 == 1
+    assert result["num_empty_micro_batches"] == 1
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_two_processes_resume_exactly(step: int, two_processes: Path) -> None:
+    """In the first epoch and in the second: the same losses and weights to the last bit."""
+    check_same_rest(two_processes / "whole", two_processes / f"resumed-{step}", step)

@@ -1,0 +1,169 @@
+"""An interrupted run, resumed, does what it would have done."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from packtool.errors import ConfigError, MismatchError
+from packtool.progress import SilentProgress
+from packtool.train.checkpoint import (
+    STATE_NAME,
+    copy_processor,
+    find_checkpoint,
+    finished_checkpoints,
+    read_state,
+    remove_oldest,
+)
+from packtool.train.run import train
+from tests.train.tiny import TinyWorld, check_same_rest, read_metrics
+
+# 8 packs in steps of 3: two whole steps and one of 2 packs in each of two epochs.
+SETTINGS: dict[str, Any] = {"num_train_epochs": 2.0, "gradient_accumulation_steps": 3, "save_steps": 1}
+# Adapters draw dropout masks, so their random numbers must go on where they were.
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"train_type": "lora", "lora_dropout": 0.3, "learning_rate": 1e-2},
+    "padded": {"packing": False, "gradient_accumulation_steps": 15},
+    "workers": {"dataloader_num_workers": 1},
+}
+
+
+class BrokenOffError(Exception):
+    """What happens to long runs."""
+
+
+class Interrupting(SilentProgress):
+    """Breaks the run off during the step after ``step``."""
+
+    def __init__(self, step: int) -> None:
+        self.left = step
+
+    def advance(self, num_done: int, **fields: float | int | str) -> None:
+        self.left -= num_done
+        if self.left < 0:
+            raise BrokenOffError
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def whole(
+    request: pytest.FixtureRequest, tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Any]:
+    """An uninterrupted run, and its settings."""
+    output_dir = tmp_path_factory.mktemp("whole")
+    settings = SETTINGS | KINDS[request.param]
+    result = train(tiny.config(output_dir, **settings), SilentProgress())
+    assert result.steps == 6
+    return output_dir, settings
+
+
+@pytest.mark.parametrize("step", [1, 3, 5])
+def test_the_rest_is_the_same_to_the_last_bit(
+    step: int, whole: tuple[Path, Any], tiny: TinyWorld, tmp_path: Path
+) -> None:
+    """Within the first epoch, at its end, and within the second."""
+    output_dir, settings = whole
+    config = tiny.config(tmp_path, **settings, resume_from_checkpoint=str(output_dir / f"checkpoint-{step}"))
+    result = train(config, SilentProgress())
+    check_same_rest(output_dir, tmp_path, step)
+    assert result.resumed_from == str(output_dir / f"checkpoint-{step}")
+    assert result.target_tokens == sum(line["target_tokens"] for line in read_metrics(output_dir)[step:])
+
+
+def test_broken_off_and_resumed_with_true(tiny: TinyWorld, tmp_path: Path) -> None:
+    settings = SETTINGS | {"save_steps": 2}
+    train(tiny.config(tmp_path / "whole", **settings), SilentProgress())
+    with pytest.raises(BrokenOffError):
+        train(tiny.config(tmp_path / "broken", **settings), Interrupting(5))
+    assert [Path(path).name for path in finished_checkpoints(str(tmp_path / "broken"))] == [
+        "checkpoint-2",
+        "checkpoint-4",
+    ]
+    train(tiny.config(tmp_path / "broken", **settings, resume_from_checkpoint="true"), SilentProgress())
+    # The log goes on as if nothing had happened: step 5, trained twice, is there once.
+    assert read_metrics(tmp_path / "broken") == read_metrics(tmp_path / "whole")
+
+
+def test_a_checkpoint_of_another_plan_is_refused(whole: tuple[Path, Any], tiny: TinyWorld, tmp_path: Path) -> None:
+    output_dir, settings = whole
+    checkpoint = str(output_dir / "checkpoint-1")
+    for change, message in (
+        ({"seed": 1}, r"seed: 42 there, 1 now"),
+        ({"gradient_accumulation_steps": 2}, r"gradient_accumulation_steps: \d+ there, 2 now"),
+        ({"packing_length": 200}, r"packing_length: 256 there, 200 now"),
+        ({"max_length": 90}, r"max_length: 128 there, 90 now"),
+    ):
+        config = tiny.config(tmp_path, **settings | change, resume_from_checkpoint=checkpoint)
+        with pytest.raises(MismatchError, match=message):
+            train(config, SilentProgress())
+
+
+def test_a_finished_run_has_nothing_left(whole: tuple[Path, Any], tiny: TinyWorld) -> None:
+    output_dir, settings = whole
+    before = (output_dir / "metrics.jsonl").read_bytes()
+    result = train(tiny.config(output_dir, **settings, resume_from_checkpoint="true"), SilentProgress())
+    assert result.checkpoint == str(output_dir / "checkpoint-6")
+    assert (output_dir / "metrics.jsonl").read_bytes() == before
+
+
+def test_checkpoints_say_where_they_are(whole: tuple[Path, Any]) -> None:
+    state = read_state(str(whole[0] / "checkpoint-5"))
+    assert (state.step, state.epoch, state.step_in_epoch) == (5, 1, 2)
+
+
+def test_unfinished_checkpoints_are_passed_over(tmp_path: Path) -> None:
+    assert find_checkpoint(None, str(tmp_path)) is None
+    assert find_checkpoint("false", str(tmp_path)) is None
+    for step in (2, 10, 9):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / STATE_NAME).write_text("{}")
+    (tmp_path / "checkpoint-30").mkdir()
+    (tmp_path / "checkpoint-x").mkdir()
+    assert find_checkpoint("true", str(tmp_path)) == str(tmp_path / "checkpoint-10")
+    assert find_checkpoint("True", str(tmp_path)) == str(tmp_path / "checkpoint-10")
+    assert find_checkpoint(str(tmp_path / "checkpoint-2") + "/", "") == str(tmp_path / "checkpoint-2")
+
+
+def test_nothing_to_resume_from_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no finished checkpoint"):
+        find_checkpoint("true", str(tmp_path / "new"))
+    with pytest.raises(ConfigError, match="no such directory"):
+        find_checkpoint(str(tmp_path / "gone"), str(tmp_path))
+    with pytest.raises(MismatchError, match="no finished checkpoint of packtool"):
+        read_state(str(tmp_path))
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 12):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / STATE_NAME).write_text("{}")
+    (tmp_path / "checkpoint-13").mkdir()
+    remove_oldest(str(tmp_path), None)
+    assert len(finished_checkpoints(str(tmp_path))) == 4
+    remove_oldest(str(tmp_path), 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-12", "checkpoint-13", "checkpoint-3"]
+
+
+def test_save_total_limit(tiny: TinyWorld, tmp_path: Path) -> None:
+    train(tiny.config(tmp_path, **SETTINGS, save_total_limit=2), SilentProgress())
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-5", "checkpoint-6"]
+
+
+def test_tokenizer_and_processor_files_are_copied_and_nothing_else(tiny: TinyWorld, tmp_path: Path) -> None:
+    source = tmp_path / "model"
+    shutil.copytree(tiny.model, source)
+    names = ["vocab.json", "merges.txt", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"]
+    others = ["adapter_config.json", "model.safetensors.index.json", "README.md", "training_args.bin", "notes.txt"]
+    for name in names + others:
+        (source / name).write_text(json.dumps(name))
+    (tmp_path / "checkpoint").mkdir()
+    copy_processor(str(source), str(tmp_path / "checkpoint"))
+    copied = {path.name for path in (tmp_path / "checkpoint").iterdir()}
+    assert copied >= {*names, "tokenizer.json", "chat_template.jinja", "preprocessor_config.json"}
+    assert not copied & {*others, "config.json", "generation_config.json", "model.safetensors"}
+    for name in copied:
+        assert (tmp_path / "checkpoint" / name).read_bytes() == (source / name).read_bytes()

@@ -1,0 +1,208 @@
+"""A run from caches to checkpoint: figures, files, filters, and what stops it before it starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from packtool.errors import ConfigError, DataError, UnsupportedModelError
+from packtool.progress import SilentProgress
+from packtool.train.result import RESULT_NAME
+from packtool.train.run import train
+from packtool.train.world import World
+from tests.train.tiny import TinyWorld, export_rows, read_metrics
+
+
+class Recording(SilentProgress):
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.total: int | None = None
+        self.num_done = 0
+        self.fields: dict[str, Any] = {}
+
+    def start(self, title: str, total: int | None) -> None:
+        self.total = total
+
+    def advance(self, num_done: int, **fields: float | int | str) -> None:
+        self.num_done += num_done
+        self.fields = fields
+
+    def note(self, message: str) -> None:
+        self.notes.append(message)
+
+
+@pytest.fixture(scope="module")
+def trained(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Recording]:
+    """Three epochs of three steps, the last of them smaller."""
+    output_dir, progress = tmp_path_factory.mktemp("trained"), Recording()
+    config = tiny.config(output_dir, num_train_epochs=3.0, gradient_accumulation_steps=3, logging_steps=2)
+    return output_dir, train(config, progress), progress
+
+
+def test_the_figures_add_up(trained: tuple[Path, Any, Recording], tiny: TinyWorld) -> None:
+    output_dir, result, _ = trained
+    assert (result.num_samples, result.filtered, result.num_packs) == (40, 0, 8)
+    assert result.samples_per_pack == 5.0
+    assert 0.9 < result.fill <= 1.0
+    assert (result.steps, result.steps_without_packing, result.num_empty_micro_batches) == (9, 42, 0)
+    assert result.target_tokens_per_second == pytest.approx(result.target_tokens / result.seconds)
+    assert result.target_tokens == sum(line["target_tokens"] for line in read_metrics(output_dir))
+    assert 0 < result.num_trainable_parameters == result.num_parameters
+    assert json.loads((output_dir / RESULT_NAME).read_text()) == dataclasses.asdict(result)
+    assert result.checkpoint == str(output_dir / "checkpoint-9")
+
+
+def test_it_learns_and_logs_the_first_and_the_last_step(trained: tuple[Path, Any, Recording]) -> None:
+    output_dir, result, _ = trained
+    lines = read_metrics(output_dir)
+    assert [line["step"] for line in lines] == [1, 2, 4, 6, 8, 9]
+    assert [line["epoch"] for line in lines] == pytest.approx([step / 3 for step in (1, 2, 4, 6, 8, 9)])
+    assert result.first_loss == lines[0]["loss"]
+    assert result.last_loss == lines[-1]["loss"] < 0.9 * lines[0]["loss"]
+    assert all({"grad_norm", "learning_rate"} <= line.keys() for line in lines)
+
+
+def test_the_progress_sees_every_step_and_the_plan_first(trained: tuple[Path, Any, Recording]) -> None:
+    _, _, progress = trained
+    assert progress.total == progress.num_done == 9
+    assert {"loss", "lr", "targets/s"} == progress.fields.keys()
+    notes = "\n".join(progress.notes)
+    for said in ("samples in the caches: 40", "packing length: 256", "packs: 8", "5.00 samples a pack", "1 process"):
+        assert said in notes
+    assert "9 with packing, 42 without" in notes
+    assert "packs of a step: 3, of an epoch's last one: 2" in notes
+
+
+def test_logged_loss_is_the_mean_over_all_targets_since_the_last_line(tiny: TinyWorld, tmp_path: Path) -> None:
+    for steps in (1, 4):
+        config = tiny.config(tmp_path / str(steps), gradient_accumulation_steps=2, logging_steps=steps)
+        train(config, SilentProgress())
+    singly, together = read_metrics(tmp_path / "1"), read_metrics(tmp_path / "4")
+    assert [line["step"] for line in together] == [1, 4]
+    targets = [line["target_tokens"] for line in singly[1:]]
+    mean = sum(line["loss"] * num for line, num in zip(singly[1:], targets, strict=True)) / sum(targets)
+    assert together[1]["loss"] == pytest.approx(mean, rel=1e-6)
+    assert together[1]["target_tokens"] == sum(targets)
+
+
+def test_a_full_checkpoint_loads_with_transformers_alone(trained: tuple[Path, Any, Recording], tiny: TinyWorld) -> None:
+    checkpoint = trained[1].checkpoint
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint)
+    assert model.config._attn_implementation == "sdpa"
+    AutoProcessor.from_pretrained(checkpoint)
+    before, after = (json.loads((Path(folder) / "config.json").read_text()) for folder in (tiny.model, checkpoint))
+    for config in (before, after):
+        for part in ("text_config", "vision_config"):
+            config[part].pop("dtype", None)
+    # Neither the attention nor the cache switched off for training goes along.
+    assert before == after
+    with torch.no_grad():
+        out = model.generate(torch.arange(5).unsqueeze(0), max_new_tokens=3)
+    assert out.shape[1] > 5
+
+
+def test_an_adapter_loads_with_peft_alone(tiny: TinyWorld, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"train_type": "lora", "learning_rate": 1e-2, "gradient_accumulation_steps": 4}
+    result = train(tiny.config(tmp_path, **settings, freeze_vit=True, freeze_aligner=True), SilentProgress())
+    assert 0 < result.num_trainable_parameters < result.num_parameters
+    base = AutoModelForImageTextToText.from_pretrained(tiny.model)
+    model = PeftModel.from_pretrained(base, result.checkpoint)
+    adapted = {name for name, parameter in model.named_parameters() if "lora_B" in name and parameter.any()}
+    assert adapted
+    assert not [name for name in adapted if "visual" in name or "lm_head" in name]
+    AutoProcessor.from_pretrained(result.checkpoint)
+
+
+def test_longer_samples_are_filtered_and_counted(tiny: TinyWorld, tmp_path: Path) -> None:
+    progress = Recording()
+    result = train(tiny.config(tmp_path, max_length=60, packing_length=60, max_steps=1), progress)
+    assert result.filtered > 0
+    assert result.num_samples + result.filtered == 40
+    assert (result.max_length, result.packing_length) == (60, 60)
+    assert f"{result.filtered} longer than 60 tokens are left out" in progress.notes[0]
+
+
+def test_several_caches_are_joined(tiny: TinyWorld, tmp_path: Path) -> None:
+    config = tiny.config(tmp_path, cached_dataset=(tiny.cache, tiny.cache + "/train"), dry_run=True)
+    assert train(config, SilentProgress()).num_samples == 80
+
+
+@pytest.mark.parametrize(
+    ("epochs", "max_steps", "steps"), [(0.5, None, 4), (2.25, None, 18), (9.0, 3, 3), (1.0, 20, 20)]
+)
+def test_the_number_of_steps(epochs: float, max_steps: int | None, steps: int, tiny: TinyWorld, tmp_path: Path) -> None:
+    config = tiny.config(tmp_path, num_train_epochs=epochs, max_steps=max_steps, dry_run=True)
+    assert train(config, SilentProgress()).steps == steps
+
+
+def test_a_dry_run_plans_for_any_number_of_processes_and_writes_nothing(tiny: TinyWorld, tmp_path: Path) -> None:
+    output_dir = tmp_path / "out"
+    result = train(tiny.config(output_dir, dry_run=True), SilentProgress(), World(0, 3))
+    assert (result.num_processes, result.steps, result.num_empty_micro_batches) == (3, 3, 1)
+    assert result.checkpoint is result.last_loss is None
+    assert not output_dir.exists()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_picture_that_is_gone_stops_the_run_by_name(workers: int, tiny: TinyWorld, tmp_path: Path) -> None:
+    rows = shutil.copytree(Path(tiny.rows).parent, tmp_path / "rows")
+    moved = dataclasses.replace(tiny, rows=str(rows / "train.json"), cache=str(tmp_path / "cache"))
+    export_rows(moved, moved.cache)
+    (rows / "pictures" / "0003.png").unlink()
+    config = moved.config(tmp_path / "out", packing_length=128, dataloader_num_workers=workers)
+    with pytest.raises(DataError, match=r"0003\.png") as caught:
+        train(config, SilentProgress())
+    assert "Traceback" not in str(caught.value)
+    assert caught.value.remedy
+
+
+def test_a_model_that_would_leak_is_refused_before_it_is_loaded(tiny: TinyWorld, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny.model, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    config["text_config"]["layer_types"] = ["linear_attention", "full_attention"]
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedModelError, match="linear_attention"):
+        train(tiny.config(tmp_path / "out", model=str(model), dry_run=True), SilentProgress())
+
+
+def test_bfloat16_on_the_cpu_if_asked(tiny: TinyWorld, tmp_path: Path) -> None:
+    result = train(tiny.config(tmp_path, torch_dtype="bfloat16", max_steps=1), SilentProgress())
+    weights = load_file(Path(str(result.checkpoint)) / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    assert result.last_loss is not None
+    assert 3 < result.last_loss < 12
+    with pytest.raises(ConfigError, match="float16 needs a GPU"):
+        train(tiny.config(tmp_path, torch_dtype="float16"), SilentProgress())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"training": {"label_smoothing_factor": 0.1}}, r"training\.label_smoothing_factor"),
+        ({"training": {"dataloader_drop_last": True}}, r"training\.dataloader_drop_last"),
+        ({"training": {"no_such_thing": 1}}, "no_such_thing"),
+        ({"lr_scheduler_type": "zigzag"}, "zigzag"),
+    ],
+)
+def test_settings_that_cannot_be(settings: dict[str, Any], message: str, tiny: TinyWorld, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train(tiny.config(tmp_path, **settings), SilentProgress())
+
+
+def test_settings_of_transformers_pass_through(tiny: TinyWorld, tmp_path: Path) -> None:
+    config = tiny.config(tmp_path, max_steps=1, training={"optim": "adafactor", "adam_beta2": 0.95})
+    train(config, SilentProgress())
+    args = torch.load(tmp_path / "checkpoint-1" / "training_args.bin", weights_only=False)
+    assert (args.optim, args.adam_beta2) == ("adafactor", 0.95)

@@ -1,0 +1,105 @@
+"""Steps are numbered through all epochs, and loading begins at any of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from packtool.plan.epoch import EpochPlan, PlanOptions, plan_epoch
+from packtool.train.schedule import Schedule, StepLoader
+from packtool.train.world import World
+from tests.batch.reduced import reduced_spec
+from tests.batch.test_dataset import Samples, documents
+
+LENGTHS = [40] * 5 + [30] * 7 + [20] * 4
+READER = Samples.of_lengths(LENGTHS)
+TARGETS = np.array([(sample.labels[1:] != -100).sum() for sample in READER.samples], np.int32)
+
+
+def make_schedule(num_epochs: float = 3.0, max_steps: int | None = None, world_size: int = 1) -> Schedule:
+    options = PlanOptions(
+        max_length=64,
+        packing_length=64,
+        world_size=world_size,
+        gradient_accumulation_steps=2,
+        packs_per_micro_batch=1,
+    )
+
+    def plan_of(epoch: int) -> EpochPlan:
+        return plan_epoch(np.array(LENGTHS, np.int32), TARGETS, options, seed=0, epoch=epoch)
+
+    return Schedule(plan_of, num_epochs=num_epochs, max_steps=max_steps)
+
+
+def load(schedule: Schedule, start: int, world: World | None = None) -> list[tuple[int, list[list[list[int]]]]]:
+    """(target tokens, documents of each micro-batch) of every step."""
+    loader = StepLoader(schedule, READER, reduced_spec("qwen3"), world or World(), packing=True, start=start)
+    assert len(loader) == schedule.num_steps
+    steps = []
+    for step in loader:
+        batches = list(step.micro_batches)
+        assert len(batches) == step.num_micro_batches
+        steps.append((step.target_tokens, [documents(batch) for batch in batches]))
+    return steps
+
+
+def test_the_last_step_of_an_epoch_is_smaller() -> None:
+    schedule = make_schedule()
+    num_packs = schedule.plan_of(0).packs.num_packs
+    assert num_packs % 2 == 1
+    sizes = [len(batches) for _, batches in load(schedule, 0)]
+    assert sizes == ([2] * (num_packs // 2) + [1]) * 3
+
+
+def test_every_epoch_has_every_sample_in_new_company() -> None:
+    schedule = make_schedule()
+    steps = load(schedule, 0)
+    epochs = [steps[n * schedule.steps_per_epoch : (n + 1) * schedule.steps_per_epoch] for n in range(3)]
+    everything = sorted(sample.input_ids.tolist() for sample in READER.samples)
+    packs = []
+    for epoch in epochs:
+        micro_batches = [batch for _, batches in epoch for batch in batches]
+        assert sorted(ids for batch in micro_batches for ids in batch) == everything
+        packs.append({tuple(sorted(map(tuple, batch))) for batch in micro_batches})
+    assert packs[0] != packs[1] != packs[2]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_from_any_step_the_rest_is_the_same(world_size: int) -> None:
+    schedule = make_schedule(world_size=world_size)
+    for rank in range(world_size):
+        world = World(rank, world_size)
+        whole = load(schedule, 0, world)
+        assert len(whole) == schedule.num_steps
+        for start in range(schedule.num_steps + 1):
+            assert load(schedule, start, world) == whole[start:]
+
+
+def test_epochs_may_end_in_the_middle() -> None:
+    whole = load(make_schedule(), 0)
+    assert load(make_schedule(max_steps=7), 0) == whole[:7]
+    per_epoch = make_schedule().steps_per_epoch
+    assert make_schedule(num_epochs=0.5).num_steps == -(-per_epoch // 2)
+    assert make_schedule(num_epochs=1.0, max_steps=100).num_steps == 100
+
+
+def test_target_tokens_are_summed_without_reading() -> None:
+    schedule = make_schedule(max_steps=11)
+    steps = load(schedule, 0)
+    for start in range(12):
+        assert schedule.sum_of_target_tokens(start) == sum(targets for targets, _ in steps[start:])
+    assert [schedule.target_tokens(step) for step in range(11)] == [targets for targets, _ in steps]
+
+
+def test_empty_micro_batches_are_counted_by_epoch() -> None:
+    per_epoch = make_schedule(world_size=3).plan_of(0).steps.num_empty_micro_batches
+    assert per_epoch > 0
+    assert make_schedule(world_size=3).num_empty_micro_batches() == 3 * per_epoch
+    assert make_schedule(num_epochs=0.5, world_size=3).num_empty_micro_batches() == 0
+
+
+def test_locating() -> None:
+    schedule = make_schedule()
+    per_epoch = schedule.steps_per_epoch
+    assert schedule.locate(0) == (0, 0)
+    assert schedule.locate(2 * per_epoch + 1) == (2, 1)
