@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from dataclasses import dataclass
 
+import typer
+
+from packtool.errors import EXIT_UNEXPECTED
 from packtool.settings import option
 
 
@@ -20,4 +25,17 @@ class DemoConfig:
 
 
 def run_demo_command(config: DemoConfig, as_json: bool) -> None:
-    raise NotImplementedError
+    """Run the demo and print its table; exit code 1 if the model has not learned to see."""
+    from packtool.demo.run import run_demo
+    from packtool.report.statistics import demo_lines
+    from packtool.report.terminal import TerminalProgress, print_table
+
+    with TerminalProgress() as progress:
+        result = run_demo(config.output_dir, config.seed, progress)
+    if as_json:
+        typer.echo(json.dumps({**dataclasses.asdict(result), "passed": result.passed}))
+    else:
+        print_table("\nwhat the demo shows", demo_lines(result))
+    if not result.passed:
+        typer.echo("The model has not learned to see, or sees the wrong pictures: please report this.", err=True)
+        raise typer.Exit(EXIT_UNEXPECTED)

@@ -146,7 +146,8 @@ def _train_tokenizer() -> Tokenizer:
 
 def _model_config(tokenizer: Tokenizer) -> Qwen3VLConfig:
     width = 192
-    token_id = {token: tokenizer.token_to_id(token) for token in CONTROL_TOKENS}
+    vocabulary = tokenizer.get_vocab()
+    token_id = {token: vocabulary[token] for token in CONTROL_TOKENS}
     text = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": width,

@@ -40,7 +40,8 @@ PLACES: dict[str, tuple[float, float]] = {
 
 MOST_SHAPES = 3
 
-SIDES = tuple(range(60, 133, 6))
+LONG_SIDES = tuple(range(96, 133, 6))
+SHORT_SIDES = tuple(range(60, 91, 6))
 """Pixels of a picture's sides: 2 to 4 cells of the model's 32-pixel grid, seldom a whole number of them."""
 
 
@@ -68,10 +69,11 @@ class Scene:
 
 
 def draw_placed(rng: random.Random) -> Scene:
-    """One shape at one of the four sides."""
-    width, height = rng.choice(SIDES), rng.choice(SIDES)
+    """One shape at an end of the longer side."""
+    long, short = rng.choice(LONG_SIDES), rng.choice(SHORT_SIDES)
     place = rng.choice(list(PLACES))
-    radius = min(width, height) * rng.uniform(0.2, 0.26)
+    width, height = (long, short) if place in ("left", "right") else (short, long)
+    radius = short / 2 * rng.uniform(0.8, 0.95)
     right, down = PLACES[place]
     x = radius + 1 + right * (width - 2 * radius - 2)
     y = radius + 1 + down * (height - 2 * radius - 2)
@@ -79,15 +81,14 @@ def draw_placed(rng: random.Random) -> Scene:
 
 
 def draw_counted(rng: random.Random) -> Scene:
-    """One to three shapes in a row along the longer side."""
-    width, height = rng.choice(SIDES), rng.choice(SIDES)
+    """One to three shapes in a row along the longer side; the more there are, the smaller they are."""
+    long, short = rng.choice(LONG_SIDES), rng.choice(SHORT_SIDES)
     count = rng.randint(1, MOST_SHAPES)
-    longer, shorter = max(width, height), min(width, height)
-    radius = min(longer / MOST_SHAPES, shorter) / 2 * rng.uniform(0.7, 0.9)
-    along = [(index + 0.5) * longer / count for index in range(count)]
-    across = rng.uniform(radius + 1, shorter - radius - 1)
-    middles = [(a, across) if width >= height else (across, a) for a in along]
-    return _scene(rng, width, height, None, middles, radius)
+    radius = min(long / count, short) / 2 * rng.uniform(0.8, 0.95)
+    along = [(index + 0.5) * long / count for index in range(count)]
+    if rng.random() < 0.5:
+        return _scene(rng, long, short, None, [(a, short / 2) for a in along], radius)
+    return _scene(rng, short, long, None, [(short / 2, a) for a in along], radius)
 
 
 def _scene(

@@ -12,7 +12,7 @@ from accelerate import PartialState
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from packtool.progress import Progress
-from packtool.train.checkpoint import PREFIX, RunState, copy_processor, remove_oldest, write_state
+from packtool.train.checkpoint import PREFIX, RunState, copy_processor, discard_state, remove_oldest, write_state
 from packtool.train.schedule import Schedule
 
 METRICS_NAME = "metrics.jsonl"
@@ -43,6 +43,11 @@ class CheckpointCallback(TrainerCallback):
         self.model_directory = model_directory
         self.save_total_limit = save_total_limit
 
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """A checkpoint may be about to be written over one of an earlier run."""
+        if control.should_save and state.is_world_process_zero:
+            discard_state(os.path.join(str(args.output_dir), f"{PREFIX}{state.global_step}"))
+
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """After the Trainer has written a checkpoint."""
         PartialState().wait_for_everyone()
@@ -52,7 +57,13 @@ class CheckpointCallback(TrainerCallback):
             epoch, step_in_epoch = self.schedule.locate(state.global_step)
             write_state(
                 checkpoint,
-                dataclasses.replace(self.run, step=state.global_step, epoch=epoch, step_in_epoch=step_in_epoch),
+                dataclasses.replace(
+                    self.run,
+                    step=state.global_step,
+                    epoch=epoch,
+                    step_in_epoch=step_in_epoch,
+                    saved_at=time.time(),
+                ),
             )
             # Not left to the Trainer, which deletes older ones before this one is finished.
             remove_oldest(str(args.output_dir), self.save_total_limit)
@@ -81,7 +92,7 @@ class ReportCallback(TrainerCallback):
         self.progress.start("train", state.max_steps)
         if self.start:
             self.progress.advance(self.start)
-            self._drop_lines_after(self.start)
+        self._drop_lines_after(self.start)
         self._since = time.perf_counter()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -121,7 +132,7 @@ class ReportCallback(TrainerCallback):
         self.progress.finish()
 
     def _drop_lines_after(self, step: int) -> None:
-        """Lines of steps that a run did after the checkpoint this one resumes from: they are trained again."""
+        """Lines of an earlier run, from the step on that this one trains anew."""
         if not os.path.exists(self.path):
             return
         with open(self.path, encoding="utf-8") as file:

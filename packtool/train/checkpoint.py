@@ -9,6 +9,7 @@ OUTPUT_DIR/checkpoint-120/
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -38,6 +39,7 @@ class RunState:
         seed: of the plans of all epochs.
         step: optimizer steps done.
         epoch, step_in_epoch: the same, as the place where training goes on.
+        saved_at: seconds since 1970.
     """
 
     plan: str
@@ -53,6 +55,7 @@ class RunState:
     step: int = 0
     epoch: int = 0
     step_in_epoch: int = 0
+    saved_at: float = 0.0
 
     def check_continues(self, checkpoint: str, other: RunState) -> None:
         """Raise unless a run with this state may go on from a checkpoint with that one.
@@ -60,7 +63,7 @@ class RunState:
         Raises:
             MismatchError: naming every difference.
         """
-        place = {"step", "epoch", "step_in_epoch"}
+        place = {"step", "epoch", "step_in_epoch", "saved_at"}
         mine, theirs = dataclasses.asdict(self), dataclasses.asdict(other)
         different = [name for name in mine if name not in place and mine[name] != theirs[name]]
         # The plan follows from the rest: alone it would say little, beside another difference it says nothing.
@@ -101,6 +104,12 @@ def write_state(checkpoint: str, state: RunState) -> None:
     os.replace(path + ".part", path)
 
 
+def discard_state(checkpoint: str) -> None:
+    """Declare a checkpoint unfinished, before anything of it is overwritten or deleted."""
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(os.path.join(checkpoint, STATE_NAME))
+
+
 def find_checkpoint(resume_from: str | None, output_dir: str) -> str | None:
     """The checkpoint that ``--resume-from-checkpoint`` means; None for a run from the beginning.
 
@@ -126,18 +135,21 @@ def find_checkpoint(resume_from: str | None, output_dir: str) -> str | None:
 
 
 def finished_checkpoints(output_dir: str) -> list[str]:
-    """The finished checkpoints of a run, the newest last."""
+    """The finished checkpoints in a directory, the newest last.
+
+    By the time they were saved, not by their steps: an earlier, longer run may have left some there. The time is the
+    one in their state, for that of the files changes when they are copied.
+    """
     names = os.listdir(output_dir) if os.path.isdir(output_dir) else []
-    steps = sorted(int(name[len(PREFIX) :]) for name in names if re.fullmatch(PREFIX + r"\d+", name))
-    checkpoints = [os.path.join(output_dir, f"{PREFIX}{step}") for step in steps]
-    return [checkpoint for checkpoint in checkpoints if os.path.exists(os.path.join(checkpoint, STATE_NAME))]
+    directories = [os.path.join(output_dir, name) for name in names if re.fullmatch(PREFIX + r"\d+", name)]
+    finished = [directory for directory in directories if os.path.exists(os.path.join(directory, STATE_NAME))]
+    return sorted(finished, key=lambda directory: (read_state(directory).saved_at, read_state(directory).step))
 
 
 def remove_oldest(output_dir: str, limit: int | None) -> None:
     """Keep the newest ``limit`` finished checkpoints."""
     for checkpoint in finished_checkpoints(output_dir)[:-limit] if limit else []:
-        # Undeclared first: half a checkpoint must not be taken for a whole one.
-        os.remove(os.path.join(checkpoint, STATE_NAME))
+        discard_state(checkpoint)
         shutil.rmtree(checkpoint)
 
 

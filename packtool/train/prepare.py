@@ -1,11 +1,9 @@
-"""Everything of a run that is decided before a weight is read: the same on every rank, without communication."""
+"""Everything of a run that is decided before torch is imported: the same on every rank, without communication."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from packtool.attention.support import refuse_unsupported
-from packtool.batch.spec import InputSpec
 from packtool.cache.reader import CacheReader
 from packtool.config import TrainConfig
 from packtool.encode.model_files import ModelFiles
@@ -22,7 +20,6 @@ class PreparedRun:
 
     Args:
         reader: of all caches.
-        spec: the model as collation sees it.
         schedule: all steps.
         state: what a checkpoint of this run says of it.
         checkpoint: the one to go on from, or None.
@@ -33,7 +30,6 @@ class PreparedRun:
     world: World
     files: ModelFiles
     reader: CacheReader
-    spec: InputSpec
     schedule: Schedule
     state: RunState
     checkpoint: str | None
@@ -41,16 +37,13 @@ class PreparedRun:
 
 
 def prepare_run(config: TrainConfig, world: World) -> PreparedRun:
-    """Check that model, caches, options and checkpoint fit, and plan.
+    """Check that tokenizer, caches, options and checkpoint fit, and plan; takes a second.
 
     Raises:
         ConfigError, DataError, MismatchError: naming what does not fit, and what to do.
     """
     files = ModelFiles.load(config.model)
     reader = open_caches(config, files)
-    spec = InputSpec.load(files.directory, reader.manifests[0].identity.image_limits)
-    if config.packing:
-        refuse_unsupported(spec.config)
     max_length = config.max_length or max(manifest.max_length for manifest in reader.manifests)
     options = PlanOptions(
         max_length=max_length,
@@ -84,4 +77,4 @@ def prepare_run(config: TrainConfig, world: World) -> PreparedRun:
         before = read_state(checkpoint)
         state.check_continues(checkpoint, before)
         start = before.step
-    return PreparedRun(config, world, files, reader, spec, schedule, state, checkpoint, start)
+    return PreparedRun(config, world, files, reader, schedule, state, checkpoint, start)

@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No progress bars of transformers inside; its warnings stay, but for one that peft provokes and nobody can heed."""
+    """No progress bars of transformers inside; its warnings stay, but for one that only peft could heed."""
     bars: Any = logging
     shown = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()

@@ -1,18 +1,12 @@
-"""All optimizer steps of a run, across its epochs, and the micro-batches of each."""
+"""All optimizer steps of a run, numbered through its epochs; no torch, so that plans are checked in a second."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import lru_cache
-from itertools import islice
 
-from packtool.batch.batch import Batch
-from packtool.batch.dataset import PlannedMicroBatches, SampleReader, load_micro_batches
-from packtool.batch.spec import InputSpec
 from packtool.plan.epoch import EpochPlan
-from packtool.train.world import World
 
 
 class Schedule:
@@ -55,82 +49,3 @@ class Schedule:
         """Micro-batches without samples in the whole run, over all ranks; they lie in the last steps of epochs."""
         num_whole_epochs, _ = self.locate(self.num_steps)
         return num_whole_epochs * self.plan_of(0).steps.num_empty_micro_batches
-
-
-@dataclass(frozen=True)
-class TrainingStep:
-    """What one rank does in one optimizer step.
-
-    Args:
-        target_tokens: over all ranks and micro-batches.
-        num_micro_batches: of this rank, the same on every rank.
-        micro_batches: read as they are needed, so that one at a time is held.
-    """
-
-    target_tokens: int
-    num_micro_batches: int
-    micro_batches: Iterator[Batch]
-
-
-class StepLoader:
-    """The training steps of one rank from ``start`` on: what transformers' Trainer takes for its dataloader.
-
-    Its length is that of the whole run, for the Trainer computes epochs from it; what was trained before ``start`` is
-    not read again.
-
-    Args:
-        schedule: of the run.
-        reader: of the samples that its plans number.
-        spec: the model that they are collated for.
-        world: this rank.
-        packing: False pads.
-        start: first step.
-        num_workers: processes that make micro-batches ahead of time.
-        pin_memory: for a GPU.
-    """
-
-    def __init__(
-        self,
-        schedule: Schedule,
-        reader: SampleReader,
-        spec: InputSpec,
-        world: World,
-        *,
-        packing: bool,
-        start: int = 0,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-    ) -> None:
-        self.schedule = schedule
-        self.reader = reader
-        self.spec = spec
-        self.world = world
-        self.packing = packing
-        self.start = start
-        self.num_workers = num_workers
-        self.pin_memory = pin_memory
-
-    def __len__(self) -> int:
-        return self.schedule.num_steps
-
-    def __iter__(self) -> Iterator[TrainingStep]:
-        step = self.start
-        while step < self.schedule.num_steps:
-            epoch, first = self.schedule.locate(step)
-            plan = self.schedule.plan_of(epoch)
-            assert plan.steps.num_steps == self.schedule.steps_per_epoch, "epochs must have equally many steps"
-            batches = self._micro_batches(plan, first)
-            last = min(plan.steps.num_steps, first + self.schedule.num_steps - step)
-            for step_in_epoch in range(first, last):
-                num = plan.steps.num_micro_batches(step_in_epoch)
-                yield TrainingStep(plan.steps.target_tokens(step_in_epoch), num, islice(batches, num))
-            step += last - first
-
-    def _micro_batches(self, plan: EpochPlan, first_step: int) -> Iterator[Batch]:
-        dataset = PlannedMicroBatches(self.reader, plan, rank=self.world.rank, spec=self.spec, packing=self.packing)
-        return load_micro_batches(
-            dataset,
-            start=int(dataset.first[first_step]),
-            num_workers=self.num_workers,
-            pin_memory=self.pin_memory,
-        )

@@ -2,8 +2,8 @@
 
 The Trainer deals a fixed number of micro-batches to every step but an epoch's last, and finds its place after a resume
 by counting them. Here the plan says what a step is, so the Trainer is given whole steps: one "batch" of its dataloader
-is a ``TrainingStep``, the whole run is one of its "epochs", and gradient accumulation happens in ``training_step``. What
-is left to it is what it is good at: devices, wrapping, optimizer, clipping, schedule, logging, checkpoints.
+is a ``TrainingStep``, the whole run is one of its "epochs", and gradient accumulation happens in ``training_step``.
+What is left to it is what it is good at: devices, wrapping, optimizer, clipping, schedule, logging, checkpoints.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from packtool.train.loader import StepLoader, TrainingStep
 from packtool.train.loss import sum_of_losses, takes_logits_to_keep
-from packtool.train.schedule import StepLoader, TrainingStep
 
 
 class PackTrainer(Trainer):

@@ -35,7 +35,7 @@ def test_another_tokenizer_is_refused(tiny: TinyWorld, tmp_path: Path) -> None:
     first, second = list(vocab)[-2:]
     vocab[first], vocab[second] = vocab[second], vocab[first]
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(MismatchError, match="tokenizer: [0-9a-f]+ there, [0-9a-f]+ here") as caught:
+    with pytest.raises(MismatchError, match=r"tokenizer: [0-9a-f]+ there, [0-9a-f]+ here") as caught:
         open_for(tiny, model=str(model))
     assert "chat template" not in caught.value.message
     assert f"--model {model}" in str(caught.value.remedy)
@@ -60,9 +60,9 @@ def test_limits_that_say_the_same_are_accepted(settings: dict[str, int], tiny: T
 @pytest.mark.parametrize(
     ("settings", "numbers", "option"),
     [
-        ({"max_pixels": 1000}, "most 12544 pixels.* 1000 ", "--max-pixels 1000"),
-        ({"image_max_token_num": 10}, "most 12544 pixels.* 10240 ", "--max-pixels 10240"),
-        ({"min_pixels": 5000}, "least 4096 pixels.* 5000 ", "--min-pixels 5000"),
+        ({"max_pixels": 1000}, r"most 12544 pixels.* 1000 ", "--max-pixels 1000"),
+        ({"image_max_token_num": 10}, r"most 12544 pixels.* 10240 ", "--max-pixels 10240"),
+        ({"min_pixels": 5000}, r"least 4096 pixels.* 5000 ", "--min-pixels 5000"),
     ],
     ids=str,
 )

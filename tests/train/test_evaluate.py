@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from transformers import AutoModelForImageTextToText
 
 from packtool.batch.collate import collate_packs
@@ -22,19 +22,32 @@ from tests.train.tiny import TinyWorld
 SETTINGS: dict[str, Any] = {"gradient_accumulation_steps": 4, "learning_rate": 5e-3, "num_train_epochs": 12.0}
 
 
-@pytest.fixture(scope="module", params=["full", "lora"])
-def trained(request: pytest.FixtureRequest, tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> str:
+@pytest.fixture(scope="module")
+def full(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model that has learned some of the answers by heart."""
-    output_dir = tmp_path_factory.mktemp("evaluated")
-    settings = SETTINGS | ({"train_type": "lora", "learning_rate": 3e-2} if request.param == "lora" else {})
-    return str(train(tiny.config(output_dir, **settings), SilentProgress()).checkpoint)
+    output_dir = tmp_path_factory.mktemp("full")
+    return str(train(tiny.config(output_dir, **SETTINGS), SilentProgress()).checkpoint)
+
+
+@pytest.fixture(scope="module")
+def adapter(full: str, tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An adapter of that model: a checkpoint is trained on like any model, with the same cache."""
+    settings = SETTINGS | {"model": full, "train_type": "lora", "num_train_epochs": 2.0}
+    return str(train(tiny.config(tmp_path_factory.mktemp("lora"), **settings), SilentProgress()).checkpoint)
+
+
+@pytest.fixture(scope="module", params=["full", "adapter"])
+def trained(request: pytest.FixtureRequest) -> str:
+    """One of the two."""
+    return str(request.getfixturevalue(request.param))
 
 
 @torch.no_grad()
 def one_by_one(checkpoint: str, tiny: TinyWorld) -> list[tuple[int, int, bool]]:
     """(sample, turn, exact) with plain models on single samples."""
     is_adapter = (Path(checkpoint) / "adapter_config.json").exists()
-    model: Any = AutoModelForImageTextToText.from_pretrained(tiny.model if is_adapter else checkpoint)
+    base = PeftConfig.from_pretrained(checkpoint).base_model_name_or_path if is_adapter else checkpoint
+    model: Any = AutoModelForImageTextToText.from_pretrained(base)
     if is_adapter:
         model = PeftModel.from_pretrained(model, checkpoint)
     model.eval()

@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Trainer
 
 from packtool.errors import ConfigError, MismatchError
 from packtool.progress import SilentProgress
 from packtool.train.checkpoint import (
-    STATE_NAME,
+    RunState,
     copy_processor,
     find_checkpoint,
     finished_checkpoints,
     read_state,
     remove_oldest,
+    write_state,
 )
 from packtool.train.run import train
 from tests.train.tiny import TinyWorld, check_same_rest, read_metrics
@@ -119,13 +121,60 @@ def test_unfinished_checkpoints_are_passed_over(tmp_path: Path) -> None:
     assert find_checkpoint(None, str(tmp_path)) is None
     assert find_checkpoint("false", str(tmp_path)) is None
     for step in (2, 10, 9):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        (tmp_path / f"checkpoint-{step}" / STATE_NAME).write_text("{}")
+        make_checkpoint(tmp_path, step)
     (tmp_path / "checkpoint-30").mkdir()
     (tmp_path / "checkpoint-x").mkdir()
     assert find_checkpoint("true", str(tmp_path)) == str(tmp_path / "checkpoint-10")
     assert find_checkpoint("True", str(tmp_path)) == str(tmp_path / "checkpoint-10")
     assert find_checkpoint(str(tmp_path / "checkpoint-2") + "/", "") == str(tmp_path / "checkpoint-2")
+
+
+def test_the_newest_is_the_one_that_was_saved_last(tmp_path: Path) -> None:
+    """An earlier, longer run left its last checkpoint in the same directory."""
+    make_checkpoint(tmp_path, 500, saved_at=1.0)
+    make_checkpoint(tmp_path, 20, saved_at=3.0)
+    make_checkpoint(tmp_path, 10, saved_at=2.0)
+    assert find_checkpoint("true", str(tmp_path)) == str(tmp_path / "checkpoint-20")
+    remove_oldest(str(tmp_path), 2)
+    assert not (tmp_path / "checkpoint-500").exists()
+
+
+def make_checkpoint(output_dir: Path, step: int, saved_at: float = 0.0) -> None:
+    (output_dir / f"checkpoint-{step}").mkdir()
+    settings = {"max_length": 1, "packing_length": 1, "world_size": 1, "gradient_accumulation_steps": 1}
+    state = RunState(
+        plan="p",
+        cache="c",
+        seed=0,
+        train_type="full",
+        packing=True,
+        per_device_train_batch_size=1,
+        step=step,
+        saved_at=saved_at,
+        **settings,
+    )
+    write_state(str(output_dir / f"checkpoint-{step}"), state)
+
+
+def test_a_checkpoint_that_is_being_overwritten_is_not_finished(
+    tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny.config(tmp_path, **SETTINGS)
+    train(config, SilentProgress())
+    monkeypatch.setattr(Trainer, "_save_optimizer_and_scheduler", _break_off)
+    with pytest.raises(BrokenOffError):
+        train(config, SilentProgress())
+    assert str(tmp_path / "checkpoint-1") not in finished_checkpoints(str(tmp_path))
+
+
+def _break_off(*_: Any) -> None:
+    raise BrokenOffError
+
+
+def test_a_new_run_starts_a_new_log(tiny: TinyWorld, tmp_path: Path) -> None:
+    for _ in range(2):
+        train(tiny.config(tmp_path, gradient_accumulation_steps=4), SilentProgress())
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
 
 
 def test_nothing_to_resume_from_is_an_error(tmp_path: Path) -> None:
@@ -138,9 +187,8 @@ def test_nothing_to_resume_from_is_an_error(tmp_path: Path) -> None:
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
-    for step in (1, 2, 3, 12):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        (tmp_path / f"checkpoint-{step}" / STATE_NAME).write_text("{}")
+    for step in (1, 12, 3, 2):
+        make_checkpoint(tmp_path, step)
     (tmp_path / "checkpoint-13").mkdir()
     remove_oldest(str(tmp_path), None)
     assert len(finished_checkpoints(str(tmp_path))) == 4

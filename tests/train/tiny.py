@@ -27,7 +27,7 @@ TEMPLATE = """\
 {{- '<|im_start|>' + message.role + '\\n' -}}
 {%- if message.content is string -%}{{- message.content -}}{%- else -%}
 {%- for part in message.content -%}
-{%- if part.type == 'image' -%}{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}{%- else -%}{{- part.text -}}{%- endif -%}
+{{- '<|vision_start|><|image_pad|><|vision_end|>' if part.type == 'image' else part.text -}}
 {%- endfor -%}{%- endif -%}
 {{- '<|im_end|>\\n' -}}
 {%- endfor -%}
@@ -97,7 +97,9 @@ def make_tiny_rows(directory: Path) -> None:
 def make_tiny_model(directory: Path) -> None:
     """Two layers of width 64 in each tower, with weights that are not near zero."""
     directory.mkdir()
-    tokenizer = Tokenizer(models.BPE(vocab={char: n for n, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={char: n for n, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in CONTROL_TOKENS])

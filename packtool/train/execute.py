@@ -1,0 +1,104 @@
+"""A prepared run, carried out."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+
+import torch
+from peft import PeftModel
+from transformers import PreTrainedModel, TrainerCallback, set_seed
+
+from packtool.attention.support import refuse_unsupported
+from packtool.batch.spec import InputSpec
+from packtool.progress import Progress
+from packtool.train.arguments import training_arguments
+from packtool.train.callbacks import CheckpointCallback, PlanCallback, ReportCallback
+from packtool.train.checkpoint import PREFIX
+from packtool.train.loader import StepLoader
+from packtool.train.model import count_parameters, load_model, make_trainable, resolve_dtype, weights_dtype
+from packtool.train.prepare import PreparedRun
+from packtool.train.quiet import quiet_transformers
+from packtool.train.result import TrainResult
+from packtool.train.trainer import PackTrainer
+
+
+def load_spec(run: PreparedRun) -> InputSpec:
+    """The model as collation sees it.
+
+    Raises:
+        ConfigError: for a multimodal model of an unknown family.
+        UnsupportedModelError: for a model whose packed samples could not be kept apart.
+    """
+    spec = InputSpec.load(run.files.directory, run.reader.manifests[0].identity.image_limits)
+    if run.config.packing:
+        refuse_unsupported(spec.config)
+    return spec
+
+
+def execute(run: PreparedRun, spec: InputSpec, result: TrainResult, progress: Progress) -> TrainResult:
+    """Load, train, save.
+
+    Args:
+        result: what was planned.
+
+    Returns:
+        ``result`` with what came of it.
+    """
+    with quiet_transformers():
+        trainer, report = make_trainer(run, spec, progress)
+        assert trainer.model is not None
+        num_trainable, num_parameters = count_parameters(trainer.model)
+        progress.note(f"parameters: {num_parameters:,}, of them trained: {num_trainable:,} ({run.config.train_type})")
+        begin = time.perf_counter()
+        trainer.train(resume_from_checkpoint=run.checkpoint)
+        seconds = time.perf_counter() - begin
+    result = dataclasses.replace(
+        result,
+        seconds=seconds,
+        target_tokens_per_second=result.target_tokens / seconds,
+        first_loss=report.first_loss,
+        last_loss=report.last_loss,
+        checkpoint=os.path.join(run.config.output_dir, f"{PREFIX}{run.schedule.num_steps}"),
+        num_trainable_parameters=num_trainable,
+        num_parameters=num_parameters,
+    )
+    if run.world.is_first:
+        result.write()
+    return result
+
+
+def make_trainer(run: PreparedRun, spec: InputSpec, progress: Progress) -> tuple[PackTrainer, ReportCallback]:
+    """The Trainer of this rank, and what it reports to."""
+    config, on_gpu = run.config, torch.cuda.is_available()
+    dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
+    args = training_arguments(config, num_steps=run.schedule.num_steps, dtype=dtype, on_gpu=on_gpu)
+    if run.world.is_first:
+        os.makedirs(config.output_dir, exist_ok=True)
+    loader = StepLoader(
+        run.schedule,
+        run.reader,
+        spec,
+        run.world,
+        packing=config.packing,
+        start=run.start,
+        num_workers=config.dataloader_num_workers,
+        pin_memory=on_gpu,
+    )
+    callbacks: list[TrainerCallback] = [
+        PlanCallback(run.schedule),
+        CheckpointCallback(run.state, run.schedule, run.files.directory, config.save_total_limit),
+    ]
+    report = ReportCallback(progress, config.output_dir, run.start)
+    if run.world.is_first:
+        callbacks.append(report)
+    return PackTrainer(_make_model(run, spec, dtype), args, loader, callbacks), report
+
+
+def _make_model(run: PreparedRun, spec: InputSpec, dtype: torch.dtype) -> PreTrainedModel | PeftModel:
+    # Adapters are drawn at random: alike on every rank, and in every run with this seed.
+    set_seed(run.config.seed)
+    dtype = weights_dtype(dtype, run.config)
+    model = load_model(run.config.model, spec.config, dtype=dtype, packing=run.config.packing)
+    return make_trainable(model, run.config)
