@@ -1,0 +1,69 @@
+"""Real and hand-made models for encoding."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from packtool.config import EncodeSpec
+from packtool.encode.encoder import Encoder
+from packtool.encode.model_files import ModelFiles
+
+ModelMaker = Callable[..., Path]
+
+
+def encoder_for(directory: Path, **spec: Any) -> Encoder:
+    """An encoder for a model directory."""
+    settings = {"model": str(directory), "max_length": 1_000_000, **spec}
+    return Encoder(EncodeSpec(**settings), ModelFiles.load(str(directory)))
+
+
+@pytest.fixture(scope="session")
+def qwen3_vl(realdata: Path) -> Encoder:
+    """With the real Qwen3-VL tokenizer and settings."""
+    return encoder_for(realdata / "tokenizers" / "qwen3-vl")
+
+
+@pytest.fixture(scope="session")
+def text_model(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> ModelMaker:
+    """Makes directories of text-only models: the real vocabulary with one of the real text templates."""
+
+    def make(template: str) -> Path:
+        folder = tmp_path_factory.mktemp(template)
+        source = realdata / "tokenizers" / "qwen3-vl"
+        shutil.copy(source / "tokenizer.json", folder)
+        settings = json.loads((source / "tokenizer_config.json").read_text())
+        settings.pop("chat_template", None)
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        shutil.copy(realdata / "tokenizers" / f"{template}.jinja", folder / "chat_template.jinja")
+        (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def small_model(tmp_path: Path) -> ModelMaker:
+    """Makes a text model with a byte tokenizer, some control tokens and a template."""
+
+    def make(template: str, control: list[str], config: dict[str, Any] | None = None) -> Path:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        (tmp_path / "chat_template.jinja").write_text(template)
+        (tmp_path / "config.json").write_text(json.dumps(config or {"model_type": "llama"}))
+        (tmp_path / "preprocessor_config.json").write_text(
+            json.dumps({"patch_size": 2, "merge_size": 2, "min_pixels": 16, "max_pixels": 1600})
+        )
+        return tmp_path
+
+    return make

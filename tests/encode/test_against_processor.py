@@ -1,0 +1,104 @@
+"""Every token equals the real processor's."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from packtool.encode.encoded import EncodedSample
+from packtool.encode.encoder import Encoder
+from packtool.media.load import load_image
+from packtool.rows.forms import to_sample
+from tests.encode.conftest import encoder_for
+
+IMAGE_SETS = ("mm_mathvision_a", "mm_xtuner_coco_zh", "mm_llamafactory_mllm_demo", "mm_qwen3vl_demo")
+
+
+def image_rows(realdata: Path, name: str) -> list[tuple[int, dict[str, Any]]]:
+    lines = (realdata / f"{name}.jsonl").read_text().splitlines()
+    return [(i, row) for i, row in enumerate(map(json.loads, lines)) if row.get("images") and not row.get("videos")]
+
+
+def encode_rows(encoder: Encoder, source: Path, rows: list[tuple[int, dict[str, Any]]]) -> list[EncodedSample]:
+    found = encoder.encode([to_sample(row, str(source), i) for i, row in rows])
+    assert all(isinstance(item, EncodedSample) for item in found)
+    return found  # type: ignore[return-value]
+
+
+@cache
+def processor_of(directory: Path) -> Any:
+    from transformers import AutoProcessor
+
+    return AutoProcessor.from_pretrained(directory)
+
+
+def in_parts(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Messages with list contents, as transformers wants pictures."""
+    messages = []
+    for message in row["messages"]:
+        parts: list[dict[str, Any]] = []
+        for i, text in enumerate(message["content"].split("<image>")):
+            parts += [{"type": "image"}] if i else []
+            parts += [{"type": "text", "text": text}] if text else []
+        messages.append({"role": message["role"], "content": parts})
+    return messages
+
+
+@pytest.mark.parametrize("family", ["qwen3-vl", "qwen2.5-vl"])
+@pytest.mark.parametrize("name", IMAGE_SETS)
+def test_image_rows_token_by_token(realdata: Path, family: str, name: str) -> None:
+    directory = realdata / "tokenizers" / family
+    processor = processor_of(directory)
+    source = realdata / f"{name}.jsonl"
+    rows = image_rows(realdata, name)
+    samples = encode_rows(encoder_for(directory), source, rows)
+    assert len(samples) == len(rows) > 2
+    for (_, row), sample in zip(rows, samples, strict=True):
+        text = processor.apply_chat_template(in_parts(row), tokenize=False)
+        sizes = [[image.height, image.width] for image in sample.images]
+        counts = processor._get_num_multimodal_tokens(image_sizes=sizes)["num_image_tokens"]
+        for count in counts:
+            text = text.replace("<|image_pad|>", "<|placeholder|>" * count, 1)
+        expected = processor.tokenizer(text.replace("<|placeholder|>", "<|image_pad|>"))["input_ids"]
+        np.testing.assert_array_equal(sample.input_ids, expected)
+
+
+@pytest.mark.parametrize("family", ["qwen3-vl", "qwen2.5-vl"])
+def test_real_pixels_have_the_measured_grid_and_ids(realdata: Path, family: str) -> None:
+    directory = realdata / "tokenizers" / family
+    processor = processor_of(directory)
+    source = realdata / "mm_mathvision_a.jsonl"
+    by_size = sorted(
+        encode_rows(encoder_for(directory), source, image_rows(realdata, source.stem)),
+        key=lambda sample: sample.images[0].height * sample.images[0].width,
+    )
+    rows = dict(image_rows(realdata, source.stem))
+    narrow = max(by_size, key=lambda sample: sample.images[0].width / sample.images[0].height)
+    for sample in [*by_size[:10], *by_size[100:-20:20], narrow]:
+        text = processor.apply_chat_template(in_parts(rows[sample.row]), tokenize=False)
+        pictures = [load_image(image.path) for image in sample.images]
+        expected = processor(text=[text], images=pictures, return_tensors="np")
+        np.testing.assert_array_equal(sample.input_ids, expected["input_ids"][0])
+        assert [image.grid for image in sample.images] == [tuple(grid) for grid in expected["image_grid_thw"].tolist()]
+
+
+@pytest.mark.parametrize("template", ["text-qwen2_5", "text-qwen3", "text-qwen3_instruct_2507"])
+@pytest.mark.parametrize("name", ["text_gsm8k_test", "tool_glaive_en", "tool_reasoning_50"])
+def test_text_rows_token_by_token(realdata: Path, text_model: Any, template: str, name: str) -> None:
+    from transformers import AutoTokenizer
+
+    directory = text_model(template)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    lines = (realdata / f"{name}.jsonl").read_text().splitlines()[:120]
+    rows = list(enumerate(map(json.loads, lines)))
+    for (_, row), sample in zip(rows, encode_rows(encoder_for(directory), realdata / name, rows), strict=True):
+        messages = [{key: value for key, value in m.items() if value is not None} for m in row["messages"]]
+        messages = [{"content": "", **message} for message in messages]
+        text = tokenizer.apply_chat_template(messages, tools=row.get("tools") or None, tokenize=False)
+        expected = tokenizer(text, add_special_tokens=False)["input_ids"]
+        np.testing.assert_array_equal(sample.input_ids, expected)

@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from packtool.encode.encoded import EncodedSample
+from packtool.encode.encoder import Encoder
+from packtool.errors import ConfigError, RowError
+from packtool.rows.forms import to_sample
+from packtool.rows.sample import Dropped
+from tests.encode.conftest import encoder_for
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CONTROL = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+QWEN_CONFIG = {"model_type": "qwen3_vl", "vision_config": {}}
+
+
+def encode(encoder: Encoder, *turns: str, images: list[str] | None = None) -> EncodedSample | Dropped:
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
+    row = {"messages": messages, **({"images": images} if images else {})}
+    (found,) = encoder.encode([to_sample(row, "rows.jsonl", 0)])
+    return found
+
+
+def kept(encoder: Encoder, *turns: str, images: list[str] | None = None) -> EncodedSample:
+    found = encode(encoder, *turns, images=images)
+    assert isinstance(found, EncodedSample), found
+    return found
+
+
+def texts_of_turns(encoder: Encoder, sample: EncodedSample) -> list[str]:
+    tokenizer = encoder._pieces._tokenizer
+    return [
+        tokenizer.decode(sample.input_ids[start:end].tolist(), skip_special_tokens=False)
+        for start, end in sample.turns.reshape(-1, 2)
+    ]
+
+
+def decoded(encoder: Encoder, sample: EncodedSample) -> str:
+    return encoder._pieces._tokenizer.decode(sample.input_ids.tolist(), skip_special_tokens=False)
+
+
+@pytest.fixture
+def chatml(small_model: Any) -> Encoder:
+    return encoder_for(small_model(CHATML, CONTROL))
+
+
+@pytest.fixture
+def vision(small_model: Any) -> Encoder:
+    return encoder_for(small_model(CHATML, CONTROL, QWEN_CONFIG))
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> str:
+    Image.new("RGB", (8, 12)).save(tmp_path / "a.png")
+    return str(tmp_path / "a.png")
+
+
+TEMPLATES = {
+    "chatml": (CHATML, "<|im_end|>", ["<|im_start|>", "<|im_end|>"]),
+    "llama3": (
+        "<|bos|>{% for m in messages %}<|start|>{{ m.role }}<|stop|>\n\n{{ m.content | trim }}<|eot|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant<|stop|>\n\n{% endif %}",
+        "<|eot|>",
+        ["<|bos|>", "<|start|>", "<|stop|>", "<|eot|>"],
+    ),
+    "gemma": (
+        "<bos>{% for m in messages %}<turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+        "{{ m.content | trim }}<end>\n{% endfor %}{% if add_generation_prompt %}<turn>model\n{% endif %}",
+        "<end>",
+        ["<bos>", "<turn>", "<end>"],
+    ),
+    "mistral": (
+        "<s>{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
+        "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}",
+        "</s>",
+        ["<s>", "</s>", "[INST]", "[/INST]"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_targets_are_the_answers_with_their_end(small_model: Any, name: str) -> None:
+    template, end, control = TEMPLATES[name]
+    encoder = encoder_for(small_model(template, control))
+    sample = kept(encoder, "Hello?", "Fine.", "assistant\n?", "Good bye")
+    assert texts_of_turns(encoder, sample) == [f"Fine.{end}", f"Good bye{end}"]
+    is_target = np.zeros(sample.length, bool)
+    for start, stop in sample.turns.reshape(-1, 2):
+        is_target[start:stop] = True
+    np.testing.assert_array_equal(sample.labels, np.where(is_target, sample.input_ids, -100))
+
+
+def test_what_the_generation_prompt_gives_is_no_target(small_model: Any) -> None:
+    thinking = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    encoder = encoder_for(small_model(thinking, CONTROL))
+    sample = kept(encoder, "a", "plain", "b", "<think>\nhm\n</think>\nso")
+    assert texts_of_turns(encoder, sample) == ["plain<|im_end|>", "hm\n</think>\nso<|im_end|>"]
+
+
+def test_turns_of_a_template_that_drops_earlier_thoughts(text_model: Any) -> None:
+    encoder = encoder_for(text_model("text-qwen3"))
+    sample = kept(encoder, "1+1?", "<think>\neasy\n</think>\n\n2", "2+2?", "<think>\nalso easy\n</think>\n\n4")
+    assert texts_of_turns(encoder, sample) == [
+        "2<|im_end|>",
+        "<think>\nalso easy\n</think>\n\n4<|im_end|>",
+    ]
+    assert "\neasy" not in decoded(encoder, sample)
+
+
+def test_a_template_without_control_tokens_is_refused(small_model: Any) -> None:
+    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    with pytest.raises(ConfigError, match="control tokens"):
+        encoder_for(small_model(plain, CONTROL))
+
+
+NASTY = st.lists(
+    st.sampled_from(
+        [
+            *CONTROL,
+            "<image>",
+            "<|im_",
+            "start|>",
+            "assistant\n",
+            "\n",
+            " ",
+            "a",
+            "你好",
+            "\U0010fc00",
+            "\U0010f800",
+            "é",
+        ]
+    ),
+    max_size=8,
+).map("".join)
+
+
+@given(st.lists(NASTY, min_size=2, max_size=6))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
+def test_text_of_rows_is_text_whatever_it_spells(chatml: Encoder, turns: list[str]) -> None:
+    sample = kept(chatml, *turns)
+    roles = ["user", "assistant"]
+    whole = "".join(f"<|im_start|>{roles[i % 2]}\n{text}<|im_end|>\n" for i, text in enumerate(turns))
+    assert decoded(chatml, sample) == whole
+    ids = chatml._vocabulary.ids
+    counts = {token: int((sample.input_ids == i).sum()) for token, i in ids.items()}
+    assert counts == {**dict.fromkeys(CONTROL, 0), "<|im_start|>": len(turns), "<|im_end|>": len(turns)}
+    assert texts_of_turns(chatml, sample) == [f"{text}<|im_end|>" for text in turns[1::2]]
+
+
+@given(st.lists(NASTY.filter(lambda text: "<image>" not in text), min_size=2, max_size=4))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+def test_text_never_shifts_pictures(vision: Encoder, picture: str, turns: list[str]) -> None:
+    turns[0] += "<image>"
+    sample = kept(vision, *turns, images=[picture])
+    opening, pad, closing = vision._image_ids
+    (at,) = np.flatnonzero(sample.input_ids == opening)
+    num = sample.images[0].num_tokens
+    assert num == 3 * 2
+    np.testing.assert_array_equal(sample.input_ids[at + 1 : at + 1 + num], pad)
+    assert sample.input_ids[at + 1 + num] == closing
+    assert int((sample.input_ids == pad).sum()) == num
+
+
+def test_answers_that_begin_with_blanks_keep_them_as_targets(qwen3_vl: Encoder) -> None:
+    for answer in ("\n\nSo.", "\nSo.", "  So.", "", "So."):
+        sample = kept(qwen3_vl, "Why?", answer)
+        (text,) = texts_of_turns(qwen3_vl, sample)
+        # A blank may have merged with the header's newline into one token; then that token is the answer's.
+        assert text.lstrip("\n") == f"{answer}<|im_end|>".lstrip("\n")
+        assert len(text) >= len(f"{answer}<|im_end|>")
+
+
+def test_pictures_that_cannot_be_used(vision: Encoder, chatml: Encoder, picture: str, tmp_path: Path) -> None:
+    (tmp_path / "text.png").write_text("no picture")
+    (tmp_path / "empty.png").touch()
+    Image.new("RGB", (500, 2)).save(tmp_path / "thin.png")
+    for name, reason in {
+        "gone.png": "media_missing",
+        "text.png": "media_unreadable",
+        "empty.png": "media_unreadable",
+        "thin.png": "media_size",
+    }.items():
+        dropped = encode(vision, "<image>?", "!", images=[str(tmp_path / name)])
+        assert isinstance(dropped, Dropped)
+        assert dropped.reason == reason
+        assert name in dropped.detail
+    dropped = encode(chatml, "<image>?", "!", images=[picture])
+    assert isinstance(dropped, Dropped)
+    assert dropped.reason == "media_unsupported"
+
+
+def test_a_row_without_targets_is_dropped(chatml: Encoder) -> None:
+    dropped = encode(chatml, "only a question")
+    assert isinstance(dropped, Dropped)
+    assert dropped.reason == "no_target_tokens"
+
+
+@pytest.mark.parametrize("strategy", ["delete", "left", "raise"])
+def test_over_long_rows(small_model: Any, strategy: str) -> None:
+    encoder = encoder_for(small_model(CHATML, CONTROL), max_length=30, truncation_strategy=strategy)
+    if strategy == "raise":
+        with pytest.raises(RowError, match=r"rows\.jsonl, row 0: over_max_length"):
+            encode(encoder, "q" * 40, "answer")
+        return
+    found = encode(encoder, "q" * 40, "answer")
+    if strategy == "delete":
+        assert isinstance(found, Dropped)
+        assert found.reason == "over_max_length"
+        return
+    whole = kept(encoder_for(Path(encoder.spec.model)), "q" * 40, "answer")
+    assert isinstance(found, EncodedSample)
+    np.testing.assert_array_equal(found.input_ids, whole.input_ids[-30:])
+    assert found.num_truncated == whole.length - 30
+    assert texts_of_turns(encoder, found) == ["answer<|im_end|>"]
+
+
+@given(
+    st.lists(st.integers(0, 20), min_size=2, max_size=6),
+    st.integers(2, 120),
+    st.lists(st.booleans(), min_size=6, max_size=6),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
+def test_left_truncation(
+    small_model: Any, picture: str, sizes: list[int], limit: int, with_picture: list[bool]
+) -> None:
+    directory = small_model(CHATML, CONTROL, QWEN_CONFIG)
+    turns = [("<image>" if mark else "") + "x" * size for size, mark in zip(sizes, with_picture, strict=False)]
+    images = [picture] * "".join(turns).count("<image>")
+    whole = kept(encoder_for(directory), *turns, images=images)
+    found = encode(encoder_for(directory, max_length=limit, truncation_strategy="left"), *turns, images=images)
+    num_protected = 8 * len(images)
+    if isinstance(found, Dropped):
+        assert whole.length > limit
+        assert found.reason == ("media_over_limit" if num_protected >= limit else "no_target_tokens")
+        return
+    assert found.length == min(limit, whole.length)
+    assert found.images == whole.images
+    protected = np.zeros(whole.length, bool)
+    for at in np.flatnonzero(whole.input_ids == encoder_for(directory)._image_ids[0]):
+        protected[at : at + 8] = True
+    room = max(limit, whole.length) - num_protected if whole.length <= limit else limit - num_protected
+    keep = protected.copy()
+    keep[np.flatnonzero(~protected)[max(0, int((~protected).sum()) - room) :]] = True
+    np.testing.assert_array_equal(found.input_ids, whole.input_ids[keep])
+    expected = whole.labels[keep]
+    expected[0] = -100
+    np.testing.assert_array_equal(found.labels, expected)
+    inside = np.zeros(found.length, bool)
+    for start, end in found.turns.reshape(-1, 2):
+        inside[start:end] = True
+    np.testing.assert_array_equal(inside, found.labels != -100)

@@ -1,0 +1,90 @@
+"""Real pictures and texts, a real Qwen3-VL tokenizer, two processes, the public commands; the model is reduced."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+MAX_LENGTH = 4096
+SUBSET = {"mm_mathvision_a.jsonl": 24, "mm_xtuner_coco_zh.jsonl": 12, "text_gpteacher_toolformer.jsonl": 150}
+
+
+def run_packtool(folder: Path, *arguments: str, num_processes: int = 1) -> dict[str, Any]:
+    """A public command with ``--json``; fails the test with what it said."""
+    done = subprocess.run(
+        [sys.executable, "-m", "packtool", *arguments, "--json"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "NPROC_PER_NODE": str(num_processes)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return dict(json.loads(done.stdout))
+
+
+@pytest.fixture(scope="module")
+def world(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``model`` and ``cache``."""
+    root = tmp_path_factory.mktemp("real")
+    shutil.copytree(realdata / "tokenizers" / "qwen3-vl", root / "model")
+    make_weights(root / "model")
+    for name, num_rows in SUBSET.items():
+        with open(realdata / name, encoding="utf-8") as file:
+            rows = [json.loads(line) for line, _ in zip(file, range(num_rows), strict=False)]
+        for row in rows:
+            row["images"] = [str(realdata / image) for image in row.get("images") or []]
+        (root / name).write_text("\n".join(json.dumps(row) for row in rows))
+    exported = run_packtool(
+        root,
+        *("export", "--model", "model", "--dataset", *SUBSET, "--output-dir", "cache"),
+        *("--max-length", str(MAX_LENGTH), "--image-max-token-num", "128"),
+    )
+    assert exported["rows"] == sum(SUBSET.values())
+    assert exported["kept"] >= 0.95 * exported["rows"]
+    return root
+
+
+def make_weights(model: Path) -> None:
+    """Reduce a real configuration to two layers of width 64, and draw weights."""
+    config = json.loads((model / "config.json").read_text())
+    size = {"hidden_size": 64, "intermediate_size": 96}
+    config["text_config"] |= size | {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config["text_config"] |= {"head_dim": 16, "tie_word_embeddings": True}
+    rope = "rope_parameters" if "rope_parameters" in config["text_config"] else "rope_scaling"
+    config["text_config"][rope]["mrope_section"] = [4, 2, 2]
+    config["vision_config"] |= size | {"depth": 2, "num_heads": 2, "out_hidden_size": 64}
+    config["vision_config"] |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 256}
+    config["tie_word_embeddings"] = True
+    (model / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(model)).float().save_pretrained(model)
+
+
+def test_two_processes_train_on_real_rows_like_one(world: Path) -> None:
+    common = ["train", "--model", "model", "--cached-dataset", "cache", "--packing", "true"]
+    common += ["--max-length", str(MAX_LENGTH), "--packing-length", str(MAX_LENGTH), "--train-type", "full"]
+    common += ["--freeze-vit", "false", "--freeze-aligner", "false", "--learning-rate", "1e-3", "--max-steps", "3"]
+    common += ["--logging-steps", "1", "--dataloader-num-workers", "1"]
+    two = run_packtool(world, *common, "--gradient-accumulation-steps", "1", "--output-dir", "two", num_processes=2)
+    one = run_packtool(world, *common, "--gradient-accumulation-steps", "2", "--output-dir", "one")
+    assert (two["num_processes"], one["num_processes"]) == (2, 1)
+    assert two["steps"] == one["steps"] == 3
+    assert two["fill"] > 0.9
+    assert two["steps_without_packing"] > 10 * two["steps"]
+    assert two["first_loss"] == pytest.approx(one["first_loss"], rel=1e-5)
+    assert two["last_loss"] == pytest.approx(one["last_loss"], rel=1e-3)
+    assert two["last_loss"] < two["first_loss"]
+    weights, others = (load_file(world / name / "checkpoint-3" / "model.safetensors") for name in ("one", "two"))
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, others[name], rtol=0, atol=2e-3, msg=lambda text, n=name: f"{n}: {text}")
