@@ -67,6 +67,8 @@ def _measure(file: BinaryIO) -> tuple[int, int]:
     width, height = picture.size
     if isinstance(picture, PngImagePlugin.PngImageFile):
         orientation = _png_orientation(picture, file)
+    elif picture.format == "TIFF":
+        orientation = 1  # Pillow's TIFF reader has swapped the sides already
     else:
         orientation = picture.getexif().get(_ORIENTATION_TAG, 1)
     return (width, height) if orientation in _SIDEWAYS else (height, width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -17,15 +18,15 @@ def read_block(path: str, form: Form, block: Block) -> Iterator[tuple[int, dict[
         file.seek(block.start)
         data = file.read(block.stop - block.start)
     if form == "json":
-        for i, value in enumerate(json.loads(b"[" + data.removeprefix(b"\xef\xbb\xbf").strip() + b"]")):
+        for i, value in enumerate(json.loads(b"[" + data.removeprefix(codecs.BOM_UTF8).strip() + b"]")):
             yield block.first_row + i, _checked(path, block.first_row + i, value)
         return
     for i, line in enumerate(data.split(b"\n")):
-        if not (line := line.strip()):
+        if not (line := line.removeprefix(codecs.BOM_UTF8).strip()):
             continue
         row = block.first_row + i
         try:
-            value = json.loads(line.removeprefix(b"\xef\xbb\xbf"))
+            value = json.loads(line)
         except (ValueError, RecursionError) as error:
             yield row, Dropped(path, row, "invalid_json", str(error))
             continue

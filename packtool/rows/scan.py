@@ -106,7 +106,7 @@ def _lines(file: BinaryIO, digest: hashlib.blake2b) -> Iterator[Block]:
         begins = np.concatenate(([0], ends[:-1]))
         blank = np.zeros(len(ends), bool)
         for i in np.flatnonzero(ends - begins <= 8):
-            blank[i] = not chunk[begins[i] : ends[i]].strip()
+            blank[i] = not chunk[begins[i] : ends[i]].removeprefix(codecs.BOM_UTF8).strip()
         for low in range(0, len(ends), BLOCK_ROWS):
             high = min(low + BLOCK_ROWS, len(ends))
             rows = int(high - low - blank[low:high].sum())
@@ -166,7 +166,8 @@ class _JsonText:
         self._json = json.JSONDecoder()
         self._text, self._at, self._ended = "", 0, False
         self.bytes_read = 0
-        self._read(_CHUNK_BYTES)
+        while not self._text and self._read(_CHUNK_BYTES):
+            pass
         if self._text.startswith("\ufeff"):
             self._advance(1)
 

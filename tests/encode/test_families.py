@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packtool.config import ImageOptions
+from packtool.encode.families import family_of
+from packtool.encode.families.qwen_vl import QwenVL, smart_resize
+from packtool.errors import ConfigError
+
+SETTINGS = {"patch_size": 16, "merge_size": 2, "size": {"shortest_edge": 65536, "longest_edge": 16777216}}
+
+
+@settings(deadline=None)
+@given(st.integers(1, 5000), st.integers(1, 5000), st.sampled_from([28, 32]), st.integers(1, 40), st.integers(41, 4000))
+def test_smart_resize_is_that_of_transformers(height: int, width: int, factor: int, low: int, high: int) -> None:
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize as theirs
+
+    low, high = low * factor**2, high * factor**2
+    try:
+        expected = theirs(height, width, factor, low, high)
+    except ValueError:
+        with pytest.raises(ValueError, match="200 times"):
+            smart_resize(height, width, factor, low, high)
+    else:
+        assert smart_resize(height, width, factor, low, high) == expected
+
+
+def test_limits_come_from_settings_then_options() -> None:
+    family = QwenVL()
+    assert family.image_limits(SETTINGS, ImageOptions()).max_pixels == 16777216
+    tokens = family.image_limits(SETTINGS, ImageOptions(image_max_token_num=5000, image_min_token_num=4))
+    assert (tokens.max_pixels, tokens.min_pixels) == (5000 * 32 * 32, 4 * 32 * 32)
+    assert family.image_limits(SETTINGS, ImageOptions(max_pixels=100_000)).max_pixels == 100_000
+    with pytest.raises(ConfigError, match="at least 65536"):
+        family.image_limits(SETTINGS, ImageOptions(max_pixels=1000))
+
+
+def test_unknown_families_are_refused_and_text_has_none() -> None:
+    assert family_of({"model_type": "llama"}) is None
+    with pytest.raises(ConfigError, match="internvl"):
+        family_of({"model_type": "internvl", "vision_config": {}})

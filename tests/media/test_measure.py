@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from packtool.media.load import load_image
+from packtool.media.measure import MediaProblem, measure_image
+from packtool.rows.sample import MediaRef
+
+
+def write(path: Path, form: str, orientation: int | None) -> None:
+    exif = Image.Exif()
+    if orientation is not None:
+        exif[0x0112] = orientation
+    Image.new("RGB", (20, 10), "red").save(path, form, exif=exif)
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF", "GIF", "BMP"])
+@pytest.mark.parametrize("orientation", [None, *range(1, 9)])
+def test_measured_size_is_the_loaded_size(tmp_path: Path, form: str, orientation: int | None) -> None:
+    path = tmp_path / "picture.any"  # the content decides, not the name
+    write(path, form, orientation)
+    loaded = load_image(str(path))
+    assert measure_image(MediaRef(str(path))) == (loaded.height, loaded.width)
+    data = path.read_bytes()
+    assert measure_image(MediaRef(None, data)) == (loaded.height, loaded.width)
+
+
+def test_a_png_that_tells_its_orientation_behind_the_pixels(tmp_path: Path) -> None:
+    write(tmp_path / "before.png", "PNG", 6)
+    data = (tmp_path / "before.png").read_bytes()
+    at = data.index(b"eXIf") - 4
+    size = int.from_bytes(data[at : at + 4], "big") + 12
+    chunk, rest = data[at : at + size], data[:at] + data[at + size :]
+    end = rest.index(b"IEND") - 4
+    path = tmp_path / "behind.png"
+    path.write_bytes(rest[:end] + chunk + rest[end:])
+    loaded = load_image(str(path))
+    assert (loaded.height, loaded.width) == (20, 10)
+    assert measure_image(MediaRef(str(path))) == (20, 10)
+
+
+def test_only_the_header_is_read(tmp_path: Path) -> None:
+    whole = io.BytesIO()
+    Image.effect_noise((600, 400), 50).save(whole, "JPEG")
+    path = tmp_path / "cut.jpg"
+    path.write_bytes(whole.getvalue()[:2000])
+    assert measure_image(MediaRef(str(path))) == (400, 600)
+
+
+@pytest.mark.parametrize("content", [b"", b"plain text", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xe0"])
+def test_what_is_no_picture(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(content)
+    with pytest.raises(MediaProblem, match=r"a\.png") as caught:
+        measure_image(MediaRef(str(path)))
+    assert caught.value.reason == "media_unreadable"
+
+
+def test_a_bomb_is_refused_and_a_large_scan_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Image.new("1", (300, 300)).save(tmp_path / "a.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 60_000)
+    assert measure_image(MediaRef(str(tmp_path / "a.png"))) == (300, 300)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 40_000)
+    with pytest.raises(MediaProblem, match="exceeds limit"):
+        measure_image(MediaRef(str(tmp_path / "a.png")))
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(MediaProblem, match=r"gone\.png") as caught:
+        measure_image(MediaRef(str(tmp_path / "gone.png")))
+    assert caught.value.reason == "media_missing"

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from packtool.errors import DataError
+from packtool.rows import scan as scan_module
+from packtool.rows.read import read_block
+from packtool.rows.sample import Dropped
+from packtool.rows.scan import scan
+
+
+def rows_of(path: Path) -> list[tuple[int, Any]]:
+    source = scan(str(path))
+    found = [item for block in source.blocks for item in read_block(source.path, source.form, block)]
+    assert len(found) == source.num_rows
+    return found
+
+
+ROWS = st.lists(
+    st.dictionaries(
+        st.text(max_size=5),
+        st.recursive(
+            st.none() | st.booleans() | st.text(max_size=20) | st.integers(),
+            lambda inner: st.lists(inner, max_size=3),
+            max_leaves=5,
+        ),
+        max_size=3,
+    ),
+    max_size=30,
+)
+
+
+@given(ROWS, st.sampled_from([None, 1]), st.booleans(), st.integers(1, 40), st.integers(1, 9), st.booleans())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
+def test_any_cut_gives_the_rows_of_json(
+    tmp_path: Path, rows: list[Any], indent: int | None, ascii_only: bool, chunk: int, block_rows: int, bom: bool
+) -> None:
+    mark = b"\xef\xbb\xbf" if bom else b""
+    array = tmp_path / "rows.json"
+    array.write_bytes(mark + json.dumps(rows, indent=indent, ensure_ascii=ascii_only).encode(errors="surrogatepass"))
+    lines = tmp_path / "rows.jsonl"
+    text = "".join(json.dumps(row, ensure_ascii=True) + "\r\n" * (1 + i % 2) for i, row in enumerate(rows))
+    lines.write_bytes(mark + text.rstrip("\r\n").encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scan_module, "_CHUNK_BYTES", chunk)
+        patch.setattr(scan_module, "BLOCK_ROWS", block_rows)
+        try:
+            found = rows_of(array)
+        except DataError:
+            assert not ascii_only  # a lone surrogate is no UTF-8
+        else:
+            assert found == list(enumerate(rows))
+        assert [row for _, row in rows_of(lines)] == rows
+        # Every second row is followed by a blank line, and rows are numbered by their lines.
+        assert [number for number, _ in rows_of(lines)] == [i + i // 2 for i in range(len(rows))]
+
+
+def test_a_broken_line_costs_that_row_only(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n{"a": \n\n[1]\n{"a": 4}\n')
+    found = rows_of(path)
+    assert [number for number, _ in found] == [0, 1, 3, 4]
+    assert found[0][1] == {"a": 1}
+    assert found[3][1] == {"a": 4}
+    broken, no_object = found[1][1], found[2][1]
+    assert isinstance(broken, Dropped)
+    assert (broken.row, broken.reason) == (1, "invalid_json")
+    assert isinstance(no_object, Dropped)
+    assert no_object.reason == "invalid_row"
+
+
+def test_lines_that_are_called_json(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text('{"a": 1}\n{"a": 2}\n')
+    assert [row for _, row in rows_of(path)] == [{"a": 1}, {"a": 2}]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ('[{"a": 1}, {"a": }]', "row 1"),
+        ('[{"a": 1} {"a": 2}]', "row 1"),
+        ('[{"a": 1}, {"a": 2}', "ends inside"),
+        ("", "one array"),
+        ('"text"', "one array"),
+        ('[{"a": "\xff"}]', "UTF-8"),
+    ],
+)
+def test_a_broken_array_names_the_place(tmp_path: Path, content: str, told: str) -> None:
+    path = tmp_path / "rows.json"
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(DataError, match=told):
+        scan(str(path))
+
+
+def test_what_is_no_file_of_rows(tmp_path: Path) -> None:
+    for path, told in ((tmp_path / "gone.json", "no such file"), (tmp_path, "directory")):
+        with pytest.raises(DataError, match=told):
+            scan(str(path))
+    (tmp_path / "rows.tsv").touch()
+    with pytest.raises(DataError, match="neither"):
+        scan(str(tmp_path / "rows.tsv"))
+
+
+def test_empty_sources_have_no_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("[]")
+    (tmp_path / "a.jsonl").write_text("\n \n")
+    assert rows_of(tmp_path / "a.json") == []
+    assert rows_of(tmp_path / "a.jsonl") == []
+
+
+def test_an_array_never_sits_in_memory(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    row = json.dumps({"messages": [{"role": "user", "content": "x" * 10_000}]})
+    with path.open("w") as file:
+        file.write("[")
+        file.write(",\n".join([row] * 12_000))
+        file.write("]")
+    assert path.stat().st_size > 120e6
+    program = (
+        "import sys, resource; from packtool.rows.scan import scan;"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; source = scan(sys.argv[1]);"
+        "print(source.num_rows, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True)
+    num_rows, kilobytes = map(int, done.stdout.split())
+    assert num_rows == 12_000
+    assert kilobytes < 80_000
