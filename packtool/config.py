@@ -68,7 +68,7 @@ class ExportConfig(EncodeSpec):
     strict: bool = option(False, "Stop at the first row that cannot be used, with exit code 3.")
     dataset_num_proc: int = option(1, "Worker processes; the output is the same for any number.", minimum=1)
     rows_per_shard: int | None = option(
-        None, "Rows that one shard holds; by default total/64, between 256 and 16384.", minimum=1
+        None, "Rows that one shard holds, in steps of 64; by default total/64, between 256 and 16384.", minimum=1
     )
     to_cached_dataset: bool = option(True, "Accepted for ms-swift's sake: export always writes a cached dataset.")
     overwrite: bool = option(False, "Replace what is in the output directory.")

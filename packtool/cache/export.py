@@ -225,7 +225,7 @@ def _prepare(directory: str, identity: Identity, sources: tuple[SourceInfo, ...]
     names = storage.list_names(directory)
     started = os.path.join(directory, TASKS_DIR, _EXPORT_NAME)
     state = json.dumps({"fingerprint": fingerprint_of(identity, sources)}).encode()
-    if names and not storage.exists(started):
+    if names and TASKS_DIR not in names:
         raise ConfigError(
             f"--output-dir {directory} is not empty and holds no cache: {', '.join(names[:3])}",
             "Give another directory, or empty this one.",

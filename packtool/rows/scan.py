@@ -18,7 +18,7 @@ from packtool import storage
 from packtool.errors import DataError
 
 Form = Literal["json", "jsonl"]
-BLOCK_ROWS = 256
+BLOCK_ROWS = 64
 _CHUNK_BYTES = 1 << 23
 _SPACE = " \t\r\n"
 

@@ -19,7 +19,7 @@ from packtool.progress import SilentProgress
 from packtool.train.result import RESULT_NAME
 from packtool.train.run import train
 from packtool.train.world import World
-from tests.train.tiny import TinyWorld, export_rows, read_metrics
+from tests.train.tiny import TinyWorld, export_rows, make_tiny_text_world, read_metrics
 
 
 class Recording(SilentProgress):
@@ -122,6 +122,21 @@ def test_an_adapter_loads_with_peft_alone(tiny: TinyWorld, tmp_path: Path) -> No
     assert adapted
     assert not [name for name in adapted if "visual" in name or "lm_head" in name]
     AutoProcessor.from_pretrained(result.checkpoint)
+
+
+@pytest.mark.parametrize("train_type", ["full", "lora"])
+def test_a_model_of_text_alone(train_type: str, tmp_path: Path) -> None:
+    """With and without packing the first step has the same loss; freezing what it does not have is no error."""
+    text = make_tiny_text_world(tmp_path)
+    losses = []
+    for packing in (True, False):
+        settings = {"train_type": train_type, "packing": packing, "per_device_train_batch_size": 20, "max_steps": 2}
+        settings |= {"freeze_vit": True, "freeze_aligner": True, "gradient_checkpointing": True, "lora_dropout": 0.0}
+        output_dir = tmp_path / f"out-{packing}"
+        result = train(text.config(output_dir, **settings), SilentProgress())
+        assert result.num_samples == 14
+        losses.append([line["loss"] for line in read_metrics(output_dir)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_longer_samples_are_filtered_and_counted(tiny: TinyWorld, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from packtool.cache.export import export
 from packtool.config import ExportConfig, TrainConfig
@@ -65,6 +65,23 @@ def make_tiny_world(root: Path) -> TinyWorld:
     tiny = TinyWorld(str(root / "model"), str(root / "cache"), str(root / "rows" / "train.json"))
     make_tiny_model(root / "model")
     make_tiny_rows(root / "rows")
+    export_rows(tiny, tiny.cache)
+    return tiny
+
+
+def make_tiny_text_world(root: Path) -> TinyWorld:
+    """The same with a Qwen3 that sees nothing, and the rows that have no pictures."""
+    tiny = TinyWorld(str(root / "model"), str(root / "cache"), str(root / "rows" / "train.json"))
+    make_tiny_model(root / "model")
+    (root / "model" / "preprocessor_config.json").unlink()
+    text = Qwen3VLConfig.from_pretrained(root / "model").text_config.to_dict()
+    kept = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
+    Qwen3ForCausalLM(Qwen3Config(**{name: text[name] for name in kept}, num_key_value_heads=2)).save_pretrained(
+        root / "model"
+    )
+    make_tiny_rows(root / "rows")
+    rows = [row for row in json.loads(Path(tiny.rows).read_text()) if not row["images"]]
+    Path(tiny.rows).write_text(json.dumps(rows))
     export_rows(tiny, tiny.cache)
     return tiny
 
