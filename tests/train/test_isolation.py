@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from packtool.attention.register import ATTENTION_NAME
 from packtool.batch.collate import collate_packs, collate_padded
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
@@ -46,18 +49,29 @@ def packed_logits(model: PreTrainedModel, spec: InputSpec, samples: list[Encoded
     return list(logits.split(batch.lengths))[: len(samples)]
 
 
+def unpacked(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy with transformers' own attention; of the configuration too, which says which attention is used."""
+    other = type(model)._from_config(copy.deepcopy(model.config), attn_implementation="sdpa").eval()
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+@pytest.fixture(autouse=True)
+def _attention_stays_packed(setting: Setting) -> Iterator[None]:
+    yield
+    assert setting[0].config.get_text_config()._attn_implementation == ATTENTION_NAME
+
+
 @torch.no_grad()
 def plain_logits(model: PreTrainedModel, spec: InputSpec, sample: EncodedSample) -> Tensor:
     """Logits of one sample by transformers' own way: its attention, its mask, its positions."""
-    other = type(model)._from_config(model.config, attn_implementation="sdpa").eval()
-    other.load_state_dict(model.state_dict())
     ids = torch.from_numpy(sample.input_ids).long().unsqueeze(0)
     inputs = {"input_ids": ids}
     if sample.images:
         alone = collate_packs([sample], spec)
         inputs |= {"pixel_values": alone.pixel_values, "image_grid_thw": alone.image_grid_thw}
         inputs["mm_token_type_ids"] = (ids == IMAGE_PAD).int()
-    return other(**inputs).logits[0]
+    return unpacked(model)(**inputs).logits[0]
 
 
 def test_packed_logits_equal_each_samples_own(setting: Setting) -> None:
@@ -121,8 +135,7 @@ def test_gradients_of_the_pack_are_the_sum_over_its_samples(setting: Setting, la
 
 def test_padded_rows_have_the_packs_loss_and_gradients(setting: Setting) -> None:
     model, spec, samples = setting
-    padded_model = type(model)._from_config(model.config, attn_implementation="sdpa").eval()
-    padded_model.load_state_dict(model.state_dict())
+    padded_model = unpacked(model)
     packed_loss = sum_of_losses(model, collate_packs(samples, spec), label_logits_only=True)
     for label_logits_only in (True, False):
         batch = collate_padded(samples, spec)

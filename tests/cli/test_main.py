@@ -1,0 +1,98 @@
+"""What a person gets from the command line: help, wrong options, missing files, exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from packtool import __version__
+from packtool.cli.main import run
+from packtool.config import ExportConfig, TrainConfig
+from packtool.errors import EXIT_MISMATCH, EXIT_USAGE
+from packtool.settings import option_names
+
+EXPORT = ["export", "--model", "m", "--output-dir", "o", "--max-length", "9"]
+
+
+def test_help_needs_neither_torch_nor_arrow() -> None:
+    program = (
+        "import sys; from packtool.cli.main import run; code = run(['--help']);"
+        "heavy = {'torch', 'transformers', 'pyarrow', 'datasets', 'numpy', 'PIL', 'yaml', 'fsspec'} & set(sys.modules);"
+        "sys.exit(f'imported {heavy}' if heavy else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for command in ("export", "train", "sft", "demo"):
+        assert command in done.stdout
+
+
+@pytest.mark.parametrize(("command", "settings"), [("export", ExportConfig), ("train", TrainConfig)])
+def test_help_names_every_option(command: str, settings: type, capsys: pytest.CaptureFixture[str]) -> None:
+    import dataclasses
+
+    assert run([command, "--help"]) == 0
+    told = capsys.readouterr().out
+    for field in dataclasses.fields(settings):
+        for name in option_names(field) if field.metadata["flag"] else ():
+            assert name in told
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert __version__ in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["exprot"], "No such command"),
+        ([*EXPORT, "--dataset", "a", "--max_lenght", "3"], "No such option"),
+        ([*EXPORT, "--dataset"], "requires an argument"),
+        (EXPORT, "--dataset is missing"),
+        ([*EXPORT, "--dataset", "a", "--split-dataset-ratio", "2"], "above 0.999"),
+        ([*EXPORT, "--dataset", "a", "--config", "gone.yaml"], "gone.yaml"),
+        ([*EXPORT, "--dataset", "a"], "no such directory here"),
+        (["export", "--model", "./m", "--output-dir", "o", "--max-length", "9", "--dataset", "a"], "no such directory"),
+    ],
+)
+def test_wrong_usage_is_exit_2(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments) == EXIT_USAGE
+    captured = capsys.readouterr()
+    assert told in captured.err
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+
+
+def test_a_missing_cache_is_exit_4(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from packtool.demo.model import make_model
+
+    make_model(str(tmp_path / "model"), 0)
+    arguments = ["train", "--model", str(tmp_path / "model"), "--cached-dataset", str(tmp_path / "gone")]
+    assert run([*arguments, "--output-dir", str(tmp_path / "out")]) == EXIT_MISMATCH
+    assert "no finished cache" in capsys.readouterr().err
+
+
+def test_settings_from_a_file_and_one_json_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from packtool.demo.model import make_model
+    from packtool.demo.world import make_rows
+
+    make_model(str(tmp_path / "model"), 0)
+    make_rows(str(tmp_path / "data"), 40, 0)
+    (tmp_path / "export.yaml").write_text(
+        f"model: {tmp_path}/model\ndataset: [{tmp_path}/data/train.json]\nmax-length: 40\ntruncation_strategy: left\n"
+    )
+    arguments = ["export", "--config", str(tmp_path / "export.yaml"), "--output_dir", str(tmp_path / "cache"), "--json"]
+    capsys.readouterr()
+    assert run(arguments) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["rows"] == document["kept"] + sum(document["dropped"].values()) == 40
+    assert document["truncated"] > 0
+    assert document["length"]["max"] == 40
+    assert set(document) >= {
+        *("rows", "kept", "truncated", "dropped", "tokens", "target_tokens", "media_tokens"),
+        *("length", "seconds", "output_dir"),
+    }
