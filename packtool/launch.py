@@ -100,6 +100,15 @@ def launch_environment(environ: Mapping[str, str], num_cores: int) -> dict[str, 
     return {"OMP_NUM_THREADS": str(max(1, num_cores // per_node)), **environ}
 
 
+def share_cores_politely() -> None:
+    """Let waiting threads sleep instead of spin; to be called before torch is imported.
+
+    On a machine that others use too, OpenMP's spinning made CPU training ten times slower, and on an idle one sleeping
+    costs nothing that can be measured. ``OMP_WAIT_POLICY`` in the environment overrides it.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 def launch_if_asked(arguments: Sequence[str]) -> None:
     """Become torchrun if the environment asks for more than this process; else return.
 

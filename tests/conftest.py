@@ -12,6 +12,8 @@ REPOSITORY = Path(__file__).parent.parent
 # Nothing here may wait for a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Tests run side by side on few cores: threads that wait must not spin.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @pytest.fixture(scope="session")

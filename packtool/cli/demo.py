@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import typer
 
 from packtool.errors import EXIT_UNEXPECTED
+from packtool.launch import share_cores_politely
 from packtool.settings import option
 
 
@@ -26,6 +27,7 @@ class DemoConfig:
 
 def run_demo_command(config: DemoConfig, as_json: bool) -> None:
     """Run the demo and print its table; exit code 1 if the model has not learned to see."""
+    share_cores_politely()
     from packtool.demo.run import run_demo
     from packtool.report.statistics import demo_lines
     from packtool.report.terminal import TerminalProgress, print_table

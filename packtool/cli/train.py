@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import typer
 
 from packtool.config import TrainConfig
-from packtool.launch import launch_if_asked
+from packtool.launch import launch_if_asked, share_cores_politely
 
 # What the command was called with, so that torchrun can call it again in every process.
 invocation: Sequence[str] = ()
@@ -17,6 +17,7 @@ invocation: Sequence[str] = ()
 
 def run_train(config: TrainConfig, as_json: bool) -> None:
     """Start under torchrun if the environment asks for it, else train and print the summary."""
+    share_cores_politely()
     launch_if_asked(invocation)
     from packtool.report.statistics import train_lines
     from packtool.report.terminal import TerminalProgress, print_table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -64,8 +65,9 @@ def load_model(model: str, config: PreTrainedConfig, *, dtype: torch.dtype, pack
         if type(config) in AutoModelForImageTextToText._model_mapping
         else AutoModelForCausalLM
     )
+    # A copy: loading writes the choice of attention into the config, and collation's meta model must not inherit it.
     loaded, info = auto.from_pretrained(
-        model, config=config, dtype=dtype, attn_implementation=attention, output_loading_info=True
+        model, config=copy.deepcopy(config), dtype=dtype, attn_implementation=attention, output_loading_info=True
     )
     if missing := sorted(info["missing_keys"]):
         shown = ", ".join(missing[:_SHOWN_NAMES]) + (", ..." if len(missing) > _SHOWN_NAMES else "")

@@ -105,7 +105,7 @@ def test_loading_routes_the_attention_of_packed_runs(name: str, tmp_path: Path) 
     config = AutoConfig.from_pretrained(tmp_path)
     model = load_model(str(tmp_path), config, dtype=torch.float32, packing=True)
     assert model.config.get_text_config()._attn_implementation == ATTENTION_NAME
-    config = AutoConfig.from_pretrained(tmp_path)
+    assert config.get_text_config()._attn_implementation != ATTENTION_NAME
     model = load_model(str(tmp_path), config, dtype=torch.bfloat16, packing=False)
     assert model.config.get_text_config()._attn_implementation == "sdpa"
     assert model.dtype == torch.bfloat16
