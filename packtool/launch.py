@@ -65,6 +65,11 @@ class Processes:
         return cls(per_node, num_nodes, node_rank, address, port or None)
 
 
+def is_launched(environ: Mapping[str, str]) -> bool:
+    """Whether this process was started by torchrun."""
+    return any(environ.get(name) for name in _INSIDE)
+
+
 def launch_command(
     arguments: Sequence[str], environ: Mapping[str, str], python: str = sys.executable
 ) -> list[str] | None:
@@ -79,7 +84,7 @@ def launch_command(
     Raises:
         ConfigError: see ``Processes.from_environment``.
     """
-    if any(environ.get(name) for name in _INSIDE):
+    if is_launched(environ):
         return None
     processes = Processes.from_environment(environ)
     if processes.total == 1:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import typer
 
 from packtool.errors import EXIT_UNEXPECTED
 from packtool.launch import share_cores_politely
 from packtool.settings import option
+
+if TYPE_CHECKING:
+    from packtool.demo.run import DemoResult
+    from packtool.report.statistics import Line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +34,6 @@ def run_demo_command(config: DemoConfig, as_json: bool) -> None:
     """Run the demo and print its table; exit code 1 if the model has not learned to see."""
     share_cores_politely()
     from packtool.demo.run import run_demo
-    from packtool.report.statistics import demo_lines
     from packtool.report.terminal import TerminalProgress, print_table
 
     with TerminalProgress() as progress:
@@ -41,3 +45,22 @@ def run_demo_command(config: DemoConfig, as_json: bool) -> None:
     if not result.passed:
         typer.echo("The model has not learned to see, or sees the wrong pictures: please report this.", err=True)
         raise typer.Exit(EXIT_UNEXPECTED)
+
+
+def demo_lines(result: DemoResult) -> list[Line]:
+    """What ``packtool demo`` ends with."""
+    return [
+        ("rows", f"{result.rows:,}"),
+        ("  dropped", f"{result.dropped:,}"),
+        ("packs", f"{result.num_packs:,}"),
+        ("  fill", f"{result.fill:.2%}"),
+        ("optimizer steps with packing", f"{result.steps:,}"),
+        ("  without packing", f"{result.steps_without_packing:,}"),
+        ("target tokens per second", f"{result.target_tokens_per_second:,.0f}"),
+        ("loss, first and last", f"{result.first_loss:.3f} → {result.last_loss:.3f}"),
+        (f"accuracy on {result.num_questions:,} held-out questions", f"{result.accuracy:.1%}"),
+        *((f"  {kind}", f"{share:.1%}") for kind, share in result.accuracy_by_kind.items()),
+        ("  with the pictures swapped", f"{result.swapped_accuracy:.1%}"),
+        ("  guessing blindly", f"{result.chance:.1%}"),
+        ("time", f"{result.seconds:.0f} s"),
+    ]

@@ -4,27 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 
 import typer
 
 from packtool.config import TrainConfig
-from packtool.launch import launch_if_asked, share_cores_politely
+from packtool.launch import Processes, is_launched, launch_if_asked, share_cores_politely
 
 # What the command was called with, so that torchrun can call it again in every process.
 invocation: Sequence[str] = ()
 
 
 def run_train(config: TrainConfig, as_json: bool) -> None:
-    """Start under torchrun if the environment asks for it, else train and print the summary."""
+    """Start under torchrun if the environment asks for it, else train and print the summary.
+
+    What does not fit is told here, once and at once, before any process is started; a dry run starts none at all.
+    """
     share_cores_politely()
-    launch_if_asked(invocation)
-    from packtool.report.statistics import train_lines
-    from packtool.report.terminal import TerminalProgress, print_table
-    from packtool.train.run import train
     from packtool.train.world import World
 
     world = World.from_environment()
+    if not is_launched(os.environ):
+        from packtool.train.prepare import prepare_run
+
+        world = World(0, Processes.from_environment(os.environ).total)
+        if world.size > 1 and not config.dry_run:
+            prepare_run(config, world)
+            launch_if_asked(invocation)
+    from packtool.report.statistics import train_lines
+    from packtool.report.terminal import TerminalProgress, print_table
+    from packtool.train.run import train
+
     with TerminalProgress(enabled=world.is_first) as progress:
         result = train(config, progress, world)
     if not world.is_first:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # export must not wait for torch
     from packtool.cache.export import ExportSummary
-    from packtool.demo.run import DemoResult
     from packtool.train.result import TrainResult
 
 Line = tuple[str, str]
@@ -69,25 +68,6 @@ def train_lines(result: TrainResult) -> list[Line]:
         ("time", f"{result.seconds:.1f} s"),
     ]
     return lines
-
-
-def demo_lines(result: DemoResult) -> list[Line]:
-    """What ``packtool demo`` ends with."""
-    return [
-        ("rows", f"{result.rows:,}"),
-        ("  dropped", f"{result.dropped:,}"),
-        ("packs", f"{result.num_packs:,}"),
-        ("  fill", f"{result.fill:.2%}"),
-        ("optimizer steps with packing", f"{result.steps:,}"),
-        ("  without packing", f"{result.steps_without_packing:,}"),
-        ("target tokens per second", f"{result.target_tokens_per_second:,.0f}"),
-        ("loss, first and last", f"{result.first_loss:.3f} → {result.last_loss:.3f}"),
-        (f"accuracy on {result.num_questions:,} held-out questions", f"{result.accuracy:.1%}"),
-        *((f"  {kind}", f"{share:.1%}") for kind, share in result.accuracy_by_kind.items()),
-        ("  with the pictures swapped", f"{result.swapped_accuracy:.1%}"),
-        ("  guessing blindly", f"{result.chance:.1%}"),
-        ("time", f"{result.seconds:.0f} s"),
-    ]
 
 
 def _kept(summary: ExportSummary) -> str:

@@ -1,0 +1,148 @@
+"""The driver: which commands it runs, what it makes of their numbers, and what it never deletes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from packtool.demo import run
+from packtool.demo.run import DemoResult, run_demo
+from packtool.errors import ConfigError, PacktoolError
+from packtool.progress import SilentProgress
+from packtool.train.evaluate import ExactMatch
+
+TRAINED = {
+    "num_packs": 11,
+    "fill": 0.98,
+    "steps": 11,
+    "steps_without_packing": 96,
+    "target_tokens_per_second": 321.0,
+    "first_loss": 6.0,
+    "last_loss": 0.1,
+    "checkpoint": "somewhere/checkpoint-11",
+}
+
+
+class Notes(SilentProgress):
+    """Keeps what was noted."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def note(self, message: str) -> None:
+        self.lines.append(message)
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Replaces the commands and the evaluation by quick ones; the list fills with what would have been run."""
+    ran: list[list[str]] = []
+
+    def pretend(arguments: list[str], progress: Any) -> dict[str, Any]:
+        ran.append(arguments)
+        progress.note(" ".join(arguments))
+        return dict(TRAINED) if arguments[0] == "train" else {"rows": 100, "dropped": {"too_long": 3, "no_image": 1}}
+
+    monkeypatch.setattr(run, "NUM_ROWS", 100)
+    monkeypatch.setattr(run, "_run", pretend)
+    monkeypatch.setattr(run, "exact_match", answer_like(0.95, 0.15))
+    return ran
+
+
+def answer_like(seen: float, swapped: float) -> Callable[..., ExactMatch]:
+    """An evaluation with the given accuracies."""
+
+    def evaluate(model: str, cached_dataset: str, **_: Any) -> ExactMatch:
+        turns = num_questions(Path(cached_dataset).parent)
+        share = swapped if cached_dataset.endswith("swapped") else seen
+        return ExactMatch(np.zeros(turns, np.int64), np.zeros(turns, np.int64), np.arange(turns) < share * turns)
+
+    return evaluate
+
+
+def num_questions(folder: Path) -> int:
+    return (folder / "data" / "held_out.json").read_text().count('"assistant"')
+
+
+def test_figures_come_from_the_commands(commands: list[list[str]], tmp_path: Path) -> None:
+    notes = Notes()
+    result = run_demo(str(tmp_path / "demo"), 7, notes)
+    assert [arguments[0] for arguments in commands] == ["export", "export", "export", "train"]
+    assert (result.rows, result.dropped) == (100, 4)
+    for name, value in TRAINED.items():
+        assert getattr(result, name) == value
+    assert result.num_questions == num_questions(tmp_path / "demo")
+    assert result.accuracy == pytest.approx(0.95, abs=0.05)
+    assert set(result.accuracy_by_kind) == {"shape", "backdrop", "whole"}
+    assert result.passed
+
+
+def test_a_second_run_replaces_only_its_own(commands: list[list[str]], tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    run_demo(str(folder), 7, SilentProgress())
+    (folder / "mine.txt").write_text("keep")
+    (folder / "cache").mkdir()
+    (folder / "cache" / "left-over").touch()
+    first = (folder / "data" / "train.json").read_bytes()
+    run_demo(str(folder), 7, SilentProgress())
+    assert (folder / "mine.txt").read_text() == "keep"
+    assert not (folder / "cache").exists()
+    assert (folder / "data" / "train.json").read_bytes() == first
+
+
+def test_a_folder_of_someone_else_is_refused(commands: list[list[str]], tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "precious").touch()
+    with pytest.raises(ConfigError, match="was not made by the demo"):
+        run_demo(str(tmp_path), 7, SilentProgress())
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError):
+        run_demo(str(tmp_path / "file"), 7, SilentProgress())
+    assert (tmp_path / "data" / "precious").exists()
+    assert not commands
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "swapped", "passed"),
+    [(0.96, 0.15, True), (0.89, 0.15, False), (0.96, 0.3, False), (0.16, 0.15, False), (0.96, 0.96, False)],
+)
+def test_it_passes_only_if_the_model_sees_its_own_pictures(accuracy: float, swapped: float, passed: bool) -> None:
+    result = DemoResult(
+        rows=1,
+        dropped=0,
+        num_packs=1,
+        fill=1.0,
+        steps=1,
+        steps_without_packing=1,
+        target_tokens_per_second=1.0,
+        first_loss=1.0,
+        last_loss=0.0,
+        num_questions=600,
+        accuracy=accuracy,
+        swapped_accuracy=swapped,
+        chance=0.147,
+        accuracy_by_kind={},
+        seconds=1.0,
+        checkpoint="",
+    )
+    assert result.passed is passed
+    assert dataclasses.replace(result, chance=swapped, accuracy=0.95).passed
+
+
+def test_a_lost_question_is_noticed(commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nobody = ExactMatch(np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones(1, bool))
+    monkeypatch.setattr(run, "exact_match", lambda *_, **__: nobody)
+    with pytest.raises(PacktoolError, match="holds 1 of"):
+        run_demo(str(tmp_path / "demo"), 7, SilentProgress())
+
+
+def test_a_command_is_shown_as_it_can_be_copied(tmp_path: Path) -> None:
+    notes = Notes()
+    with pytest.raises(PacktoolError, match="exit code"):
+        run._run(["export", "--model", str(tmp_path / "no such model")], notes)
+    assert notes.lines == [f"\n$ packtool export --model '{tmp_path}/no such model'"]

@@ -1,0 +1,71 @@
+"""README's commands are run, and what it says of the command line is true."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from packtool.demo.model import make_model
+from packtool.demo.world import make_rows
+
+
+def blocks(repository: Path) -> list[str]:
+    return re.findall(r"```bash\n(.*?)```", (repository / "README.md").read_text(), re.DOTALL)
+
+
+def shell(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = ["bash", "-euo", "pipefail", "-c", script]
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def test_the_two_commands(repository: Path, tmp_path: Path) -> None:
+    """The whole demo, as a newcomer starts it: the model has to learn to see."""
+    quickstart, test = (line.partition("#")[0].strip() for line in blocks(repository)[0].strip().splitlines())
+    if not (repository / ".venv").exists():
+        pytest.skip("the scripts would install an environment of their own")
+    told = shell(f"{quickstart} --output-dir {tmp_path / 'demo'}", repository).stdout
+    shown = re.search(r"```text\n(.*?)```", (repository / "README.md").read_text(), re.DOTALL)
+    assert shown
+    for line in told[told.index("rows ") :].strip().splitlines():
+        name = re.split(r"\s{2,}", line.strip())[0]
+        assert name in shown.group(1), f"README does not show {name!r}"
+    figures = {
+        what.strip(): float(share) for what, share in re.findall(r"^ *(.*?) {2,}([\d.]+)% *$", told, re.MULTILINE)
+    }
+    (accuracy,) = (share for what, share in figures.items() if what.startswith("accuracy on"))
+    assert accuracy >= 90
+    assert abs(figures["with the pictures swapped"] - figures["guessing blindly"]) < 8
+    assert "test_readme" in shell(f"{test} --collect-only -q tests/test_readme.py", repository).stdout
+
+
+def test_the_two_stages(repository: Path, tmp_path: Path) -> None:
+    make_model(str(tmp_path / "model"), 0)
+    make_rows(str(tmp_path), 80, 0)
+    (tmp_path / "train.json").rename(tmp_path / "rows.json")
+    shell(blocks(repository)[1], tmp_path)
+    assert list((tmp_path / "output").glob("checkpoint-*/adapter_model.safetensors"))
+    assert list((tmp_path / "output-full").glob("checkpoint-2/model.safetensors"))
+
+
+def test_every_option_that_is_named_exists(repository: Path) -> None:
+    from packtool.cli.main import _SETTINGS
+    from packtool.cli.options import option_kinds
+
+    known = {name for settings in _SETTINGS.values() for name in option_kinds(settings)} | {"--help", "--set"}
+    for name in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", (repository / "README.md").read_text())):
+        assert name in known, name
+
+
+def test_every_command_is_named(repository: Path) -> None:
+    from packtool.cli.main import _SETTINGS
+
+    text = (repository / "README.md").read_text()
+    assert all(f"packtool {command}" in text or command == "demo" for command in _SETTINGS)
