@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +58,16 @@ def asked_in(row: dict[str, Any]) -> list[Asked]:
     return found
 
 
+@lru_cache(maxsize=None)
 def colours_of(path: Path) -> tuple[str, str]:
     """The colour of the shapes and that of the backdrop, from nothing but the pixels."""
-    pixels = np.asarray(Image.open(path))
     names = {rgb: name for colours in (SHAPE_COLOURS, BACKDROP_COLOURS) for name, rgb in colours.items()}
-    seen = {names[tuple(rgb)] for rgb in np.unique(pixels.reshape(-1, 3), axis=0).tolist()}
+    with Image.open(path) as picture:
+        seen = {names[rgb] for _, rgb in picture.getcolors()}
+        corner = names[picture.getpixel((0, 0))]
     (shape,) = seen & set(SHAPE_COLOURS)
     (backdrop,) = seen & set(BACKDROP_COLOURS)
-    assert names[tuple(pixels[0, 0].tolist())] == backdrop
+    assert corner == backdrop
     return shape, backdrop
 
 
