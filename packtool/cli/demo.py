@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from packtool.errors import EXIT_UNEXPECTED
+from packtool.errors import EXIT_INTERRUPTED, EXIT_UNEXPECTED
 from packtool.launch import share_cores_politely
 from packtool.settings import option
 
@@ -37,7 +37,11 @@ def run_demo_command(config: DemoConfig, as_json: bool) -> None:
     from packtool.report.terminal import TerminalProgress, print_table
 
     with TerminalProgress() as progress:
-        result = run_demo(config.output_dir, config.seed, progress)
+        try:
+            result = run_demo(config.output_dir, config.seed, progress)
+        except KeyboardInterrupt:
+            progress.note("interrupted; the same command starts afresh")
+            raise typer.Exit(EXIT_INTERRUPTED) from None
     if as_json:
         typer.echo(json.dumps({**dataclasses.asdict(result), "passed": result.passed}))
     else:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import typer
 
 from packtool.config import TrainConfig
+from packtool.errors import EXIT_INTERRUPTED
 from packtool.launch import Processes, is_launched, launch_if_asked, share_cores_politely
 
 # What the command was called with, so that torchrun can call it again in every process.
@@ -37,7 +38,12 @@ def run_train(config: TrainConfig, as_json: bool) -> None:
     from packtool.train.run import train
 
     with TerminalProgress(enabled=world.is_first) as progress:
-        result = train(config, progress, world)
+        try:
+            result = train(config, progress, world)
+        except KeyboardInterrupt:
+            remedy = f"--resume-from-checkpoint true goes on from the newest checkpoint in {config.output_dir}"
+            progress.note(f"interrupted; the same command with {remedy}")
+            raise typer.Exit(EXIT_INTERRUPTED) from None
     if not world.is_first:
         return
     if as_json:

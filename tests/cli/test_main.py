@@ -12,7 +12,7 @@ import pytest
 from packtool import __version__
 from packtool.cli.main import run
 from packtool.config import ExportConfig, TrainConfig
-from packtool.errors import EXIT_MISMATCH, EXIT_USAGE
+from packtool.errors import EXIT_INTERRUPTED, EXIT_MISMATCH, EXIT_USAGE
 from packtool.settings import option_names
 
 EXPORT = ["export", "--model", "m", "--output-dir", "o", "--max-length", "9"]
@@ -96,3 +96,39 @@ def test_settings_from_a_file_and_one_json_document(tmp_path: Path, capsys: pyte
         *("rows", "kept", "truncated", "dropped", "tokens", "target_tokens", "media_tokens"),
         *("length", "seconds", "output_dir"),
     }
+
+
+def test_ctrl_c_while_training_says_how_to_go_on(tmp_path: Path) -> None:
+    import os
+    import signal
+    import time
+
+    from packtool.demo.model import make_model
+    from packtool.demo.world import make_rows
+
+    make_model(str(tmp_path / "model"), 0)
+    make_rows(str(tmp_path / "data"), 200, 0)
+    export = ["export", "--model", f"{tmp_path}/model", "--dataset", f"{tmp_path}/data/train.json"]
+    assert run([*export, "--max-length", "256", "--output-dir", f"{tmp_path}/cache"]) == 0
+    train = ["train", "--model", f"{tmp_path}/model", "--cached-dataset", f"{tmp_path}/cache", "--packing", "true"]
+    train += [
+        "--packing-length",
+        "256",
+        "--save-steps",
+        "1",
+        "--num-train-epochs",
+        "50",
+        "--output-dir",
+        f"{tmp_path}/o",
+    ]
+    command = [sys.executable, "-m", "packtool", *train]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 90
+    while not (tmp_path / "o" / "checkpoint-1" / "packtool_state.json").exists() and time.monotonic() < deadline:
+        assert process.poll() is None
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == EXIT_INTERRUPTED
+    assert "--resume-from-checkpoint true" in told
+    assert "Traceback" not in told

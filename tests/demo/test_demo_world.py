@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ def asked_in(row: dict[str, Any]) -> list[Asked]:
     return found
 
 
-@lru_cache(maxsize=None)
+@cache
 def colours_of(path: Path) -> tuple[str, str]:
     """The colour of the shapes and that of the backdrop, from nothing but the pixels."""
     names = {rgb: name for colours in (SHAPE_COLOURS, BACKDROP_COLOURS) for name, rgb in colours.items()}
