@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -79,8 +80,15 @@ def open_read(path: str) -> BinaryIO:
 
 
 def list_names(path: str) -> list[str]:
-    """Names in a directory, sorted; none if there is no such directory."""
-    return sorted(os.listdir(path)) if os.path.isdir(check_path(path)) else []
+    """Names in a directory, sorted; none if there is no such directory.
+
+    Raises:
+        StorageError: if it cannot be looked into.
+    """
+    try:
+        return sorted(os.listdir(path)) if os.path.isdir(check_path(path)) else []
+    except OSError as error:
+        raise _storage_error(path, error) from error
 
 
 def make_directory(path: str) -> None:
@@ -166,12 +174,13 @@ class AtomicFile:
 
     def discard(self) -> None:
         """Forget what was written."""
-        self._file.close()
+        with suppress(OSError):  # closing writes what is still buffered, which may be what has just failed
+            self._file.close()
         _forget(self._temporary)
 
 
 def _forget(path: str) -> None:
-    if os.path.exists(path):
+    with suppress(OSError):
         os.remove(path)
 
 

@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from packtool import storage
+from packtool import __version__, storage
 from packtool.cache.finish import build_manifest, length_counts, publish
 from packtool.cache.manifest import Identity, Manifest, SourceInfo, fingerprint_of
 from packtool.cache.pool import Work, run_tasks
+from packtool.cache.reader import check_sizes, read_index
 from packtool.cache.task import TASKS_DIR, Task, TaskResult, marker_path
 from packtool.config import ExportConfig
-from packtool.constants import MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT
+from packtool.constants import DROPPED_NAME, MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT
 from packtool.encode.encoder import Encoder
 from packtool.encode.families import family_of
 from packtool.encode.model_files import ModelFiles
@@ -72,8 +73,8 @@ def export(config: ExportConfig, progress: Progress) -> ExportSummary:
     directory = None if config.dry_run else config.output_dir
     if directory is not None:
         if config.overwrite:
-            _clear(directory)
-        if (finished := _finished(directory, identity, config.dataset)) is not None:
+            _check_is_cache(directory)
+        elif (finished := _finished(directory, identity, config.dataset)) is not None:
             return finished
     Encoder(config.encode_spec, files)  # refuses what cannot be encoded before anything is read
     scanned = [_scan(path, progress) for path in config.dataset]
@@ -81,6 +82,8 @@ def export(config: ExportConfig, progress: Progress) -> ExportSummary:
     tasks = make_tasks(scanned, config)
     if not tasks:
         raise DataError(f"no rows in {', '.join(config.dataset)}")
+    if directory is not None and config.overwrite:
+        _clear(directory)  # only now: a mistake in the settings must not cost the old cache
     done = _prepare(directory, identity, sources) if directory is not None else {}
     results = _run(tasks, done, Work(config.encode_spec, directory, config.strict), files, config, progress)
     manifest = build_manifest(identity, sources, results)
@@ -163,16 +166,23 @@ def _identity(config: ExportConfig, files: ModelFiles) -> Identity:
     )
 
 
-def _clear(directory: str) -> None:
-    """Remove a cache, finished or not; nothing else is ever removed."""
-    ours = (MANIFEST_NAME, TASKS_DIR, TRAIN_SPLIT, VAL_SPLIT, "dropped.jsonl")
+def _check_is_cache(directory: str) -> None:
     names = storage.list_names(directory)
     if names and MANIFEST_NAME not in names and TASKS_DIR not in names:
         raise ConfigError(
             f"--output-dir {directory} holds {', '.join(names[:3])} and no cache: --overwrite replaces caches only",
             "Give another directory, or empty this one yourself.",
         )
-    for name in ours:
+
+
+def _clear(directory: str) -> None:
+    """Remove a cache, finished or not, and nothing else. Interrupted, it leaves what another export can clear."""
+    tasks = os.path.join(directory, TASKS_DIR)
+    storage.make_directory(tasks)
+    # Markers first: none may outlive its shard.
+    for name in storage.list_names(tasks):
+        storage.remove(os.path.join(tasks, name))
+    for name in (MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT, DROPPED_NAME):
         storage.remove(os.path.join(directory, name))
 
 
@@ -193,7 +203,10 @@ def _finished(directory: str, identity: Identity, dataset: Sequence[str]) -> Exp
             f"{directory} holds a finished cache of other settings:\n{lines}",
             "Give another --output-dir, or --overwrite to replace it.",
         )
+    for split in manifest.splits:
+        check_sizes(directory, manifest, split)
     lengths = _lengths_of(directory, manifest)
+    storage.remove(os.path.join(directory, TASKS_DIR))  # left when the export was killed at its very end
     return _summary(manifest, lengths, 0.0, directory, already_finished=True)
 
 
@@ -224,38 +237,43 @@ def _prepare(directory: str, identity: Identity, sources: tuple[SourceInfo, ...]
     """Make the directories, or find what an interrupted run of the same export has finished."""
     names = storage.list_names(directory)
     started = os.path.join(directory, TASKS_DIR, _EXPORT_NAME)
-    state = json.dumps({"fingerprint": fingerprint_of(identity, sources)}).encode()
+    paths = [source.path for source in sources]
+    state = json.dumps([__version__, fingerprint_of(identity, sources), paths]).encode()
     if names and TASKS_DIR not in names:
         raise ConfigError(
             f"--output-dir {directory} is not empty and holds no cache: {', '.join(names[:3])}",
             "Give another directory, or empty this one.",
         )
-    for name in (TASKS_DIR, TRAIN_SPLIT, *([VAL_SPLIT] if identity.split_dataset_ratio else [])):
-        storage.make_directory(os.path.join(directory, name))
     done = _finished_tasks(directory)
-    if not storage.exists(started):
-        storage.publish(started, state)
-        return {}
-    with storage.open_read(started) as file:
-        same = file.read() == state
-    if not same and done:
+    same = False
+    if storage.exists(started):
+        with storage.open_read(started) as file:
+            same = file.read() == state
+    if done and not same:
         raise MismatchError(
             f"{directory} holds {len(done)} finished shards of an export of other settings or other rows",
             "Give another --output-dir, or --overwrite to replace it.",
         )
+    if not same:
+        _clear(directory)
+    for name in (TASKS_DIR, TRAIN_SPLIT, *([VAL_SPLIT] if identity.split_dataset_ratio else [])):
+        storage.make_directory(os.path.join(directory, name))
     if not same:
         storage.publish(started, state)
     return done
 
 
 def _finished_tasks(directory: str) -> dict[int, TaskResult]:
-    """Results of the tasks whose marker is there."""
+    """Results of the tasks whose marker is there, and the shards it tells of."""
     done = {}
     for name in storage.list_names(os.path.join(directory, TASKS_DIR)):
         stem = name.removesuffix(".json")
         if stem.isdigit():
             with storage.open_read(marker_path(directory, int(stem))) as file:
-                done[int(stem)] = TaskResult.from_json(file.read())
+                result = TaskResult.from_json(file.read())
+            shards = [(os.path.join(directory, name, part.file), part.bytes) for name, part in result.splits.items()]
+            if all(storage.exists(path) and storage.stat(path).size == size for path, size in shards):
+                done[int(stem)] = result
     return done
 
 
@@ -294,8 +312,6 @@ def _percentiles(counts: Mapping[int, int]) -> dict[str, int]:
 
 
 def _lengths_of(directory: str, manifest: Manifest) -> dict[str, int]:
-    from packtool.cache.reader import read_index
-
     lengths = np.concatenate([read_index(directory, split)["length"] for split in manifest.splits])
     values, counts = np.unique(lengths, return_counts=True)
     return _percentiles(dict(zip(values.tolist(), counts.tolist(), strict=True)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -99,6 +99,7 @@ def publish(directory: str, manifest: Manifest, results: Sequence[TaskResult]) -
 def _merge_index(
     path: str, directory: str, split: str, channels: tuple[str, ...], results: Sequence[TaskResult]
 ) -> None:
+    codes = {name: code for code, name in enumerate(channels)}
     file = AtomicFile(path)
     try:
         sink = pa.PythonFile(_Sink(file), mode="w")
@@ -108,21 +109,21 @@ def _merge_index(
                     continue
                 with storage.open_read(index_path(directory, result.number, split)) as part:
                     for batch in pa.ipc.open_stream(part):
-                        writer.write_batch(_with_common_codes(batch, result.channels, channels))
+                        writer.write_batch(_with_common_codes(batch, result.channels, codes))
         file.commit()
     except BaseException:
         file.discard()
         raise
 
 
-def _with_common_codes(batch: pa.RecordBatch, names: list[str], channels: tuple[str, ...]) -> pa.RecordBatch:
+def _with_common_codes(batch: pa.RecordBatch, names: list[str], channels: Mapping[str, int]) -> pa.RecordBatch:
     """A task numbers its channels by itself; the index numbers them for all."""
     if not names:
         return batch
-    codes = pa.array([channels.index(name) for name in names], pa.int16())
+    codes = pa.array([channels[name] for name in names], pa.int32())
     column = batch.column("channel")
     known = pc.if_else(pc.less(column, 0), None, column)
-    common = pc.fill_null(pc.take(codes, known), pa.scalar(-1, pa.int16()))
+    common = pc.fill_null(pc.take(codes, known), -1)
     return batch.set_column(INDEX.get_field_index("channel"), INDEX.field("channel"), common)
 
 

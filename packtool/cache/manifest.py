@@ -137,12 +137,20 @@ class Manifest:
                 "Run packtool export to make it, or to finish it, with that --output-dir.",
             )
         with storage.open_read(path) as file:
-            raw = json.loads(file.read())
-        version = raw["identity"]["format_version"]
-        if version != FORMAT_VERSION:
-            raise MismatchError(
-                f"{directory} has format {version}, this packtool reads format {FORMAT_VERSION}", "Export it again."
-            )
+            data = file.read()
+        try:
+            raw = json.loads(data)
+            version = raw["identity"]["format_version"]
+            if version == FORMAT_VERSION:
+                return cls._of(raw)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise MismatchError(f"{path} is broken: {error!r}", "Copy the cache again, or export it again.") from error
+        raise MismatchError(
+            f"{directory} has format {version}, this packtool reads format {FORMAT_VERSION}", "Export it again."
+        )
+
+    @classmethod
+    def _of(cls, raw: dict[str, Any]) -> Manifest:
         limits = raw["identity"].pop("image_limits")
         identity = Identity(image_limits=ImageLimits(**limits) if limits else None, **raw.pop("identity"))
         splits = {}

@@ -93,7 +93,7 @@ class CacheReader:
         for root, manifest in zip(roots, manifests, strict=True):
             if split not in manifest.splits:
                 raise MismatchError(f"{root} has no {split} split", "Export it with --split-dataset-ratio to get one.")
-            _check_sizes(root, manifest, split)
+            check_sizes(root, manifest, split)
             _check_alike(roots[0], manifests[0], root, manifest)
         return cls(roots, manifests, split)
 
@@ -185,7 +185,8 @@ def _join(parts: Sequence[dict[str, IntArray]], manifests: Sequence[Manifest]) -
 
 
 def _common_codes(codes: IntArray, names: Sequence[str], channels: Sequence[str]) -> IntArray:
-    table: npt.NDArray[np.int32] = np.array([*(channels.index(name) for name in names), -1], np.int32)
+    place = {name: code for code, name in enumerate(channels)}
+    table: npt.NDArray[np.int32] = np.array([*(place[name] for name in names), -1], np.int32)
     return table[codes]
 
 
@@ -195,7 +196,12 @@ def _root(directory: str) -> str:
     return head if tail == TRAIN_SPLIT and storage.exists(os.path.join(path, INDEX_NAME)) else path
 
 
-def _check_sizes(root: str, manifest: Manifest, split: str) -> None:
+def check_sizes(root: str, manifest: Manifest, split: str) -> None:
+    """Compare the data files with the manifest.
+
+    Raises:
+        MismatchError: if one is missing or has another size.
+    """
     for shard in manifest.splits[split].shards:
         path = os.path.join(root, split, shard.file)
         size = storage.stat(path).size if storage.exists(path) else None

@@ -41,8 +41,8 @@ INDEX = pa.schema(
         ("length", pa.int32()),
         ("target_tokens", pa.int32()),
         ("media_tokens", pa.int32()),
-        ("num_images", pa.int16()),
-        ("channel", pa.int16()),
+        ("num_images", pa.int32()),
+        ("channel", pa.int32()),
     ]
 )
 """All that planning reads; ``channel`` is -1 or a position in the manifest's list."""

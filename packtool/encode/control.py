@@ -21,12 +21,13 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from packtool.constants import IMAGE_MARK
+from packtool.errors import ConfigError
 
-_BLOCK = 0x400
+_BLOCK = 0x4000  # more than any tokenizer has control tokens
 _IMAGE_SLOT = _BLOCK - 1
-# Plane 16 is private use; the highest block that a row's text leaves free is taken.
-_BASES = tuple(range(0x10FC00, 0x100000, -_BLOCK))
-_PRIVATE = re.compile("[\U00100000-\U0010ffff]")
+# Planes 15 and 16 are private use; the highest block that a row's text leaves free is taken.
+_BASES = tuple(range(0x10C000, 0xF0000 - 1, -_BLOCK))
+_PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,11 @@ class Shield:
     """Stands private-use characters in for control-token text and picture marks, for one row.
 
     Args:
-        control_tokens: texts of the control tokens.
+        vocabulary: the control tokens.
         strings: every string of the row.
+
+    Raises:
+        ValueError: if the row leaves no block of private-use characters free.
     """
 
     def __init__(self, vocabulary: ControlVocabulary, strings: Iterable[str]) -> None:
@@ -106,20 +110,23 @@ class ControlVocabulary:
 
     Args:
         tokenizer: the backend tokenizer; told here to read control tokens in text as text.
-        media_tokens: tokens that mark media, control tokens whether or not the tokenizer says so.
+        always_control: tokens that mark media or open turns: control tokens whether or not the tokenizer says so.
+
+    Raises:
+        ConfigError: if there are more of them than private-use characters to stand in for them.
     """
 
-    def __init__(self, tokenizer: Tokenizer, media_tokens: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, always_control: Sequence[str] = ()) -> None:
         added = tokenizer.get_added_tokens_decoder()
         known = {token.content for token in added.values()}
-        missing = [token for token in media_tokens if token in known and not _is_special(added, token)]
+        missing = [token for token in always_control if token in known and not _is_special(added, token)]
         if missing:
             # Only special tokens can be kept from being read in text.
-            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in missing])
+            tokenizer.add_special_tokens([_as_special(token) for token in added.values() if token.content in missing])
             added = tokenizer.get_added_tokens_decoder()
         special = sorted(((i, token) for i, token in added.items() if token.special), key=lambda item: item[0])
-        if len(special) >= _IMAGE_SLOT:
-            special = special[: _IMAGE_SLOT - 1]
+        if len(special) > _IMAGE_SLOT:
+            raise ConfigError(f"the tokenizer has {len(special)} control tokens, more than {_IMAGE_SLOT}")
         self.ids = {token.content: i for i, token in special}
         self.texts = tuple(self.ids)
         self.slots = {text: slot for slot, text in enumerate(self.texts)}
@@ -143,6 +150,13 @@ def _is_special(added: dict[int, AddedToken], text: str) -> bool:
     return any(token.special for token in added.values() if token.content == text)
 
 
+def _as_special(token: AddedToken) -> AddedToken:
+    return AddedToken(token.content, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False, special=True)
+
+
 def _free_base(strings: Iterable[str]) -> int:
     taken = {ord(char) // _BLOCK for string in strings for char in _PRIVATE.findall(string)}
-    return next(base for base in _BASES if base // _BLOCK not in taken)
+    free = next((base for base in _BASES if base // _BLOCK not in taken), None)
+    if free is None:
+        raise ValueError("the text uses private-use characters all over planes 15 and 16")
+    return free

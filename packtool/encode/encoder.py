@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -15,12 +16,12 @@ from packtool.encode.encoded import EncodedImage, EncodedSample
 from packtool.encode.families import ImageLimits, family_of
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.pieces import PieceTokenizer
-from packtool.encode.targets import TurnFinder
+from packtool.encode.targets import TurnFinder, TurnPieces, num_common, role_tokens
 from packtool.encode.template import ChatTemplate, TemplateFailure
 from packtool.encode.truncate import kept_positions, moved_turns
-from packtool.errors import RowError
+from packtool.errors import ConfigError, RowError
 from packtool.media.measure import MediaProblem, measure_image
-from packtool.rows.sample import Dropped, MediaRef, Sample
+from packtool.rows.sample import Dropped, MediaRef, Sample, Turn
 
 _REMEMBERED_IMAGES = 10_000
 
@@ -31,6 +32,7 @@ class _Rendered:
 
     sample: Sample
     pieces: list[Piece]
+    turns: list[TurnPieces]
     images: tuple[EncodedImage, ...]
 
 
@@ -53,11 +55,15 @@ class Encoder:
         if self._family is not None:
             self.image_limits = self._family.image_limits(files.processor, spec)
             media_tokens = tuple(self._family.image_tokens)
-        tokenizer = Tokenizer.from_str(files.tokenizer_json)
-        self._vocabulary = ControlVocabulary(tokenizer, media_tokens)
-        self._image_ids = [self._vocabulary.ids[token] for token in media_tokens]
+        tokenizer = _tokenizer(files)
         self._template = ChatTemplate(files.chat_template, files.template_variables)
-        self._finder = TurnFinder.of(self._template, self._vocabulary)
+        self._vocabulary, self._finder = _turn_finder(self._template, tokenizer, media_tokens)
+        if missing := [token for token in media_tokens if token not in self._vocabulary.ids]:
+            raise ConfigError(
+                f"--model {spec.model}: its tokenizer does not know {', '.join(missing)}, which config.json calls for",
+                "Tokenizer and config.json belong to different models: take both from one.",
+            )
+        self._image_ids = [self._vocabulary.ids[token] for token in media_tokens]
         self._pieces = PieceTokenizer(tokenizer, self._vocabulary)
         self._measured: dict[str, tuple[int, int]] = {}
 
@@ -85,23 +91,26 @@ class Encoder:
             images = tuple(self._image(image) for image in sample.images)
         except MediaProblem as problem:
             return Dropped(sample.source, sample.row, problem.reason, problem.detail)
-        shield = Shield(self._vocabulary, _strings(sample))
-        messages = []
-        for turn in sample.turns:
-            content = shield.text(turn.content)
-            if images:
-                content = shield.images(content)
-            messages.append({"role": turn.role, "content": content, **shield.value(turn.extra)})
         try:
+            shield = Shield(self._vocabulary, _strings(sample))
+        except ValueError as error:
+            return Dropped(sample.source, sample.row, "private_characters", str(error))
+        try:
+            messages = [_message(turn, shield, with_images=bool(images)) for turn in sample.turns]
             rendered = self._template.render(messages, shield.value(sample.tools))
-        except TemplateFailure as failure:
+        except (TemplateFailure, RecursionError) as failure:
             return Dropped(sample.source, sample.row, "template_refused", str(failure))
         pieces = shield.cut(rendered)
         num_marks = sum(piece.image for piece in pieces)
         if num_marks != len(images):
             detail = f"the chat template left {num_marks} of {len(images)} pictures in the conversation"
             return Dropped(sample.source, sample.row, "image_marks", detail)
-        return _Rendered(sample, pieces, images)
+        turns = self._finder.find(pieces)
+        num_answers = sum(turn.role == "assistant" for turn in sample.turns)
+        if len(turns) < num_answers:
+            detail = f"{len(turns)} of {num_answers} assistant turns can be told apart in the rendered conversation"
+            return Dropped(sample.source, sample.row, "turns_not_found", detail)
+        return _Rendered(sample, pieces, turns, images)
 
     def _image(self, image: MediaRef) -> EncodedImage:
         if self._family is None or self.image_limits is None:
@@ -134,16 +143,17 @@ class Encoder:
                 ids.append(self._vocabulary.ids[piece.control])
             text_starts.append(len(ids))
             ids += text_ids
-        turns = self._turns(item.pieces, piece_ids, text_starts, len(ids))
+        turns = self._turns(item, piece_ids, text_starts, len(ids))
         return self._fit(item, np.array(ids, np.int32), np.array(turns, np.int32), spans)
 
-    def _turns(self, pieces: list[Piece], piece_ids: list[list[int]], text_starts: list[int], length: int) -> list[int]:
+    def _turns(self, item: _Rendered, piece_ids: list[list[int]], text_starts: list[int], length: int) -> list[int]:
         """[start, end) of the targets of each assistant turn, flat."""
+        pieces = item.pieces
         turns: list[int] = []
-        for turn in self._finder.find(pieces):
+        for turn in item.turns:
             # A blank that the answer begins with may merge with the header's last: the merged token is the answer's.
             (header,) = self._pieces.encode([Piece(pieces[turn.first].control, False, turn.header)])
-            start = text_starts[turn.first] + _num_common(header, piece_ids[turn.first])
+            start = text_starts[turn.first] + num_common(header, piece_ids[turn.first])
             end = text_starts[turn.last] if turn.last < len(pieces) else length
             if end > start:
                 turns += [start, end]
@@ -191,6 +201,36 @@ class Encoder:
         )
 
 
+def _message(turn: Turn, shield: Shield, with_images: bool) -> dict[str, Any]:
+    """A turn as the template gets it."""
+    content = shield.text(turn.content)
+    if with_images:
+        content = shield.images(content)
+    return {"role": turn.role, "content": content, **shield.value(turn.extra)}
+
+
+def _tokenizer(files: ModelFiles) -> Tokenizer:
+    try:
+        return Tokenizer.from_str(files.tokenizer_json)
+    except Exception as error:  # the tokenizers library raises nothing more special
+        raise ConfigError(f"{files.directory}: tokenizer.json cannot be used: {error}") from error
+
+
+def _turn_finder(
+    template: ChatTemplate, tokenizer: Tokenizer, media_tokens: Sequence[str]
+) -> tuple[ControlVocabulary, TurnFinder]:
+    """The control tokens and the way to find turns by them."""
+    vocabulary = ControlVocabulary(tokenizer, media_tokens)
+    try:
+        return vocabulary, TurnFinder.of(template, vocabulary)
+    except ConfigError:
+        roles = role_tokens(template, (token.content for token in tokenizer.get_added_tokens_decoder().values()))
+        if set(roles) <= vocabulary.ids.keys():
+            raise
+    vocabulary = ControlVocabulary(tokenizer, [*media_tokens, *roles])
+    return vocabulary, TurnFinder.of(template, vocabulary)
+
+
 def _strings(sample: Sample) -> list[str]:
     """Every string of a sample that a template may print."""
     found = [turn.content for turn in sample.turns]
@@ -205,10 +245,3 @@ def _strings(sample: Sample) -> list[str]:
         elif isinstance(value, (list, tuple)):
             stack += value
     return found
-
-
-def _num_common(a: Sequence[int], b: Sequence[int]) -> int:
-    count = 0
-    while count < min(len(a), len(b)) and a[count] == b[count]:
-        count += 1
-    return count

@@ -15,6 +15,7 @@ from typing import Any
 
 from packtool.errors import ConfigError
 
+_FETCH_AGAIN = "Fetch the model's files again."
 _HUB_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model"]
 
 
@@ -68,9 +69,16 @@ class ModelFiles:
 
     @cached_property
     def tokenizer_hash(self) -> str:
-        """Of vocabulary, merges, added tokens and pre-tokenization: what decides ids, however the file is laid out."""
-        parsed = json.loads(self.tokenizer_json)
-        model = parsed["model"]
+        """Of vocabulary, merges, added tokens and pre-tokenization: what decides ids, however the file is laid out.
+
+        Raises:
+            ConfigError: if ``tokenizer.json`` is broken.
+        """
+        try:
+            parsed = json.loads(self.tokenizer_json)
+            model = parsed["model"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{self.directory}: tokenizer.json is broken: {error!r}", _FETCH_AGAIN) from error
         vocabulary = model.get("vocab") or {}
         if isinstance(vocabulary, dict):
             vocabulary = sorted(vocabulary, key=vocabulary.__getitem__)
@@ -88,11 +96,12 @@ class ModelFiles:
     @property
     def template_variables(self) -> dict[str, str]:
         """``bos_token`` and its like, which chat templates may name."""
+        further = self.tokenizer_config.get("extra_special_tokens")
+        named = {**self.tokenizer_config, **(further if isinstance(further, dict) else {})}
         found = {}
-        for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
-            value = self.tokenizer_config.get(name)
+        for name, value in named.items():
             value = value.get("content") if isinstance(value, dict) else value
-            if isinstance(value, str):
+            if name.endswith("_token") and isinstance(value, str):
                 found[name] = value
         return found
 
@@ -133,13 +142,11 @@ def _tokenizer_json(directory: str) -> str:
 
 
 def _chat_template(directory: str, tokenizer_config: dict[str, Any]) -> str:
-    for name in ("chat_template.jinja", "chat_template.json"):
-        path = os.path.join(directory, name)
-        if os.path.exists(path):
-            with open(path, encoding="utf-8") as file:
-                text = file.read()
-            return text if name.endswith(".jinja") else str(json.loads(text)["chat_template"])
-    template = tokenizer_config.get("chat_template")
+    path = os.path.join(directory, "chat_template.jinja")
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    template = (_read_json(directory, "chat_template.json") or tokenizer_config).get("chat_template")
     if isinstance(template, list):
         named = {entry["name"]: entry["template"] for entry in template}
         template = named.get("default")

@@ -8,15 +8,23 @@ holds for templates that rewrite what earlier turns said (Qwen3 drops their ``<t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from packtool.encode.control import ControlVocabulary, Piece, Shield
 from packtool.encode.template import ChatTemplate, TemplateFailure
 from packtool.errors import ConfigError
 
-_PROBE_QUESTION = "packtoolquestion"
-_PROBE_ANSWER = "packtoolanswer"
+_QUESTION = "packtoolquestion"
+_ANSWERS = ("packtoolanswer", "packtoolreply")
+_PROBE = [
+    {"role": "user", "content": _QUESTION},
+    {"role": "assistant", "content": _ANSWERS[0]},
+    {"role": "user", "content": _QUESTION},
+    {"role": "assistant", "content": _ANSWERS[1]},
+]
+
+_Header = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -41,50 +49,46 @@ class TurnFinder:
     Args:
         header: (control, text) pairs that open an assistant turn; the last text is a prefix of its piece's.
         prompt_rest: what the generation prompt writes behind the header (``<think>\\n`` for thinking models).
-        end_of_turn: the control token that ends a turn.
+        ends: control tokens that end a turn; a template may end the last one with another than those before.
+        tail: control tokens that always follow an end at once and belong to the turn.
     """
 
-    header: tuple[tuple[str, str], ...]
+    header: _Header
     prompt_rest: str
-    end_of_turn: str
+    ends: frozenset[str]
+    tail: tuple[str, ...]
 
     @classmethod
     def of(cls, template: ChatTemplate, vocabulary: ControlVocabulary) -> TurnFinder:
-        """Learn from two small conversations how the template opens and ends an assistant turn.
+        """Learn from small conversations how the template opens and ends an assistant turn.
 
         Raises:
             ConfigError: if it does so without control tokens: then nothing marks where a turn begins.
         """
-        question = {"role": "user", "content": _PROBE_QUESTION}
-        answer = {"role": "assistant", "content": _PROBE_ANSWER}
+        shield = Shield(vocabulary, ())
         try:
-            asked = template.render([question])
-            prompted = template.render([question], add_generation_prompt=True)
-            answered = template.render([question, answer])
+            asked = shield.cut(template.render(_PROBE[:1]))
+            prompted = shield.cut(template.render(_PROBE[:1], add_generation_prompt=True))
+            short = shield.cut(template.render(_PROBE[:2]))
+            long = shield.cut(template.render(_PROBE))
         except TemplateFailure as error:
             raise ConfigError(f"the chat template does not render a question and its answer: {error}") from error
-        turn, inside = _answer_piece(answered, vocabulary)
-        if inside is None or inside + 1 >= len(turn) or not turn[inside].control:
-            raise _no_control_tokens()
-        before = turn[inside].text.partition(_PROBE_ANSWER)[0]
-        prompt = Shield(vocabulary, ()).cut(prompted[len(asked) :]) if prompted.startswith(asked) else []
-        if len(prompt) > 1 and not prompt[0].text:
-            header = [(piece.control, piece.text) for piece in prompt[1:]]
-        elif prompted == asked and _PROBE_QUESTION not in before:
-            # No generation prompt: the question's closing token opens the answer ("[/INST]").
-            header = [(turn[inside].control, before)]
-        else:
-            raise _no_control_tokens()
-        common = _common_prefix(header[-1][1], before)
-        rest = header[-1][1][len(common) :]
-        header[-1] = (header[-1][0], common)
-        finder = cls(header=tuple(header), prompt_rest=rest, end_of_turn=turn[inside + 1].control)
-        if len(finder.find(turn)) != 1:
-            raise _no_control_tokens()
+        answers = [(short, _ANSWERS[0]), (long, _ANSWERS[0]), (long, _ANSWERS[1])]
+        places = [_piece_with(pieces, answer) for pieces, answer in answers]
+        header, prompt_rest = _header(_written(asked, prompted), asked == prompted, answers, places)
+        ends = frozenset(pieces[at + 1].control for (pieces, _), at in zip(answers, places, strict=True))
+        tails = [_controls_behind(pieces, at + 1) for (pieces, _), at in zip(answers[:2], places[:2], strict=True)]
+        finder = cls(header, prompt_rest, ends, tuple(tails[0][: num_common(*tails)]) if len(ends) == 1 else ())
+        for pieces, said in ((short, _ANSWERS[:1]), (long, _ANSWERS)):
+            texts = ["".join(piece.text for piece in pieces[t.first : t.last]) for t in finder.find(pieces)]
+            if len(texts) != len(said) or any(
+                answer not in text or _QUESTION in text for answer, text in zip(said, texts, strict=True)
+            ):
+                raise _no_control_tokens()
         return finder
 
     def find(self, pieces: Sequence[Piece]) -> list[TurnPieces]:
-        """All assistant turns of a cut conversation, in order."""
+        """All assistant turns of a cut conversation, in order; a turn that nothing ends before the next is none."""
         turns = []
         i, span = 0, len(self.header)
         while i + span <= len(pieces):
@@ -95,12 +99,21 @@ class TurnFinder:
             header = self.header[-1][1]
             if self.prompt_rest and pieces[first].text.startswith(header + self.prompt_rest):
                 header += self.prompt_rest
-            last = first + 1
-            while last < len(pieces) and pieces[last].control != self.end_of_turn:
-                last += 1
-            turns.append(TurnPieces(first, header, last))
-            i = last
+            last = self._end(pieces, first)
+            if last is not None:
+                turns.append(TurnPieces(first, header, last))
+            i = first + 1 if last is None else last
         return turns
+
+    def _end(self, pieces: Sequence[Piece], first: int) -> int | None:
+        for i in range(first + 1, len(pieces)):
+            if pieces[i].control in self.ends:
+                behind = _controls_behind(pieces, i)
+                return i + len(self.tail) if tuple(behind[: len(self.tail)]) == self.tail else i
+            if pieces[i].control == self.header[0][0]:
+                # Another turn begins: this one had an end of its own (a tool call's <|eom_id|>), or none.
+                return i - 1 if i - 1 > first and not pieces[i - 1].text.strip() else None
+        return len(pieces)
 
     def _opens(self, window: Sequence[Piece]) -> bool:
         *exact, (control, prefix) = self.header
@@ -111,9 +124,86 @@ class TurnFinder:
         )
 
 
-def _answer_piece(answered: str, vocabulary: ControlVocabulary) -> tuple[list[Piece], int | None]:
-    pieces = Shield(vocabulary, ()).cut(answered)
-    return pieces, next((i for i, piece in enumerate(pieces) if _PROBE_ANSWER in piece.text), None)
+def role_tokens(template: ChatTemplate, tokens: Iterable[str]) -> list[str]:
+    """Those of a tokenizer's added tokens that open a turn: DeepSeek's do, though none of them is marked as special.
+
+    Args:
+        tokens: texts of all added tokens.
+    """
+    try:
+        asked = template.render(_PROBE[:1])
+        prompted = template.render(_PROBE[:1], add_generation_prompt=True)
+    except TemplateFailure:
+        return []
+    before = asked.partition(_QUESTION)[0].rstrip()
+    prompt = prompted.removeprefix(asked).lstrip()
+    return [token for token in tokens if before.endswith(token) or prompt.startswith(token)]
+
+
+def _header(
+    prompt: list[Piece], no_prompt: bool, answers: Sequence[tuple[list[Piece], str]], places: Sequence[int]
+) -> tuple[_Header, str]:
+    """What opens every assistant turn, and what the generation prompt writes behind it."""
+    if no_prompt:
+        # The question's closing token opens the answer ("[/INST]").
+        pieces, at = answers[0][0], places[0]
+        prompt = [pieces[at]] if _QUESTION in pieces[at - 1].text else []
+    if not prompt or not all(piece.control for piece in prompt):
+        raise _no_control_tokens()
+    header = [(piece.control, piece.text) for piece in prompt]
+    for (pieces, answer), at in zip(answers, places, strict=True):
+        begin = max((i for i in range(at + 1) if pieces[i].control == prompt[0].control), default=at)
+        opening = [(piece.control, piece.text) for piece in pieces[begin:at]]
+        header = _common_pairs(header, [*opening, (pieces[at].control, pieces[at].text.partition(answer)[0])])
+    if not header or any(_QUESTION in text for _, text in header):
+        raise _no_control_tokens()
+    rest = "" if no_prompt or len(header) < len(prompt) else prompt[-1].text[len(header[-1][1]) :]
+    return tuple(header), rest
+
+
+def _piece_with(pieces: Sequence[Piece], answer: str) -> int:
+    """The piece that holds an answer, with a control token before and behind it."""
+    at = next((i for i, piece in enumerate(pieces) if answer in piece.text), None)
+    if at is None or at + 1 >= len(pieces) or not pieces[at].control:
+        raise _no_control_tokens()
+    return at
+
+
+def _written(before: Sequence[Piece], after: Sequence[Piece]) -> list[Piece]:
+    """The pieces that ``after`` has behind those it shares with ``before``."""
+    same = num_common(before, after)
+    if same < min(len(before), len(after)) and before[same].control == after[same].control:
+        same += 1  # the control token is shared, only the text behind it is not
+    return list(after[same:])
+
+
+def _controls_behind(pieces: Sequence[Piece], at: int) -> list[str]:
+    """Control tokens that follow piece ``at`` with nothing between them."""
+    found = []
+    while at + 1 < len(pieces) and not pieces[at].text:
+        at += 1
+        found.append(pieces[at].control)
+    return found
+
+
+def _common_pairs(a: Sequence[tuple[str, str]], b: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Pairs that both begin with; of the last, what both texts begin with."""
+    common = []
+    for (control, text), (other, other_text) in zip(a, b, strict=False):
+        if control != other:
+            break
+        common.append((control, text[: num_common(text, other_text)]))
+        if text != other_text:
+            break
+    return common
+
+
+def num_common(a: Sequence[object], b: Sequence[object]) -> int:
+    """How many elements both begin with."""
+    count = 0
+    while count < min(len(a), len(b)) and a[count] == b[count]:
+        count += 1
+    return count
 
 
 def _no_control_tokens() -> ConfigError:
@@ -122,10 +212,3 @@ def _no_control_tokens() -> ConfigError:
         "so packtool cannot tell which tokens are targets",
         "ChatML, Llama 3, Gemma, Phi, Mistral and DeepSeek templates do; put such a one into chat_template.jinja.",
     )
-
-
-def _common_prefix(a: str, b: str) -> str:
-    length = 0
-    while length < min(len(a), len(b)) and a[length] == b[length]:
-        length += 1
-    return a[:length]

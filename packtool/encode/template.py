@@ -15,6 +15,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from packtool.errors import ConfigError
 
+# What a template can run into on a conversation it was not written for.
+_FAILURES = (
+    *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError),
+    *(ArithmeticError, RecursionError),
+)
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -85,7 +90,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self._variables,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except _FAILURES as error:
             raise TemplateFailure(str(error) or type(error).__name__) from error
 
 

@@ -21,6 +21,10 @@ Form = Literal["json", "jsonl"]
 BLOCK_ROWS = 64
 _CHUNK_BYTES = 1 << 23
 _SPACE = " \t\r\n"
+# First bytes of a line that may hold nothing but blanks and a byte order mark.
+_MAY_BE_BLANK = np.isin(np.arange(256), [*b" \t\r\n\v\f", codecs.BOM_UTF8[0]])
+# A literal or an escape is at most so long: an error further from the window's end is no effect of its ending there.
+_LONGEST_TOKEN = 32
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ def _lines(file: BinaryIO, digest: hashlib.blake2b) -> Iterator[Block]:
             ends = np.append(ends, len(chunk))
         begins = np.concatenate(([0], ends[:-1]))
         blank = np.zeros(len(ends), bool)
-        for i in np.flatnonzero(ends - begins <= 8):
+        for i in np.flatnonzero(_MAY_BE_BLANK[np.frombuffer(chunk, np.uint8)[begins]]):
             blank[i] = not chunk[begins[i] : ends[i]].removeprefix(codecs.BOM_UTF8).strip()
         for low in range(0, len(ends), BLOCK_ROWS):
             high = min(low + BLOCK_ROWS, len(ends))
@@ -139,6 +143,8 @@ def _elements(path: str, file: BinaryIO, digest: hashlib.blake2b) -> Iterator[Bl
     row = 0
     text.skip_space()
     if text.peek() == "]":
+        text.take()
+        text.end()
         return
     while True:
         text.skip_element(row)
@@ -152,7 +158,7 @@ def _elements(path: str, file: BinaryIO, digest: hashlib.blake2b) -> Iterator[Bl
             yield Block(start, stop, first, rows)
             start, first, rows = text.bytes_read, row, 0
         if mark == "]":
-            text.drain()
+            text.end()
             return
         text.skip_space()
 
@@ -193,18 +199,31 @@ class _JsonText:
         while True:
             try:
                 _, end = self._json.raw_decode(self._text, self._at)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 # Either broken, or the window ends inside it: read on, twice as much each time.
-                if not self._read(want):
+                if not self._may_be_cut(error) or not self._read(want):
                     raise self.broken(row, str(error)) from error
                 want *= 2
                 continue
+            if end == len(self._text) and self._read(want):
+                continue  # a number may go on
             self._advance(end - self._at)
             return
 
-    def drain(self) -> None:
-        while self._read(_CHUNK_BYTES):
-            self._at = len(self._text)
+    def _may_be_cut(self, error: Exception) -> bool:
+        """Whether the text that is yet to come may mend the error; only a string's is told at its beginning."""
+        if not isinstance(error, json.JSONDecodeError):
+            return False
+        return error.msg.startswith("Unterminated string") or error.pos + _LONGEST_TOKEN > len(self._text)
+
+    def end(self) -> None:
+        """Nothing may follow but blanks."""
+        self.skip_space()
+        if self.peek():
+            raise DataError(
+                f"{self._path}: something follows the JSON array, near byte {self.bytes_read}",
+                "A .json file holds one array of rows; give several arrays as several files.",
+            )
 
     def broken(self, row: int, detail: str) -> DataError:
         return DataError(

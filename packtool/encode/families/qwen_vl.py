@@ -50,6 +50,11 @@ class QwenVL:
 
     def image_limits(self, processor: dict[str, Any], options: ImageOptions) -> ImageLimits:
         """See ``Family``."""
+        if not processor:
+            raise ConfigError(
+                "the model has no image processor settings, so the patches of a picture cannot be counted",
+                "Put the model's preprocessor_config.json beside config.json.",
+            )
         size = processor.get("size") or {}
         patch_size = int(processor.get("patch_size", 14))
         merge_size = int(processor.get("merge_size", 2))
