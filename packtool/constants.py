@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Version of the cache directory's layout; bumped when an older reader would misread it."""
 
 IGNORE_INDEX = -100
@@ -16,5 +16,11 @@ VAL_SPLIT = "val"
 
 IMAGE_MARK = "<image>"
 """What a row's text holds where a picture goes."""
+
+VIDEO_MARK = "<video>"
+"""What a row's text holds where a video goes."""
+
+AUDIO_MARK = "<audio>"
+"""What a row's text holds where a sound goes."""
 
 ROLES = ("system", "user", "assistant", "tool")

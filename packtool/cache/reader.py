@@ -16,7 +16,7 @@ import pyarrow as pa
 from packtool import storage
 from packtool.cache.manifest import Manifest
 from packtool.constants import INDEX_NAME, TRAIN_SPLIT
-from packtool.encode.encoded import EncodedImage, EncodedSample, IntArray
+from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray
 from packtool.errors import MismatchError
 
 # Each mapped shard holds a file descriptor.
@@ -46,7 +46,7 @@ class SplitIndex:
         length: tokens of each sample.
         target_tokens: tokens that carry loss.
         media_tokens: pads of its media.
-        num_images: pictures.
+        num_images, num_videos, num_audios: media by kind.
         channel: position in ``channels``, or -1.
         channels: names.
     """
@@ -55,6 +55,8 @@ class SplitIndex:
     target_tokens: IntArray
     media_tokens: IntArray
     num_images: IntArray
+    num_videos: IntArray
+    num_audios: IntArray
     channel: IntArray
     channels: tuple[str, ...]
 
@@ -148,12 +150,14 @@ class _Shard:
     def sample(self, row: int) -> EncodedSample:
         number = int(np.searchsorted(self._starts, row, side="right")) - 1
         batch, i = self._batches[number], row - int(self._starts[number])
-        images = batch.column("images")[i].as_py() or []
         return EncodedSample(
             input_ids=_ints(batch.column("input_ids"), i),
             labels=_ints(batch.column("labels"), i),
             turns=_ints(batch.column("turns"), i),
-            images=tuple(_image(image) for image in images),
+            loss_scale=_weights(batch.column("loss_scale"), i),
+            images=tuple(_image(raw) for raw in batch.column("images")[i].as_py() or ()),
+            videos=tuple(_video(raw) for raw in batch.column("videos")[i].as_py() or ()),
+            audios=tuple(_audio(raw) for raw in batch.column("audios")[i].as_py() or ()),
             channel=batch.column("channel")[i].as_py(),
             source=batch.column("source")[i].as_py(),
             row=batch.column("row")[i].as_py(),
@@ -166,9 +170,36 @@ def _ints(column: pa.ListArray, i: int) -> IntArray:
     return column.values.to_numpy(zero_copy_only=True)[start:end]
 
 
+def _weights(column: pa.ListArray, i: int) -> npt.NDArray[np.float32] | None:
+    if not column[i].is_valid:
+        return None
+    start, end = column.offsets[i].as_py(), column.offsets[i + 1].as_py()
+    return column.values.to_numpy(zero_copy_only=True)[start:end]
+
+
 def _image(raw: dict[str, Any]) -> EncodedImage:
-    t, h, w = raw["grid"]
-    return EncodedImage(raw["path"], raw["bytes"], raw["height"], raw["width"], (t, h, w), raw["tokens"])
+    return EncodedImage(raw["path"], raw["bytes"], raw["height"], raw["width"], tuple(raw["grid"]), raw["tokens"])
+
+
+def _audio(raw: dict[str, Any]) -> EncodedAudio:
+    return EncodedAudio(raw.get("path"), raw.get("bytes"), raw["samples"], raw["features"], raw["tokens"])
+
+
+def _video(raw: dict[str, Any]) -> EncodedVideo:
+    return EncodedVideo(
+        path=raw["path"],
+        data=raw["bytes"],
+        frames=tuple((frame["path"], frame["bytes"]) for frame in raw["frames"]),
+        height=raw["height"],
+        width=raw["width"],
+        num_frames=raw["num_frames"],
+        fps=raw["fps"],
+        indices=tuple(raw["indices"]),
+        grid=tuple(raw["grid"]),
+        seconds_per_grid=raw["seconds_per_grid"],
+        num_tokens=raw["tokens"],
+        audio=_audio(raw["audio"]) if raw["audio"] is not None else None,
+    )
 
 
 def _join(parts: Sequence[dict[str, IntArray]], manifests: Sequence[Manifest]) -> SplitIndex:
@@ -179,7 +210,7 @@ def _join(parts: Sequence[dict[str, IntArray]], manifests: Sequence[Manifest]) -
     ]
     joined = {
         name: np.concatenate([part[name] for part in parts])
-        for name in ("length", "target_tokens", "media_tokens", "num_images")
+        for name in ("length", "target_tokens", "media_tokens", "num_images", "num_videos", "num_audios")
     }
     return SplitIndex(channel=np.concatenate(codes), channels=channels, **joined)
 

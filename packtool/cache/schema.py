@@ -8,14 +8,23 @@ from typing import Any
 import pyarrow as pa
 
 _INTS = pa.list_(pa.int32())
-_IMAGE = pa.struct(
+_FILE = [("path", pa.string()), ("bytes", pa.binary())]
+_SIZE = [("height", pa.int32()), ("width", pa.int32())]
+_SOUND = [("samples", pa.int64()), ("features", pa.int32()), ("tokens", pa.int32())]
+_IMAGE = pa.struct([*_FILE, *_SIZE, ("grid", _INTS), ("tokens", pa.int32())])
+_AUDIO = pa.struct([*_FILE, *_SOUND])
+_VIDEO = pa.struct(
     [
-        ("path", pa.string()),
-        ("bytes", pa.binary()),
-        ("height", pa.int32()),
-        ("width", pa.int32()),
+        *_FILE,
+        ("frames", pa.list_(pa.struct(_FILE))),
+        *_SIZE,
+        ("num_frames", pa.int32()),
+        ("fps", pa.float64()),
+        ("indices", _INTS),
         ("grid", _INTS),
+        ("seconds_per_grid", pa.float64()),
         ("tokens", pa.int32()),
+        ("audio", pa.struct(_SOUND)),
     ]
 )
 
@@ -25,14 +34,21 @@ SAMPLES = pa.schema(
         ("labels", _INTS),
         ("length", pa.int32()),
         ("turns", _INTS),
+        ("loss_scale", pa.list_(pa.float32())),
         ("images", pa.list_(_IMAGE)),
+        ("videos", pa.list_(_VIDEO)),
+        ("audios", pa.list_(_AUDIO)),
         ("channel", pa.string()),
         ("source", pa.string()),
         ("row", pa.int64()),
         ("truncated", pa.int32()),
     ]
 )
-"""One row a sample. ``turns``: [start, end) of each assistant turn's targets, flat. ``truncated``: tokens removed."""
+"""One row a sample: the fields of ``EncodedSample`` and of its media.
+
+``turns``: [start, end) of each assistant turn that may be trained, flat. ``loss_scale``: null where all labels weigh 1.
+``truncated``: tokens removed.
+"""
 
 INDEX = pa.schema(
     [
@@ -42,6 +58,8 @@ INDEX = pa.schema(
         ("target_tokens", pa.int32()),
         ("media_tokens", pa.int32()),
         ("num_images", pa.int32()),
+        ("num_videos", pa.int32()),
+        ("num_audios", pa.int32()),
         ("channel", pa.int32()),
     ]
 )

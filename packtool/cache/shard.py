@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from packtool.cache.schema import INDEX, SAMPLES
-from packtool.encode.encoded import EncodedImage, EncodedSample, IntArray
+from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray
 from packtool.storage import AtomicFile
 
 
@@ -84,13 +84,42 @@ def _image(image: EncodedImage) -> dict[str, object]:
     }
 
 
+def _audio(audio: EncodedAudio) -> dict[str, object]:
+    sound = {"samples": audio.num_samples, "features": audio.num_features, "tokens": audio.num_tokens}
+    return {"path": audio.path, "bytes": audio.data, **sound}
+
+
+def _video(video: EncodedVideo) -> dict[str, object]:
+    return {
+        "path": video.path,
+        "bytes": video.data,
+        "frames": [{"path": path, "bytes": data} for path, data in video.frames],
+        "height": video.height,
+        "width": video.width,
+        "num_frames": video.num_frames,
+        "fps": video.fps,
+        "indices": list(video.indices),
+        "grid": list(video.grid),
+        "seconds_per_grid": video.seconds_per_grid,
+        "tokens": video.num_tokens,
+        "audio": _audio(video.audio) if video.audio is not None else None,
+    }
+
+
+def _list(name: str, values: Sequence[object]) -> pa.Array:
+    return pa.array(values, SAMPLES.field(name).type)
+
+
 def _batch(samples: Sequence[EncodedSample]) -> pa.RecordBatch:
     columns = {
         "input_ids": _ints([sample.input_ids for sample in samples]),
         "labels": _ints([sample.labels for sample in samples]),
         "length": pa.array([sample.length for sample in samples], pa.int32()),
         "turns": _ints([sample.turns for sample in samples]),
-        "images": pa.array([[_image(image) for image in s.images] for s in samples], SAMPLES.field("images").type),
+        "loss_scale": _list("loss_scale", [sample.loss_scale for sample in samples]),
+        "images": _list("images", [[_image(image) for image in sample.images] for sample in samples]),
+        "videos": _list("videos", [[_video(video) for video in sample.videos] for sample in samples]),
+        "audios": _list("audios", [[_audio(audio) for audio in sample.audios] for sample in samples]),
         "channel": pa.array([sample.channel for sample in samples], pa.string()),
         "source": pa.array([sample.source for sample in samples], pa.string()),
         "row": pa.array([sample.row for sample in samples], pa.int64()),
@@ -120,6 +149,8 @@ def index_part(
         "target_tokens": np.array([num_targets(sample) for sample in samples], np.int32),
         "media_tokens": np.array([sample.num_media_tokens for sample in samples], np.int32),
         "num_images": np.array([len(sample.images) for sample in samples], np.int32),
+        "num_videos": np.array([len(sample.videos) for sample in samples], np.int32),
+        "num_audios": np.array([len(sample.audios) for sample in samples], np.int32),
         "channel": np.array(codes, np.int32),
     }
 

@@ -19,7 +19,7 @@ class EncodedImage:
         data: the encoded file's bytes, or None.
         height: pixels, after the EXIF orientation is applied.
         width: pixels.
-        grid: (t, h, w) in vision patches, as the model's ``image_grid_thw``.
+        grid: (t, h, w) in vision patches, as the model's ``image_grid_thw``; empty for families without one.
         num_tokens: pads that stand for it in ``input_ids``.
     """
 
@@ -27,8 +27,57 @@ class EncodedImage:
     data: bytes | None
     height: int
     width: int
-    grid: tuple[int, int, int]
+    grid: tuple[int, ...]
     num_tokens: int
+
+
+@dataclass(frozen=True)
+class EncodedAudio:
+    """One sound of a sample, or the sound track of a video, measured.
+
+    Args:
+        path, data: as for pictures; both None for a sound track, which lies in its video.
+        num_samples: of one channel, at the model's sampling rate.
+        num_features: mel frames that the model's feature extractor makes of it.
+        num_tokens: pads that stand for it in ``input_ids``.
+    """
+
+    path: str | None
+    data: bytes | None
+    num_samples: int
+    num_features: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class EncodedVideo:
+    """One video of a sample, measured.
+
+    Args:
+        path, data: as for pictures; both None when ``frames`` holds it.
+        frames: (path, data) of each picture of a video that is given as pictures.
+        height, width: pixels of a frame, after rotation.
+        num_frames: frames in the file.
+        fps: frames a second in the file.
+        indices: numbers of the frames that the model sees, ascending.
+        grid: (t, h, w) in vision patches, as the model's ``video_grid_thw``; empty for families without one.
+        seconds_per_grid: seconds between two steps of the grid's t.
+        num_tokens: pads that stand for its frames in ``input_ids``.
+        audio: its sound track, where that is woven in (``USE_AUDIO_IN_VIDEO``).
+    """
+
+    path: str | None
+    data: bytes | None
+    frames: tuple[tuple[str | None, bytes | None], ...]
+    height: int
+    width: int
+    num_frames: int
+    fps: float
+    indices: tuple[int, ...]
+    grid: tuple[int, ...]
+    seconds_per_grid: float
+    num_tokens: int
+    audio: EncodedAudio | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,12 +87,14 @@ class EncodedSample:
     Args:
         input_ids: int32 (L,).
         labels: int32 (L,): the token itself where it is a target, else -100. Not shifted.
-        turns: int32 (2 * num_turns,): [start, end) of every assistant turn's targets, flat.
+        turns: int32 (2 * num_turns,): [start, end) of every assistant turn that may be trained, flat.
         images: in the order of their pads.
         channel: the row's ``channel``, if any.
         source: dataset the row came from.
         row: 0-based row there.
-        num_truncated: tokens that truncation removed.
+        num_truncated: tokens that truncation removed, those of removed media among them.
+        videos, audios: in the order of their pads.
+        loss_scale: float32 (L,), the weight of each label, or None when all labels weigh 1.
     """
 
     input_ids: IntArray
@@ -54,6 +105,9 @@ class EncodedSample:
     source: str
     row: int
     num_truncated: int = 0
+    videos: tuple[EncodedVideo, ...] = ()
+    audios: tuple[EncodedAudio, ...] = ()
+    loss_scale: npt.NDArray[np.float32] | None = None
 
     @property
     def length(self) -> int:
@@ -63,4 +117,5 @@ class EncodedSample:
     @property
     def num_media_tokens(self) -> int:
         """Pads of all media."""
-        return sum(image.num_tokens for image in self.images)
+        tracks = [video.audio for video in self.videos if video.audio is not None]
+        return sum(medium.num_tokens for medium in (*self.images, *self.videos, *self.audios, *tracks))

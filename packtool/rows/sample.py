@@ -12,25 +12,40 @@ class Turn:
 
     Args:
         role: one of ``constants.ROLES``.
-        content: its text; ``<image>`` stands where a picture goes.
+        content: its text; ``<image>``, ``<video>`` and ``<audio>`` stand where a medium goes.
         extra: further keys that chat templates read (``tool_calls``, ``reasoning_content``, ``name``, ...).
+        loss: the row's own word on whether an assistant turn is trained; None leaves it to the loss scale.
+        loss_scale: the row's own weight for an assistant turn's tokens; None leaves it to the loss scale.
     """
 
     role: str
     content: str
     extra: dict[str, Any] = field(default_factory=dict)
+    loss: bool | None = None
+    loss_scale: float | None = None
 
 
 @dataclass(frozen=True)
 class MediaRef:
-    """Where one picture lies: a path, or the encoded file's bytes."""
+    """Where one picture, video or sound lies.
+
+    Args:
+        path: absolute path or URL, or None.
+        data: the encoded file's bytes, or None.
+        frames: a video given as its pictures, in order; ``path`` and ``data`` are None then.
+        fps: pictures a second of such a video, when the row says it.
+    """
 
     path: str | None
     data: bytes | None = None
+    frames: tuple[MediaRef, ...] = ()
+    fps: float | None = None
 
     @property
     def name(self) -> str:
         """For messages."""
+        if self.frames:
+            return f"<{len(self.frames)} frames>"
         return self.path if self.path is not None else f"<{len(self.data or b'')} bytes>"
 
 
@@ -41,7 +56,9 @@ class Sample:
     Args:
         source: the dataset as the user named it.
         row: 0-based row in that source.
-        num_marks_added: picture marks that the row lacked.
+        num_marks_added: media marks that the row lacked.
+        is_text: a text for pretraining: one assistant turn that is encoded without a chat template, every token a target.
+        loss_scale: the dataset's own loss scale (``--dataset-info``), None for the export's.
     """
 
     turns: tuple[Turn, ...]
@@ -51,6 +68,10 @@ class Sample:
     tools: tuple[Any, ...] | None = None
     channel: str | None = None
     num_marks_added: int = 0
+    videos: tuple[MediaRef, ...] = ()
+    audios: tuple[MediaRef, ...] = ()
+    is_text: bool = False
+    loss_scale: str | None = None
 
 
 @dataclass(frozen=True)
