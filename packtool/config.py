@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 from packtool.settings import REQUIRED, option
 
-TruncationStrategy = Literal["delete", "left", "raise"]
+TruncationStrategy = Literal["delete", "left", "right", "split", "raise"]
+MediaOverflow = Literal["drop", "trim", "raise"]
+MediaStorage = Literal["reference", "embed"]
 TrainType = Literal["lora", "full"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -43,7 +45,49 @@ class ImageOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncodeSpec(ImageOptions):
+class MediaOptions(ImageOptions):
+    """Limits on all media. Unset ones come from the model's processor settings.
+
+    Names and meaning are those of the environment variables that Qwen's tools and ms-swift read.
+    """
+
+    fps: float | None = option(
+        None, "Frames a second to take of a video.", panel="Video and audio", env="FPS", minimum=0.001
+    )
+    fps_min_frames: int | None = option(
+        None, "Fewest frames to take of a video.", panel="Video and audio", env="FPS_MIN_FRAMES", minimum=1
+    )
+    fps_max_frames: int | None = option(
+        None, "Most frames to take of a video.", panel="Video and audio", env="FPS_MAX_FRAMES", minimum=1
+    )
+    video_max_pixels: int | None = option(
+        None, "Most pixels of a video's frame.", panel="Video and audio", env="VIDEO_MAX_PIXELS", minimum=1
+    )
+    video_min_pixels: int | None = option(
+        None, "Fewest pixels of a video's frame.", panel="Video and audio", env="VIDEO_MIN_PIXELS", minimum=1
+    )
+    video_total_pixels: int | None = option(
+        None, "Most pixels of all frames of a video.", panel="Video and audio", env="VIDEO_TOTAL_PIXELS", minimum=1
+    )
+    video_max_token_num: int | None = option(
+        None, "Most tokens of a video's frame.", panel="Video and audio", env="VIDEO_MAX_TOKEN_NUM", minimum=1
+    )
+    video_min_token_num: int | None = option(
+        None, "Fewest tokens of a video's frame.", panel="Video and audio", env="VIDEO_MIN_TOKEN_NUM", minimum=1
+    )
+    use_audio_in_video: bool | None = option(
+        None,
+        "Weave a video's sound track in between its frames (Omni models).",
+        panel="Video and audio",
+        env="USE_AUDIO_IN_VIDEO",
+    )
+    sampling_rate: int | None = option(
+        None, "Samples a second of sound.", panel="Video and audio", env="SAMPLING_RATE", minimum=1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodeSpec(MediaOptions):
     """Everything that decides what a row becomes: two exports with the same spec write the same tokens."""
 
     model: str = option(
@@ -51,7 +95,21 @@ class EncodeSpec(ImageOptions):
     )
     max_length: int = option(REQUIRED, "Most tokens of a sample.", minimum=2)
     truncation_strategy: TruncationStrategy = option(
-        "delete", "What becomes of a longer row: left out, cut on the left with its media kept whole, or an error."
+        "delete",
+        "What becomes of a longer row: left out, cut on the left or right with its media kept whole, cut into pieces "
+        "(texts for pretraining only), or an error.",
+    )
+    media_overflow: MediaOverflow = option(
+        "drop",
+        "What becomes of a row whose media alone exceed --max-length: left out, its oldest media removed, or an error.",
+    )
+    loss_scale: str = option(
+        "default",
+        "Which tokens are trained, and how much: default (assistant turns), last_round or all, and further rules "
+        "behind a +, as in last_round+ignore_empty_think.",
+    )
+    media: MediaStorage = option(
+        "reference", "Keep the media's paths, or embed the encoded files' bytes into the cache."
     )
 
 
@@ -88,7 +146,7 @@ class ExportConfig(EncodeSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(ImageOptions):
+class TrainConfig(MediaOptions):
     """What ``packtool train`` needs to know."""
 
     model: str = option(REQUIRED, "Directory (or hub id) of the model.", panel="Model and data")

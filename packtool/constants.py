@@ -23,4 +23,7 @@ VIDEO_MARK = "<video>"
 AUDIO_MARK = "<audio>"
 """What a row's text holds where a sound goes."""
 
+MEDIA_MARKS = {"image": IMAGE_MARK, "video": VIDEO_MARK, "audio": AUDIO_MARK}
+"""The mark of each kind of medium."""
+
 ROLES = ("system", "user", "assistant", "tool")

@@ -7,7 +7,9 @@ from functools import cached_property
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from packtool.encode.families import ImageLimits, family_of
+from packtool.encode.families import ImageLimits, is_multimodal
+from packtool.encode.families.qwen_vl import MODEL_TYPES
+from packtool.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -29,16 +31,20 @@ class InputSpec:
         """Read the configuration of ``model``.
 
         Raises:
-            ConfigError: for a multimodal model of an unknown family.
+            ConfigError: for a multimodal model whose inputs packtool cannot make.
         """
         config = AutoConfig.from_pretrained(model)
-        family_of(config.to_dict())
+        if is_multimodal(config.to_dict()) and config.model_type not in MODEL_TYPES:
+            raise ConfigError(
+                f"the model's type is {config.model_type!r}, a multimodal family that packtool cannot train yet",
+                f"Known are {', '.join(MODEL_TYPES)}, and every model of text alone.",
+            )
         return cls(model, config, limits)
 
     @cached_property
     def sees(self) -> bool:
         """Whether the model takes pictures; then its position ids have four rows [text, t, h, w]."""
-        return family_of(self.config.to_dict()) is not None
+        return is_multimodal(self.config.to_dict())
 
     @property
     def image_pad_id(self) -> int | None:

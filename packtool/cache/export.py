@@ -21,7 +21,7 @@ from packtool.cache.task import TASKS_DIR, Task, TaskResult, marker_path
 from packtool.config import ExportConfig
 from packtool.constants import DROPPED_NAME, MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT
 from packtool.encode.encoder import Encoder
-from packtool.encode.families import family_of
+from packtool.encode.families import MediaLimits, family_of
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, DataError, MismatchError
 from packtool.progress import Progress
@@ -153,13 +153,13 @@ def _scan(path: str, progress: Progress) -> ScannedSource:
 
 
 def _identity(config: ExportConfig, files: ModelFiles) -> Identity:
-    family = family_of(files.config)
+    family = family_of(files, config)
     return Identity(
         spec=dataclasses.asdict(config.encode_spec),
         model_type=files.model_type,
         tokenizer_hash=files.tokenizer_hash,
         template_hash=files.template_hash,
-        image_limits=family.image_limits(files.processor, config) if family is not None else None,
+        media_limits=family.limits if family is not None else MediaLimits(),
         seed=config.seed,
         split_dataset_ratio=config.split_dataset_ratio,
         rows_per_shard=config.rows_per_shard,

@@ -12,7 +12,7 @@ from typing import Any
 
 from packtool import storage
 from packtool.constants import FORMAT_VERSION, MANIFEST_NAME
-from packtool.encode.families import ImageLimits
+from packtool.encode.families import MediaLimits
 from packtool.errors import MismatchError
 
 # Drops that a larger --max-length would have avoided.
@@ -65,7 +65,7 @@ class Identity:
     Args:
         spec: the EncodeSpec as given.
         model_type, tokenizer_hash, template_hash: of the model's files.
-        image_limits: resolved from processor settings, environment and options; None for models of text.
+        media_limits: resolved from processor settings, environment and options.
         seed, split_dataset_ratio, rows_per_shard: of the export.
     """
 
@@ -73,7 +73,7 @@ class Identity:
     model_type: str
     tokenizer_hash: str
     template_hash: str
-    image_limits: ImageLimits | None
+    media_limits: MediaLimits
     seed: int
     split_dataset_ratio: float
     rows_per_shard: int | None
@@ -151,8 +151,8 @@ class Manifest:
 
     @classmethod
     def _of(cls, raw: dict[str, Any]) -> Manifest:
-        limits = raw["identity"].pop("image_limits")
-        identity = Identity(image_limits=ImageLimits(**limits) if limits else None, **raw.pop("identity"))
+        limits = MediaLimits.from_json(raw["identity"].pop("media_limits"))
+        identity = Identity(media_limits=limits, **raw.pop("identity"))
         splits = {}
         for name, split in raw.pop("splits").items():
             shards = tuple(ShardInfo(**shard) for shard in split.pop("shards"))

@@ -144,8 +144,8 @@ def run_task(task: Task, encoder: Encoder, directory: str | None, strict: bool) 
             for item in _encoded(group, encoder):
                 split = VAL_SPLIT if position in val_rows else TRAIN_SPLIT
                 position += 1
-                if isinstance(item, EncodedSample):
-                    kept[split].append(item)
+                if not isinstance(item, Dropped):
+                    kept[split] += item
                 elif strict:
                     raise RowError(item.source, item.row, item.reason, item.detail)
                 else:
@@ -175,7 +175,7 @@ def _samples(task: Task) -> Iterator[Sample | Dropped]:
                 yield Dropped(task.path, number, problem.reason, problem.detail)
 
 
-def _encoded(group: tuple[Sample | Dropped, ...], encoder: Encoder) -> Iterator[EncodedSample | Dropped]:
+def _encoded(group: tuple[Sample | Dropped, ...], encoder: Encoder) -> Iterator[list[EncodedSample] | Dropped]:
     """Results in the order of the rows."""
     encoded = iter(encoder.encode([item for item in group if isinstance(item, Sample)]))
     for item in group:

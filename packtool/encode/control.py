@@ -14,20 +14,24 @@ The ids equal those of the whole rendered string, because a tokenizer never merg
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from packtool.constants import IMAGE_MARK
+from packtool.constants import MEDIA_MARKS
 from packtool.errors import ConfigError
 
 _BLOCK = 0x4000  # more than any tokenizer has control tokens
-_IMAGE_SLOT = _BLOCK - 1
+_MEDIA_SLOTS = {kind: _BLOCK - 1 - i for i, kind in enumerate(MEDIA_MARKS)}
+_NUM_SLOTS = _BLOCK - len(MEDIA_MARKS)
 # Planes 15 and 16 are private use; the highest block that a row's text leaves free is taken.
 _BASES = tuple(range(0x10C000, 0xF0000 - 1, -_BLOCK))
 _PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
+
+
+_NO_PLACEHOLDERS: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -36,13 +40,15 @@ class Piece:
 
     Args:
         control: the token's text, or "" for what comes before the first.
-        image: whether this control token stands for a whole picture (opening mark, pads, closing mark).
+        media: "image", "video" or "audio" if this control token stands for a whole medium, else "".
         text: plain text that follows.
+        times: how often the control token comes.
     """
 
     control: str
-    image: bool
+    media: str
     text: str
+    times: int = 1
 
 
 class Shield:
@@ -60,7 +66,7 @@ class Shield:
         self._vocabulary = vocabulary
         self._base = _free_base(strings)
         self._used = False
-        self.image_mark = chr(self._base + _IMAGE_SLOT)
+        self._media = {chr(self._base + slot): kind for kind, slot in _MEDIA_SLOTS.items()}
 
     def text(self, string: str) -> str:
         """Shield one string."""
@@ -80,9 +86,22 @@ class Shield:
             return [self.value(item) for item in value]
         return value
 
-    def images(self, string: str) -> str:
-        """Turn ``<image>`` into the character that stands for a picture."""
-        return string.replace(IMAGE_MARK, self.image_mark)
+    def media(self, string: str, kinds: Iterable[str]) -> str:
+        """Turn the marks of some kinds of media (``<image>``, ...) into the characters that stand for a medium."""
+        for kind in kinds:
+            string = string.replace(MEDIA_MARKS[kind], chr(self._base + _MEDIA_SLOTS[kind]))
+        return string
+
+    def as_list(self, string: str) -> list[dict[str, str]]:
+        """A text after ``media`` as the list of texts and media that some templates want."""
+        parts: list[dict[str, str]] = []
+        start = 0
+        for i, char in enumerate(string):
+            if char in self._media:
+                parts += [{"type": "text", "text": string[start:i]}] if start < i else []
+                parts.append({"type": self._media[char]})
+                start = i + 1
+        return [*parts, {"type": "text", "text": string[start:]}] if start < len(string) or not parts else parts
 
     def lift(self, string: str) -> str:
         """Give the shielded characters their text back."""
@@ -93,15 +112,19 @@ class Shield:
             texts[ord(char) - self._base] if 0 <= ord(char) - self._base < len(texts) else char for char in string
         )
 
-    def cut(self, rendered: str) -> list[Piece]:
-        """The rendered conversation as pieces, in order; their texts are lifted."""
+    def cut(self, rendered: str, placeholders: Mapping[str, str] = _NO_PLACEHOLDERS) -> list[Piece]:
+        """The rendered conversation as pieces, in order; their texts are lifted.
+
+        Args:
+            placeholders: control tokens that stand for a whole medium too, and its kind.
+        """
         pieces = []
-        cursor, control, image = 0, "", False
-        pattern = self._vocabulary.cut_pattern(self.image_mark)
-        for match in pattern.finditer(rendered):
-            pieces.append(Piece(control, image, self.lift(rendered[cursor : match.start()])))
-            control, image, cursor = match.group(), match.group() == self.image_mark, match.end()
-        pieces.append(Piece(control, image, self.lift(rendered[cursor:])))
+        cursor, control, media = 0, "", ""
+        for match in self._vocabulary.cut_pattern("".join(self._media)).finditer(rendered):
+            pieces.append(Piece(control, media, self.lift(rendered[cursor : match.start()])))
+            control, cursor = match.group(), match.end()
+            media = self._media.get(control) or placeholders.get(control, "")
+        pieces.append(Piece(control, media, self.lift(rendered[cursor:])))
         return pieces
 
 
@@ -125,8 +148,8 @@ class ControlVocabulary:
             tokenizer.add_special_tokens([_as_special(token) for token in added.values() if token.content in missing])
             added = tokenizer.get_added_tokens_decoder()
         special = sorted(((i, token) for i, token in added.items() if token.special), key=lambda item: item[0])
-        if len(special) > _IMAGE_SLOT:
-            raise ConfigError(f"the tokenizer has {len(special)} control tokens, more than {_IMAGE_SLOT}")
+        if len(special) > _NUM_SLOTS:
+            raise ConfigError(f"the tokenizer has {len(special)} control tokens, more than {_NUM_SLOTS}")
         self.ids = {token.content: i for i, token in special}
         self.texts = tuple(self.ids)
         self.slots = {text: slot for slot, text in enumerate(self.texts)}
@@ -138,12 +161,12 @@ class ControlVocabulary:
         self._cut_patterns: dict[str, re.Pattern[str]] = {}
         tokenizer.encode_special_tokens = True
 
-    def cut_pattern(self, image_mark: str) -> re.Pattern[str]:
-        """Matches control tokens and the picture character."""
-        if image_mark not in self._cut_patterns:
-            alternatives = f"{self._alternatives}|{image_mark}" if self._alternatives else image_mark
-            self._cut_patterns[image_mark] = re.compile(alternatives)
-        return self._cut_patterns[image_mark]
+    def cut_pattern(self, marks: str) -> re.Pattern[str]:
+        """Matches control tokens and the characters that stand for media."""
+        if marks not in self._cut_patterns:
+            alternatives = f"{self._alternatives}|[{marks}]" if self._alternatives else f"[{marks}]"
+            self._cut_patterns[marks] = re.compile(alternatives)
+        return self._cut_patterns[marks]
 
 
 def _is_special(added: dict[int, AddedToken], text: str) -> bool:

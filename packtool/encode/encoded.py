@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -118,4 +119,6 @@ class EncodedSample:
     def num_media_tokens(self) -> int:
         """Pads of all media."""
         tracks = [video.audio for video in self.videos if video.audio is not None]
-        return sum(medium.num_tokens for medium in (*self.images, *self.videos, *self.audios, *tracks))
+        groups: tuple[Sequence[EncodedImage | EncodedVideo | EncodedAudio], ...]
+        groups = (self.images, self.videos, self.audios, tracks)
+        return sum(medium.num_tokens for group in groups for medium in group)

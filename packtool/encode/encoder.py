@@ -10,20 +10,20 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from packtool.config import EncodeSpec
-from packtool.constants import IGNORE_INDEX
+from packtool.encode.assemble import Layout, Tokens, join, lay_out, num_common
 from packtool.encode.control import ControlVocabulary, Piece, Shield
-from packtool.encode.encoded import EncodedImage, EncodedSample
-from packtool.encode.families import ImageLimits, family_of
+from packtool.encode.encoded import EncodedSample
+from packtool.encode.families import Kind, MediaLimits, Medium, Part, family_of
+from packtool.encode.fit import Tokenized, fit
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.pieces import PieceTokenizer
-from packtool.encode.targets import TurnFinder, TurnPieces, num_common, role_tokens
+from packtool.encode.targets import TurnFinder, TurnPieces, role_tokens
 from packtool.encode.template import ChatTemplate, TemplateFailure
-from packtool.encode.truncate import kept_positions, moved_turns
-from packtool.errors import ConfigError, RowError
-from packtool.media.measure import MediaProblem, measure_image
+from packtool.errors import ConfigError
+from packtool.media.measure import MediaProblem
 from packtool.rows.sample import Dropped, MediaRef, Sample, Turn
 
-_REMEMBERED_IMAGES = 10_000
+_REMEMBERED_MEDIA = 10_000
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class _Rendered:
     sample: Sample
     pieces: list[Piece]
     turns: list[TurnPieces]
-    images: tuple[EncodedImage, ...]
+    media: dict[str, list[Medium]]
+    layout: Layout
 
 
 class Encoder:
@@ -49,12 +50,9 @@ class Encoder:
 
     def __init__(self, spec: EncodeSpec, files: ModelFiles) -> None:
         self.spec = spec
-        self._family = family_of(files.config)
-        self.image_limits: ImageLimits | None = None
-        media_tokens: tuple[str, ...] = ()
-        if self._family is not None:
-            self.image_limits = self._family.image_limits(files.processor, spec)
-            media_tokens = tuple(self._family.image_tokens)
+        self._family = family_of(files, spec)
+        self.limits = self._family.limits if self._family is not None else MediaLimits()
+        media_tokens = self._family.control_tokens if self._family is not None else ()
         tokenizer = _tokenizer(files)
         self._template = ChatTemplate(files.chat_template, files.template_variables)
         self._vocabulary, self._finder = _turn_finder(self._template, tokenizer, media_tokens)
@@ -63,149 +61,140 @@ class Encoder:
                 f"--model {spec.model}: its tokenizer does not know {', '.join(missing)}, which config.json calls for",
                 "Tokenizer and config.json belong to different models: take both from one.",
             )
-        self._image_ids = [self._vocabulary.ids[token] for token in media_tokens]
         self._pieces = PieceTokenizer(tokenizer, self._vocabulary)
-        self._measured: dict[str, tuple[int, int]] = {}
+        self._end_of_text = files.template_variables.get("eos_token", "")
+        self._measured: dict[tuple[str, str], Medium] = {}
 
-    def encode(self, samples: Sequence[Sample]) -> list[EncodedSample | Dropped]:
+    def encode(self, samples: Sequence[Sample]) -> list[list[EncodedSample] | Dropped]:
         """Encode many samples; each becomes exactly one result, in order.
 
+        Returns:
+            for each sample why it was dropped, or what it became: one EncodedSample, several with ``split``.
+
         Raises:
-            RowError: for a sample over ``max_length`` when the strategy is ``raise``.
+            RowError: for a sample that does not fit when the strategy is ``raise``.
         """
         prepared = [self._render(sample) for sample in samples]
-        flat = [piece for item in prepared if isinstance(item, _Rendered) for piece in item.pieces]
+        flat = [unit for item in prepared if isinstance(item, _Rendered) for unit in item.layout.units]
         ids = self._pieces.encode(flat)
-        results: list[EncodedSample | Dropped] = []
+        results: list[list[EncodedSample] | Dropped] = []
         at = 0
         for item in prepared:
             if isinstance(item, Dropped):
                 results.append(item)
                 continue
-            results.append(self._assemble(item, ids[at : at + len(item.pieces)]))
-            at += len(item.pieces)
+            count = len(item.layout.units)
+            results.append(fit(self._tokenized(item, ids[at : at + count]), self.spec))
+            at += count
         return results
 
     def _render(self, sample: Sample) -> _Rendered | Dropped:
         try:
-            images = tuple(self._image(image) for image in sample.images)
+            media = {
+                "image": [self._measure("image", ref) for ref in sample.images],
+                "video": [self._measure("video", ref) for ref in sample.videos],
+                "audio": [self._measure("audio", ref) for ref in sample.audios],
+            }
         except MediaProblem as problem:
             return Dropped(sample.source, sample.row, problem.reason, problem.detail)
         try:
-            shield = Shield(self._vocabulary, _strings(sample))
-        except ValueError as error:
-            return Dropped(sample.source, sample.row, "private_characters", str(error))
-        try:
-            messages = [_message(turn, shield, with_images=bool(images)) for turn in sample.turns]
-            rendered = self._template.render(messages, shield.value(sample.tools))
-        except (TemplateFailure, RecursionError) as failure:
-            return Dropped(sample.source, sample.row, "template_refused", str(failure))
-        pieces = shield.cut(rendered)
-        num_marks = sum(piece.image for piece in pieces)
-        if num_marks != len(images):
-            detail = f"the chat template left {num_marks} of {len(images)} pictures in the conversation"
-            return Dropped(sample.source, sample.row, "image_marks", detail)
-        turns = self._finder.find(pieces)
-        num_answers = sum(turn.role == "assistant" for turn in sample.turns)
+            pieces = self._cut(sample, [kind for kind, found in media.items() if found])
+        except _CannotRender as problem:
+            return Dropped(sample.source, sample.row, problem.reason, str(problem))
+        for kind, found in media.items():
+            num_marks = sum(piece.media == kind for piece in pieces)
+            if num_marks != len(found):
+                detail = f"the chat template left {num_marks} of {len(found)} {kind}s in the conversation"
+                return Dropped(sample.source, sample.row, f"{kind}_marks", detail)
+        turns = [] if sample.is_text else self._finder.find(pieces)
+        num_answers = 0 if sample.is_text else sum(turn.role == "assistant" for turn in sample.turns)
         if len(turns) < num_answers:
             detail = f"{len(turns)} of {num_answers} assistant turns can be told apart in the rendered conversation"
             return Dropped(sample.source, sample.row, "turns_not_found", detail)
-        return _Rendered(sample, pieces, turns, images)
+        parts_of = self._family.parts if self._family is not None else _no_parts
+        return _Rendered(sample, pieces, turns, media, lay_out(pieces, media, parts_of))
 
-    def _image(self, image: MediaRef) -> EncodedImage:
-        if self._family is None or self.image_limits is None:
-            raise MediaProblem("media_unsupported", "the row has pictures, and the model reads text only")
-        size = self._measured.get(image.path) if image.path is not None else None
-        if size is None:
-            size = measure_image(image)
-            if image.path is not None and len(self._measured) < _REMEMBERED_IMAGES:
-                self._measured[image.path] = size
-        height, width = size
+    def _cut(self, sample: Sample, kinds: Sequence[str]) -> list[Piece]:
+        """The rendered conversation (a text for pretraining: the text itself) in pieces.
+
+        Raises:
+            _CannotRender: if the template refuses it.
+        """
         try:
-            grid = self._family.image_grid(height, width, self.image_limits)
+            shield = Shield(self._vocabulary, _strings(sample))
         except ValueError as error:
-            raise MediaProblem("media_size", f"{image.name}: {error}") from error
-        num_tokens = grid[0] * grid[1] * grid[2] // self.image_limits.merge_size**2
-        return EncodedImage(image.path, image.data, height, width, grid, num_tokens)
+            raise _CannotRender("private_characters", str(error)) from error
+        if sample.is_text:
+            text = "".join(shield.media(shield.text(turn.content), kinds) for turn in sample.turns)
+            return [*shield.cut(text), *([Piece(self._end_of_text, "", "")] if self._end_of_text else [])]
+        as_list = self._family is not None and self._family.content_as_list
+        try:
+            messages = [_message(turn, shield, kinds, as_list) for turn in sample.turns]
+            rendered = self._template.render(messages, shield.value(sample.tools))
+        except (TemplateFailure, RecursionError) as failure:
+            raise _CannotRender("template_refused", str(failure)) from failure
+        return shield.cut(rendered, self._family.placeholders) if self._family is not None else shield.cut(rendered)
 
-    def _assemble(self, item: _Rendered, piece_ids: list[list[int]]) -> EncodedSample | Dropped:
-        ids: list[int] = []
-        text_starts: list[int] = []
-        spans: list[tuple[int, int]] = []
-        images = iter(item.images)
-        for piece, text_ids in zip(item.pieces, piece_ids, strict=True):
-            if piece.image:
-                opening, pad, closing = self._image_ids
-                start = len(ids)
-                ids += [opening, *[pad] * next(images).num_tokens, closing]
-                spans.append((start, len(ids)))
-            elif piece.control:
-                ids.append(self._vocabulary.ids[piece.control])
-            text_starts.append(len(ids))
-            ids += text_ids
-        turns = self._turns(item, piece_ids, text_starts, len(ids))
-        return self._fit(item, np.array(ids, np.int32), np.array(turns, np.int32), spans)
+    def _measure(self, kind: Kind, ref: MediaRef) -> Medium:
+        if self._family is None:
+            raise MediaProblem("media_unsupported", f"the row has {kind}s, and the model reads text only")
+        if ref.path is None:
+            return self._family.measure(kind, ref)
+        medium = self._measured.get((kind, ref.path))
+        if medium is None:
+            medium = self._family.measure(kind, ref)
+            if len(self._measured) < _REMEMBERED_MEDIA:
+                self._measured[kind, ref.path] = medium
+        return medium
 
-    def _turns(self, item: _Rendered, piece_ids: list[list[int]], text_starts: list[int], length: int) -> list[int]:
+    def _tokenized(self, item: _Rendered, unit_ids: list[list[int]]) -> Tokenized:
+        tokens = join(item.layout, unit_ids, self._vocabulary.ids, self._encode_one)
+        turns = self._turns(item, tokens, unit_ids)
+        media: Any = {kind: tuple(found) for kind, found in item.media.items()}
+        return Tokenized(
+            sample=item.sample,
+            ids=np.array(tokens.ids, np.int32),
+            turns=np.array(turns, np.int32),
+            spans=tokens.spans,
+            images=media["image"],
+            videos=media["video"],
+            audios=media["audio"],
+        )
+
+    def _encode_one(self, piece: Piece) -> list[int]:
+        return self._pieces.encode([piece])[0]
+
+    def _turns(self, item: _Rendered, tokens: Tokens, unit_ids: list[list[int]]) -> list[int]:
         """[start, end) of the targets of each assistant turn, flat."""
-        pieces = item.pieces
+        if item.sample.is_text:
+            return [0, len(tokens.ids)]
+        pieces, firsts = item.pieces, item.layout.firsts
         turns: list[int] = []
         for turn in item.turns:
             # A blank that the answer begins with may merge with the header's last: the merged token is the answer's.
-            (header,) = self._pieces.encode([Piece(pieces[turn.first].control, False, turn.header)])
-            start = text_starts[turn.first] + num_common(header, piece_ids[turn.first])
-            end = text_starts[turn.last] if turn.last < len(pieces) else length
+            first = firsts[turn.first]
+            header = self._encode_one(Piece(pieces[turn.first].control, "", turn.header))
+            start = tokens.text_starts[first] + num_common(header, unit_ids[first])
+            end = tokens.text_starts[firsts[turn.last]] if turn.last < len(pieces) else len(tokens.ids)
             if end > start:
                 turns += [start, end]
         return turns
 
-    def _fit(
-        self, item: _Rendered, ids: np.ndarray, turns: np.ndarray, spans: list[tuple[int, int]]
-    ) -> EncodedSample | Dropped:
-        """Hold the sample to ``max_length`` and give it labels."""
-        sample, limit, length = item.sample, self.spec.max_length, len(ids)
-        if length > limit:
-            protected = np.zeros(length, bool)
-            for start, end in spans:
-                protected[start:end] = True
-            if self.spec.truncation_strategy == "raise":
-                raise RowError(
-                    sample.source,
-                    sample.row,
-                    "over_max_length",
-                    f"{length} tokens, at most {limit} are allowed",
-                    "Raise --max-length, or use --truncation-strategy delete or left.",
-                )
-            kept = kept_positions(protected, limit)
-            if kept is None:
-                detail = f"{int(protected.sum())} tokens of media leave no room for text in {limit}"
-                return Dropped(sample.source, sample.row, "media_over_limit", detail)
-            if self.spec.truncation_strategy == "delete":
-                return Dropped(sample.source, sample.row, "over_max_length", f"{length} tokens, limit {limit}")
-            ids, turns = ids[kept], moved_turns(turns, kept)
-        if not len(turns):
-            detail = "truncation left no target" if length > limit else "no assistant turn has tokens to learn"
-            return Dropped(sample.source, sample.row, "no_target_tokens", detail)
-        labels = np.full(len(ids), IGNORE_INDEX, np.int32)
-        for start, end in turns.reshape(-1, 2):
-            labels[start:end] = ids[start:end]
-        return EncodedSample(
-            input_ids=ids,
-            labels=labels,
-            turns=turns,
-            images=item.images,
-            channel=sample.channel,
-            source=sample.source,
-            row=sample.row,
-            num_truncated=length - len(ids),
-        )
+
+class _CannotRender(ValueError):
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
 
 
-def _message(turn: Turn, shield: Shield, with_images: bool) -> dict[str, Any]:
+def _no_parts(medium: Medium) -> list[Part]:
+    raise AssertionError("a model of text alone has no media")
+
+
+def _message(turn: Turn, shield: Shield, kinds: Sequence[str], as_list: bool) -> dict[str, Any]:
     """A turn as the template gets it."""
-    content = shield.text(turn.content)
-    if with_images:
-        content = shield.images(content)
+    text = shield.media(shield.text(turn.content), kinds)
+    content = shield.as_list(text) if as_list else text
     return {"role": turn.role, "content": content, **shield.value(turn.extra)}
 
 

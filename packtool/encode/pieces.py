@@ -66,7 +66,7 @@ class PieceTokenizer:
         usable = [text for text in self._vocabulary.texts if text not in self._vocabulary.strip_right]
         if not usable:
             return True
-        return all(self._encode_behind(Piece(usable[0], False, probe)) == self._plain(probe) for probe in _PROBES)
+        return all(self._encode_behind(Piece(usable[0], "", probe)) == self._plain(probe) for probe in _PROBES)
 
     def _plain(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from packtool.encode.assemble import num_common
 from packtool.encode.control import ControlVocabulary, Piece, Shield
 from packtool.encode.template import ChatTemplate, TemplateFailure
 from packtool.errors import ConfigError
@@ -196,14 +197,6 @@ def _common_pairs(a: Sequence[tuple[str, str]], b: Sequence[tuple[str, str]]) ->
         if text != other_text:
             break
     return common
-
-
-def num_common(a: Sequence[object], b: Sequence[object]) -> int:
-    """How many elements both begin with."""
-    count = 0
-    while count < min(len(a), len(b)) and a[count] == b[count]:
-        count += 1
-    return count
 
 
 def _no_control_tokens() -> ConfigError:

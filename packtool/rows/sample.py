@@ -57,7 +57,7 @@ class Sample:
         source: the dataset as the user named it.
         row: 0-based row in that source.
         num_marks_added: media marks that the row lacked.
-        is_text: a text for pretraining: one assistant turn that is encoded without a chat template, every token a target.
+        is_text: a text for pretraining: one assistant turn, encoded without a chat template, every token a target.
         loss_scale: the dataset's own loss scale (``--dataset-info``), None for the export's.
     """
 

@@ -49,7 +49,7 @@ def check_model(directory: str, manifest: Manifest, files: ModelFiles, config: T
 
 def check_limits(directory: str, manifest: Manifest, config: TrainConfig) -> None:
     """Limits on pictures that are given again, as options or by the environment, agree with the export's."""
-    limits = manifest.identity.image_limits
+    limits = manifest.identity.media_limits.image
     if limits is None:
         return
     for bound, word, there, here in (

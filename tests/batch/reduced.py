@@ -24,7 +24,7 @@ from packtool.attention.register import attention_for, register
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedImage, EncodedSample
 from packtool.encode.families import ImageLimits
-from packtool.encode.families.qwen_vl import QwenVL
+from packtool.encode.families.qwen_vl import image_grid
 
 VOCAB = 96
 IMAGE_PAD, VISION_START, VISION_END = 90, 91, 92
@@ -131,7 +131,7 @@ def make_sample(
     ids, labels, images = list(text[:1]), [-100], []
     for number, (width, height) in enumerate(pictures):
         assert limits is not None
-        grid = QwenVL().image_grid(height, width, limits)
+        grid = image_grid(height, width, limits)
         num_pads = grid[1] * grid[2] // limits.merge_size**2
         ids += [VISION_START, *[IMAGE_PAD] * num_pads, VISION_END]
         labels += [-100] * (num_pads + 2)

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtool.config import ImageOptions
-from packtool.encode.families import family_of
-from packtool.encode.families.qwen_vl import QwenVL, smart_resize
+from packtool.encode.families import is_multimodal
+from packtool.encode.families.qwen_vl import image_limits, smart_resize
 from packtool.errors import ConfigError
 
 SETTINGS = {"patch_size": 16, "merge_size": 2, "size": {"shortest_edge": 65536, "longest_edge": 16777216}}
@@ -28,16 +28,15 @@ def test_smart_resize_is_that_of_transformers(height: int, width: int, factor: i
 
 
 def test_limits_come_from_settings_then_options() -> None:
-    family = QwenVL()
-    assert family.image_limits(SETTINGS, ImageOptions()).max_pixels == 16777216
-    tokens = family.image_limits(SETTINGS, ImageOptions(image_max_token_num=5000, image_min_token_num=4))
+    assert image_limits(SETTINGS, ImageOptions()).max_pixels == 16777216
+    tokens = image_limits(SETTINGS, ImageOptions(image_max_token_num=5000, image_min_token_num=4))
     assert (tokens.max_pixels, tokens.min_pixels) == (5000 * 32 * 32, 4 * 32 * 32)
-    assert family.image_limits(SETTINGS, ImageOptions(max_pixels=100_000)).max_pixels == 100_000
+    assert image_limits(SETTINGS, ImageOptions(max_pixels=100_000)).max_pixels == 100_000
     with pytest.raises(ConfigError, match="at least 65536"):
-        family.image_limits(SETTINGS, ImageOptions(max_pixels=1000))
+        image_limits(SETTINGS, ImageOptions(max_pixels=1000))
 
 
-def test_unknown_families_are_refused_and_text_has_none() -> None:
-    assert family_of({"model_type": "llama"}) is None
-    with pytest.raises(ConfigError, match="internvl"):
-        family_of({"model_type": "internvl", "vision_config": {}})
+def test_who_takes_more_than_text() -> None:
+    assert not is_multimodal({"model_type": "llama"})
+    assert is_multimodal({"model_type": "qwen3_vl"})
+    assert is_multimodal({"model_type": "internvl", "vision_config": {}})

@@ -13,6 +13,7 @@ import pytest
 
 from packtool.cache.manifest import Manifest
 from packtool.cache.reader import CacheReader
+from packtool.encode.families import MediaLimits
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import MismatchError
 from packtool.train.check import check_limits, export_command, open_caches
@@ -76,7 +77,7 @@ def test_limits_that_say_otherwise_are_refused(
 
 def test_limits_mean_nothing_to_a_cache_of_text(tiny: TinyWorld) -> None:
     manifest = open_for(tiny).manifests[0]
-    text = dataclasses.replace(manifest, identity=dataclasses.replace(manifest.identity, image_limits=None))
+    text = dataclasses.replace(manifest, identity=dataclasses.replace(manifest.identity, media_limits=MediaLimits()))
     check_limits("cache", text, tiny.config("unused", max_pixels=1000))
 
 

@@ -2,29 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from packtool.config import MediaOptions
 from packtool.encode.families import qwen_vl
-from packtool.encode.families.base import Family, ImageLimits, ImageTokens
+from packtool.encode.families.base import (
+    AudioLimits,
+    Family,
+    ImageLimits,
+    Kind,
+    MediaLimits,
+    Medium,
+    Part,
+    VideoLimits,
+)
+from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError
 
-__all__ = ["Family", "ImageLimits", "ImageTokens", "family_of"]
+__all__ = [
+    "AudioLimits",
+    "Family",
+    "ImageLimits",
+    "Kind",
+    "MediaLimits",
+    "Medium",
+    "Part",
+    "VideoLimits",
+    "family_of",
+    "is_multimodal",
+]
 
 _MODALITY_KEYS = ("vision_config", "audio_config", "thinker_config")
 
 
-def family_of(config: dict[str, Any]) -> Family | None:
-    """The family of a model's ``config.json``, None for a model of text alone.
+def is_multimodal(config: Mapping[str, Any]) -> bool:
+    """Whether a model of this ``config.json`` takes more than text."""
+    return config.get("model_type") in qwen_vl.MODEL_TYPES or any(key in config for key in _MODALITY_KEYS)
+
+
+def family_of(files: ModelFiles, options: MediaOptions) -> Family | None:
+    """The family of a model with the user's limits, None for a model of text alone.
 
     Raises:
-        ConfigError: for a multimodal model whose family is not known.
+        ConfigError: for a multimodal model whose family is not known, or limits that contradict each other.
     """
-    model_type = config.get("model_type")
-    if model_type in qwen_vl.MODEL_TYPES:
-        return qwen_vl.QwenVL()
-    if any(key in config for key in _MODALITY_KEYS):
-        raise ConfigError(
-            f"the model's type is {model_type!r}, a multimodal family that packtool does not know yet",
-            f"Known are {', '.join(qwen_vl.MODEL_TYPES)}, and every model of text alone.",
-        )
-    return None
+    if not is_multimodal(files.config):
+        return None
+    if files.model_type in qwen_vl.MODEL_TYPES:
+        return qwen_vl.QwenVL(files, options)
+    raise ConfigError(
+        f"the model's type is {files.model_type!r}, a multimodal family that packtool does not know yet",
+        f"Known are {', '.join(qwen_vl.MODEL_TYPES)}, and every model of text alone.",
+    )

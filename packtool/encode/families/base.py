@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from packtool.config import ImageOptions
+from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedVideo
+from packtool.rows.sample import MediaRef
 
 
 @dataclass(frozen=True)
@@ -32,34 +34,100 @@ class ImageLimits:
 
 
 @dataclass(frozen=True)
-class ImageTokens:
-    """How a picture is written in tokens: ``opening``, ``pad`` as often as it needs, ``closing``."""
+class VideoLimits:
+    """Everything that turns a video's frames into patches; each family says what its numbers bound.
 
-    opening: str
-    pad: str
-    closing: str
+    Args:
+        fps: frames a second to take, or None for as many as there are.
+        min_frames, max_frames: bounds on the frames that are taken.
+        min_pixels, max_pixels: bounds on the pixels after resizing, of a frame or of all of them.
+        total_pixels: bound on the pixels of all frames, or None.
+        patch_size, merge_size, temporal_patch_size: as for pictures.
+    """
 
-    def __iter__(self) -> Any:
-        return iter((self.opening, self.pad, self.closing))
+    fps: float | None
+    min_frames: int
+    max_frames: int
+    min_pixels: int
+    max_pixels: int
+    total_pixels: int | None
+    patch_size: int
+    merge_size: int
+    temporal_patch_size: int
+
+
+@dataclass(frozen=True)
+class AudioLimits:
+    """Everything that turns sound into tokens.
+
+    Args:
+        sampling_rate: samples a second that the model's feature extractor wants.
+        hop_length: samples from one mel frame to the next.
+        max_features: most mel frames of one sound.
+        in_video: whether a video's sound track is woven in between its frames.
+    """
+
+    sampling_rate: int
+    hop_length: int
+    max_features: int
+    in_video: bool
+
+
+@dataclass(frozen=True)
+class MediaLimits:
+    """Limits of each kind of medium, None for kinds that the model does not take."""
+
+    image: ImageLimits | None = None
+    video: VideoLimits | None = None
+    audio: AudioLimits | None = None
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> MediaLimits:
+        """Read what ``dataclasses.asdict`` wrote."""
+        image, video, audio = raw["image"], raw["video"], raw["audio"]
+        return cls(
+            ImageLimits(**image) if image else None,
+            VideoLimits(**video) if video else None,
+            AudioLimits(**audio) if audio else None,
+        )
+
+
+Kind = Literal["image", "video", "audio"]
+Medium = EncodedImage | EncodedVideo | EncodedAudio
+Part = str | tuple[str, int]
+"""A piece of what stands for a medium in tokens: plain text, or a control token and how often it comes."""
 
 
 class Family(Protocol):
-    """A kind of model that understands pictures."""
+    """A kind of model that sees or hears, with the limits of one export.
+
+    Attributes:
+        limits: resolved from processor settings, environment and options.
+        control_tokens: tokens that mark media.
+        content_as_list: how its chat template wants media. False: ``parts`` are put where the row's text has a mark,
+            and must bring opening and closing marks with them. True: contents are lists of texts and media, the
+            template writes ``placeholders``, and ``parts`` replace these.
+        placeholders: the control token that the template writes for each kind; empty unless ``content_as_list``.
+    """
 
     @property
-    def image_tokens(self) -> ImageTokens:
-        """How its pictures are written."""
+    def limits(self) -> MediaLimits: ...
 
-    def image_limits(self, processor: dict[str, Any], options: ImageOptions) -> ImageLimits:
-        """Limits from the processor's settings, overridden by the user's.
+    @property
+    def control_tokens(self) -> tuple[str, ...]: ...
+
+    @property
+    def content_as_list(self) -> bool: ...
+
+    @property
+    def placeholders(self) -> Mapping[str, Kind]: ...
+
+    def measure(self, kind: Kind, ref: MediaRef) -> Medium:
+        """Look at a medium, at its header where that is enough.
 
         Raises:
-            ConfigError: if they contradict each other.
+            MediaProblem: if it cannot be used.
         """
 
-    def image_grid(self, height: int, width: int, limits: ImageLimits) -> tuple[int, int, int]:
-        """(t, h, w) in patches of a picture of ``height`` x ``width`` pixels.
-
-        Raises:
-            ValueError: if the picture cannot be shown to the model.
-        """
+    def parts(self, medium: Medium) -> list[Part]:
+        """What stands for a medium in tokens, from its first mark to its last."""

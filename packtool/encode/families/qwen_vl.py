@@ -6,12 +6,17 @@ Mirrors ``Qwen2VLImageProcessor`` of transformers, which all three families use 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
-from packtool.config import ImageOptions
-from packtool.encode.families.base import ImageLimits, ImageTokens
+from packtool.config import ImageOptions, MediaOptions
+from packtool.encode.encoded import EncodedImage
+from packtool.encode.families.base import ImageLimits, Kind, MediaLimits, Medium, Part
+from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError
+from packtool.media.measure import MediaProblem, measure_image
+from packtool.rows.sample import MediaRef
 
 MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 _MAX_ASPECT = 200
@@ -42,49 +47,87 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
     return new_height, new_width
 
 
-@dataclass(frozen=True)
-class QwenVL:
-    """The Qwen vision-language families."""
+def image_limits(processor: Mapping[str, Any], options: ImageOptions) -> ImageLimits:
+    """Limits from the processor's settings, overridden by the user's.
 
-    image_tokens: ImageTokens = ImageTokens("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
-
-    def image_limits(self, processor: dict[str, Any], options: ImageOptions) -> ImageLimits:
-        """See ``Family``."""
-        if not processor:
-            raise ConfigError(
-                "the model has no image processor settings, so the patches of a picture cannot be counted",
-                "Put the model's preprocessor_config.json beside config.json.",
-            )
-        size = processor.get("size") or {}
-        patch_size = int(processor.get("patch_size", 14))
-        merge_size = int(processor.get("merge_size", 2))
-        per_token = (patch_size * merge_size) ** 2
-        min_pixels = processor.get("min_pixels") or size.get("shortest_edge") or _DEFAULT_MIN_PIXELS
-        max_pixels = processor.get("max_pixels") or size.get("longest_edge") or _DEFAULT_MAX_PIXELS
-        if options.image_min_token_num is not None:
-            min_pixels = options.image_min_token_num * per_token
-        if options.image_max_token_num is not None:
-            max_pixels = options.image_max_token_num * per_token
-        min_pixels = options.min_pixels or min_pixels
-        max_pixels = options.max_pixels or max_pixels
-        if min_pixels > max_pixels:
-            raise ConfigError(
-                f"a picture would need at least {min_pixels} and at most {max_pixels} pixels",
-                "Set both limits (--min-pixels/--max-pixels, or --image-min-token-num/--image-max-token-num): "
-                "what you leave out comes from the model's processor settings.",
-            )
-        return ImageLimits(
-            min_pixels=int(min_pixels),
-            max_pixels=int(max_pixels),
-            patch_size=patch_size,
-            merge_size=merge_size,
-            temporal_patch_size=int(processor.get("temporal_patch_size", 2)),
+    Raises:
+        ConfigError: if there are no settings, or the limits contradict each other.
+    """
+    if not processor:
+        raise ConfigError(
+            "the model has no image processor settings, so the patches of a picture cannot be counted",
+            "Put the model's preprocessor_config.json beside config.json.",
         )
+    size = processor.get("size") or {}
+    patch_size = int(processor.get("patch_size", 14))
+    merge_size = int(processor.get("merge_size", 2))
+    per_token = (patch_size * merge_size) ** 2
+    min_pixels = processor.get("min_pixels") or size.get("shortest_edge") or _DEFAULT_MIN_PIXELS
+    max_pixels = processor.get("max_pixels") or size.get("longest_edge") or _DEFAULT_MAX_PIXELS
+    if options.image_min_token_num is not None:
+        min_pixels = options.image_min_token_num * per_token
+    if options.image_max_token_num is not None:
+        max_pixels = options.image_max_token_num * per_token
+    min_pixels = options.min_pixels or min_pixels
+    max_pixels = options.max_pixels or max_pixels
+    if min_pixels > max_pixels:
+        raise ConfigError(
+            f"a picture would need at least {min_pixels} and at most {max_pixels} pixels",
+            "Set both limits (--min-pixels/--max-pixels, or --image-min-token-num/--image-max-token-num): "
+            "what you leave out comes from the model's processor settings.",
+        )
+    return ImageLimits(
+        min_pixels=int(min_pixels),
+        max_pixels=int(max_pixels),
+        patch_size=patch_size,
+        merge_size=merge_size,
+        temporal_patch_size=int(processor.get("temporal_patch_size", 2)),
+    )
 
-    def image_grid(self, height: int, width: int, limits: ImageLimits) -> tuple[int, int, int]:
+
+def image_grid(height: int, width: int, limits: ImageLimits) -> tuple[int, int, int]:
+    """(t, h, w) in patches of a picture of ``height`` x ``width`` pixels.
+
+    Raises:
+        ValueError: if the picture cannot be shown to the model.
+    """
+    factor = limits.patch_size * limits.merge_size
+    new_height, new_width = smart_resize(height, width, factor, limits.min_pixels, limits.max_pixels)
+    if not new_height or not new_width:
+        raise ValueError(f"{width}x{height} pixels round to nothing at the limits given")
+    return 1, new_height // limits.patch_size, new_width // limits.patch_size
+
+
+class QwenVL:
+    """The Qwen vision-language families.
+
+    Args:
+        files: the model's settings.
+        options: the user's limits.
+    """
+
+    control_tokens = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+    content_as_list = False
+    placeholders: Mapping[str, Kind] = MappingProxyType({})
+
+    def __init__(self, files: ModelFiles, options: MediaOptions) -> None:
+        self._image_limits = image_limits(files.processor, options)
+        self.limits = MediaLimits(image=self._image_limits)
+
+    def measure(self, kind: Kind, ref: MediaRef) -> Medium:
         """See ``Family``."""
-        factor = limits.patch_size * limits.merge_size
-        new_height, new_width = smart_resize(height, width, factor, limits.min_pixels, limits.max_pixels)
-        if not new_height or not new_width:
-            raise ValueError(f"{width}x{height} pixels round to nothing at the limits given")
-        return 1, new_height // limits.patch_size, new_width // limits.patch_size
+        if kind != "image":
+            raise MediaProblem("media_unsupported", f"{ref.name}: the model takes no {kind}")
+        height, width = measure_image(ref)
+        limits = self._image_limits
+        try:
+            grid = image_grid(height, width, limits)
+        except ValueError as error:
+            raise MediaProblem("media_size", f"{ref.name}: {error}") from error
+        num_tokens = grid[0] * grid[1] * grid[2] // limits.merge_size**2
+        return EncodedImage(ref.path, ref.data, height, width, grid, num_tokens)
+
+    def parts(self, medium: Medium) -> list[Part]:
+        """See ``Family``."""
+        opening, pad, closing = self.control_tokens
+        return [(opening, 1), (pad, medium.num_tokens), (closing, 1)]
