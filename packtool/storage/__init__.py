@@ -1,0 +1,318 @@
+"""Where files lie: this machine, ``s3://``, ``oss://``, ``http(s)://`` (to read) and ``memory://`` (for tests).
+
+Everything that export and train read or write of caches, rows and media goes through here; nothing else imports
+fsspec, and here too it is imported only when a remote path turns up. Paths are joined with ``join`` wherever they may
+be remote.
+
+Requests that fail for passing reasons are sent again: see ``packtool.storage.options``. What fails for good is a
+StorageError that names path, operation, cause and remedy, without secrets. Object stores have no directories to make
+and no files to rename: an object appears whole when its upload ends, so ``publish`` and ``AtomicFile`` keep their word
+there too. Processes make connections of their own, also forked ones, and threads may share them.
+"""
+
+from __future__ import annotations
+
+import glob as _glob
+import os
+import re
+import threading
+from collections.abc import Iterator
+from fnmatch import translate
+from typing import BinaryIO
+
+from packtool.errors import StorageError
+from packtool.storage.local import LocalStore
+from packtool.storage.options import StorageOptions, set_options
+from packtool.storage.options import options as options
+from packtool.storage.paths import is_remote, join, masked, name, normalize, parent, scheme_of, scrubbed
+from packtool.storage.store import FileState, Store
+
+__all__ = [
+    "HEADER_BLOCK",
+    "ROWS_BLOCK",
+    "AtomicFile",
+    "FileState",
+    "StorageOptions",
+    "configure",
+    "discard_unfinished",
+    "entries",
+    "exists",
+    "glob",
+    "is_directory",
+    "is_remote",
+    "join",
+    "list_names",
+    "make_directory",
+    "masked",
+    "name",
+    "normalize",
+    "open_read",
+    "options",
+    "parent",
+    "publish",
+    "read_bytes",
+    "remove",
+    "scrub",
+    "stat",
+    "walk",
+]
+
+HEADER_BLOCK = 64 * 1024
+"""First bytes to fetch of a file whose header alone is wanted."""
+
+ROWS_BLOCK = 2**20
+"""First bytes to fetch of a file that is read through."""
+
+_local = LocalStore()
+_stores: dict[str, Store] = {}
+_lock = threading.Lock()
+
+
+def _store_of(path: str) -> tuple[Store, str]:
+    """The store that a path belongs to, and the path as it knows it."""
+    path = normalize(path)
+    scheme = scheme_of(path)
+    if not scheme:
+        return _local, path
+    scheme = "http" if scheme == "https" else scheme
+    with _lock:
+        if scheme not in _stores:
+            _stores[scheme] = _new_store(scheme)
+        return _stores[scheme], path
+
+
+def _new_store(scheme: str) -> Store:
+    # Here, because runs on local files need none of it.
+    if scheme == "memory":
+        from packtool.storage.memory import MemoryStore
+
+        return MemoryStore()
+    if scheme == "http":
+        from packtool.storage.http import HttpStore
+
+        return HttpStore()
+    from packtool.storage.s3 import S3Store
+
+    return S3Store(scheme)
+
+
+def configure(new: StorageOptions | None) -> None:
+    """Use other options from now on, on new connections; None reads the environment again."""
+    set_options(new)
+    if "http" in _stores:
+        from packtool.storage import http
+
+        http.forget_connections()
+    if _stores.keys() & {"s3", "oss"}:
+        from packtool.storage import s3
+
+        s3.forget_connections()
+
+
+def exists(path: str) -> bool:
+    """Whether a file or directory is there.
+
+    Raises:
+        StorageError: if that cannot be found out.
+    """
+    store, path = _store_of(path)
+    return os.path.exists(path) if store is _local else store.find(path) is not None or store.is_directory(path)
+
+
+def is_directory(path: str) -> bool:
+    """Whether it is a directory; in object stores, whether anything lies under it.
+
+    Raises:
+        StorageError: if that cannot be found out.
+    """
+    store, path = _store_of(path)
+    return store.is_directory(path)
+
+
+def stat(path: str) -> FileState:
+    """Size and last change.
+
+    Raises:
+        StorageError: if there is no such file, or it cannot be looked at.
+    """
+    store, path = _store_of(path)
+    state = store.find(path)
+    if state is None:
+        what = "is a directory" if store.is_directory(path) else "no such file or directory"
+        raise StorageError(f"{masked(path)}: {what}", "Check the path.")
+    return state
+
+
+def open_read(path: str, first_block: int = ROWS_BLOCK) -> BinaryIO:
+    """Open for reading bytes: seekable and buffered.
+
+    Args:
+        first_block: of a remote file, bytes to fetch at first and after a jump; where reading goes on, more.
+            ``HEADER_BLOCK`` for files whose header alone is wanted.
+
+    Raises:
+        StorageError: if the file cannot be opened; reading raises it too.
+    """
+    store, path = _store_of(path)
+    return store.open_read(path, first_block)
+
+
+def read_bytes(path: str) -> bytes:
+    """A whole file.
+
+    Raises:
+        StorageError: if it cannot be read.
+    """
+    with open_read(path) as file:
+        return file.read()
+
+
+def list_names(path: str) -> list[str]:
+    """Names in a directory, sorted; none if there is no such directory.
+
+    Raises:
+        StorageError: if it cannot be looked into.
+    """
+    store, path = _store_of(path)
+    return store.list_names(path)
+
+
+def entries(path: str) -> dict[str, FileState | None]:
+    """Names in a directory, sorted, each with its file's state, or None if it is a directory, from one listing.
+
+    Raises:
+        StorageError: if it cannot be looked into.
+    """
+    store, path = _store_of(path)
+    return store.entries(path)
+
+
+def walk(path: str) -> Iterator[str]:
+    """Paths of all files under a directory, in an order that does not change.
+
+    Raises:
+        StorageError: if it cannot be looked into.
+    """
+    store, path = _store_of(path)
+    return store.walk(path)
+
+
+def glob(pattern: str) -> list[str]:
+    """Files and directories that fit a pattern with ``*``, ``?``, ``[...]`` and ``**``, sorted.
+
+    Names that begin with a dot fit only where the pattern does too. A web address stands for itself, for nothing can be
+    listed there.
+
+    Raises:
+        StorageError: if a directory cannot be looked into.
+    """
+    store, pattern = _store_of(pattern)
+    if store is _local:
+        return sorted(_glob.glob(pattern, recursive=True))
+    if pattern.startswith("http"):
+        return [pattern]
+    scheme, _, place = pattern.partition("://")
+    bucket, *parts = place.rstrip("/").split("/")
+    return sorted(set(_expand(store, f"{scheme}://{bucket}", parts)))
+
+
+def _expand(store: Store, base: str, parts: list[str]) -> Iterator[str]:
+    """Paths under ``base`` that fit the pattern's parts, one directory at a time."""
+    if not parts:
+        yield base
+        return
+    part, *rest = parts
+    if part == "**":
+        if rest:
+            yield from _expand(store, base, rest)
+        for child, state in store.entries(base).items():
+            if not child.startswith("."):
+                if state is None:
+                    yield from _expand(store, f"{base}/{child}", parts)
+                if not rest:
+                    yield f"{base}/{child}"
+    elif _glob.has_magic(part):
+        fits = re.compile(translate(part))
+        for child, state in store.entries(base).items():
+            hidden = child.startswith(".") and not part.startswith(".")
+            if fits.match(child) and not hidden and (state is None or not rest):
+                yield from _expand(store, f"{base}/{child}", rest)
+    elif rest or exists(f"{base}/{part}"):
+        yield from _expand(store, f"{base}/{part}", rest)
+
+
+def make_directory(path: str) -> None:
+    """Make a directory and its parents; in object stores there is nothing to do.
+
+    Raises:
+        StorageError: if that fails.
+    """
+    store, path = _store_of(path)
+    store.make_directory(path)
+
+
+def publish(path: str, data: bytes) -> None:
+    """Write a whole file so that nobody ever sees a part of it.
+
+    Raises:
+        StorageError: if it cannot be written; nothing is left behind then.
+    """
+    store, path = _store_of(path)
+    store.publish(path, data)
+
+
+def remove(path: str) -> None:
+    """Remove a file, or a directory with all in it; nothing there is fine.
+
+    Raises:
+        StorageError: if it cannot be removed.
+    """
+    store, path = _store_of(path)
+    store.remove(path)
+
+
+def discard_unfinished(path: str) -> None:
+    """Remove what killed processes left half-written under a directory: temporary files, or uploads that never ended.
+
+    Only to be called while nobody writes there.
+
+    Raises:
+        StorageError: if that fails.
+    """
+    store, path = _store_of(path)
+    store.discard_unfinished(path)
+
+
+def scrub(text: str) -> str:
+    """A library's message without URLs' passwords and queries and without the values of secret variables."""
+    return scrubbed(text, os.environ)
+
+
+class AtomicFile:
+    """A file written in pieces that appears whole or not at all: ``commit`` puts it in its place.
+
+    Here it is written under a temporary name beside its place. In object stores it is uploaded in parts while it is
+    written: no copy on disk, 32 MiB in memory.
+
+    Args:
+        path: its final place.
+
+    Raises:
+        StorageError: from every method but ``discard``, naming the path.
+    """
+
+    def __init__(self, path: str) -> None:
+        store, path = _store_of(path)
+        self._writer = store.writer(path)
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Append bytes."""
+        return self._writer.write(data)
+
+    def commit(self) -> None:
+        """Put the file in its place, to stay."""
+        self._writer.commit()
+
+    def discard(self) -> None:
+        """Forget what was written."""
+        self._writer.discard()

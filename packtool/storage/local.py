@@ -1,0 +1,149 @@
+"""This machine's file system."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import BinaryIO
+
+from packtool.errors import StorageError
+from packtool.storage.store import FileState
+
+_UNFINISHED = ".partial"
+
+
+class LocalStore:
+    """Files and directories of this machine; a ``Store``."""
+
+    def find(self, path: str) -> FileState | None:
+        """Size and last change of a file; None if there is none, or a directory."""
+        try:
+            state = os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise local_error(path, error) from error
+        return None if os.path.isdir(path) else FileState(state.st_size, str(state.st_mtime_ns))
+
+    def is_directory(self, path: str) -> bool:
+        """Whether it is a directory."""
+        return os.path.isdir(path)
+
+    def open_read(self, path: str, first_block: int) -> BinaryIO:
+        """Open for reading bytes; the system reads ahead by itself."""
+        try:
+            return open(path, "rb")
+        except OSError as error:
+            raise local_error(path, error) from error
+
+    def entries(self, path: str) -> dict[str, FileState | None]:
+        """Names in a directory, sorted, with None for directories."""
+        found: dict[str, FileState | None] = {}
+        try:
+            if os.path.isdir(path):
+                for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
+                    with suppress(FileNotFoundError):  # a dangling link, or gone since
+                        state = entry.stat()
+                        is_directory = entry.is_dir()
+                        found[entry.name] = None if is_directory else FileState(state.st_size, str(state.st_mtime_ns))
+        except OSError as error:
+            raise local_error(path, error) from error
+        return found
+
+    def list_names(self, path: str) -> list[str]:
+        """Names in a directory, sorted, also those of dangling links."""
+        try:
+            return sorted(os.listdir(path)) if os.path.isdir(path) else []
+        except OSError as error:
+            raise local_error(path, error) from error
+
+    def walk(self, path: str) -> Iterator[str]:
+        """Paths of all files under a directory, in the order of their names."""
+
+        def stop(error: OSError) -> None:
+            raise local_error(path, error) from error
+
+        for folder, folders, files in os.walk(path, onerror=stop, followlinks=True):
+            folders.sort()
+            yield from (os.path.join(folder, name) for name in sorted(files))
+
+    def make_directory(self, path: str) -> None:
+        """Make a directory and its parents."""
+        try:
+            os.makedirs(path, exist_ok=True)
+        except OSError as error:
+            raise local_error(path, error) from error
+
+    def publish(self, path: str, data: bytes) -> None:
+        """Write a whole file so that nobody ever sees a part of it."""
+        file = self.writer(path)
+        file.write(data)
+        file.commit()
+
+    def writer(self, path: str) -> LocalWriter:
+        """Begin a file that is written in pieces."""
+        return LocalWriter(path)
+
+    def remove(self, path: str) -> None:
+        """Remove a file or a whole directory; nothing there is fine."""
+        try:
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path)
+            elif os.path.lexists(path):
+                os.remove(path)
+        except OSError as error:
+            raise local_error(path, error) from error
+
+    def discard_unfinished(self, path: str) -> None:
+        """Remove the temporary files of killed processes under a directory."""
+        for file in self.walk(path):
+            if file.endswith(_UNFINISHED):
+                _forget(file)
+
+
+class LocalWriter:
+    """A file under a temporary name beside its place, renamed at the end."""
+
+    def __init__(self, path: str) -> None:
+        self._path, self._temporary = path, path + _UNFINISHED
+        try:
+            self._file = open(self._temporary, "wb")  # noqa: SIM115
+        except OSError as error:
+            raise local_error(path, error) from error
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Append bytes."""
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.discard()
+            raise local_error(self._path, error) from error
+
+    def commit(self) -> None:
+        """Put the file in its place, safely on the disk."""
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            os.replace(self._temporary, self._path)
+        except OSError as error:
+            self.discard()
+            raise local_error(self._path, error) from error
+
+    def discard(self) -> None:
+        """Forget what was written."""
+        with suppress(OSError):  # closing writes what is still buffered, which may be what has just failed
+            self._file.close()
+        _forget(self._temporary)
+
+
+def local_error(path: str, error: OSError) -> StorageError:
+    """What the operating system said, for a person."""
+    return StorageError(f"{path}: {error.strerror or error}", "Check the path, its permissions and the free space.")
+
+
+def _forget(path: str) -> None:
+    with suppress(OSError):
+        os.remove(path)

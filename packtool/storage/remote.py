@@ -1,0 +1,225 @@
+"""What all remote places share: waiting for requests, sending them again, and reading files by ranges."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import random
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from packtool.errors import StorageError
+from packtool.storage.faults import is_passing, storage_error
+from packtool.storage.options import options
+
+T = TypeVar("T")
+
+_LARGEST_BLOCK = 8 * 2**20
+_KEPT_BYTES = 16 * 2**20
+
+
+def start(work: Coroutine[Any, Any, T]) -> Future[T]:
+    """Begin requests on fsspec's thread for input and output; a forked process gets a new one."""
+    from fsspec.asyn import get_loop
+
+    return asyncio.run_coroutine_threadsafe(work, get_loop())
+
+
+def wait(work: Coroutine[Any, Any, T]) -> T:
+    """Make requests and wait for them; Ctrl-C ends the waiting and the requests."""
+    future = start(work)
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
+
+
+def answer(path: str, operation: str, work: Coroutine[Any, Any, T]) -> T:
+    """The same with a StorageError, naming path and operation, for whatever goes wrong."""
+    try:
+        return wait(work)
+    except StorageError:
+        raise
+    except Exception as error:
+        # Not chained: what libraries say may hold signed URLs, and --debug would print it.
+        raise storage_error(path, operation, error) from None
+
+
+async def patiently(work: Callable[[], Awaitable[T]], num_bytes: int = 0) -> T:
+    """Do one request, and again while it fails for passing reasons: see ``packtool.storage.options``.
+
+    Args:
+        work: makes the request; called for each try.
+        num_bytes: that it moves.
+    """
+    settings = options()
+    for attempt in range(settings.retries + 1):
+        try:
+            return await asyncio.wait_for(work(), settings.limit(num_bytes))
+        except Exception as error:
+            if attempt == settings.retries or not is_passing(error):
+                raise
+        await asyncio.sleep(settings.pause(attempt) * random.uniform(0.5, 1.0))
+    raise AssertionError("the last try returns or raises")
+
+
+@dataclass(frozen=True)
+class Range:
+    """A piece of a remote file.
+
+    Args:
+        data: its bytes.
+        size: of the whole file.
+        tag: changes when the file does; empty if the place does not say.
+    """
+
+    data: bytes
+    size: int
+    tag: str
+
+
+class RemoteReader(io.RawIOBase):
+    """A remote file, read by ranges; to be wrapped into a BufferedReader.
+
+    The first block is small, so that looking into a header costs one short request. Where reading goes on, blocks double
+    up to 8 MiB and the next is fetched while this one is used; after a jump they are small again. At most 24 MiB are
+    held.
+
+    Args:
+        path: for messages.
+        fetch: gives bytes [start, stop), fewer at the end of the file.
+        first_block: bytes to fetch at first and after a jump.
+
+    Raises:
+        StorageError: from here and from every read.
+    """
+
+    def __init__(
+        self, path: str, fetch: Callable[[int, int], Coroutine[Any, Any, Range]], first_block: int, first: Range
+    ) -> None:
+        self._path, self._fetch, self._first_block = path, fetch, first_block
+        self._process = os.getpid()
+        self._position = 0
+        self._size, self._tag = first.size, first.tag
+        self._blocks: list[tuple[int, bytes]] = [(0, first.data)]
+        self._next, self._step = len(first.data), first_block
+        self._ahead: tuple[int, Future[Range]] | None = None
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is, at no cost."""
+        return True
+
+    def tell(self) -> int:
+        """Position in bytes."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to a position; nothing is fetched until something is read."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        if base + offset < 0:
+            raise ValueError(f"position {base + offset} is before the file")
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        """Read what is at hand, and fetch only if nothing is."""
+        view = memoryview(buffer).cast("B")
+        if self._position >= self._size or not len(view):
+            return 0
+        begin, data = self._block_at(self._position)
+        offset = self._position - begin
+        count = min(len(view), len(data) - offset)
+        view[:count] = memoryview(data)[offset : offset + count]
+        self._position += count
+        return count
+
+    def readall(self) -> bytes:
+        """All that is left, block by block."""
+        parts = []
+        while self._position < self._size:
+            begin, data = self._block_at(self._position)
+            parts.append(memoryview(data)[self._position - begin :])
+            self._position = begin + len(data)
+        return b"".join(parts)
+
+    def close(self) -> None:
+        """Let go of the blocks."""
+        if not self.closed:
+            self._forget_ahead()
+            self._blocks = []
+        super().close()
+
+    def _block_at(self, position: int) -> tuple[int, bytes]:
+        for i in range(len(self._blocks) - 1, -1, -1):
+            begin, data = self._blocks[i]
+            if begin <= position < begin + len(data):
+                self._blocks.append(self._blocks.pop(i))
+                return begin, data
+        goes_on = position == self._next
+        self._step = min(self._step * 2, _LARGEST_BLOCK) if goes_on else self._first_block
+        data = self._take_ahead(position) or self._read(position, self._stop(position))
+        self._next = position + len(data)
+        self._keep(position, data)
+        if goes_on and self._next < self._size:
+            self._ahead = self._next, start(self._fetch(self._next, self._stop(self._next)))
+        return position, data
+
+    def _stop(self, position: int) -> int:
+        """End of a new block: of the size that is due, and never into one that is held."""
+        ends = [begin for begin, _ in self._blocks if begin > position]
+        return min(position + self._step, self._size, *ends)
+
+    def _keep(self, position: int, data: bytes) -> None:
+        self._blocks.append((position, data))
+        while len(self._blocks) > 1 and sum(len(block) for _, block in self._blocks) > _KEPT_BYTES:
+            self._blocks.pop(0)
+
+    def _read(self, begin: int, stop: int) -> bytes:
+        return self._checked(begin, answer(self._path, "reading", self._fetch(begin, stop)))
+
+    def _take_ahead(self, position: int) -> bytes | None:
+        """The block that was fetched ahead, if it is this one."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or os.getpid() != self._process:
+            return None
+        if ahead[0] != position:
+            ahead[1].cancel()
+            return None
+        try:
+            return self._checked(position, ahead[1].result())
+        except StorageError:
+            raise
+        except Exception as error:
+            raise storage_error(self._path, "reading", error) from None
+
+    def _forget_ahead(self) -> None:
+        if self._ahead is not None and os.getpid() == self._process:
+            self._ahead[1].cancel()
+        self._ahead = None
+
+    def _checked(self, begin: int, piece: Range) -> bytes:
+        if (piece.size, piece.tag) != (self._size, self._tag) or (not piece.data and begin < self._size):
+            raise StorageError(
+                f"{self._path} was replaced while it was being read", "Run again when nobody writes to it any more."
+            )
+        return piece.data
+
+
+def open_ranges(
+    path: str, fetch: Callable[[int, int], Coroutine[Any, Any, Range]], first_block: int
+) -> io.BufferedReader:
+    """A seekable, buffered file over range requests; the first is made here, so that a missing file is told now.
+
+    Raises:
+        StorageError: if the file cannot be opened.
+    """
+    first = answer(path, "opening", fetch(0, first_block))
+    return io.BufferedReader(RemoteReader(path, fetch, first_block, first), min(first_block, 2**17))

@@ -1,0 +1,292 @@
+"""``s3://`` and ``oss://``: buckets that speak S3, through s3fs's connections.
+
+Single requests are made here instead of s3fs's file operations: those remember listings, multiply their retries with
+botocore's, and delete with a request that OSS does not take.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, BinaryIO
+from urllib.parse import urlsplit
+
+from packtool.errors import StorageError
+from packtool.storage.faults import code_of, is_missing, status_of
+from packtool.storage.options import StorageOptions, options
+from packtool.storage.remote import Range, answer, open_ranges, patiently
+from packtool.storage.store import FileState
+from packtool.storage.upload import S3Writer
+
+_MOST_CONNECTIONS = 32
+_DELETES_AT_ONCE = 16
+
+_connections: dict[str, Any] = {}
+_lock = threading.Lock()
+# Connections of a forked process's parent: neither used nor closed here, for that would close the parent's.
+_inherited: list[dict[str, Any]] = []
+
+
+def forget_connections() -> None:
+    """Make new ones from now on, with the options and credentials of then."""
+    with _lock:
+        _connections.clear()
+
+
+def _after_fork() -> None:
+    global _lock, _connections
+    _inherited.append(_connections)
+    _connections, _lock = {}, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _connection(scheme: str) -> Any:
+    with _lock:
+        if scheme not in _connections:
+            import s3fs
+
+            _connections[scheme] = s3fs.S3FileSystem(skip_instance_cache=True, **connection_settings(scheme, options()))
+        return _connections[scheme]
+
+
+def connection_settings(scheme: str, settings: StorageOptions) -> dict[str, Any]:
+    """What s3fs is told; S3's credentials are not in it, for botocore finds them by itself.
+
+    Args:
+        scheme: ``s3`` or ``oss``.
+
+    Raises:
+        StorageError: if OSS is asked for and the environment does not say where it is.
+    """
+    config: dict[str, Any] = {
+        "connect_timeout": min(settings.timeout, 10.0),
+        "read_timeout": settings.timeout,
+        "retries": {"total_max_attempts": 1, "mode": "standard"},  # ours are the only ones
+        "max_pool_connections": _MOST_CONNECTIONS,
+    }
+    # Checksums behind the body, botocore's default, are Amazon's own: OSS and older servers refuse them.
+    plain = {"request_checksum_calculation": "when_required", "response_checksum_validation": "when_required"}
+    if scheme == "oss":
+        if not settings.oss_endpoint:
+            raise StorageError(
+                "oss:// needs to know where it is: OSS_ENDPOINT is not set",
+                "For example OSS_ENDPOINT=https://oss-cn-hangzhou.aliyuncs.com, with OSS_ACCESS_KEY_ID and "
+                "OSS_ACCESS_KEY_SECRET.",
+            )
+        if not settings.oss_access_key_id or not settings.oss_access_key_secret:
+            raise StorageError(
+                "oss://: no credentials", "Set OSS_ACCESS_KEY_ID and OSS_ACCESS_KEY_SECRET in the environment."
+            )
+        config |= plain | {"s3": {"addressing_style": "virtual"}, "signature_version": "s3v4"}
+        if settings.oss_region:
+            config["region_name"] = settings.oss_region
+        return {
+            "endpoint_url": settings.oss_endpoint,
+            "key": settings.oss_access_key_id,
+            "secret": settings.oss_access_key_secret,
+            "token": settings.oss_session_token,
+            "config_kwargs": config,
+        }
+    if settings.s3_endpoint:
+        if "AWS_REQUEST_CHECKSUM_CALCULATION" not in os.environ:
+            config |= plain
+        if _needs_path_style(settings.s3_endpoint):
+            config["s3"] = {"addressing_style": "path"}
+    return {"config_kwargs": config}
+
+
+def _needs_path_style(endpoint: str) -> bool:
+    """Whether the host can have no bucket's name in front: an address, or a name without a domain."""
+    host = urlsplit(endpoint).hostname or ""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return "." not in host or host.endswith(".localhost")
+    return True
+
+
+def split(path: str) -> tuple[str, str]:
+    """Bucket and key."""
+    bucket, _, key = path.partition("://")[2].partition("/")
+    return bucket, key
+
+
+class S3Store:
+    """Buckets of one scheme; a ``Store``."""
+
+    def __init__(self, scheme: str) -> None:
+        self.scheme = scheme
+
+    async def request(self, method: str, num_bytes: int = 0, **arguments: Any) -> Any:
+        """One request of S3's, patiently."""
+        return await patiently(lambda: self.request_once(method, **arguments), num_bytes)
+
+    async def request_once(self, method: str, **arguments: Any) -> Any:
+        """One request of S3's."""
+        client = await _connection(self.scheme).set_session()
+        return await getattr(client, method)(**arguments)
+
+    def find(self, path: str) -> FileState | None:
+        """Size and entity tag of an object."""
+        bucket, key = split(path)
+        if not key or key.endswith("/"):
+            return None
+        return answer(path, "looking", self._find(bucket, key))
+
+    async def _find(self, bucket: str, key: str) -> FileState | None:
+        try:
+            head = await self.request("head_object", Bucket=bucket, Key=key)
+        except Exception as error:
+            if is_missing(error):
+                return None
+            raise
+        return FileState(head["ContentLength"], _tag(head))
+
+    def is_directory(self, path: str) -> bool:
+        """Whether anything lies under it."""
+        bucket, key = split(path)
+        return answer(path, "looking", self._has_children(bucket, _prefix(key)))
+
+    async def _has_children(self, bucket: str, prefix: str) -> bool:
+        page = await self.request("list_objects_v2", Bucket=bucket, Prefix=prefix, MaxKeys=1)
+        return bool(page.get("Contents")) or not prefix
+
+    def open_read(self, path: str, first_block: int) -> BinaryIO:
+        """Open for reading by ranges."""
+        bucket, key = split(path)
+
+        async def fetch(begin: int, stop: int) -> Range:
+            async def once() -> Range:
+                try:
+                    wanted = f"bytes={begin}-{stop - 1}"
+                    found = await self.request_once("get_object", Bucket=bucket, Key=key, Range=wanted)
+                except Exception as error:
+                    if begin == 0 and (code_of(error) == "InvalidRange" or status_of(error) == 416):
+                        return Range(b"", 0, "")  # an empty object has no first byte
+                    raise
+                async with found["Body"] as body:
+                    data = await body.read()
+                size = int(found.get("ContentRange", "").rpartition("/")[2] or found["ContentLength"])
+                return Range(data, size, _tag(found))
+
+            return await patiently(once, stop - begin)
+
+        return open_ranges(path, fetch, first_block)
+
+    def entries(self, path: str) -> dict[str, FileState | None]:
+        """Names in a directory, sorted, with None for directories."""
+        bucket, key = split(path)
+        prefix = _prefix(key)
+        found: dict[str, FileState | None] = {}
+        for page in self._pages(path, Bucket=bucket, Prefix=prefix, Delimiter="/"):
+            for folder in page.get("CommonPrefixes", ()):
+                found[folder["Prefix"][len(prefix) :].rstrip("/")] = None
+            for item in page.get("Contents", ()):
+                if item["Key"] != prefix:  # what consoles put there when they make a folder
+                    found[item["Key"][len(prefix) :]] = FileState(item["Size"], _tag(item))
+        return dict(sorted(found.items()))
+
+    def list_names(self, path: str) -> list[str]:
+        """Names in a directory, sorted."""
+        return list(self.entries(path))
+
+    def walk(self, path: str) -> Iterator[str]:
+        """Paths of all objects under a directory, sorted by key."""
+        bucket, key = split(path)
+        for page in self._pages(path, Bucket=bucket, Prefix=_prefix(key)):
+            for item in page.get("Contents", ()):
+                if not item["Key"].endswith("/"):
+                    yield f"{self.scheme}://{bucket}/{item['Key']}"
+
+    def _pages(self, path: str, **arguments: Any) -> Iterator[dict[str, Any]]:
+        token: dict[str, Any] = {}
+        while True:
+            page = answer(path, "listing", self.request("list_objects_v2", **arguments, **token))
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            token = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def make_directory(self, path: str) -> None:
+        """Nothing to do: directories are where objects are."""
+
+    def publish(self, path: str, data: bytes) -> None:
+        """Put a whole object; nobody sees a part of it."""
+        bucket, key = split(path)
+        answer(path, "writing", self.request("put_object", len(data), Bucket=bucket, Key=key, Body=data))
+
+    def writer(self, path: str) -> S3Writer:
+        """Begin an object that is uploaded while it is written."""
+        return S3Writer(self, path, *split(path))
+
+    def remove(self, path: str) -> None:
+        """Remove an object and all under it; nothing there is fine."""
+        bucket, key = split(path)
+        if not key.strip("/"):
+            raise StorageError(f"{path}: a whole bucket is not removed", "Name a directory in it.")
+        answer(path, "removing", self._remove(bucket, key.rstrip("/")))
+
+    async def _remove(self, bucket: str, key: str) -> None:
+        # One by one: the request that deletes many needs a checksum that botocore no longer sends and OSS insists on.
+        names = [key]
+        async for page in self._all(
+            "list_objects_v2", "ContinuationToken", "NextContinuationToken", Bucket=bucket, Prefix=f"{key}/"
+        ):
+            names += [item["Key"] for item in page.get("Contents", ())]
+        for i in range(0, len(names), _DELETES_AT_ONCE):
+            part = names[i : i + _DELETES_AT_ONCE]
+            await asyncio.gather(*(self.request("delete_object", Bucket=bucket, Key=name) for name in part))
+
+    def discard_unfinished(self, path: str) -> None:
+        """End the uploads that killed processes left under a directory: they are invisible, and cost money."""
+        bucket, key = split(path)
+        answer(path, "clearing", self.abort_uploads(bucket, _prefix(key), lambda name, upload: True))
+
+    async def abort_uploads(self, bucket: str, prefix: str, wanted: Callable[[str, str], bool]) -> None:
+        """End unfinished uploads.
+
+        Args:
+            wanted: says so for a key and an upload id.
+        """
+        async for page in self._all(
+            "list_multipart_uploads", "KeyMarker", "NextKeyMarker", Bucket=bucket, Prefix=prefix
+        ):
+            for item in page.get("Uploads", ()):
+                if wanted(item["Key"], item["UploadId"]):
+                    await self.abort_upload(bucket, item["Key"], item["UploadId"])
+
+    async def abort_upload(self, bucket: str, key: str, upload: str) -> None:
+        """End one unfinished upload; one that is gone is fine."""
+        try:
+            await self.request("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload)
+        except Exception as error:
+            if code_of(error) != "NoSuchUpload" and not is_missing(error):
+                raise
+
+    async def _all(self, method: str, marker: str, next_marker: str, **arguments: Any) -> AsyncIterator[dict[str, Any]]:
+        """The pages of a listing."""
+        more: dict[str, Any] = {}
+        while True:
+            page = await self.request(method, **arguments, **more)
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            more = {marker: page[next_marker]}
+            if marker == "KeyMarker" and page.get("NextUploadIdMarker"):
+                more["UploadIdMarker"] = page["NextUploadIdMarker"]
+
+
+def _prefix(key: str) -> str:
+    key = key.strip("/")
+    return f"{key}/" if key else ""
+
+
+def _tag(found: dict[str, Any]) -> str:
+    tag = found.get("ETag")
+    return str(tag).strip('"') if tag else str(found.get("LastModified", ""))
