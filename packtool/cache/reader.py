@@ -31,7 +31,7 @@ def read_index(directory: str, split: str) -> dict[str, IntArray]:
     """
     path = os.path.join(directory, split, INDEX_NAME)
     try:
-        with pa.memory_map(storage.check_path(path)) as file:
+        with pa.memory_map(path) as file:
             table = pa.ipc.open_file(file).read_all()
     except (OSError, pa.ArrowInvalid) as error:
         raise MismatchError(f"{path} cannot be read: {error}", "Export the cache again.") from error

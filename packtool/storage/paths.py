@@ -59,7 +59,7 @@ def normalize(path: str) -> str:
     if scheme not in REMOTE_SCHEMES:
         known = ", ".join(f"{name}://" for name in REMOTE_SCHEMES if name != "memory")
         raise StorageError(
-            f"{masked(path)}: {match[1]}:// is none of the places that can be reached: {known} and this machine's paths",
+            f"{masked(path)}: {match[1]}:// is none of the places that can be reached: {known}, this machine's paths",
             "Copy the data here first, or mount the bucket.",
         )
     rest = rest.lstrip("/")

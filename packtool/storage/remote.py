@@ -85,7 +85,7 @@ class Range:
 class RemoteReader(io.RawIOBase):
     """A remote file, read by ranges; to be wrapped into a BufferedReader.
 
-    The first block is small, so that looking into a header costs one short request. Where reading goes on, blocks double
+    The first block is small, so that a look into a header costs one short request. Where reading goes on, blocks double
     up to 8 MiB and the next is fetched while this one is used; after a jump they are small again. At most 24 MiB are
     held.
 

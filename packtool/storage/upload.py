@@ -1,4 +1,4 @@
-"""An object uploaded in parts while it is written: no copy on disk, few parts in memory, nothing seen before the end."""
+"""An object uploaded in parts while it is written: nothing on disk, little in memory, and not to be seen before its end."""
 
 from __future__ import annotations
 
