@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.errors import ConfigError
+from packtool.plan.balance import Balance, Costs, deal_even, group_alike
 from packtool.plan.packing import Int64Array, PackPlan, digest_arrays
 
 
@@ -75,6 +76,13 @@ class StepPlan:
         self._check("step", step, self.num_steps)
         return int(self.target_tokens_per_step[step])
 
+    def rank_costs(self, costs: Costs) -> Costs:
+        """Work of each rank in each step, (S, W), from ``costs`` (K,) of the packs."""
+        sums = np.concatenate(([0.0], np.cumsum(costs[self.order])))
+        cells = (self.step_offsets[1:] - self.step_offsets[:-1]) // self.world_size
+        first = self.step_offsets[:-1, None] + cells[:, None] * np.arange(self.world_size + 1)
+        return np.diff(sums[self.cell_offsets[first]], axis=1)
+
     @cached_property
     def fingerprint(self) -> str:
         """sha256 in hex over everything in the plan."""
@@ -95,15 +103,20 @@ def plan_steps(
     world_size: int,
     gradient_accumulation_steps: int,
     packs_per_micro_batch: int,
+    costs: Costs | None = None,
+    balance: Balance = "none",
 ) -> StepPlan:
     """Deal the packs of an epoch to optimizer steps, ranks and micro-batches.
 
-    A step takes the next W * G * B packs of the plan, whose order the packer drew from the seed, and they go round the
-    ranks like cards: pack ``i`` of a step to rank ``i % W``. The last step takes what is left, however little: it has
-    as few micro-batches as its ranks need, the packs of a rank spread evenly over them. Where a rank still has none,
-    the micro-batch is empty. There are fewer than W empty ones in an epoch, and no pack is left out or used twice.
+    A step takes the next W * G * B packs of the plan, whose order the packer drew from the seed. Without balancing they
+    go round the ranks like cards: pack ``i`` of a step to rank ``i % W``; ``within-step`` deals them so that the ranks
+    have equal work; ``window`` also exchanges packs between steps that lie near each other. The last step takes what is
+    left, however little: it has as few micro-batches as its ranks need, the packs of a rank spread evenly over them.
+    Where a rank still has none, the micro-batch is empty. There are fewer than W empty ones in an epoch, and no pack is
+    left out or used twice.
 
-    Price: O(N). The packs that make up a step depend on W * G * B only.
+    Price: O(N), and O(K log K) with balancing. Unless ``window`` exchanges them, the packs that make up a step depend
+    on W * G * B only.
 
     Args:
         plan: N samples in K packs.
@@ -111,6 +124,8 @@ def plan_steps(
         world_size: data-parallel ranks, W.
         gradient_accumulation_steps: micro-batches of a full step on each rank, G.
         packs_per_micro_batch: packs (or padded rows) in a full micro-batch, B.
+        costs: (K,), work of each pack; needed for balancing.
+        balance: see above.
 
     Raises:
         ConfigError: a count is not positive.
@@ -120,36 +135,56 @@ def plan_steps(
         gradient_accumulation_steps=gradient_accumulation_steps,
         packs_per_micro_batch=packs_per_micro_batch,
     )
+    assert costs is not None or balance == "none", "balancing needs to know what packs cost"
     num_per_step = world_size * gradient_accumulation_steps * packs_per_micro_batch
     num_full_steps, num_left = divmod(plan.num_packs, num_per_step)
     num_full = num_full_steps * num_per_step
-    # In plan order a full step is a table of (B * G, W); each rank's packs are a column of it.
-    order = np.arange(plan.num_packs, dtype=np.int64)
-    table = order[:num_full].reshape(num_full_steps, num_per_step // world_size, world_size)
-    left, left_sizes = _deal_rest(order[num_full:], world_size, packs_per_micro_batch)
+    packs = np.arange(plan.num_packs, dtype=np.int64)
+    full = packs[:num_full].reshape(num_full_steps, num_per_step)
+    if costs is not None and balance == "window":
+        full = group_alike(full, costs, world_size)
+    left, left_sizes = _deal_rest(packs[num_full:], world_size, packs_per_micro_batch, costs, balance)
     cells_per_step = np.full(num_full_steps, world_size * gradient_accumulation_steps, dtype=np.int64)
     cell_sizes = np.full(int(cells_per_step.sum()), packs_per_micro_batch, dtype=np.int64)
     if num_left:
         cells_per_step = np.append(cells_per_step, len(left_sizes))
         cell_sizes = np.append(cell_sizes, left_sizes)
+    order = np.concatenate((_deal(full, world_size, costs, balance).reshape(-1), left))
     targets_per_pack = plan.sums_per_pack(target_tokens[plan.samples])
     first_packs = np.arange(0, plan.num_packs, num_per_step)
     return StepPlan(
         world_size=world_size,
-        order=np.concatenate((table.transpose(0, 2, 1).reshape(-1), left)),
+        order=order,
         cell_offsets=_offsets(cell_sizes),
         step_offsets=_offsets(cells_per_step),
         target_tokens_per_step=(
-            np.add.reduceat(targets_per_pack, first_packs) if plan.num_packs else np.zeros(0, dtype=np.int64)
+            np.add.reduceat(targets_per_pack[order], first_packs) if plan.num_packs else np.zeros(0, dtype=np.int64)
         ),
     )
 
 
-def _deal_rest(packs: Int64Array, world_size: int, packs_per_micro_batch: int) -> tuple[Int64Array, Int64Array]:
+def _deal(packs: Int64Array, world_size: int, costs: Costs | None, balance: Balance) -> Int64Array:
+    """Packs (S, n) of full steps dealt to ranks: (S, W, n / W)."""
+    num_steps, num_packs = packs.shape
+    if costs is None or balance == "none":
+        # Each rank's packs are a column of the step's table of (n / W, W).
+        return packs.reshape(num_steps, num_packs // world_size, world_size).transpose(0, 2, 1)
+    hands = deal_even(costs[packs], world_size)
+    return np.take_along_axis(packs, hands.reshape(packs.shape), axis=1).reshape(hands.shape)
+
+
+def _deal_rest(
+    packs: Int64Array, world_size: int, packs_per_micro_batch: int, costs: Costs | None, balance: Balance
+) -> tuple[Int64Array, Int64Array]:
     """The packs of the last, smaller step in the order of its cells, and the cells' sizes."""
     most_per_rank = -(-len(packs) // world_size)
     num_micro_batches = -(-most_per_rank // packs_per_micro_batch)
     hands = [packs[rank::world_size] for rank in range(world_size)]
+    if costs is not None and balance != "none" and len(packs):
+        # Places that stay empty are packs without work.
+        filled = np.append(costs[packs], np.zeros(most_per_rank * world_size - len(packs)))
+        places = deal_even(filled[None], world_size)[0]
+        hands = [packs[hand[hand < len(packs)]] for hand in places]
     sizes = [
         len(hand) // num_micro_batches + (micro < len(hand) % num_micro_batches)
         for hand in hands
