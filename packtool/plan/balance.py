@@ -1,9 +1,9 @@
 """Packs of a step dealt to ranks so that the slowest rank is done as early as possible.
 
 Optimal dealing is a number-partitioning problem. Packs are laid out longest first (LPT: Graham 1969, "Bounds on
-multiprocessing timing anomalies"), with one more rule, that every rank gets equally many: in each round every rank takes
-one pack, the rank with the least work so far the heaviest. Afterwards the heaviest and the lightest rank swap a pair of
-packs as long as that helps. All steps are worked on at once, so that millions of packs take seconds.
+multiprocessing timing anomalies"), with one more rule, that every rank gets equally many: in each round every rank
+takes one pack, the rank with the least work so far the heaviest. Afterwards the heaviest and the lightest rank swap a
+pair of packs as long as that helps. All steps are worked on at once, so that millions of packs take seconds.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def _rounds(costs: Costs, num_ranks: int, per_rank: int) -> Int64Array:
 
 def _swap(costs: Costs, hands: Int64Array) -> None:
     """Let the heaviest and the lightest rank of each step exchange the pair of packs that evens them out best."""
-    num_steps, num_ranks, per_rank = hands.shape
+    per_rank = hands.shape[2]
     of = np.take_along_axis(costs, hands.reshape(costs.shape), axis=1).reshape(hands.shape)
-    active = np.arange(num_steps)
+    active = np.arange(len(hands))
     for _ in range(_MOST_SWAPS):
         loads = of[active].sum(axis=2)
         heavy, light = loads.argmax(axis=1), loads.argmin(axis=1)

@@ -136,31 +136,47 @@ def plan_steps(
         packs_per_micro_batch=packs_per_micro_batch,
     )
     assert costs is not None or balance == "none", "balancing needs to know what packs cost"
-    num_per_step = world_size * gradient_accumulation_steps * packs_per_micro_batch
-    num_full_steps, num_left = divmod(plan.num_packs, num_per_step)
-    num_full = num_full_steps * num_per_step
+    num_cells, num_per_cell = world_size * gradient_accumulation_steps, packs_per_micro_batch
+    num_full_steps = plan.num_packs // (num_cells * num_per_cell)
     packs = np.arange(plan.num_packs, dtype=np.int64)
-    full = packs[:num_full].reshape(num_full_steps, num_per_step)
+    full, rest = np.split(packs, [num_full_steps * num_cells * num_per_cell])
+    full = full.reshape(num_full_steps, num_cells * num_per_cell)
     if costs is not None and balance == "window":
         full = group_alike(full, costs, world_size)
-    left, left_sizes = _deal_rest(packs[num_full:], world_size, packs_per_micro_batch, costs, balance)
-    cells_per_step = np.full(num_full_steps, world_size * gradient_accumulation_steps, dtype=np.int64)
-    cell_sizes = np.full(int(cells_per_step.sum()), packs_per_micro_batch, dtype=np.int64)
-    if num_left:
-        cells_per_step = np.append(cells_per_step, len(left_sizes))
-        cell_sizes = np.append(cell_sizes, left_sizes)
-    order = np.concatenate((_deal(full, world_size, costs, balance).reshape(-1), left))
-    targets_per_pack = plan.sums_per_pack(target_tokens[plan.samples])
-    first_packs = np.arange(0, plan.num_packs, num_per_step)
-    return StepPlan(
+    left, left_sizes = _deal_rest(rest, world_size, num_per_cell, costs, balance)
+    return step_plan(
+        plan,
+        target_tokens,
         world_size=world_size,
-        order=order,
-        cell_offsets=_offsets(cell_sizes),
-        step_offsets=_offsets(cells_per_step),
-        target_tokens_per_step=(
-            np.add.reduceat(targets_per_pack[order], first_packs) if plan.num_packs else np.zeros(0, dtype=np.int64)
+        order=np.concatenate((_deal(full, world_size, costs, balance).reshape(-1), left)),
+        cell_sizes=np.append(np.full(num_full_steps * num_cells, num_per_cell, dtype=np.int64), left_sizes),
+        cells_per_step=np.append(
+            np.full(num_full_steps, num_cells, dtype=np.int64), [len(left_sizes)] * bool(len(rest))
         ),
     )
+
+
+def step_plan(
+    plan: PackPlan,
+    target_tokens: npt.NDArray[np.integer[Any]],
+    *,
+    world_size: int,
+    order: Int64Array,
+    cell_sizes: Int64Array,
+    cells_per_step: Int64Array,
+) -> StepPlan:
+    """A StepPlan from packs in the order of their cells, with each step's target tokens added up.
+
+    Args:
+        plan, target_tokens, world_size: as for ``plan_steps``.
+        order: int64 (K,), packs, cell by cell.
+        cell_sizes: (C,), packs in each cell.
+        cells_per_step: (S,).
+    """
+    cell_offsets, step_offsets = _offsets(cell_sizes), _offsets(cells_per_step)
+    targets_per_pack = plan.sums_per_pack(target_tokens[plan.samples])
+    before = _offsets(targets_per_pack[order])
+    return StepPlan(world_size, order, cell_offsets, step_offsets, np.diff(before[cell_offsets[step_offsets]]))
 
 
 def _deal(packs: Int64Array, world_size: int, costs: Costs | None, balance: Balance) -> Int64Array:
@@ -193,7 +209,7 @@ def _deal_rest(
     return np.concatenate(hands), np.array(sizes, dtype=np.int64)
 
 
-def _offsets(sizes: Int64Array) -> Int64Array:
+def _offsets(sizes: npt.NDArray[np.integer[Any]]) -> Int64Array:
     offsets = np.zeros(len(sizes) + 1, dtype=np.int64)
     np.cumsum(sizes, out=offsets[1:])
     return offsets

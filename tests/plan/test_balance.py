@@ -40,12 +40,12 @@ def test_close_to_the_best_dealing_there_is(seed: int) -> None:
 
 
 def test_swapping_never_makes_a_step_worse_than_cards() -> None:
-    costs = np.random.default_rng(0).lognormal(0, 0.7, (200, 32))
+    costs = np.random.default_rng(0).lognormal(0, 0.4, (200, 32))
     cards = costs.reshape(200, 4, 8).sum(axis=1)
     dealt = loads(costs, deal_even(costs, 8))
     assert (dealt.max(axis=1) <= cards.max(axis=1) + 1e-9).all()
     # A step with one pack heavier than a rank's fair share cannot be even.
-    assert np.median(imbalance(dealt)) < 1.03 < 1.3 < np.median(imbalance(cards))
+    assert np.median(imbalance(dealt)) < 1.02 < 1.2 < np.median(imbalance(cards))
 
 
 def test_a_window_makes_packs_that_run_together_alike() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -30,13 +32,13 @@ def test_every_sample_once_within_both_limits(
     assert len(found.cell_sizes) == found.cells_per_step.sum()
     assert (found.cells_per_step % num_ranks == 0).all()
     starts = np.concatenate(([0], np.cumsum(found.cell_sizes)))
-    for start, stop in zip(starts[:-1], starts[1:], strict=True):
+    for start, stop in pairwise(starts):
         cell = found.order[start:stop]
         assert array[cell].sum() <= max_tokens
         assert max_samples is None or len(cell) <= max_samples
     # The samples of a step stay in it.
     ends = np.concatenate(([0], np.cumsum(found.cells_per_step)))
-    for step, (first, last) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
+    for step, (first, last) in enumerate(pairwise(ends)):
         inside = found.order[starts[first] : starts[last]]
         assert set(inside.tolist()) == set(
             range(step * samples_per_step, min((step + 1) * samples_per_step, len(lengths)))
@@ -48,7 +50,7 @@ def test_the_example_in_the_docstring() -> None:
     found = rearrange(lengths, samples_per_step=8, num_ranks=2, max_tokens=8)
     assert found.cells_per_step.tolist() == [4]
     starts = np.concatenate(([0], np.cumsum(found.cell_sizes)))
-    cells = [lengths[found.order[a:b]].tolist() for a, b in zip(starts, starts[1:], strict=False)]
+    cells = [lengths[found.order[a:b]].tolist() for a, b in pairwise(starts)]
     assert cells == [[7], [3, 4], [1, 1, 5], [2, 4]]
 
 
