@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -154,6 +155,18 @@ class TrainConfig(MediaOptions):
         REQUIRED, "Caches that packtool export made; several may follow.", panel="Model and data"
     )
     output_dir: str = option(REQUIRED, "Directory for checkpoints and figures.", panel="Model and data")
+    cache_dir: str | None = option(
+        None,
+        "Directory of this machine for copies of remote caches; by default packtool in ~/.cache.",
+        panel="Model and data",
+        env="PACKTOOL_CACHE_DIR",
+    )
+    cache_dir_size: str | None = option(
+        None,
+        "Most that --cache-dir may hold, as in 200GB; copies of other caches go first. By default all the disk has.",
+        panel="Model and data",
+        env="PACKTOOL_CACHE_DIR_SIZE",
+    )
     torch_dtype: DType = option("auto", "Precision of the weights; auto is the checkpoint's.", panel="Model and data")
 
     packing: bool = option(False, "Pack samples without padding.", panel="Packing")
@@ -231,9 +244,18 @@ class TrainConfig(MediaOptions):
                 f"--packing-length {self.packing_length} is smaller than --max-length {self.max_length}: "
                 "a sample could be longer than a pack; raise the one or lower the other"
             )
+        try:
+            _ = self.cache_dir_bytes
+        except ValueError as error:
+            found.append(f"--cache-dir-size: {error}")
         if self.freeze_vit and self.freeze_aligner and self.freeze_llm:
             found.append("--freeze-vit, --freeze-aligner and --freeze-llm together leave nothing to train")
         return found
+
+    @property
+    def cache_dir_bytes(self) -> int | None:
+        """The limit of the directory of copies, or None."""
+        return None if self.cache_dir_size is None else num_bytes(self.cache_dir_size)
 
     @property
     def peak_learning_rate(self) -> float:
@@ -241,6 +263,19 @@ class TrainConfig(MediaOptions):
         if self.learning_rate is not None:
             return self.learning_rate
         return 1e-4 if self.train_type == "lora" else 1e-5
+
+
+def num_bytes(text: str) -> int:
+    """A size as people write it: ``200GB``, ``1.5 TiB``, ``1000000``.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt]?)(i?)b?)", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"{text!r} is no size; write it as in 200GB")
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " "))
 
 
 def image_limit_problems(options: ImageOptions) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -130,14 +129,13 @@ class Manifest:
         Raises:
             MismatchError: if the directory is no finished cache, or one of another format.
         """
-        path = os.path.join(directory, MANIFEST_NAME)
+        path = storage.join(directory, MANIFEST_NAME)
         if not storage.exists(path):
             raise MismatchError(
                 f"{directory} is no finished cache: it has no {MANIFEST_NAME}",
                 "Run packtool export to make it, or to finish it, with that --output-dir.",
             )
-        with storage.open_read(path) as file:
-            data = file.read()
+        data = storage.read_bytes(path)
         try:
             raw = json.loads(data)
             version = raw["identity"]["format_version"]

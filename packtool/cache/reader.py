@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,10 +15,11 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from packtool import storage
+from packtool.cache.local import LocalCopies
 from packtool.cache.manifest import Manifest
 from packtool.constants import INDEX_NAME, TRAIN_SPLIT
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray
-from packtool.errors import MismatchError
+from packtool.errors import MismatchError, PacktoolError
 
 # Each mapped shard holds a file descriptor.
 _OPEN_SHARDS = 128
@@ -29,12 +31,26 @@ def read_index(directory: str, split: str) -> dict[str, IntArray]:
     Raises:
         MismatchError: if the file is missing or broken.
     """
-    path = os.path.join(directory, split, INDEX_NAME)
+    path = storage.join(directory, split, INDEX_NAME)
+    if storage.is_remote(path):
+        return _index_in(pa.BufferReader(storage.read_bytes(path)), path)
+    return _mapped_index(path, path)
+
+
+def _mapped_index(path: str, place: str) -> dict[str, IntArray]:
     try:
-        with pa.memory_map(path) as file:
-            table = pa.ipc.open_file(file).read_all()
+        file = pa.memory_map(path)
+    except OSError as error:
+        raise MismatchError(f"{place} cannot be read: {error}", "Export the cache again.") from error
+    with file:
+        return _index_in(file, place)
+
+
+def _index_in(file: pa.NativeFile, place: str) -> dict[str, IntArray]:
+    try:
+        table = pa.ipc.open_file(file).read_all()
     except (OSError, pa.ArrowInvalid) as error:
-        raise MismatchError(f"{path} cannot be read: {error}", "Export the cache again.") from error
+        raise MismatchError(f"{place} cannot be read: {error}", "Export the cache again.") from error
     return {name: table.column(name).to_numpy().astype(np.int32) for name in table.column_names}
 
 
@@ -64,19 +80,28 @@ class SplitIndex:
 class CacheReader:
     """Samples of one split of one or several caches, numbered through.
 
-    Can be sent to other processes; files are opened there when they are first needed.
+    Can be sent to other processes; files are opened there when they are first needed. A shard of a remote cache is
+    copied to this machine then, once for all its processes.
 
     Args:
         directories: of the caches, in order.
         manifests: theirs.
         split: ``train`` or ``val``.
+        copies: where remote caches are copied to.
     """
 
-    def __init__(self, directories: Sequence[str], manifests: Sequence[Manifest], split: str) -> None:
+    def __init__(
+        self,
+        directories: Sequence[str],
+        manifests: Sequence[Manifest],
+        split: str,
+        copies: LocalCopies | None = None,
+    ) -> None:
         self.directories = tuple(directories)
         self.manifests = tuple(manifests)
         self.split = split
-        parts = [read_index(directory, split) for directory in directories]
+        self._copies = copies or LocalCopies.default()
+        parts = [self._index_of(number) for number in range(len(self.directories))]
         self._starts = np.cumsum([0, *(len(part["length"]) for part in parts)])
         self._shard = np.concatenate([part["shard"] for part in parts])
         self._row_in_shard = np.concatenate([part["row_in_shard"] for part in parts])
@@ -84,11 +109,18 @@ class CacheReader:
         self._open: OrderedDict[tuple[int, int], _Shard] = OrderedDict()
 
     @classmethod
-    def open(cls, directories: Sequence[str], split: str = TRAIN_SPLIT) -> CacheReader:
-        """Open caches that fit each other; ``DIR/train`` is accepted for ``DIR``.
+    def open(
+        cls, directories: Sequence[str], split: str = TRAIN_SPLIT, copies: LocalCopies | None = None
+    ) -> CacheReader:
+        """Open caches that fit each other; ``DIR/train`` is accepted for ``DIR``. No shard is read.
+
+        Args:
+            copies: where remote caches are copied to; by default where the environment says.
 
         Raises:
+            ConfigError: if remote caches do not fit into the directory of copies.
             MismatchError: if one is unfinished, has no such split, or was made for another model or other limits.
+            StorageError: if a remote one cannot be read.
         """
         roots = [_root(directory) for directory in directories]
         manifests = [Manifest.read(root) for root in roots]
@@ -97,7 +129,10 @@ class CacheReader:
                 raise MismatchError(f"{root} has no {split} split", "Export it with --split-dataset-ratio to get one.")
             check_sizes(root, manifest, split)
             _check_alike(roots[0], manifests[0], root, manifest)
-        return cls(roots, manifests, split)
+        remote = [manifest for root, manifest in zip(roots, manifests, strict=True) if storage.is_remote(root)]
+        if remote:
+            copies = (copies or LocalCopies.default()).keeping(remote)
+        return cls(roots, manifests, split, copies)
 
     @property
     def fingerprint(self) -> str:
@@ -126,12 +161,54 @@ class CacheReader:
     def _shard_file(self, cache: int, shard: int) -> _Shard:
         key = cache, shard
         if key not in self._open:
-            info = self.manifests[cache].splits[self.split].shards[shard]
-            self._open[key] = _Shard(os.path.join(self.directories[cache], self.split, info.file))
+            self._open[key] = self._open_shard(cache, shard)
             if len(self._open) > _OPEN_SHARDS:
                 self._open.popitem(last=False)
         self._open.move_to_end(key)
         return self._open[key]
+
+    def _open_shard(self, cache: int, shard: int) -> _Shard:
+        path = self._local_shard(cache, shard)
+        if storage.is_remote(self.directories[cache]) and not os.path.exists(path):
+            path = self._local_shard(cache, shard)  # another run has just made room
+        return _Shard(path)
+
+    def _local_shard(self, cache: int, shard: int) -> str:
+        """The shard's path on this machine."""
+        info = self.manifests[cache].splits[self.split].shards[shard]
+        path = storage.join(self.directories[cache], self.split, info.file)
+        return self._copies.shard(path, self.manifests[cache].fingerprint, info) if storage.is_remote(path) else path
+
+    def _index_of(self, cache: int) -> dict[str, IntArray]:
+        directory = self.directories[cache]
+        if not storage.is_remote(directory):
+            return read_index(directory, self.split)
+        copy = self._copies.index(directory, self.split, self.manifests[cache].fingerprint)
+        return _mapped_index(copy, storage.join(directory, self.split, INDEX_NAME))
+
+    def prefetch(self) -> threading.Thread | None:
+        """Copy the shards of remote caches in the background, for one process of a machine to call.
+
+        What fails is left to whoever needs that shard. None if no cache is remote.
+        """
+        wanted = [
+            (cache, shard)
+            for cache, directory in enumerate(self.directories)
+            if storage.is_remote(directory)
+            for shard in range(len(self.manifests[cache].splits[self.split].shards))
+        ]
+
+        def fetch() -> None:
+            try:
+                for cache, shard in wanted:
+                    self._local_shard(cache, shard)
+            except PacktoolError:
+                return
+
+        thread = threading.Thread(target=fetch, name="prefetch", daemon=True) if wanted else None
+        if thread is not None:
+            thread.start()
+        return thread
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": OrderedDict()}
@@ -222,24 +299,28 @@ def _common_codes(codes: IntArray, names: Sequence[str], channels: Sequence[str]
 
 
 def _root(directory: str) -> str:
-    path = directory.rstrip("/") or directory
-    head, tail = os.path.split(path)
-    return head if tail == TRAIN_SPLIT and storage.exists(os.path.join(path, INDEX_NAME)) else path
+    path = storage.normalize(directory.rstrip("/") or directory)
+    if storage.name(path) == TRAIN_SPLIT and storage.exists(storage.join(path, INDEX_NAME)):
+        return storage.parent(path)
+    return path
 
 
 def check_sizes(root: str, manifest: Manifest, split: str) -> None:
-    """Compare the data files with the manifest.
+    """Compare the data files with the manifest, in one listing. Web servers list nothing: there it waits for the copy.
 
     Raises:
         MismatchError: if one is missing or has another size.
     """
+    if root.startswith("http"):
+        return
+    states = storage.entries(storage.join(root, split))
     for shard in manifest.splits[split].shards:
-        path = os.path.join(root, split, shard.file)
-        size = storage.stat(path).size if storage.exists(path) else None
-        if size != shard.bytes:
-            found = "is missing" if size is None else f"has {size} bytes"
+        state = states.get(shard.file)
+        if state is None or state.size != shard.bytes:
+            found = "is missing" if state is None else f"has {state.size} bytes"
             raise MismatchError(
-                f"{path} {found}, the manifest says {shard.bytes}", "Copy the cache again, or export it again."
+                f"{storage.join(root, split, shard.file)} {found}, the manifest says {shard.bytes}",
+                "Copy the cache again, or export it again.",
             )
 
 

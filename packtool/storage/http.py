@@ -74,7 +74,9 @@ class HttpStore:
                     return FileState(0, _tag(response))
                 _check(response)
                 size = _size(response)
-                return FileState(-1 if size is None else size, _tag(response))
+                if size is None:  # the server does not say: count
+                    size = sum([len(chunk) async for chunk in response.content.iter_chunked(_CHUNK)])
+                return FileState(size, _tag(response))
 
         try:
             return await patiently(once)

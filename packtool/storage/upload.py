@@ -1,4 +1,4 @@
-"""An object uploaded in parts while it is written: nothing on disk, little in memory, and not to be seen before its end."""
+"""An object uploaded in parts while it is written: nothing on disk, little in memory, not to be seen before its end."""
 
 from __future__ import annotations
 

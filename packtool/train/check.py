@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 
+from packtool.cache.local import LocalCopies
 from packtool.cache.manifest import Manifest
 from packtool.cache.reader import CacheReader
 from packtool.config import TrainConfig
@@ -21,7 +22,8 @@ def open_caches(config: TrainConfig, files: ModelFiles) -> CacheReader:
     Raises:
         MismatchError: naming both values, and the export that would mend it.
     """
-    reader = CacheReader.open(config.cached_dataset)
+    copies = LocalCopies(config.cache_dir or LocalCopies.default().directory, config.cache_dir_bytes)
+    reader = CacheReader.open(config.cached_dataset, copies=copies)
     for directory, manifest in zip(reader.directories, reader.manifests, strict=True):
         check_model(directory, manifest, files, config)
         check_limits(directory, manifest, config)

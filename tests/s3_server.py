@@ -1,0 +1,164 @@
+"""A real S3 server in a process of its own, and a proxy in front of it that breaks requests on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+FAULTS = ("500", "503", "drop request", "drop answer", "lose answer", "stall")
+ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "test-key-id", "AWS_SECRET_ACCESS_KEY": "test-secret-key", "AWS_REGION": "us-east-1"}
+
+_SLOW_DOWN = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Reduce your request rate.</Message></Error>"
+_INTERNAL = b"<?xml version='1.0'?><Error><Code>InternalError</Code><Message>Try again.</Message></Error>"
+
+
+class S3Server:
+    """moto's S3 over HTTP, in a process of its own, on a port that was free."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "moto.server", "-p", "0"]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        assert self._process.stderr is not None
+        said = ""
+        for line in self._process.stderr:
+            said += line
+            if found := re.search(r"http://127\.0\.0\.1:(\d+)", line):
+                self.port = int(found[1])
+                break
+        else:
+            raise RuntimeError(f"the S3 server did not start: {said}")
+        # A full pipe would stop the server.
+        threading.Thread(target=self._process.stderr.read, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def client(self) -> Any:
+        """boto3's, straight to the server: another hand than the code under test."""
+        import boto3
+
+        keys = {"aws_access_key_id": "test-key-id", "aws_secret_access_key": "test-secret-key"}
+        return boto3.client("s3", endpoint_url=self.url, region_name="us-east-1", **keys)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+
+
+@dataclass
+class Proxy:
+    """Passes requests on to a server and breaks some of them, counted, by a seed.
+
+    Args:
+        port: of the server.
+        share: of the requests that go wrong.
+        faults: what may happen to them, in turn.
+        stall_s: how long a stalled connection stays silent before it is closed.
+    """
+
+    port: int
+    share: float = 0.0
+    faults: Sequence[str] = FAULTS
+    seed: int = 0
+    stall_s: float = 30.0
+    counts: Counter[str] = field(default_factory=Counter)
+    heads: list[str] = field(default_factory=list)
+
+    def __enter__(self) -> Proxy:
+        self._chance = random.Random(self.seed)
+        self._turn = 0
+        ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(ready)), daemon=True)
+        self._thread.start()
+        ready.wait()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._end.set)
+        self._thread.join()
+
+    async def _serve(self, ready: threading.Event) -> None:
+        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
+        server = await asyncio.start_server(self._connection, "127.0.0.1", 0, limit=2**20)
+        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        ready.set()
+        await self._end.wait()
+        server.close()
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            while await self._request(reader, writer):
+                pass
+        writer.close()
+
+    async def _request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """One request; False when the connection is over."""
+        head = await reader.readuntil(b"\r\n\r\n")
+        self.heads.append(head.decode())
+        self.counts["requests"] += 1
+        length = int(_header(head, "content-length") or 0)
+        fault = self._next_fault()
+        if fault == "drop request":
+            await reader.readexactly(length // 2)
+            return False
+        if _header(head, "expect") == "100-continue":
+            writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        body = await reader.readexactly(length)
+        if fault in ("500", "503"):
+            text = _SLOW_DOWN if fault == "503" else _INTERNAL
+            writer.write(f"HTTP/1.1 {fault} No\r\nContent-Length: {len(text)}\r\n\r\n".encode() + text)
+            await writer.drain()
+            return True
+        answer = await self._ask(head, body)
+        if fault == "lose answer":
+            return False
+        if fault == "stall":
+            writer.write(answer[: len(answer) // 2])
+            await writer.drain()
+            await asyncio.sleep(self.stall_s)
+            return False
+        if fault == "drop answer":
+            writer.write(answer[: len(answer) * 3 // 4])
+            await writer.drain()
+            return False
+        writer.write(answer)
+        await writer.drain()
+        return False  # the server closes after each answer, and says so
+
+    def _next_fault(self) -> str | None:
+        if self._chance.random() >= self.share:
+            return None
+        fault = self.faults[self._turn % len(self.faults)]
+        self._turn += 1
+        self.counts[fault] += 1
+        return fault
+
+    async def _ask(self, head: bytes, body: bytes) -> bytes:
+        head = re.sub(rb"(?i)\r\n(connection|expect): [^\r]*", b"", head)
+        head = head.replace(b"\r\n", b"\r\nConnection: close\r\n", 1)
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(_path_style(head) + body)
+        answer = await reader.read()
+        writer.close()
+        return answer
+
+
+def _path_style(head: bytes) -> bytes:
+    """A bucket in front of the host, as OSS has it, becomes one in the path."""
+    bucket = re.match(rb"([^.]+)\.oss-", (_header(head, "host") or "").encode())
+    return re.sub(rb"^(\w+) /", rb"\1 /" + bucket[1] + rb"/", head) if bucket else head
+
+
+def _header(head: bytes, name: str) -> str | None:
+    found = re.search(rf"(?i)\r\n{name}: *([^\r]*)", head.decode())
+    return found[1] if found else None
