@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 
 from packtool.encode.control import ControlVocabulary, Piece
+from packtool.encode.words import WordTokenizer
 
 # Short pieces (a newline, a role) come back in every turn of every row.
 _REMEMBERED_CHARS = 64
@@ -31,6 +32,7 @@ class PieceTokenizer:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
+        self._words = WordTokenizer.of(tokenizer)
         self._remembered: dict[str, list[int]] = {}
         self.context_free = self._is_context_free()
 
@@ -41,6 +43,10 @@ class PieceTokenizer:
         texts = [self._trimmed(pieces, i) for i in range(len(pieces))]
         fresh = list(dict.fromkeys(text for text in texts if text and text not in self._remembered))
         found: dict[str, list[int]] = {"": []}
+        if self._words is not None:
+            by_words = {text: self._words.encode(text) for text in fresh}
+            found |= {text: ids for text, ids in by_words.items() if ids is not None}
+            fresh = [text for text, ids in by_words.items() if ids is None]
         if fresh:
             encodings = self._tokenizer.encode_batch_fast(fresh, add_special_tokens=False)
             found.update(zip(fresh, (encoding.ids for encoding in encodings), strict=True))

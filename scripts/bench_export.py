@@ -1,0 +1,184 @@
+#!/usr/bin/env python3
+"""How fast export is, as ratios against a peer in the same run.
+
+1. Pictures: ``packtool``'s encoder, which reads a picture's header, against the model's own processor, which decodes and
+   resizes the picture to count its tokens (what ms-swift's cached dataset does). Both encode the same real rows in one
+   process; loading tokenizers is not counted for either.
+2. Text: the whole command ``packtool export`` (start of the workers, reading, rendering, tokens, labels, Arrow files with
+   checksums) against ``tokenizers`` encoding the same rendered conversations on the same cores and keeping nothing. The
+   peer gets strings that are rendered already. Both load the tokenizer within the measured time.
+
+    python scripts/bench_export.py [--realdata DIR] [--repeat 3] [--copies 12] [--num-proc 2]
+
+The real data (conversations, pictures, tokenizers) is not part of this repository. Ratios are medians of the repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PICTURE_ROWS = ("mm_mathvision_a.jsonl", "mm_xtuner_coco_zh.jsonl", "mm_llamafactory_mllm_demo.jsonl")
+TEXT_ROWS = ("text_gpteacher_toolformer.jsonl", "text_gsm8k_test.jsonl")
+_PEER = """
+import json, sys, time
+begin = time.perf_counter()
+from tokenizers import Tokenizer
+tokenizer = Tokenizer.from_file(sys.argv[1])
+count = 0
+with open(sys.argv[2]) as file:
+    while texts := [json.loads(line) for _, line in zip(range(4096), file)]:
+        count += sum(len(encoding.ids) for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+print(json.dumps({"tokens": count, "seconds": time.perf_counter() - begin}))
+"""
+
+
+def main() -> None:
+    """Run both comparisons."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = Path(__file__).resolve().parent.parent.parent / "shared" / "realdata"
+    parser.add_argument("--realdata", type=Path, default=default, help="folder of the real data")
+    parser.add_argument("--repeat", type=int, default=3, help="times that everything is measured")
+    parser.add_argument("--copies", type=int, default=12, help="times that the rows of text are repeated")
+    parser.add_argument("--num-proc", type=int, default=2, help="worker processes, and threads of the peer")
+    options = parser.parse_args()
+    if not (options.realdata / "tokenizers" / "qwen3-vl").is_dir():
+        print(f"{options.realdata} holds no real data; give its folder with --realdata", file=sys.stderr)
+        sys.exit(2)
+    pictures(options)
+    text(options)
+
+
+def pictures(options: argparse.Namespace) -> None:
+    """Header-only against decoding."""
+    from transformers import AutoProcessor
+
+    from packtool.config import EncodeSpec
+    from packtool.encode.encoder import Encoder
+    from packtool.encode.model_files import ModelFiles
+    from packtool.media.load import load_image
+
+    model = options.realdata / "tokenizers" / "qwen3-vl"
+    rows = []
+    for name in PICTURE_ROWS:
+        for number, line in enumerate((options.realdata / name).read_text().splitlines()):
+            rows.append((options.realdata / name, number, json.loads(line)))
+    processor: Any = AutoProcessor.from_pretrained(model)
+
+    def ours() -> int:
+        # A new encoder each time: it remembers the sizes of pictures it has seen.
+        encoder = Encoder(EncodeSpec(model=str(model), max_length=1 << 30), ModelFiles.load(str(model)))
+        samples = [_sample(path, number, row) for path, number, row in rows]
+        begin = time.perf_counter()
+        found = encoder.encode(samples)
+        timing.append(time.perf_counter() - begin)
+        return sum(sample.length for item in found if isinstance(item, list) for sample in item)
+
+    def theirs() -> int:
+        count = 0
+        begin = time.perf_counter()
+        for path, _, row in rows:
+            images = [load_image(str(path.parent / image)) for image in row["images"]]
+            rendered = processor.apply_chat_template(_in_parts(row), tokenize=False)
+            count += len(processor(text=[rendered], images=images)["input_ids"][0])
+        timing.append(time.perf_counter() - begin)
+        return count
+
+    timing: list[float] = []
+    counts = {_measured(ours, theirs) for _ in range(options.repeat)}
+    assert all(a == b for a, b in counts), f"both count the same tokens: {counts}"
+    mine, peer = timing[0::2], timing[1::2]
+    ratio = statistics.median(b / a for a, b in zip(mine, peer, strict=True))
+    print(f"pictures: {len(rows)} rows, {next(iter(counts))[0]:,} tokens")
+    print(f"  header only       {statistics.median(mine):8.3f} s")
+    print(f"  full processor    {statistics.median(peer):8.3f} s")
+    print(f"  header only is {ratio:.0f} times as fast")
+
+
+def _measured(*functions: Callable[[], int]) -> tuple[int, ...]:
+    return tuple(function() for function in functions)
+
+
+def _sample(path: Path, number: int, row: dict[str, Any]) -> Any:
+    from packtool.rows.sample import MediaRef, Sample, Turn
+
+    turns = tuple(Turn(message["role"], message["content"]) for message in row["messages"])
+    images = tuple(MediaRef(str(path.parent / image)) for image in row["images"])
+    return Sample(turns, images, str(path), number)
+
+
+def _in_parts(row: dict[str, Any]) -> list[dict[str, Any]]:
+    messages = []
+    for message in row["messages"]:
+        parts: list[dict[str, str]] = []
+        for i, piece in enumerate(message["content"].split("<image>")):
+            parts += [{"type": "image"}] if i else []
+            parts += [{"type": "text", "text": piece}] if piece else []
+        messages.append({"role": message["role"], "content": parts})
+    return messages
+
+
+def text(options: argparse.Namespace) -> None:
+    """The whole command against bare tokenization."""
+    from packtool.encode.model_files import ModelFiles
+    from packtool.encode.template import ChatTemplate
+
+    model = options.realdata / "tokenizers" / "qwen3-vl"
+    files = ModelFiles.load(str(model))
+    template = ChatTemplate(files.chat_template, files.template_variables)
+    with tempfile.TemporaryDirectory() as temporary:
+        work = Path(temporary)
+        rows, rendered = work / "rows.jsonl", work / "rendered.jsonl"
+        lines = [line for name in TEXT_ROWS for line in (options.realdata / name).read_text().splitlines()]
+        texts = [json.dumps(template.render(json.loads(line)["messages"])) for line in lines]
+        with rows.open("w") as file, rendered.open("w") as peer_file:
+            for copy in range(options.copies):
+                # Repeated rows would be found in nobody's cache of whole texts, but better not to ask.
+                file.writelines(_numbered(line, copy) + "\n" for line in lines)
+                peer_file.writelines(text + "\n" for text in texts)
+        mine, peer, ratios = [], [], []
+        for number in range(options.repeat):
+            ours = _export(model, rows, work / f"cache{number}", options.num_proc)
+            theirs = _peer(model, rendered, options.num_proc)
+            mine.append(ours["tokens"] / ours["wall"])
+            peer.append(theirs["tokens"] / theirs["wall"])
+            ratios.append(mine[-1] / peer[-1])
+        print(f"text: {len(lines) * options.copies:,} rows, {ours['tokens']:,} tokens, {options.num_proc} processes")
+        print(f"  packtool export   {statistics.median(mine):12,.0f} tokens/s, everything included")
+        print(f"  bare tokenizers   {statistics.median(peer):12,.0f} tokens/s")
+        print(f"  export has {statistics.median(ratios):.2f} of the bare tokenizers' throughput")
+
+
+def _numbered(line: str, copy: int) -> str:
+    row = json.loads(line)
+    row["messages"][-1]["content"] += f" {copy}"
+    return json.dumps(row)
+
+
+def _export(model: Path, rows: Path, cache: Path, num_proc: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "packtool", "export", "--model", str(model), "--dataset", str(rows)]
+    command += ["--max-length", "32768", "--output-dir", str(cache), "--dataset-num-proc", str(num_proc), "--json"]
+    begin = time.perf_counter()
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
+    return {**json.loads(done.stdout), "wall": time.perf_counter() - begin}
+
+
+def _peer(model: Path, rendered: Path, num_threads: int) -> dict[str, Any]:
+    environ = {**os.environ, "TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(num_threads)}
+    command = [sys.executable, "-c", _PEER, str(model / "tokenizer.json"), str(rendered)]
+    begin = time.perf_counter()
+    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, check=True)
+    return {**json.loads(done.stdout), "wall": time.perf_counter() - begin}
+
+
+if __name__ == "__main__":
+    main()
