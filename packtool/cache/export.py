@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,9 @@ from packtool.encode.families import MediaLimits, family_of
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, DataError, MismatchError
 from packtool.progress import Progress
-from packtool.rows.scan import Block, ScannedSource, scan
+from packtool.rows.scan import scan, scan_sources
+from packtool.rows.source import Blocks, ScannedSource, Source, SourceSpec
+from packtool.rows.sources import sources_of
 
 _LEAST_SHARD_ROWS, _MOST_SHARD_ROWS, _SHARDS = 256, 16384, 64
 _EXPORT_NAME = "export.json"
@@ -70,21 +72,25 @@ def export(config: ExportConfig, progress: Progress) -> ExportSummary:
     begin = time.perf_counter()
     files = ModelFiles.load(config.model)
     identity = _identity(config, files)
+    specs = sources_of(config)
     directory = None if config.dry_run else config.output_dir
     if directory is not None:
         if config.overwrite:
             _check_is_cache(directory)
-        elif (finished := _finished(directory, identity, config.dataset)) is not None:
+        elif (finished := _finished(directory, identity, specs)) is not None:
             return finished
     Encoder(config.encode_spec, files)  # refuses what cannot be encoded before anything is read
-    scanned = [_scan(path, progress) for path in config.dataset]
-    sources = tuple(SourceInfo(s.path, s.size, s.modified, s.digest, s.num_rows) for s in scanned)
+    scanned = scan_sources(specs, config.seed, progress.note)
+    sources = tuple(
+        SourceInfo(s.source.label, s.size, s.modified, s.digest, s.num_rows, s.spec.settings) for s in scanned
+    )
     tasks = make_tasks(scanned, config)
     if not tasks:
         raise DataError(f"no rows in {', '.join(config.dataset)}")
     if directory is not None and config.overwrite:
         _clear(directory)  # only now: a mistake in the settings must not cost the old cache
-    done = _prepare(directory, identity, sources) if directory is not None else {}
+    splits = {split for task in tasks for split in task.shards}
+    done = _prepare(directory, identity, sources, splits) if directory is not None else {}
     results = _run(tasks, done, Work(config.encode_spec, directory, config.strict), files, config, progress)
     manifest = build_manifest(identity, sources, results)
     kept = sum(split.rows for split in manifest.splits.values())
@@ -102,39 +108,41 @@ def make_tasks(scanned: Sequence[ScannedSource], config: ExportConfig) -> list[T
     """Cut all sources into tasks; the same for any number of processes."""
     total = sum(source.num_rows for source in scanned)
     shard_rows = config.rows_per_shard or min(max(-(-total // _SHARDS), _LEAST_SHARD_ROWS), _MOST_SHARD_ROWS)
-    stretches = [(source, blocks) for source in scanned for blocks in _stretches(source.blocks, shard_rows)]
-    val_rows = _val_rows(total, config.split_dataset_ratio, config.seed)
+    num_train = sum(source.num_rows for source in scanned if source.spec.split == TRAIN_SPLIT)
+    val_rows = _val_rows(num_train, config.split_dataset_ratio, config.seed)
+    first = 0  # among the rows of --dataset
+    parts: list[tuple[Source, Blocks, tuple[int, ...], list[str]]] = []
+    for found in scanned:
+        for blocks in _stretches(found.blocks, shard_rows):
+            if found.spec.split == VAL_SPLIT:
+                parts.append((found.source, blocks, (), [VAL_SPLIT]))
+                continue
+            low, high = np.searchsorted(val_rows, (first, first + blocks.num_rows))
+            val = tuple(int(row) for row in val_rows[low:high] - first)
+            parts.append((found.source, blocks, val, [TRAIN_SPLIT, VAL_SPLIT] if val else [TRAIN_SPLIT]))
+            first += blocks.num_rows
+    num_shards = {split: sum(split in splits for *_, splits in parts) for split in (TRAIN_SPLIT, VAL_SPLIT)}
+    next_shard = dict.fromkeys(num_shards, 0)
     tasks: list[Task] = []
-    first = num_val = 0
-    parts = []
-    for source, blocks in stretches:
-        count = sum(block.num_rows for block in blocks)
-        low, high = np.searchsorted(val_rows, (first, first + count))
-        parts.append((source, blocks, tuple(int(row) for row in val_rows[low:high] - first)))
-        num_val += high > low
-        first += count
-    val_shard = 0
-    for number, (source, blocks, val) in enumerate(parts):
-        shards = {TRAIN_SPLIT: (number, _shard_name(number, len(parts)))}
-        if val:
-            shards[VAL_SPLIT] = (val_shard, _shard_name(val_shard, num_val))
-            val_shard += 1
-        tasks.append(Task(number, source.path, source.form, blocks, val, shards))
+    for number, (source, blocks, val, splits) in enumerate(parts):
+        shards = {}
+        for split in splits:
+            shards[split] = (next_shard[split], _shard_name(next_shard[split], num_shards[split]))
+            next_shard[split] += 1
+        tasks.append(Task(number, source, blocks, val, shards))
     return tasks
 
 
-def _stretches(blocks: Sequence[Block], shard_rows: int) -> list[tuple[Block, ...]]:
+def _stretches(blocks: Blocks, shard_rows: int) -> list[Blocks]:
     """Neighbouring blocks, each stretch of about ``shard_rows`` rows."""
-    stretches: list[tuple[Block, ...]] = []
-    current: list[Block] = []
-    rows = 0
-    for block in blocks:
-        current.append(block)
-        rows += block.num_rows
+    stretches: list[Blocks] = []
+    begin = rows = 0
+    for i, count in enumerate(blocks.rows_of_each.tolist()):
+        rows += count
         if rows >= shard_rows:
-            stretches.append(tuple(current))
-            current, rows = [], 0
-    return [*stretches, tuple(current)] if current else stretches
+            stretches.append(blocks[begin : i + 1])
+            begin, rows = i + 1, 0
+    return [*stretches, blocks[begin:]] if begin < len(blocks) else stretches
 
 
 def _val_rows(total: int, ratio: float, seed: int) -> np.ndarray:
@@ -144,12 +152,6 @@ def _val_rows(total: int, ratio: float, seed: int) -> np.ndarray:
 
 def _shard_name(number: int, total: int) -> str:
     return f"data-{number:05d}-of-{total:05d}.arrow"
-
-
-def _scan(path: str, progress: Progress) -> ScannedSource:
-    source = scan(path)
-    progress.note(f"{path}: {source.num_rows:,} rows, {source.size / 1e6:,.1f} MB")
-    return source
 
 
 def _identity(config: ExportConfig, files: ModelFiles) -> Identity:
@@ -186,17 +188,21 @@ def _clear(directory: str) -> None:
         storage.remove(os.path.join(directory, name))
 
 
-def _finished(directory: str, identity: Identity, dataset: Sequence[str]) -> ExportSummary | None:
+def _finished(directory: str, identity: Identity, specs: Sequence[SourceSpec]) -> ExportSummary | None:
     """The summary of a finished cache in the directory, if it is the one that would be made."""
     if not storage.exists(os.path.join(directory, MANIFEST_NAME)):
         return None
     manifest = Manifest.read(directory)
     different = differences(manifest.identity.as_dict(), identity.as_dict())
-    paths = [source.path for source in manifest.sources]
-    if list(dataset) != paths:
-        different.append(f"dataset: {', '.join(paths)} there, {', '.join(dataset)} here")
+    there = [(source.path, source.settings) for source in manifest.sources]
+    here = [(storage.masked(spec.path), spec.settings) for spec in specs]
+    if there != here:
+        shown = (", ".join(f"{path} {settings}".strip() for path, settings in sources) for sources in (there, here))
+        different.append("dataset: {} there, {} here".format(*shown))
     else:
-        different += [line for source in manifest.sources for line in _changed(source)]
+        different += [
+            line for source, spec in zip(manifest.sources, specs, strict=True) for line in _changed(source, spec)
+        ]
     if different:
         lines = "\n".join(f"  - {line}" for line in different)
         raise MismatchError(
@@ -210,13 +216,13 @@ def _finished(directory: str, identity: Identity, dataset: Sequence[str]) -> Exp
     return _summary(manifest, lengths, 0.0, directory, already_finished=True)
 
 
-def _changed(source: SourceInfo) -> list[str]:
-    if not storage.exists(source.path):
+def _changed(source: SourceInfo, spec: SourceSpec) -> list[str]:
+    if not storage.exists(spec.path):
         return []  # the cache is what is left of it
-    state = storage.stat(source.path)
+    state = storage.stat(spec.path)
     if (state.size, state.modified) == (source.size, source.modified):
         return []
-    if state.size == source.size and scan(source.path).digest == source.digest:
+    if state.size == source.size and scan(spec).digest == source.digest:
         return []
     return [f"{source.path} has changed since"]
 
@@ -233,11 +239,13 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str =
     return sorted(lines)
 
 
-def _prepare(directory: str, identity: Identity, sources: tuple[SourceInfo, ...]) -> dict[int, TaskResult]:
+def _prepare(
+    directory: str, identity: Identity, sources: tuple[SourceInfo, ...], splits: Set[str]
+) -> dict[int, TaskResult]:
     """Make the directories, or find what an interrupted run of the same export has finished."""
     names = storage.list_names(directory)
     started = os.path.join(directory, TASKS_DIR, _EXPORT_NAME)
-    paths = [source.path for source in sources]
+    paths = [(source.path, source.settings) for source in sources]
     state = json.dumps([__version__, fingerprint_of(identity, sources), paths]).encode()
     if names and TASKS_DIR not in names:
         raise ConfigError(
@@ -256,7 +264,7 @@ def _prepare(directory: str, identity: Identity, sources: tuple[SourceInfo, ...]
         )
     if not same:
         _clear(directory)
-    for name in (TASKS_DIR, TRAIN_SPLIT, *([VAL_SPLIT] if identity.split_dataset_ratio else [])):
+    for name in (TASKS_DIR, *sorted(splits)):
         storage.make_directory(os.path.join(directory, name))
     if not same:
         storage.publish(started, state)

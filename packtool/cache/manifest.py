@@ -20,13 +20,18 @@ LENGTH_REASONS = ("over_max_length", "media_over_limit")
 
 @dataclass(frozen=True)
 class SourceInfo:
-    """One dataset of an export: as the user named it, and what it was then."""
+    """One file of rows of an export, and what it was then.
+
+    Args:
+        settings: how it was read, where that was not the usual way: ``SourceSpec.settings``.
+    """
 
     path: str
     size: int
     modified: str
     digest: str
     rows: int
+    settings: str = ""
 
 
 @dataclass(frozen=True)
@@ -165,5 +170,5 @@ def fingerprint_of(identity: Identity, sources: tuple[SourceInfo, ...]) -> str:
     """Names a cache by what decides its content: identity and the digests of its sources."""
     plain = identity.as_dict()
     plain["spec"] = {key: value for key, value in plain["spec"].items() if key != "model"}
-    text = json.dumps([plain, [source.digest for source in sources]], sort_keys=True)
+    text = json.dumps([plain, [(source.digest, source.settings) for source in sources]], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
@@ -26,7 +26,7 @@ from packtool.errors import RowError
 from packtool.rows.forms import RowProblem, to_sample
 from packtool.rows.read import read_block
 from packtool.rows.sample import Dropped, Sample
-from packtool.rows.scan import Block, Form
+from packtool.rows.source import Block, Source
 
 TASKS_DIR = ".tasks"
 BATCH_ROWS = 128
@@ -38,15 +38,15 @@ class Task:
 
     Args:
         number: 0-based among all tasks.
-        path, form, blocks: where its rows lie.
-        val_rows: positions in this task, ascending, of the rows that go to the val split.
+        source, blocks: where its rows lie.
+        val_rows: positions in this task, ascending, of the rows that go to the val split; all of them do where
+            there is no shard of the train split.
         shards: file name of the task's shard in each split that it writes to.
     """
 
     number: int
-    path: str
-    form: Form
-    blocks: tuple[Block, ...]
+    source: Source
+    blocks: Sequence[Block]
     val_rows: tuple[int, ...]
     shards: Mapping[str, tuple[int, str]]
 
@@ -142,7 +142,7 @@ def run_task(task: Task, encoder: Encoder, directory: str | None, strict: bool) 
         for group in _groups(_samples(task)):
             kept: dict[str, list[EncodedSample]] = {name: [] for name in task.shards}
             for item in _encoded(group, encoder):
-                split = VAL_SPLIT if position in val_rows else TRAIN_SPLIT
+                split = VAL_SPLIT if position in val_rows or TRAIN_SPLIT not in task.shards else TRAIN_SPLIT
                 position += 1
                 if not isinstance(item, Dropped):
                     kept[split] += item
@@ -165,14 +165,14 @@ def _groups(rows: Iterator[Sample | Dropped]) -> Iterator[tuple[Sample | Dropped
 
 def _samples(task: Task) -> Iterator[Sample | Dropped]:
     for block in task.blocks:
-        for number, row in read_block(task.path, task.form, block):
+        for number, row in read_block(task.source, block):
             if isinstance(row, Dropped):
                 yield row
                 continue
             try:
-                yield to_sample(row, task.path, number)
+                yield to_sample(row, task.source, number)
             except RowProblem as problem:
-                yield Dropped(task.path, number, problem.reason, problem.detail)
+                yield Dropped(task.source.label, number, problem.reason, problem.detail)
 
 
 def _encoded(group: tuple[Sample | Dropped, ...], encoder: Encoder) -> Iterator[list[EncodedSample] | Dropped]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from packtool.constants import IMAGE_MARK, ROLES
 from packtool.rows.sample import MediaRef, Sample, Turn
+from packtool.rows.source import Source
 
 _UNREAD_MEDIA = ("videos", "audios")
 # Keys of a message that chat templates read; others are the user's own business.
@@ -32,7 +33,7 @@ class RowProblem(ValueError):
         self.detail = detail
 
 
-def to_sample(row: Mapping[str, Any], source: str, number: int) -> Sample:
+def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
     """Read one row.
 
     Args:
@@ -53,12 +54,13 @@ def to_sample(row: Mapping[str, Any], source: str, number: int) -> Sample:
         if row.get(name):
             raise RowProblem("media_unsupported", f"the row has {name!r}, and this version reads pictures only")
     turns = [_turn(i, message) for i, message in enumerate(messages)]
-    images = _images(row.get("images"), os.path.dirname(source))
+    images = _images(row.get("images"), os.path.dirname(source.path))
     num_missing = _num_missing_marks(turns, len(images)) if images else 0
     return Sample(
         turns=tuple(_with_marks(turns, num_missing) if num_missing else turns),
         images=tuple(images),
-        source=source,
+        source=source.label,
+        loss_scale=source.loss_scale,
         row=number,
         tools=_tools(row.get("tools")),
         channel=_channel(row.get("channel")),

@@ -6,52 +6,75 @@ import codecs
 import json
 import re
 from collections.abc import Iterator
+from itertools import repeat
 from typing import Any
 
-from packtool import storage
-from packtool.errors import DataError
+from packtool.rows.opened import TextReader, changed, opened
 from packtool.rows.sample import Dropped
-from packtool.rows.scan import Block, Form
+from packtool.rows.source import Block, Source
+
+Row = tuple[int, dict[str, Any] | Dropped]
 
 # JSON can spell half of a character that needs two halves; real files hold such, cut through an emoji.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-def read_block(path: str, form: Form, block: Block) -> Iterator[tuple[int, dict[str, Any] | Dropped]]:
-    """(row number, parsed row) of each row, in order; a row that is no JSON object comes as ``Dropped``.
+def read_block(source: Source, block: Block) -> Iterator[Row]:
+    """(row number, parsed row) of each row, in order; a row that cannot be parsed comes as ``Dropped``.
+
+    A row that was picked several times comes several times.
 
     Raises:
         DataError: if the file is no longer what was scanned.
+        StorageError: if it cannot be read.
     """
-    with storage.open_read(path) as file:
-        file.seek(block.start)
-        data = file.read(block.stop - block.start)
-    if form == "json":
-        try:
-            values = json.loads(b"[" + data.strip() + b"]")
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path} has changed while it was read: {error}", "Run the export again.") from error
-        suspect = _SURROGATE.search(data) is not None
-        for row, value in enumerate(values, block.first_row):
-            yield row, _checked(path, row, value, suspect)
+    rows = _READ[source.kind](source, block)
+    if block.picks is None:
+        yield from rows
         return
-    for i, line in enumerate(data.split(b"\n")):
-        if not (line := line.removeprefix(codecs.BOM_UTF8).strip()):
-            continue
-        row = block.first_row + i
+    times = [0] * (block.picks[-1] + 1)
+    for position in block.picks:
+        times[position] += 1
+    for count, row in zip(times, rows, strict=False):
+        yield from repeat(row, count)
+
+
+def _array(source: Source, block: Block) -> Iterator[Row]:
+    data = opened(source, TextReader).read(block.start, block.stop)
+    try:
+        values = json.loads(b"[" + data.strip() + b"]")
+    except (ValueError, RecursionError) as error:
+        raise changed(source, str(error)) from error
+    suspect = _SURROGATE.search(data) is not None
+    for number, value in enumerate(values, block.first_row):
+        yield number, _checked(source, number, value, suspect)
+
+
+def _lines(source: Source, block: Block) -> Iterator[Row]:
+    for number, line in _numbered(source, block):
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
-            yield row, Dropped(path, row, "invalid_json", str(error))
+            yield number, Dropped(source.label, number, "invalid_json", str(error))
             continue
-        yield row, _checked(path, row, value, _SURROGATE.search(line) is not None)
+        yield number, _checked(source, number, value, _SURROGATE.search(line) is not None)
 
 
-def _checked(path: str, row: int, value: Any, suspect: bool) -> dict[str, Any] | Dropped:
+def _numbered(source: Source, block: Block) -> Iterator[tuple[int, bytes]]:
+    """Lines that are not blank."""
+    data = opened(source, TextReader).read(block.start, block.stop)
+    for number, line in enumerate(data.split(b"\n"), block.first_row):
+        line = line.removeprefix(codecs.BOM_UTF8)
+        if line.strip():
+            yield number, line
+
+
+def _checked(source: Source, row: int, value: Any, suspect: bool) -> dict[str, Any] | Dropped:
     if not isinstance(value, dict):
-        return Dropped(path, row, "invalid_row", f"a {type(value).__name__}, not an object")
+        return Dropped(source.label, row, "invalid_row", f"a {type(value).__name__}, not an object")
     if suspect and not _is_text(value):
-        return Dropped(path, row, "invalid_text", "half of a surrogate pair (\\ud800 to \\udfff alone) is no character")
+        detail = "half of a surrogate pair (\\ud800 to \\udfff alone) is no character"
+        return Dropped(source.label, row, "invalid_text", detail)
     return value
 
 
@@ -61,3 +84,6 @@ def _is_text(value: Any) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+_READ = {"json": _array, "jsonl": _lines}

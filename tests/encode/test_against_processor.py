@@ -15,6 +15,7 @@ from packtool.encode.encoder import Encoder
 from packtool.media.load import load_image
 from packtool.rows.forms import to_sample
 from packtool.rows.sample import Dropped
+from packtool.rows.source import Source
 from tests.encode.conftest import encoder_for
 
 IMAGE_SETS = ("mm_mathvision_a", "mm_xtuner_coco_zh", "mm_llamafactory_mllm_demo", "mm_qwen3vl_demo")
@@ -26,7 +27,7 @@ def image_rows(realdata: Path, name: str) -> list[tuple[int, dict[str, Any]]]:
 
 
 def encode_rows(encoder: Encoder, source: Path, rows: list[tuple[int, dict[str, Any]]]) -> list[EncodedSample]:
-    found = encoder.encode([to_sample(row, str(source), i) for i, row in rows])
+    found = encoder.encode([to_sample(row, Source(str(source)), i) for i, row in rows])
     assert not any(isinstance(item, Dropped) for item in found)
     return [sample for pieces in found for sample in pieces]  # type: ignore[union-attr]
 

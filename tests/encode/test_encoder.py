@@ -14,6 +14,7 @@ from packtool.encode.encoder import Encoder
 from packtool.errors import ConfigError, RowError
 from packtool.rows.forms import to_sample
 from packtool.rows.sample import Dropped
+from packtool.rows.source import Source
 from tests.encode.conftest import encoder_for
 
 CHATML = (
@@ -28,7 +29,7 @@ def encode(encoder: Encoder, *turns: str, images: list[str] | None = None) -> En
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
     row = {"messages": messages, **({"images": images} if images else {})}
-    (found,) = encoder.encode([to_sample(row, "rows.jsonl", 0)])
+    (found,) = encoder.encode([to_sample(row, Source("rows.jsonl"), 0)])
     if isinstance(found, list):
         (found,) = found
     return found

@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 
 from packtool.rows.forms import RowProblem, to_sample
+from packtool.rows.source import Source
 
 
 def problem_of(row: dict[str, Any]) -> RowProblem:
     with pytest.raises(RowProblem) as caught:
-        to_sample(row, "folder/rows.json", 3)
+        to_sample(row, Source("folder/rows.json"), 3)
     return caught.value
 
 
@@ -23,27 +24,29 @@ def test_a_plain_row() -> None:
         "channel": "chat",
         "other": 1,
     }
-    sample = to_sample(row, "folder/rows.json", 3)
+    sample = to_sample(row, Source("folder/rows.json"), 3)
     assert [(turn.role, turn.content) for turn in sample.turns] == [("system", "s"), ("user", "q"), ("assistant", "a")]
     assert (sample.source, sample.row, sample.channel) == ("folder/rows.json", 3, "chat")
 
 
 def test_paths_start_in_the_files_folder() -> None:
     row = {"messages": [user("<image><image>")], "images": ["a.png", "/data/b.png"]}
-    first, second = to_sample(row, "/folder/rows.json", 0).images
+    first, second = to_sample(row, Source("/folder/rows.json"), 0).images
     assert first.path == "/folder/a.png"
     assert second.path == "/data/b.png"
 
 
 def test_missing_marks_are_put_before_the_first_user_text() -> None:
     row = {"messages": [{"role": "system", "content": "s"}, user("q"), user("<image>r")], "images": ["a", "b"]}
-    sample = to_sample(row, "rows.json", 0)
+    sample = to_sample(row, Source("rows.json"), 0)
     assert [turn.content for turn in sample.turns] == ["s", "<image>q", "<image>r"]
     assert sample.num_marks_added == 1
 
 
 def test_marks_in_a_row_without_pictures_are_text() -> None:
-    assert to_sample({"messages": [user("<image>")], "images": []}, "rows.json", 0).turns[0].content == "<image>"
+    assert (
+        to_sample({"messages": [user("<image>")], "images": []}, Source("rows.json"), 0).turns[0].content == "<image>"
+    )
 
 
 @pytest.mark.parametrize(

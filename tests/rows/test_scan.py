@@ -11,16 +11,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from packtool.errors import DataError
-from packtool.rows import scan as scan_module
+from packtool.rows import json_array, lines
 from packtool.rows.read import read_block
 from packtool.rows.sample import Dropped
 from packtool.rows.scan import scan
+from packtool.rows.source import SourceSpec
 
 
 def rows_of(path: Path) -> list[tuple[int, Any]]:
-    source = scan(str(path))
-    found = [item for block in source.blocks for item in read_block(source.path, source.form, block)]
-    assert len(found) == source.num_rows
+    found_source = scan(SourceSpec(str(path)))
+    found = [item for block in found_source.blocks for item in read_block(found_source.source, block)]
+    assert len(found) == found_source.num_rows
     return found
 
 
@@ -46,21 +47,22 @@ def test_any_cut_gives_the_rows_of_json(
     mark = b"\xef\xbb\xbf" if bom else b""
     array = tmp_path / "rows.json"
     array.write_bytes(mark + json.dumps(rows, indent=indent, ensure_ascii=ascii_only).encode(errors="surrogatepass"))
-    lines = tmp_path / "rows.jsonl"
+    jsonl = tmp_path / "rows.jsonl"
     text = "".join(json.dumps(row, ensure_ascii=True) + "\r\n" * (1 + i % 2) for i, row in enumerate(rows))
-    lines.write_bytes(mark + text.rstrip("\r\n").encode())
+    jsonl.write_bytes(mark + text.rstrip("\r\n").encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scan_module, "_CHUNK_BYTES", chunk)
-        patch.setattr(scan_module, "BLOCK_ROWS", block_rows)
+        for module in (json_array, lines):
+            patch.setattr(module, "CHUNK_BYTES", chunk)
+            patch.setattr(module, "BLOCK_ROWS", block_rows)
         try:
             found = rows_of(array)
         except DataError:
             assert not ascii_only  # a lone surrogate is no UTF-8
         else:
             assert found == list(enumerate(rows))
-        assert [row for _, row in rows_of(lines)] == rows
+        assert [row for _, row in rows_of(jsonl)] == rows
         # Every second row is followed by a blank line, and rows are numbered by their lines.
-        assert [number for number, _ in rows_of(lines)] == [i + i // 2 for i in range(len(rows))]
+        assert [number for number, _ in rows_of(jsonl)] == [i + i // 2 for i in range(len(rows))]
 
 
 def test_a_broken_line_costs_that_row_only(tmp_path: Path) -> None:
@@ -98,16 +100,16 @@ def test_a_broken_array_names_the_place(tmp_path: Path, content: str, told: str)
     path = tmp_path / "rows.json"
     path.write_bytes(content.encode("latin-1"))
     with pytest.raises(DataError, match=told):
-        scan(str(path))
+        scan(SourceSpec(str(path)))
 
 
 def test_what_is_no_file_of_rows(tmp_path: Path) -> None:
     for path, told in ((tmp_path / "gone.json", "no such file"), (tmp_path, "directory")):
         with pytest.raises(DataError, match=told):
-            scan(str(path))
+            scan(SourceSpec(str(path)))
     (tmp_path / "rows.tsv").touch()
     with pytest.raises(DataError, match="neither"):
-        scan(str(tmp_path / "rows.tsv"))
+        scan(SourceSpec(str(tmp_path / "rows.tsv")))
 
 
 def test_empty_sources_have_no_rows(tmp_path: Path) -> None:
@@ -127,7 +129,8 @@ def test_an_array_never_sits_in_memory(tmp_path: Path) -> None:
     assert path.stat().st_size > 120e6
     program = (
         "import sys, resource; from packtool.rows.scan import scan;"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; source = scan(sys.argv[1]);"
+        "from packtool.rows.source import SourceSpec;"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; source = scan(SourceSpec(sys.argv[1]));"
         "print(source.num_rows, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
     )
     done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True)

@@ -1,0 +1,179 @@
+"""Files of rows as streams of bytes, compressed or not, and the few that a process keeps open while it reads them."""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import Any, BinaryIO, Protocol, TypeVar, cast
+
+from packtool import storage
+from packtool.errors import DataError, StorageError
+from packtool.rows.source import Compression, Source
+
+_MOST_OPEN = 4
+_SKIP_BYTES = 1 << 22
+
+
+def open_text(path: str, compression: Compression | None) -> BinaryIO:
+    """A file's bytes, front to back; seekable only if it is not compressed.
+
+    Raises:
+        StorageError: if it cannot be opened; reading raises it too.
+        DataError: while reading, if what is compressed is broken.
+    """
+    file = storage.open_read(path)
+    if compression is None:
+        return file
+    return io.BufferedReader(_Decompressed(path, file, compression), 1 << 20)
+
+
+class _Decompressed(io.RawIOBase):
+    """The bytes that a compressed file stands for; several members in a row are one."""
+
+    def __init__(self, path: str, file: BinaryIO, compression: Compression) -> None:
+        import pyarrow as pa  # here, because plain text needs none of it
+
+        self._path, self._file = path, file
+        self._stream = pa.CompressedInputStream(pa.PythonFile(file, mode="r"), compression)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            data = self._stream.read(len(buffer))
+        except OSError as error:
+            raise DataError(
+                f"{storage.masked(self._path)}: cannot be decompressed: {error}",
+                "The file is broken or cut off: copy it again, or name it without .gz or .zst if it is not compressed.",
+            ) from error
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+class Hashed:
+    """A file that is read front to back, and the digest of what has been read of it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._digest = file, blake2b(digest_size=16)
+
+    def read(self, size: int = -1) -> bytes:
+        """As of a file."""
+        data = self._file.read(size)
+        self._digest.update(data)
+        return data
+
+    def readline(self, size: int = -1) -> bytes:
+        """As of a file."""
+        data = self._file.readline(size)
+        self._digest.update(data)
+        return data
+
+    @property
+    def digest(self) -> str:
+        """Of all that is in the file; reads what is left of it."""
+        while self.read(_SKIP_BYTES):
+            pass
+        return self._digest.hexdigest()
+
+
+class Reader(Protocol):
+    """Something open that belongs to a source."""
+
+    def close(self) -> None:
+        """Let go of it."""
+
+
+class TextReader:
+    """Stretches of a text; a compressed one is decompressed once as long as stretches are asked for in order."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._file = open_text(source.path, source.compression)
+        self._at = 0
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Bytes [start, stop) of the text.
+
+        Raises:
+            DataError: if the file has no such bytes any more.
+        """
+        if self._source.compression is None:
+            self._file.seek(start)
+        else:
+            if start < self._at:
+                self._file.close()
+                self._file, self._at = open_text(self._source.path, self._source.compression), 0
+            while self._at < start and (skipped := len(self._file.read(min(_SKIP_BYTES, start - self._at)))):
+                self._at += skipped
+        data = self._file.read(stop - start)
+        self._at = start + len(data)
+        if len(data) < stop - start:
+            raise changed(self._source, "it ends early")
+        return data
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+
+R = TypeVar("R", bound=Reader)
+_kept = threading.local()
+
+
+def opened(source: Source, open_it: Callable[[Source], R]) -> R:
+    """This thread's reader of a source, made on first use; the four last used stay open.
+
+    Raises:
+        DataError: if the file is no longer what was scanned.
+        StorageError: if it cannot be opened.
+    """
+    readers: OrderedDict[Source, Reader] = _readers()
+    if source not in readers:
+        _check_unchanged(source)
+        readers[source] = open_it(source)
+        while len(readers) > _MOST_OPEN:
+            readers.popitem(last=False)[1].close()
+    readers.move_to_end(source)
+    return cast(R, readers[source])
+
+
+def close_readers() -> None:
+    """Let go of all files that this thread keeps open."""
+    readers = _readers()
+    while readers:
+        readers.popitem()[1].close()
+
+
+def changed(source: Source, detail: str) -> DataError:
+    """What to raise about a file that is no longer what was scanned."""
+    return DataError(f"{source.label} has changed since it was scanned: {detail}", "Run the export again.")
+
+
+def _readers() -> OrderedDict[Source, Reader]:
+    # A forked child shares the offsets of its parent's files and must open its own.
+    if getattr(_kept, "pid", None) != os.getpid():
+        _kept.pid, _kept.readers = os.getpid(), OrderedDict()
+    return cast("OrderedDict[Source, Reader]", _kept.readers)
+
+
+def _check_unchanged(source: Source) -> None:
+    """Sizes and entity tags only: clocks of other machines say nothing."""
+    if source.size < 0:
+        return
+    try:
+        state = storage.stat(source.path)
+    except StorageError as error:
+        raise DataError(f"{source.label} was scanned and is gone: {error.message}", "Run the export again.") from error
+    if state.size != source.size:
+        raise changed(source, f"it had {source.size} bytes and has {state.size}")
+    if storage.is_remote(source.path) and source.modified and state.modified not in ("", source.modified):
+        raise changed(source, "its entity tag is another")

@@ -1,0 +1,216 @@
+"""Sources of rows: as they were asked for, as they were found, and where their rows lie."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal, overload
+
+import numpy as np
+
+from packtool import storage
+from packtool.constants import TRAIN_SPLIT
+
+Kind = Literal["json", "jsonl", "csv", "tsv", "txt", "parquet", "arrow"]
+Compression = Literal["gzip", "zstd"]
+Pairs = tuple[tuple[str, str], ...]
+
+BLOCK_ROWS = 64
+"""Most rows of a block, before sampling."""
+
+
+@dataclass(frozen=True)
+class SourceSpec:
+    """One file of rows that was asked for, and how it is to be read.
+
+    Args:
+        path: file or URL, with folders, globs and names already looked up.
+        name: the argument of ``--dataset`` or ``--val-dataset`` that led to it.
+        split: ``train`` or ``val``.
+        group: position of that argument among all; its files are sampled together.
+        num_sampled: rows to draw from the group's files, None for all of them.
+        columns: (this project's name, the file's name) of columns that the user named.
+        tags: (name in ``dataset_info.json``, value) of roles and keys of messages that the user named.
+        formatting: ``alpaca`` or ``sharegpt`` where ``dataset_info.json`` says it.
+        media_root: folder in which relative paths of media are looked for first.
+        system: system prompt of conversations that have none.
+        loss_scale: the dataset's own, None for the export's.
+    """
+
+    path: str
+    name: str = ""
+    split: str = TRAIN_SPLIT
+    group: int = 0
+    num_sampled: int | None = None
+    columns: Pairs = ()
+    tags: Pairs = ()
+    formatting: str | None = None
+    media_root: str | None = None
+    system: str | None = None
+    loss_scale: str | None = None
+
+    @property
+    def settings(self) -> str:
+        """What of it, beside the file, decides the samples, as one line of JSON; empty where nothing was asked for."""
+        asked = {key: value for key, value in asdict(self).items() if key not in ("path", "name")}
+        plain = asdict(SourceSpec(""))
+        told = {key: value for key, value in asked.items() if value != plain[key]}
+        if self.num_sampled is None:
+            told.pop("group", None)
+        return json.dumps(told, sort_keys=True) if told else ""
+
+
+@dataclass(frozen=True)
+class Source:
+    """The little that reading a scanned file needs to know; it travels to worker processes.
+
+    Args:
+        path: file or URL.
+        kind: of the file, without its compression.
+        size, modified: of the file when it was scanned; -1 and "" if unknown.
+        form: of its rows (``packtool.rows.forms``); None tells it from each row alone.
+        columns: (this project's name, the file's name) of columns that are not found by their usual names.
+        tags: as in ``SourceSpec``.
+        header: column names of a csv file.
+    """
+
+    path: str
+    kind: Kind = "jsonl"
+    compression: Compression | None = None
+    size: int = -1
+    modified: str = ""
+    split: str = TRAIN_SPLIT
+    form: str | None = None
+    columns: Pairs = ()
+    tags: Pairs = ()
+    header: tuple[str, ...] = ()
+    media_root: str | None = None
+    system: str | None = None
+    loss_scale: str | None = None
+
+    @property
+    def label(self) -> str:
+        """The path as it may be shown and kept: without the secrets that a URL can carry."""
+        return storage.masked(self.path)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Neighbouring rows of one source.
+
+    Args:
+        start, stop: [start, stop) in bytes of the (decompressed) text, or in rows of a parquet or Arrow file.
+        first_row: number of the first row, 0-based: the line of a .jsonl or .txt file, the element of a .json array,
+            the record behind a .csv file's header.
+        num_rows: rows that come out of it; blank lines are none.
+        picks: positions in the block of the rows to take, ascending, as often as they are to be taken; None takes all.
+    """
+
+    start: int
+    stop: int
+    first_row: int
+    num_rows: int
+    picks: tuple[int, ...] | None = None
+
+
+class Blocks(Sequence[Block]):
+    """Blocks of one source in a few bytes each.
+
+    Args:
+        columns: int64 (number of blocks, 4): start, stop, first_row, num_rows.
+        picks: int16, those of all blocks in a row, or None if all rows are taken; ``num_rows`` says how many are whose.
+    """
+
+    def __init__(self, columns: np.ndarray, picks: np.ndarray | None = None) -> None:
+        self._columns, self._picks = columns, picks
+        self._ends = np.cumsum(columns[:, 3]) if picks is not None else None
+
+    @classmethod
+    def of(cls, blocks: Iterator[Block]) -> Blocks:
+        """Take blocks as they are found; they have no picks yet."""
+        flat = array("q")
+        for block in blocks:
+            flat.extend((block.start, block.stop, block.first_row, block.num_rows))
+        return cls(np.frombuffer(flat, np.int64).reshape(-1, 4) if flat else np.zeros((0, 4), np.int64))
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that come out of all of them."""
+        return int(self._columns[:, 3].sum())
+
+    @property
+    def rows_of_each(self) -> np.ndarray:
+        """Rows that come out of each block, int64."""
+        return self._columns[:, 3]
+
+    def picked(self, counts: np.ndarray, picks: np.ndarray) -> Blocks:
+        """The same blocks with a choice of their rows; blocks of which nothing is taken are left out.
+
+        Args:
+            counts: int64, rows to take of each block.
+            picks: int16, their positions, those of all blocks in a row.
+        """
+        columns = self._columns.copy()
+        columns[:, 3] = counts
+        return Blocks(columns[counts > 0], picks.astype(np.int16))
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    @overload
+    def __getitem__(self, at: int) -> Block: ...
+    @overload
+    def __getitem__(self, at: slice) -> Blocks: ...
+    def __getitem__(self, at: int | slice) -> Block | Blocks:
+        if isinstance(at, slice):
+            low, high, step = at.indices(len(self))
+            assert step == 1, "blocks stay neighbours"
+            high = max(low, high)
+            return Blocks(self._columns[low:high], self._picks_of(low, high))
+        at = range(len(self))[at]
+        start, stop, first_row, num_rows = self._columns[at].tolist()
+        picks = self._picks_of(at, at + 1)
+        return Block(start, stop, first_row, num_rows, None if picks is None else tuple(picks.tolist()))
+
+    def _picks_of(self, low: int, high: int) -> np.ndarray | None:
+        if self._picks is None or self._ends is None:
+            return None
+        bounds = [int(self._ends[i - 1]) if i else 0 for i in (low, high)]
+        return self._picks[bounds[0] : bounds[1]]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Blocks) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class ScannedSource:
+    """A source and where its rows lie.
+
+    Args:
+        spec: what was asked for.
+        source: what reading needs.
+        size: bytes of the file, -1 if nobody knows.
+        modified: what the file system says of the last change, to notice an unchanged file at once.
+        digest: of the content; of a remote parquet or Arrow file: of its footer or schema, its size and entity tag.
+    """
+
+    spec: SourceSpec
+    source: Source
+    size: int
+    modified: str
+    digest: str
+    blocks: Blocks
+
+    @property
+    def path(self) -> str:
+        """File or URL."""
+        return self.spec.path
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that come out of the source."""
+        return self.blocks.num_rows
