@@ -88,6 +88,10 @@ class Encoder:
             at += count
         return results
 
+    def forget_media(self) -> None:
+        """Measure every medium anew: the sizes of files that were seen before are remembered."""
+        self._measured.clear()
+
     def _render(self, sample: Sample) -> _Rendered | Dropped:
         try:
             media = {
