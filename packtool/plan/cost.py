@@ -53,6 +53,12 @@ class CostModel:
         )
 
     @classmethod
+    def of_8b(cls) -> CostModel:
+        """A dense model of 8 billion weights with the sizes of Qwen3-8B: a stand-in where no model is named."""
+        sizes = {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}
+        return cls.of_config({**sizes, "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936})
+
+    @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> CostModel:
         """Read the widths off a ``config.json``.
 

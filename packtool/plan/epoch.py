@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,8 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.errors import DataError
+from packtool.plan.balance import Balance, imbalance
+from packtool.plan.cost import CostModel
+from packtool.plan.dynamic import rearrange
 from packtool.plan.packing import PackPlan, pack_best_fit, pack_singletons
-from packtool.plan.steps import StepPlan, plan_steps
+from packtool.plan.steps import StepPlan, plan_steps, step_plan
+
+_WINDOW_STEPS = 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +32,11 @@ class PlanOptions:
         world_size: data-parallel ranks, W.
         gradient_accumulation_steps: micro-batches of a step on each rank, G.
         packs_per_micro_batch: packs (or padded rows) of a micro-batch, B: ``--per-device-train-batch-size``.
+        balance: how packs are dealt to ranks, see ``plan_steps``.
+        cost: what a pack costs to train; needed for balancing, and for figures.
+        group_by_length: without packing, rows of about one length share a batch.
+        dynamic_batch_tokens: without packing, micro-batches by tokens instead of by count, see ``dynamic``.
+        dynamic_max_batch_size: most samples of such a micro-batch.
     """
 
     max_length: int
@@ -36,6 +46,33 @@ class PlanOptions:
     world_size: int = 1
     gradient_accumulation_steps: int = 1
     packs_per_micro_batch: int = 1
+    balance: Balance = "none"
+    cost: CostModel | None = None
+    group_by_length: bool = False
+    dynamic_batch_tokens: int | None = None
+    dynamic_max_batch_size: int | None = None
+
+    @property
+    def packs_per_step(self) -> int:
+        """Packs (or padded rows) of a full optimizer step over all ranks, W * G * B."""
+        return self.world_size * self.gradient_accumulation_steps * self.packs_per_micro_batch
+
+
+@dataclass(frozen=True)
+class BalanceFigures:
+    """Work of the slowest rank over the mean rank's, in the mean and the worst step: 1 is even.
+
+    Args:
+        mean_before, worst_before: if packs went round the ranks like cards.
+        mean, worst: as dealt.
+        flops: of all packs, forward and backward.
+    """
+
+    mean_before: float
+    worst_before: float
+    mean: float
+    worst: float
+    flops: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +95,9 @@ class PlanSummary:
         num_steps: optimizer steps.
         num_steps_without_packing: steps if each pack were one sample: ceil(num_samples / (B * G * W)).
         num_empty_micro_batches: micro-batches of the last step that carry no sample.
+        efficient_attn_ratio: attention that packed samples need over what the packs would need as one text each:
+            sum of len^2 over sum of squared pack sizes, 0 to 1.
+        balance: how even the ranks' work is, None if nobody said what a pack costs.
     """
 
     num_cached: int
@@ -76,6 +116,8 @@ class PlanSummary:
     num_steps: int
     num_steps_without_packing: int
     num_empty_micro_batches: int
+    efficient_attn_ratio: float
+    balance: BalanceFigures | None
 
     @property
     def samples_per_pack(self) -> float:
@@ -108,6 +150,7 @@ def plan_epoch(
     *,
     seed: int,
     epoch: int = 0,
+    media_tokens: npt.NDArray[np.integer[Any]] | None = None,
 ) -> EpochPlan:
     """Filter, pack and deal: a pure function, the same on every rank and machine.
 
@@ -119,9 +162,10 @@ def plan_epoch(
         options: see ``PlanOptions``.
         seed: of the run.
         epoch: 0-based; every epoch has new companions and a new order.
+        media_tokens: (N,), of each sample; None when it has none.
 
     Raises:
-        ConfigError: an option is not positive.
+        ConfigError: an option is not positive, or options contradict each other.
         DataError: no sample is left, or some are longer than a pack.
     """
     assert len(lengths) == len(target_tokens)
@@ -139,14 +183,54 @@ def plan_epoch(
     else:
         packs = _pack(lengths[kept], options, seed, epoch)
         packs = PackPlan(kept[packs.samples], packs.offsets, packs.lengths, packs.capacity)
-    steps = plan_steps(
+    costs = pack_costs(packs, options.cost, target_tokens, media_tokens) if options.cost is not None else None
+    steps = _steps(packs, target_tokens, options, costs)
+    return EpochPlan(packs, steps, _summarize(packs, steps, options, num_cached=len(lengths), costs=costs))
+
+
+def pack_costs(
+    packs: PackPlan,
+    cost: CostModel,
+    target_tokens: npt.NDArray[np.integer[Any]],
+    media_tokens: npt.NDArray[np.integer[Any]] | None = None,
+) -> npt.NDArray[np.float64]:
+    """FLOPs of each pack, (K,); ``target_tokens`` and ``media_tokens`` by cache position."""
+    media = packs.sums_per_pack(media_tokens[packs.samples]) if media_tokens is not None else 0
+    targets = packs.sums_per_pack(target_tokens[packs.samples])
+    return cost(packs.tokens_per_pack(), packs.sum_squares_per_pack(), media, targets)
+
+
+def _steps(
+    packs: PackPlan,
+    target_tokens: npt.NDArray[np.integer[Any]],
+    options: PlanOptions,
+    costs: npt.NDArray[np.float64] | None,
+) -> StepPlan:
+    if options.dynamic_batch_tokens is None:
+        return plan_steps(
+            packs,
+            target_tokens,
+            world_size=options.world_size,
+            gradient_accumulation_steps=options.gradient_accumulation_steps,
+            packs_per_micro_batch=options.packs_per_micro_batch,
+            costs=costs,
+            balance=options.balance,
+        )
+    batches = rearrange(
+        packs.tokens_per_pack(),
+        samples_per_step=options.packs_per_step,
+        num_ranks=options.world_size,
+        max_tokens=options.dynamic_batch_tokens,
+        max_samples=options.dynamic_max_batch_size,
+    )
+    return step_plan(
         packs,
         target_tokens,
         world_size=options.world_size,
-        gradient_accumulation_steps=options.gradient_accumulation_steps,
-        packs_per_micro_batch=options.packs_per_micro_batch,
+        order=batches.order,
+        cell_sizes=batches.cell_sizes,
+        cells_per_step=batches.cells_per_step,
     )
-    return EpochPlan(packs, steps, _summarize(packs, steps, options, num_cached=len(lengths)))
 
 
 def padded_fill(packs: PackPlan, steps: StepPlan) -> float:
@@ -160,11 +244,58 @@ def padded_fill(packs: PackPlan, steps: StepPlan) -> float:
 def _pack(lengths: npt.NDArray[np.integer[Any]], options: PlanOptions, seed: int, epoch: int) -> PackPlan:
     if options.packing:
         return pack_best_fit(lengths, options.packing_length, seed=seed, epoch=epoch)
-    return pack_singletons(lengths, options.packing_length, seed=seed, epoch=epoch)
+    rows = pack_singletons(lengths, options.packing_length, seed=seed, epoch=epoch)
+    return group_by_length(rows, options.packs_per_step) if options.group_by_length else rows
 
 
-def _summarize(packs: PackPlan, steps: StepPlan, options: PlanOptions, num_cached: int) -> PlanSummary:
-    samples_per_step = options.world_size * options.gradient_accumulation_steps * options.packs_per_micro_batch
+def group_by_length(rows: PackPlan, rows_per_step: int) -> PackPlan:
+    """Rows of about one length next to each other, so that batches need less padding.
+
+    The order that the seed drew is cut into windows of 50 steps, each sorted by length, and the steps of a window are
+    brought back into the order of their first rows, so that lengths do not rise and fall over the run (transformers'
+    ``LengthGroupedSampler`` has them fall within each window).
+    """
+    order = np.arange(rows.num_samples)
+    for start in range(0, len(order), _WINDOW_STEPS * rows_per_step):
+        window = order[start : start + _WINDOW_STEPS * rows_per_step]
+        falling = window[np.argsort(-rows.lengths[window], kind="stable")]
+        num_full = len(falling) // rows_per_step
+        full = falling[: num_full * rows_per_step].reshape(num_full, rows_per_step)
+        shuffled = full[np.argsort(full.min(axis=1), kind="stable")] if num_full else full
+        order[start : start + len(window)] = np.concatenate((shuffled.reshape(-1), falling[full.size :]))
+    return PackPlan(rows.samples[order], rows.offsets, rows.lengths[order], rows.capacity)
+
+
+def _balance(packs: PackPlan, steps: StepPlan, options: PlanOptions, costs: npt.NDArray[np.float64]) -> BalanceFigures:
+    after = imbalance(steps.rank_costs(costs))
+    before = after
+    if options.balance != "none" and options.dynamic_batch_tokens is None:
+        cards = _steps(packs, np.zeros(int(packs.samples.max()) + 1, np.int8), replace(options, balance="none"), None)
+        before = imbalance(cards.rank_costs(costs))
+    return BalanceFigures(
+        mean_before=float(before.mean()),
+        worst_before=float(before.max()),
+        mean=float(after.mean()),
+        worst=float(after.max()),
+        flops=float(costs.sum()),
+    )
+
+
+def _fill(packs: PackPlan, steps: StepPlan, options: PlanOptions) -> float:
+    if options.packing:
+        return packs.fill
+    # Dynamic batches run without padding.
+    return 1.0 if options.dynamic_batch_tokens is not None else padded_fill(packs, steps)
+
+
+def _summarize(
+    packs: PackPlan,
+    steps: StepPlan,
+    options: PlanOptions,
+    num_cached: int,
+    costs: npt.NDArray[np.float64] | None,
+) -> PlanSummary:
+    tokens = packs.tokens_per_pack().astype(np.float64)
     return PlanSummary(
         num_cached=num_cached,
         num_filtered=num_cached - packs.num_samples,
@@ -178,8 +309,10 @@ def _summarize(packs: PackPlan, steps: StepPlan, options: PlanOptions, num_cache
         packing_num_proc=options.packing_num_proc,
         num_packs=packs.num_packs,
         lower_bound=packs.lower_bound,
-        fill=packs.fill if options.packing else padded_fill(packs, steps),
+        fill=_fill(packs, steps, options),
         num_steps=steps.num_steps,
-        num_steps_without_packing=-(-packs.num_samples // samples_per_step),
+        num_steps_without_packing=-(-packs.num_samples // options.packs_per_step),
         num_empty_micro_batches=steps.num_empty_micro_batches,
+        efficient_attn_ratio=float(packs.sum_squares_per_pack().sum()) / float(np.square(tokens).sum()),
+        balance=_balance(packs, steps, options, costs) if costs is not None else None,
     )

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packtool.errors import ConfigError, DataError
+from packtool.plan.cost import CostModel
 from packtool.plan.epoch import EpochPlan, PlanOptions, plan_epoch
 
 OPTIONS = PlanOptions(
@@ -128,3 +129,57 @@ def test_samples_longer_than_a_pack() -> None:
         plan_epoch(LENGTHS, TARGETS, dataclasses.replace(OPTIONS, packing_length=30), seed=0)
     with pytest.raises(ConfigError, match="packing length is 0"):
         plan_epoch(LENGTHS, TARGETS, dataclasses.replace(OPTIONS, packing_length=0), seed=0)
+
+
+def drawn(num: int = 3000) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    lengths = rng.lognormal(6, 1, num).clip(16, 4096).astype(np.int32)
+    return lengths, (lengths // 3 + 1).astype(np.int32)
+
+
+@pytest.mark.parametrize("balance", ["within-step", "window"])
+def test_balancing_is_told_before_and_after(balance: str) -> None:
+    lengths, targets = drawn()
+    options = PlanOptions(
+        max_length=4096, packing_length=4096, world_size=4, gradient_accumulation_steps=4, cost=CostModel.of_8b()
+    )
+    plain = plan_epoch(lengths, targets, options, seed=1).summary.balance
+    even = plan_epoch(lengths, targets, dataclasses.replace(options, balance=balance), seed=1).summary.balance
+    assert plain is not None
+    assert even is not None
+    assert (even.mean_before, even.worst_before) == (plain.mean, plain.worst)
+    assert 1 <= even.mean < even.mean_before
+    assert even.flops == pytest.approx(plain.flops)
+    assert plan_epoch(lengths, targets, dataclasses.replace(options, cost=None), seed=1).summary.balance is None
+
+
+def test_attention_within_packs_is_a_part_of_that_over_them() -> None:
+    lengths = np.full(8, 10, np.int32)
+    summary = plan_epoch(lengths, lengths, PlanOptions(max_length=40, packing_length=40), seed=0).summary
+    assert summary.efficient_attn_ratio == pytest.approx(1 / 4)
+
+
+def test_dynamic_batches_keep_each_steps_samples() -> None:
+    lengths, targets = drawn()
+    options = PlanOptions(max_length=4096, packing_length=4096, packing=False, world_size=2, packs_per_micro_batch=16)
+    plain = plan_epoch(lengths, targets, options, seed=1)
+    dynamic = plan_epoch(lengths, targets, dataclasses.replace(options, dynamic_batch_tokens=8192), seed=1)
+    assert dynamic.steps.num_steps == plain.steps.num_steps
+    np.testing.assert_array_equal(dynamic.steps.target_tokens_per_step, plain.steps.target_tokens_per_step)
+    for step in range(dynamic.steps.num_steps):
+        for rank in range(2):
+            for micro in range(dynamic.steps.num_micro_batches(step)):
+                assert sum(lengths[pack].sum() for pack in dynamic.samples(step, rank, micro)) <= 8192
+    assert dynamic.summary.fill == 1.0 > plain.summary.fill
+
+
+def test_grouping_by_length_saves_padding_and_loses_nothing() -> None:
+    lengths, targets = drawn()
+    options = PlanOptions(max_length=4096, packing_length=4096, packing=False, packs_per_micro_batch=8)
+    plain = plan_epoch(lengths, targets, options, seed=1)
+    grouped = plan_epoch(lengths, targets, dataclasses.replace(options, group_by_length=True), seed=1)
+    assert sorted(grouped.packs.samples.tolist()) == list(range(len(lengths)))
+    assert grouped.summary.fill > 0.9 > plain.summary.fill
+    # Lengths do not fall over the run.
+    means = [lengths[grouped.packs.samples[i : i + 8]].mean() for i in range(0, 400, 8)]
+    assert np.mean(means[:10]) < 3 * np.mean(means[-10:])
