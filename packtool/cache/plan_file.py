@@ -1,0 +1,104 @@
+"""A saved plan: which samples share a pack, as an Arrow file that any tool can read.
+
+Columns in pack order: ``pack`` int64, ``sample`` int64 (position in the caches), ``length`` int32. The file's metadata
+say which caches it belongs to, so that it cannot be used with others.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from packtool import storage
+from packtool.errors import MismatchError
+
+_FORMAT = "packtool plan 1"
+_KEY = b"packtool"
+_SCHEMA = pa.schema([("pack", pa.int64()), ("sample", pa.int64()), ("length", pa.int32())])
+_ROWS_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True)
+class PlanInfo:
+    """What a plan file says of itself.
+
+    Args:
+        capacity: tokens that a pack may hold.
+        max_length: samples longer than this were left out.
+        seed: of the plan.
+        cache: fingerprint of the caches together, in their order.
+        plan: fingerprint of the packs.
+        num_cached: samples in the caches.
+    """
+
+    capacity: int
+    max_length: int
+    seed: int
+    cache: str
+    plan: str
+    num_cached: int
+    format: str = _FORMAT
+
+
+@dataclass(frozen=True, eq=False)
+class SavedPlan:
+    """K packs of N samples, as in ``plan.packing.PackPlan``.
+
+    Args:
+        samples: int64 (N,).
+        offsets: int64 (K + 1,).
+        lengths: int32 (N,).
+    """
+
+    info: PlanInfo
+    samples: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int32]
+
+
+def write_plan(path: str, plan: SavedPlan) -> None:
+    """Write a plan file, whole or not at all.
+
+    Raises:
+        StorageError: if it cannot be written.
+    """
+    sizes = np.diff(plan.offsets)
+    packs = np.repeat(np.arange(len(sizes), dtype=np.int64), sizes)
+    schema = _SCHEMA.with_metadata({_KEY: json.dumps(asdict(plan.info)).encode()})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, schema) as writer:
+        for start in range(0, len(packs), _ROWS_AT_ONCE):
+            part = slice(start, start + _ROWS_AT_ONCE)
+            arrays = [pa.array(packs[part]), pa.array(plan.samples[part]), pa.array(plan.lengths[part])]
+            writer.write_batch(pa.record_batch(arrays, schema=schema))
+    storage.publish(path, sink.getvalue())
+
+
+def read_plan(path: str) -> SavedPlan:
+    """Read a plan file.
+
+    Raises:
+        MismatchError: if it is none, or damaged.
+        StorageError: if it cannot be read.
+    """
+    with storage.open_read(path) as file:
+        data = file.read()
+    try:
+        reader = pa.ipc.open_file(pa.py_buffer(data))
+        info = PlanInfo(**json.loads((reader.schema.metadata or {})[_KEY]))
+        table = reader.read_all()
+        packs = table.column("pack").to_numpy()
+        samples = table.column("sample").to_numpy().astype(np.int64)
+        lengths = table.column("length").to_numpy().astype(np.int32)
+    except (pa.ArrowInvalid, KeyError, ValueError, TypeError) as error:
+        raise MismatchError(
+            f"--plan {path} is no plan file, or is damaged: {error!r}", "Make it again with packtool plan --save."
+        ) from error
+    if info.format != _FORMAT:
+        raise MismatchError(f"--plan {path} has format {info.format!r}, not {_FORMAT!r}", "Make it again.")
+    starts = np.flatnonzero(np.diff(packs, prepend=-1))
+    return SavedPlan(info, samples, np.append(starts, len(packs)).astype(np.int64), lengths)

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from packtool.cache.plan_file import PlanInfo, SavedPlan, read_plan, write_plan
+from packtool.errors import MismatchError
+from packtool.plan.packing import pack_best_fit
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    lengths = np.random.default_rng(0).integers(1, 100, 5000).astype(np.int32)
+    plan = pack_best_fit(lengths, 128, seed=3)
+    info = PlanInfo(capacity=128, max_length=128, seed=3, cache="c", plan=plan.fingerprint, num_cached=5000)
+    path = str(tmp_path / "a.plan")
+    write_plan(path, SavedPlan(info, plan.samples, plan.offsets, plan.lengths))
+    found = read_plan(path)
+    assert found.info == info
+    for name in ("samples", "offsets", "lengths"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(plan, name))
+
+
+@pytest.mark.parametrize("content", [b"", b"not arrow at all", b"ARROW1\0\0"])
+def test_other_files_are_refused_by_name(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "b.plan"
+    path.write_bytes(content)
+    with pytest.raises(MismatchError, match=r"b\.plan is no plan file"):
+        read_plan(str(path))
