@@ -12,6 +12,7 @@ from packtool.settings import REQUIRED, option
 
 TruncationStrategy = Literal["delete", "left", "right", "split", "raise"]
 MediaOverflow = Literal["drop", "trim", "raise"]
+Balance = Literal["none", "within-step", "window"]
 MediaStorage = Literal["reference", "embed"]
 TrainType = Literal["lora", "full"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -147,7 +148,48 @@ class ExportConfig(EncodeSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(MediaOptions):
+class PackingOptions:
+    """What decides which samples share a pack, and which pack is trained when and where."""
+
+    max_length: int | None = option(
+        None, "Samples longer than this are left out and counted; by default the export's.", panel="Packing", minimum=2
+    )
+    packing_length: int | None = option(
+        None, "Tokens that a pack holds at most; by default --max-length.", panel="Packing", minimum=2
+    )
+    packing_num_proc: int = option(
+        1,
+        "Accepted for ms-swift's sake: packing 40 million lengths takes seconds in one process.",
+        panel="Packing",
+        minimum=1,
+    )
+    balance: Balance = option(
+        "within-step",
+        "Deal packs to ranks so that they have equal work: not at all, within each step, or with exchanges between "
+        "steps near each other.",
+        panel="Packing",
+    )
+    group_by_length: bool = option(False, "Without packing: rows of about one length share a batch.", panel="Packing")
+    dynamic_batch_tokens: int | None = option(
+        None,
+        "Without packing: micro-batches of at most so many tokens, padding removed, instead of a number of rows.",
+        panel="Packing",
+        minimum=1,
+    )
+    dynamic_max_batch_size: int | None = option(
+        None, "Most rows of a micro-batch of --dynamic-batch-tokens.", panel="Packing", minimum=1
+    )
+    per_device_train_batch_size: int = option(
+        1, "Packs (or padded rows) of a micro-batch.", panel="Training", minimum=1
+    )
+    gradient_accumulation_steps: int = option(
+        1, "Micro-batches of an optimizer step on each rank.", panel="Training", minimum=1
+    )
+    seed: int = option(42, "Seed of packing, order and adapters.", panel="Training", minimum=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(MediaOptions, PackingOptions):
     """What ``packtool train`` needs to know."""
 
     model: str = option(REQUIRED, "Directory (or hub id) of the model.", panel="Model and data")
@@ -170,30 +212,13 @@ class TrainConfig(MediaOptions):
     torch_dtype: DType = option("auto", "Precision of the weights; auto is the checkpoint's.", panel="Model and data")
 
     packing: bool = option(False, "Pack samples without padding.", panel="Packing")
-    max_length: int | None = option(
-        None, "Samples longer than this are left out and counted; by default the export's.", panel="Packing", minimum=2
-    )
-    packing_length: int | None = option(
-        None, "Tokens that a pack holds at most; by default --max-length.", panel="Packing", minimum=2
-    )
-    packing_num_proc: int = option(
-        1,
-        "Accepted for ms-swift's sake: packing 40 million lengths takes seconds in one process.",
-        panel="Packing",
-        minimum=1,
-    )
+    plan: str | None = option(None, "Train the packs of this file, which packtool plan --save wrote.", panel="Packing")
 
     train_type: TrainType = option(
         "lora", "Low-rank adapters, or all weights.", panel="Training", aliases=("tuner_type",)
     )
     num_train_epochs: float = option(1.0, "Times that every sample is seen.", panel="Training", minimum=0.0)
     max_steps: int | None = option(None, "Stop after so many optimizer steps.", panel="Training", minimum=1)
-    per_device_train_batch_size: int = option(
-        1, "Packs (or padded rows) of a micro-batch.", panel="Training", minimum=1
-    )
-    gradient_accumulation_steps: int = option(
-        1, "Micro-batches of an optimizer step on each rank.", panel="Training", minimum=1
-    )
     learning_rate: float | None = option(
         None, "Peak learning rate; by default 1e-4 with lora and 1e-5 with full.", panel="Training", minimum=0.0
     )
@@ -208,7 +233,6 @@ class TrainConfig(MediaOptions):
         1.0, "Gradient norm above which gradients are scaled down.", panel="Training", minimum=0.0
     )
     gradient_checkpointing: bool = option(False, "Recompute activations to save memory.", panel="Training")
-    seed: int = option(42, "Seed of packing, order and adapters.", panel="Training", minimum=0)
 
     lora_rank: int = option(8, "Rank of the adapters.", panel="Parameters", minimum=1)
     lora_alpha: int = option(32, "Scale of the adapters.", panel="Parameters", minimum=1)
@@ -238,12 +262,7 @@ class TrainConfig(MediaOptions):
 
     def problems(self) -> list[str]:
         """Mistakes that only show when settings are seen together."""
-        found = image_limit_problems(self)
-        if self.packing_length is not None and self.max_length is not None and self.packing_length < self.max_length:
-            found.append(
-                f"--packing-length {self.packing_length} is smaller than --max-length {self.max_length}: "
-                "a sample could be longer than a pack; raise the one or lower the other"
-            )
+        found = [*image_limit_problems(self), *packing_problems(self, self.packing)]
         try:
             _ = self.cache_dir_bytes
         except ValueError as error:
@@ -276,6 +295,25 @@ def num_bytes(text: str) -> int:
         raise ValueError(f"{text!r} is no size; write it as in 200GB")
     base = 1024 if match[3] else 1000
     return int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " "))
+
+
+def packing_problems(options: PackingOptions, packing: bool) -> list[str]:
+    """Options of packing that contradict each other."""
+    found = []
+    longest, room = options.max_length, options.packing_length
+    if longest is not None and room is not None and room < longest:
+        found.append(
+            f"--packing-length {room} is smaller than --max-length {longest}: "
+            "a sample could be longer than a pack; raise the one or lower the other"
+        )
+    if packing and (options.group_by_length or options.dynamic_batch_tokens is not None):
+        name = "--group-by-length" if options.group_by_length else "--dynamic-batch-tokens"
+        found.append(f"{name} is for runs without packing: leave it out, or set --packing false")
+    if options.group_by_length and options.dynamic_batch_tokens is not None:
+        found.append("--group-by-length and --dynamic-batch-tokens are two ways to make batches: give one of them")
+    if options.dynamic_max_batch_size is not None and options.dynamic_batch_tokens is None:
+        found.append("--dynamic-max-batch-size goes with --dynamic-batch-tokens")
+    return found
 
 
 def image_limit_problems(options: ImageOptions) -> list[str]:

@@ -52,7 +52,7 @@ def test_all_mistakes_are_told_at_once() -> None:
         "--set sed: unknown setting 'sed'; did you mean 'seed'?",
         "--set no-equals-sign",
         "environment variable MIN_PIXELS: 'few' is not an integer",
-        "--config, truncation_strategy: 'middle' is none of delete, left, raise",
+        "--config, truncation_strategy: 'middle' is none of delete, left, right, split, raise",
         "--dataset is missing",
         "--output-dir is missing",
     ):

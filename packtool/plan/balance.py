@@ -8,12 +8,11 @@ pair of packs as long as that helps. All steps are worked on at once, so that mi
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-Balance = Literal["none", "within-step", "window"]
 Costs = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
 

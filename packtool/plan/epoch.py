@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from packtool.config import Balance
 from packtool.errors import DataError
-from packtool.plan.balance import Balance, imbalance
+from packtool.plan.balance import imbalance
 from packtool.plan.cost import CostModel
 from packtool.plan.dynamic import rearrange
 from packtool.plan.packing import PackPlan, pack_best_fit, pack_singletons

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from packtool.config import Balance
 from packtool.errors import ConfigError
-from packtool.plan.balance import Balance, Costs, deal_even, group_alike
+from packtool.plan.balance import Costs, deal_even, group_alike
 from packtool.plan.packing import Int64Array, PackPlan, digest_arrays
 
 
