@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from packtool import storage
+from tests.s3_server import ENVIRONMENT, Proxy, S3Server
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -36,3 +44,45 @@ def _no_limits_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment of whoever runs the tests must not decide them."""
     for name in ("MAX_PIXELS", "MIN_PIXELS", "IMAGE_MAX_TOKEN_NUM", "IMAGE_MIN_TOKEN_NUM", "NPROC_PER_NODE", "NNODES"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    """A real S3 server in a process of its own."""
+    server = S3Server()
+    yield server
+    server.close()
+
+
+_bucket_numbers = count()
+
+
+@pytest.fixture
+def bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    """``s3://`` and the name of a new, empty bucket that packtool reaches by the usual environment variables."""
+    for name in [name for name in os.environ if name.startswith(("AWS_", "OSS_", "PACKTOOL_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-credentials"))
+    for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": s3_server.url}.items():
+        monkeypatch.setenv(name, value)
+    bucket = f"bucket-{next(_bucket_numbers)}"
+    s3_server.client().create_bucket(Bucket=bucket)
+    storage.configure(None)
+    yield f"s3://{bucket}"
+    storage.configure(None)
+
+
+@pytest.fixture
+def through_proxy(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Proxy]]:
+    """Puts a proxy with these faults between packtool and the server; connections time out, and pauses are short."""
+    with ExitStack() as stack:
+
+        def start(retries: int = 20, timeout: float = 0.5, **settings: Any) -> Proxy:
+            proxy = stack.enter_context(Proxy(s3_server.port, stall_s=4 * timeout, **settings))
+            monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+            options = storage.StorageOptions.from_environment(os.environ)
+            storage.configure(dataclasses.replace(options, retries=retries, timeout=timeout, first_pause=0.01))
+            return proxy
+
+        yield start

@@ -14,11 +14,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-FAULTS = ("500", "503", "drop request", "drop answer", "lose answer", "stall")
-ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "test-key-id", "AWS_SECRET_ACCESS_KEY": "test-secret-key", "AWS_REGION": "us-east-1"}
-
-_SLOW_DOWN = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Reduce your request rate.</Message></Error>"
-_INTERNAL = b"<?xml version='1.0'?><Error><Code>InternalError</Code><Message>Try again.</Message></Error>"
+FAULTS = ("500 InternalError", "drop request", "503 SlowDown", "drop answer", "lose answer", "stall")
+ENVIRONMENT = {
+    "AWS_ACCESS_KEY_ID": "test-key-id",
+    "AWS_SECRET_ACCESS_KEY": "test-secret-key",
+    "AWS_REGION": "us-east-1",
+}
 
 
 class S3Server:
@@ -60,7 +61,9 @@ class Proxy:
     Args:
         port: of the server.
         share: of the requests that go wrong.
-        faults: what may happen to them, in turn.
+        faults: what may happen to them, in turn: an HTTP status with S3's word for it, a connection that is closed in
+            the middle of the request or of the answer or before the answer, one that falls silent, or a changed byte.
+        once: (pattern of a request line, fault) that befalls the first such request.
         stall_s: how long a stalled connection stays silent before it is closed.
     """
 
@@ -69,6 +72,7 @@ class Proxy:
     faults: Sequence[str] = FAULTS
     seed: int = 0
     stall_s: float = 30.0
+    once: list[tuple[str, str]] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     heads: list[str] = field(default_factory=list)
 
@@ -107,16 +111,18 @@ class Proxy:
         self.heads.append(head.decode())
         self.counts["requests"] += 1
         length = int(_header(head, "content-length") or 0)
-        fault = self._next_fault()
+        fault = self._next_fault(head.decode().partition("\r\n")[0])
+        if _header(head, "expect") == "100-continue":
+            writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if fault == "drop request":
             await reader.readexactly(length // 2)
             return False
-        if _header(head, "expect") == "100-continue":
-            writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         body = await reader.readexactly(length)
-        if fault in ("500", "503"):
-            text = _SLOW_DOWN if fault == "503" else _INTERNAL
-            writer.write(f"HTTP/1.1 {fault} No\r\nContent-Length: {len(text)}\r\n\r\n".encode() + text)
+        if fault and fault[0].isdigit():
+            status, code = fault.split()
+            text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>No.</Message></Error>"
+            text = "" if head.startswith(b"HEAD") else text
+            writer.write(f"HTTP/1.1 {status} No\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode())
             await writer.drain()
             return True
         answer = await self._ask(head, body)
@@ -131,11 +137,21 @@ class Proxy:
             writer.write(answer[: len(answer) * 3 // 4])
             await writer.drain()
             return False
-        writer.write(answer)
+        writer.write(answer[:-1] + bytes([answer[-1] ^ 1]) if fault == "change byte" else answer)
         await writer.drain()
         return False  # the server closes after each answer, and says so
 
-    def _next_fault(self) -> str | None:
+    def requests(self, pattern: str) -> list[str]:
+        """The request lines that fit a pattern."""
+        lines = [head.partition("\r\n")[0] for head in self.heads]
+        return [line for line in lines if re.match(pattern, line)]
+
+    def _next_fault(self, line: str) -> str | None:
+        for planned in self.once:
+            if re.match(planned[0], line):
+                self.once.remove(planned)
+                self.counts[planned[1]] += 1
+                return planned[1]
         if self._chance.random() >= self.share:
             return None
         fault = self.faults[self._turn % len(self.faults)]

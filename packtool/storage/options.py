@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from packtool.errors import ConfigError
 
 _SLOWEST_BYTES_PER_S = 128 * 1024
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 20.0
+_LONGEST_PAUSE_S = 20.0
 _MOST_RETRIES = 100
 
 
@@ -32,12 +32,14 @@ class StorageOptions:
     Args:
         retries: further tries of a request after the first.
         timeout: seconds without a byte.
+        first_pause: seconds between the first try and the second.
         s3_endpoint: of S3 if it is not Amazon's, as botocore will take it from the environment.
         oss_*: place and credentials of OSS.
     """
 
     retries: int = 8
     timeout: float = 30.0
+    first_pause: float = 0.25
     s3_endpoint: str | None = None
     oss_endpoint: str | None = None
     oss_access_key_id: str | None = field(default=None, repr=False)
@@ -70,7 +72,7 @@ class StorageOptions:
 
     def pause(self, attempt: int) -> float:
         """Seconds to wait after the failed try ``attempt`` (0-based), before chance shortens them."""
-        return float(min(_FIRST_PAUSE_S * 2.0**attempt, _LONGEST_PAUSE_S))
+        return float(min(self.first_pause * 2.0**attempt, _LONGEST_PAUSE_S))
 
     def limit(self, num_bytes: int) -> float:
         """Seconds that one try may take that moves so many bytes."""

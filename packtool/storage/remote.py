@@ -8,6 +8,7 @@ import os
 import random
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
+from concurrent.futures import wait as futures_wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ T = TypeVar("T")
 
 _LARGEST_BLOCK = 8 * 2**20
 _KEPT_BYTES = 16 * 2**20
+_GLANCE_S = 0.5
 
 
 def start(work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -30,8 +32,15 @@ def start(work: Coroutine[Any, Any, T]) -> Future[T]:
 
 def wait(work: Coroutine[Any, Any, T]) -> T:
     """Make requests and wait for them; Ctrl-C ends the waiting and the requests."""
-    future = start(work)
+    return result_of(start(work))
+
+
+def result_of(future: Future[T]) -> T:
+    """What requests gave, once they have ended; Ctrl-C ends them."""
     try:
+        # Looked up now and then: a signal that another thread receives does not wake this one.
+        while not futures_wait([future], timeout=_GLANCE_S).done:
+            pass
         return future.result()
     except BaseException:
         future.cancel()
@@ -194,7 +203,7 @@ class RemoteReader(io.RawIOBase):
             ahead[1].cancel()
             return None
         try:
-            return self._checked(position, ahead[1].result())
+            return self._checked(position, result_of(ahead[1]))
         except StorageError:
             raise
         except Exception as error:

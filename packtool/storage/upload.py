@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from packtool.errors import StorageError
 from packtool.storage.faults import code_of, storage_error
-from packtool.storage.remote import answer, patiently, start, wait
+from packtool.storage.remote import answer, patiently, result_of, start, wait
 
 if TYPE_CHECKING:
     from packtool.storage.s3 import S3Store
@@ -98,7 +98,7 @@ class S3Writer:
         if self._upload is None:
             self._upload = wait(self._begin())
         while len(self._under_way) >= _PARTS_AT_ONCE:
-            self._tags.append(self._under_way.popleft().result())
+            self._tags.append(result_of(self._under_way.popleft()))
         data, self._buffer = bytes(self._buffer), bytearray()
         self._num_parts += 1
         self._num_bytes += len(data)
@@ -125,7 +125,7 @@ class S3Writer:
         if self._buffer:
             self._send()
         while self._under_way:
-            self._tags.append(self._under_way.popleft().result())
+            self._tags.append(result_of(self._under_way.popleft()))
         wait(self._complete(self._upload))
         if self._num_begun > 1:
             with suppress(Exception):  # the object is there; what could not be cleared is no reason to fail
