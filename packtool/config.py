@@ -267,6 +267,8 @@ class TrainConfig(MediaOptions, PackingOptions):
             _ = self.cache_dir_bytes
         except ValueError as error:
             found.append(f"--cache-dir-size: {error}")
+        if self.plan is not None and not self.packing:
+            found.append("--plan names a file of packs: it goes with --packing true")
         if self.freeze_vit and self.freeze_aligner and self.freeze_llm:
             found.append("--freeze-vit, --freeze-aligner and --freeze-llm together leave nothing to train")
         return found
@@ -275,6 +277,11 @@ class TrainConfig(MediaOptions, PackingOptions):
     def cache_dir_bytes(self) -> int | None:
         """The limit of the directory of copies, or None."""
         return None if self.cache_dir_size is None else num_bytes(self.cache_dir_size)
+
+    @property
+    def removes_padding(self) -> bool:
+        """Whether several samples share a row: packed, or in dynamic batches."""
+        return self.packing or self.dynamic_batch_tokens is not None
 
     @property
     def peak_learning_rate(self) -> float:

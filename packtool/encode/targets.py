@@ -146,9 +146,8 @@ def _header(
 ) -> tuple[_Header, str]:
     """What opens every assistant turn, and what the generation prompt writes behind it."""
     if no_prompt:
-        # The question's closing token opens the answer ("[/INST]").
-        pieces, at = answers[0][0], places[0]
-        prompt = [pieces[at]] if _QUESTION in pieces[at - 1].text else []
+        # What stands before the answer opens it: a header like any other, or the question's closing "[/INST]".
+        prompt = [answers[0][0][places[0]]]
     if not prompt or not all(piece.control for piece in prompt):
         raise _no_control_tokens()
     header = [(piece.control, piece.text) for piece in prompt]

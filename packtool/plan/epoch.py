@@ -16,9 +16,11 @@ from packtool.plan.balance import imbalance
 from packtool.plan.cost import CostModel
 from packtool.plan.dynamic import rearrange
 from packtool.plan.packing import PackPlan, pack_best_fit, pack_singletons
+from packtool.plan.shuffle import seeded_order
 from packtool.plan.steps import StepPlan, plan_steps, step_plan
 
 _WINDOW_STEPS = 50
+_SAVED_ORDER = 4  # a stream of random numbers, see ``plan.packing``
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,9 +186,32 @@ def plan_epoch(
     else:
         packs = _pack(lengths[kept], options, seed, epoch)
         packs = PackPlan(kept[packs.samples], packs.offsets, packs.lengths, packs.capacity)
+    return deal_packs(packs, target_tokens, options, media_tokens=media_tokens)
+
+
+def deal_packs(
+    packs: PackPlan,
+    target_tokens: npt.NDArray[np.integer[Any]],
+    options: PlanOptions,
+    *,
+    media_tokens: npt.NDArray[np.integer[Any]] | None = None,
+) -> EpochPlan:
+    """The second half of ``plan_epoch``: steps and figures for packs that are there already."""
     costs = pack_costs(packs, options.cost, target_tokens, media_tokens) if options.cost is not None else None
     steps = _steps(packs, target_tokens, options, costs)
-    return EpochPlan(packs, steps, _summarize(packs, steps, options, num_cached=len(lengths), costs=costs))
+    return EpochPlan(packs, steps, _summarize(packs, steps, options, num_cached=len(target_tokens), costs=costs))
+
+
+def reordered(packs: PackPlan, *, seed: int, epoch: int) -> PackPlan:
+    """The same packs in another order, as a saved plan is trained in its later epochs; epoch 0 leaves it."""
+    if epoch == 0:
+        return packs
+    order = seeded_order(packs.num_packs, seed=seed, epoch=epoch, stream=_SAVED_ORDER)
+    sizes = np.diff(packs.offsets)[order]
+    offsets = np.zeros(len(order) + 1, np.int64)
+    np.cumsum(sizes, out=offsets[1:])
+    taken = np.arange(packs.num_samples) - np.repeat(offsets[:-1] - packs.offsets[:-1][order], sizes)
+    return PackPlan(packs.samples[taken], offsets, packs.lengths[taken], packs.capacity)
 
 
 def pack_costs(

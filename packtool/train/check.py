@@ -6,11 +6,13 @@ import shlex
 
 from packtool.cache.local import LocalCopies
 from packtool.cache.manifest import Manifest
+from packtool.cache.plan_file import SavedPlan
 from packtool.cache.reader import CacheReader
 from packtool.config import TrainConfig
 from packtool.encode.families import ImageLimits
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import MismatchError
+from packtool.plan.packing import PackPlan
 
 
 def open_caches(config: TrainConfig, files: ModelFiles) -> CacheReader:
@@ -78,6 +80,42 @@ def check_length(directory: str, manifest: Manifest, config: TrainConfig) -> Non
         f"Use --max-length {manifest.max_length}, or export again:\n"
         f"  {export_command(directory, manifest, max_length=config.max_length)}",
     )
+
+
+def packs_of(saved: SavedPlan) -> PackPlan:
+    """A saved plan as the planner has it."""
+    return PackPlan(saved.samples, saved.offsets, saved.lengths, saved.info.capacity)
+
+
+def check_plan(saved: SavedPlan, config: TrainConfig, reader: CacheReader) -> None:
+    """A saved plan is whole, and belongs to these caches and options.
+
+    Raises:
+        MismatchError: naming both sides.
+    """
+    path, info = config.plan, saved.info
+    if packs_of(saved).fingerprint != info.plan:
+        raise MismatchError(f"--plan {path} is damaged: its packs are not those it was saved with", "Save it again.")
+    pairs = {
+        "caches": (info.cache, reader.fingerprint),
+        "samples in the caches": (info.num_cached, len(reader)),
+        "--packing-length": (info.capacity, config.packing_length or info.capacity),
+        "--max-length": (info.max_length, config.max_length or info.max_length),
+    }
+    different = [f"  - {name}: {there} there, {here} here" for name, (there, here) in pairs.items() if there != here]
+    if different:
+        lines = "\n".join(different)
+        command = [
+            "packtool",
+            "plan",
+            *config.cached_dataset,
+            "--packing-length",
+            str(config.packing_length or info.capacity),
+        ]
+        raise MismatchError(
+            f"--plan {path} belongs to another run:\n{lines}",
+            f"Leave --plan out, or make the plan again:\n  {shlex.join(command)} --save {shlex.quote(str(path))}",
+        )
 
 
 def export_command(directory: str, manifest: Manifest, **changes: object) -> str:

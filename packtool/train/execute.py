@@ -32,7 +32,7 @@ def load_spec(run: PreparedRun) -> InputSpec:
         UnsupportedModelError: for a model whose packed samples could not be kept apart.
     """
     spec = InputSpec.load(run.files.directory, run.reader.manifests[0].identity.media_limits.image)
-    if run.config.packing:
+    if run.config.removes_padding:
         refuse_unsupported(spec.config)
     return spec
 
@@ -81,7 +81,7 @@ def make_trainer(run: PreparedRun, spec: InputSpec, progress: Progress) -> tuple
         run.reader,
         spec,
         run.world,
-        packing=config.packing,
+        packing=config.removes_padding,
         start=run.start,
         num_workers=config.dataloader_num_workers,
         pin_memory=on_gpu,
@@ -100,5 +100,5 @@ def _make_model(run: PreparedRun, spec: InputSpec, dtype: torch.dtype) -> PreTra
     # Adapters are drawn at random: alike on every rank, and in every run with this seed.
     set_seed(run.config.seed)
     dtype = weights_dtype(dtype, run.config)
-    model = load_model(run.config.model, spec.config, dtype=dtype, packing=run.config.packing)
+    model = load_model(run.config.model, spec.config, dtype=dtype, packing=run.config.removes_padding)
     return make_trainable(model, run.config)

@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from packtool.cache.plan_file import read_plan
 from packtool.cache.reader import CacheReader
-from packtool.config import TrainConfig
+from packtool.config import PackingOptions, TrainConfig
 from packtool.encode.model_files import ModelFiles
-from packtool.plan.epoch import EpochPlan, PlanOptions, plan_epoch
-from packtool.train.check import open_caches
+from packtool.plan.cost import CostModel
+from packtool.plan.epoch import EpochPlan, PlanOptions, deal_packs, plan_epoch, reordered
+from packtool.train.check import check_plan, open_caches, packs_of
 from packtool.train.checkpoint import RunState, find_checkpoint, read_state
 from packtool.train.schedule import Schedule
 from packtool.train.world import World
+
+
+def plan_options(options: PackingOptions, *, packing: bool, max_length: int, world_size: int) -> PlanOptions:
+    """What the planner needs to know of a run."""
+    return PlanOptions(
+        max_length=max_length,
+        packing_length=options.packing_length or max_length,
+        packing=packing,
+        packing_num_proc=options.packing_num_proc,
+        world_size=world_size,
+        gradient_accumulation_steps=options.gradient_accumulation_steps,
+        packs_per_micro_batch=options.per_device_train_batch_size,
+        balance=options.balance,
+        group_by_length=options.group_by_length,
+        dynamic_batch_tokens=options.dynamic_batch_tokens,
+        dynamic_max_batch_size=options.dynamic_max_batch_size,
+    )
+
+
+def cost_of(config: Mapping[str, Any]) -> CostModel:
+    """FLOPs of a model; of one of 8 billion weights where ``config.json`` does not tell the sizes."""
+    try:
+        return CostModel.of_config(config)
+    except (KeyError, TypeError, ValueError):
+        return CostModel.of_8b()
 
 
 @dataclass(frozen=True)
@@ -44,19 +74,28 @@ def prepare_run(config: TrainConfig, world: World) -> PreparedRun:
     """
     files = ModelFiles.load(config.model)
     reader = open_caches(config, files)
+    index = reader.index
+    saved = read_plan(config.plan) if config.plan is not None else None
+    if saved is not None:
+        check_plan(saved, config, reader)
     max_length = config.max_length or max(manifest.max_length for manifest in reader.manifests)
-    options = PlanOptions(
-        max_length=max_length,
-        packing_length=config.packing_length or max_length,
-        packing=config.packing,
-        packing_num_proc=config.packing_num_proc,
-        world_size=world.size,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-        packs_per_micro_batch=config.per_device_train_batch_size,
-    )
+    options = plan_options(config, packing=config.packing, max_length=max_length, world_size=world.size)
+    options = dataclasses.replace(options, cost=cost_of(files.config))
+    if saved is not None:
+        options = dataclasses.replace(options, max_length=saved.info.max_length, packing_length=saved.info.capacity)
 
     def plan_of(epoch: int) -> EpochPlan:
-        return plan_epoch(reader.index.length, reader.index.target_tokens, options, seed=config.seed, epoch=epoch)
+        if saved is not None:
+            packs = reordered(packs_of(saved), seed=config.seed, epoch=epoch)
+            return deal_packs(packs, index.target_tokens, options, media_tokens=index.media_tokens)
+        return plan_epoch(
+            index.length,
+            index.target_tokens,
+            options,
+            seed=config.seed,
+            epoch=epoch,
+            media_tokens=index.media_tokens,
+        )
 
     schedule = Schedule(plan_of, num_epochs=config.num_train_epochs, max_steps=config.max_steps)
     state = RunState(
