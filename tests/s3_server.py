@@ -15,11 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 FAULTS = ("500 InternalError", "drop request", "503 SlowDown", "drop answer", "lose answer", "stall")
-ENVIRONMENT = {
-    "AWS_ACCESS_KEY_ID": "test-key-id",
-    "AWS_SECRET_ACCESS_KEY": "test-secret-key",
-    "AWS_REGION": "us-east-1",
-}
+KEYS = {"AWS_ACCESS_KEY_ID": "test-key-id", "AWS_SECRET_ACCESS_KEY": "test-secret-key"}
+ENVIRONMENT = {**KEYS, "AWS_REGION": "us-east-1"}
 
 
 class S3Server:
@@ -45,7 +42,7 @@ class S3Server:
         """boto3's, straight to the server: another hand than the code under test."""
         import boto3
 
-        keys = {"aws_access_key_id": "test-key-id", "aws_secret_access_key": "test-secret-key"}
+        keys = {name.lower(): value for name, value in KEYS.items()}
         return boto3.client("s3", endpoint_url=self.url, region_name="us-east-1", **keys)
 
     def close(self) -> None:
@@ -172,7 +169,10 @@ class Proxy:
 def _path_style(head: bytes) -> bytes:
     """A bucket in front of the host, as OSS has it, becomes one in the path."""
     bucket = re.match(rb"([^.]+)\.oss-", (_header(head, "host") or "").encode())
-    return re.sub(rb"^(\w+) /", rb"\1 /" + bucket[1] + rb"/", head) if bucket else head
+    if bucket is None:
+        return head
+    head = re.sub(rb"(?i)\r\nhost: [^\r]*", b"\r\nHost: 127.0.0.1", head)
+    return re.sub(rb"^(\w+) /", rb"\1 /" + bucket[1] + rb"/", head)
 
 
 def _header(head: bytes, name: str) -> str | None:

@@ -76,8 +76,7 @@ def test_an_upload_that_fails_leaves_nothing(bucket: str, s3_server: S3Server, t
     through_proxy(retries=1, once=[("PUT .*partNumber=2", "stall"), ("PUT .*partNumber=2", "500 InternalError")])
     file = storage.AtomicFile(f"{bucket}/x")
     with pytest.raises(StorageError, match="x: writing failed: given up after 2 tries"):
-        for _ in range(10):
-            file.write(bytes(PART))
+        file.write(bytes(10 * PART))
     assert _uploads(s3_server, bucket) == []
     with pytest.raises(StorageError, match="after its end"):
         file.write(b"more")
@@ -142,7 +141,7 @@ def test_missing_credentials_are_told(bucket: str, monkeypatch: pytest.MonkeyPat
 def test_nobody_listens(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     storage.configure(storage.StorageOptions(retries=2, first_pause=0.01, s3_endpoint="http://127.0.0.1:1"))
-    with pytest.raises(StorageError, match="given up after 3 tries.*127.0.0.1"):
+    with pytest.raises(StorageError, match=r"given up after 3 tries.*127\.0\.0\.1"):
         storage.exists(f"{bucket}/x")
 
 
