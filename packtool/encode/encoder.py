@@ -15,6 +15,7 @@ from packtool.encode.control import ControlVocabulary, Piece, Shield
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.families import Kind, MediaLimits, Medium, Part, family_of
 from packtool.encode.fit import Tokenized, fit
+from packtool.encode.loss_scale import LossScale, Weights, parse_loss_scale
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.pieces import PieceTokenizer
 from packtool.encode.targets import TurnFinder, TurnPieces, role_tokens
@@ -62,6 +63,7 @@ class Encoder:
                 "Tokenizer and config.json belong to different models: take both from one.",
             )
         self._pieces = PieceTokenizer(tokenizer, self._vocabulary)
+        parse_loss_scale(spec.loss_scale)
         self._end_of_text = files.template_variables.get("eos_token", "")
         self._measured: dict[tuple[str, str], Medium] = {}
 
@@ -112,7 +114,8 @@ class Encoder:
                 return Dropped(sample.source, sample.row, f"{kind}_marks", detail)
         turns = [] if sample.is_text else self._finder.find(pieces)
         num_answers = 0 if sample.is_text else sum(turn.role == "assistant" for turn in sample.turns)
-        if len(turns) < num_answers:
+        speaks = any(turn.loss is not None or turn.loss_scale is not None for turn in sample.turns)
+        if len(turns) < num_answers or (speaks and len(turns) != num_answers):
             detail = f"{len(turns)} of {num_answers} assistant turns can be told apart in the rendered conversation"
             return Dropped(sample.source, sample.row, "turns_not_found", detail)
         parts_of = self._family.parts if self._family is not None else _no_parts
@@ -158,31 +161,86 @@ class Encoder:
         return Tokenized(
             sample=item.sample,
             ids=np.array(tokens.ids, np.int32),
-            turns=np.array(turns, np.int32),
+            turns=np.array([end for turn in turns if turn.turn.loss is not False for end in turn.span], np.int32),
             spans=tokens.spans,
             images=media["image"],
             videos=media["video"],
             audios=media["audio"],
+            weights=self._weights(item, tokens, turns),
         )
+
+    def _weights(self, item: _Rendered, tokens: Tokens, turns: Sequence[_TrainedTurn]) -> Weights | None:
+        """Weight of each token as a target, None where the turns' tokens weigh 1."""
+        scale = parse_loss_scale(item.sample.loss_scale or self.spec.loss_scale)
+        own_word = any(turn.turn.loss is not None or turn.turn.loss_scale is not None for turn in turns)
+        if scale.base == "default" and not scale.rules and not own_word:
+            return None
+        weights = np.full(len(tokens.ids), float(scale.base == "all"), np.float32)
+        for number, turn in enumerate(turns):
+            here: Any = float(scale.base != "last_round" or number == len(turns) - 1)
+            if turn.turn.loss is not None:
+                here = float(turn.turn.loss)
+            elif here and scale.rules and not item.sample.is_text:
+                here = self._rule_weights(item.layout, tokens, turn, scale)
+            factor = 1.0 if turn.turn.loss_scale is None else turn.turn.loss_scale
+            weights[slice(*turn.span)] = here * factor
+        return weights
+
+    def _rule_weights(self, layout: Layout, tokens: Tokens, turn: _TrainedTurn, scale: LossScale) -> Weights:
+        """Weights of a turn's tokens by the rules for its text; each token counts as its first character does."""
+        text, firsts, places = "", list[int](), list[int]()
+        for number in range(turn.first_unit, turn.last_unit + 1):
+            unit = layout.units[number]
+            is_last = number == turn.last_unit and number != turn.first_unit
+            if unit.control:
+                places += range(tokens.text_starts[number] - unit.times, tokens.text_starts[number])
+                firsts += [len(text)] * unit.times
+                text += unit.control
+            if not is_last:
+                offsets = self._pieces.offsets(unit.text)
+                places += range(tokens.text_starts[number], tokens.text_starts[number] + len(offsets))
+                firsts += [len(text) + start for start, _ in offsets]
+                text += unit.text
+        start, end = turn.span
+        inside = [(place, first) for place, first in zip(places, firsts, strict=True) if start <= place < end]
+        assert [place for place, _ in inside] == list(range(start, end)), "every token has its place in the text"
+        # Rules look at what the assistant says, not at the header before it.
+        said = min((first for _, first in inside), default=0)
+        return scale.text_weights(text[said:])[[first - said for _, first in inside]]
 
     def _encode_one(self, piece: Piece) -> list[int]:
         return self._pieces.encode([piece])[0]
 
-    def _turns(self, item: _Rendered, tokens: Tokens, unit_ids: list[list[int]]) -> list[int]:
-        """[start, end) of the targets of each assistant turn, flat."""
-        if item.sample.is_text:
-            return [0, len(tokens.ids)]
-        pieces, firsts = item.pieces, item.layout.firsts
-        turns: list[int] = []
-        for turn in item.turns:
+    def _turns(self, item: _Rendered, tokens: Tokens, unit_ids: list[list[int]]) -> list[_TrainedTurn]:
+        """The assistant's turns that have tokens."""
+        pieces, firsts, sample = item.pieces, item.layout.firsts, item.sample
+        if sample.is_text:
+            last = len(item.layout.units) - 1
+            return [_TrainedTurn(sample.turns[-1], (0, len(tokens.ids)), 0, last)]
+        said = [turn for turn in sample.turns if turn.role == "assistant"]
+        turns = []
+        for number, turn in enumerate(item.turns):
             # A blank that the answer begins with may merge with the header's last: the merged token is the answer's.
             first = firsts[turn.first]
             header = self._encode_one(Piece(pieces[turn.first].control, "", turn.header))
             start = tokens.text_starts[first] + num_common(header, unit_ids[first])
-            end = tokens.text_starts[firsts[turn.last]] if turn.last < len(pieces) else len(tokens.ids)
+            ends = turn.last < len(pieces)
+            last = firsts[turn.last] if ends else len(item.layout.units) - 1
+            end = tokens.text_starts[last] if ends else len(tokens.ids)
             if end > start:
-                turns += [start, end]
+                message = said[number] if len(said) == len(item.turns) else Turn("assistant", "")
+                turns.append(_TrainedTurn(message, (start, end), first, last))
         return turns
+
+
+@dataclass(frozen=True)
+class _TrainedTurn:
+    """An assistant's turn: its message, tokens [start, end), and the first and last unit they lie in."""
+
+    turn: Turn
+    span: tuple[int, int]
+    first_unit: int
+    last_unit: int
 
 
 class _CannotRender(ValueError):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from packtool.config import EncodeSpec
 from packtool.constants import IGNORE_INDEX
 from packtool.encode.assemble import Span
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray
-from packtool.encode.truncate import kept_positions, moved_turns
-from packtool.errors import RowError
+from packtool.encode.truncate import Side, kept_positions, moved_turns, oldest_to_remove
+from packtool.errors import ConfigError, RowError
 from packtool.rows.sample import Dropped, Sample
+
+Positions = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,8 +27,10 @@ class Tokenized:
     Args:
         ids: int32 (L,).
         turns: int32 (2 * num_turns,), [start, end) of every assistant turn that may be trained.
-        spans: of the media.
+        spans: of the media, ascending.
         images, videos, audios: in the order of their spans.
+        weights: float32 (L,), of each token as a target, 0 for none; None if the tokens of ``turns`` weigh 1.
+        num_removed: tokens that went with removed media.
     """
 
     sample: Sample
@@ -34,53 +40,138 @@ class Tokenized:
     images: tuple[EncodedImage, ...] = ()
     videos: tuple[EncodedVideo, ...] = ()
     audios: tuple[EncodedAudio, ...] = ()
+    weights: npt.NDArray[np.float32] | None = None
+    num_removed: int = 0
+
+    def in_media(self) -> npt.NDArray[np.bool_]:
+        """Which tokens are a medium's, bool (L,)."""
+        found = np.zeros(len(self.ids), bool)
+        for span in self.spans:
+            found[span.start : span.end] = True
+        return found
+
+    def taken(self, kept: Positions) -> Tokenized:
+        """Some positions, ascending; each medium stays or goes as a whole."""
+        spans, lists = [], {"image": list[Any](), "video": list[Any](), "audio": list[Any]()}
+        old = {"image": self.images, "video": self.videos, "audio": self.audios}
+        starts = np.searchsorted(kept, [span.start for span in self.spans])
+        for span, start in zip(self.spans, starts.tolist(), strict=True):
+            if start < len(kept) and kept[start] == span.start:
+                spans.append(Span(span.kind, len(lists[span.kind]), start, start + span.end - span.start))
+                lists[span.kind].append(old[span.kind][span.index])
+        return replace(
+            self,
+            ids=self.ids[kept],
+            turns=moved_turns(self.turns, kept),
+            spans=spans,
+            images=tuple(lists["image"]),
+            videos=tuple(lists["video"]),
+            audios=tuple(lists["audio"]),
+            weights=self.weights[kept] if self.weights is not None else None,
+            num_removed=self.num_removed + len(self.ids) - len(kept),
+        )
 
 
 def fit(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped:
     """Hold a sample to ``spec.max_length`` and give it labels.
 
+    Media that leave no room for any text are a matter of ``media_overflow``, all else of ``truncation_strategy``:
+    with ``trim`` and ``delete`` a row loses its oldest media only if the media alone are too much, and is left out if
+    what remains is still too long.
+
     Raises:
-        RowError: if it is too long and the strategy is ``raise``.
+        RowError: if it does not fit and the strategy is ``raise``.
+        ConfigError: for ``split`` with anything but texts for pretraining.
     """
-    sample, limit, length = item.sample, spec.max_length, len(item.ids)
-    in_media = np.zeros(length, bool)
-    for span in item.spans:
-        in_media[span.start : span.end] = True
-    ids, turns, kept = item.ids, item.turns, None
-    if length > limit:
+    sample, limit = item.sample, spec.max_length
+    if spec.truncation_strategy == "split":
+        return _split(item, limit)
+    if len(item.ids) > limit:
         if spec.truncation_strategy == "raise":
-            raise RowError(
-                sample.source,
-                sample.row,
-                "over_max_length",
-                f"{length} tokens, at most {limit} are allowed",
-                "Raise --max-length, or use --truncation-strategy delete or left.",
-            )
-        kept = kept_positions(in_media, limit)
-        if kept is None:
-            detail = f"{int(in_media.sum())} tokens of media leave no room for text in {limit}"
-            return Dropped(sample.source, sample.row, "media_over_limit", detail)
+            raise _too_long(sample, f"{len(item.ids)} tokens, at most {limit} are allowed")
+        num_media_tokens = int(item.in_media().sum())
+        if num_media_tokens >= limit:
+            detail = f"{num_media_tokens} tokens of media leave no room for text in {limit}"
+            if spec.media_overflow == "raise":
+                raise _too_long(sample, detail)
+            if spec.media_overflow == "drop":
+                return Dropped(sample.source, sample.row, "media_over_limit", detail)
+            item = _without_oldest(item, limit)
+    if len(item.ids) > limit:
         if spec.truncation_strategy == "delete":
-            return Dropped(sample.source, sample.row, "over_max_length", f"{length} tokens, limit {limit}")
-        ids, turns, in_media = ids[kept], moved_turns(turns, kept), in_media[kept]
-    labels = np.full(len(ids), IGNORE_INDEX, np.int32)
-    for start, end in turns.reshape(-1, 2):
-        labels[start:end] = ids[start:end]
-    labels[in_media] = IGNORE_INDEX
-    if not (labels[1:] != IGNORE_INDEX).any():
-        detail = "truncation left no target" if length > limit else "no assistant turn has tokens to learn"
+            return Dropped(sample.source, sample.row, "over_max_length", f"{len(item.ids)} tokens, limit {limit}")
+        side: Side = "right" if spec.truncation_strategy == "right" else "left"
+        item = item.taken(kept_positions(item.in_media(), limit, side))
+    found = _labelled(item)
+    if found is None:
+        detail = "truncation left no target" if item.num_removed else "no assistant turn has tokens to learn"
         return Dropped(sample.source, sample.row, "no_target_tokens", detail)
-    return [
-        EncodedSample(
-            input_ids=ids,
-            labels=labels,
-            turns=turns,
-            images=item.images,
-            channel=sample.channel,
-            source=sample.source,
-            row=sample.row,
-            num_truncated=length - len(ids),
-            videos=item.videos,
-            audios=item.audios,
+    return [found]
+
+
+def _without_oldest(item: Tokenized, limit: int) -> Tokenized:
+    keep = np.ones(len(item.ids), bool)
+    for span in item.spans[: oldest_to_remove(item.spans, limit)]:
+        keep[span.start : span.end] = False
+    return item.taken(np.flatnonzero(keep))
+
+
+def _split(item: Tokenized, limit: int) -> list[EncodedSample] | Dropped:
+    """Pieces of a text, one behind the other; nothing is lost, but the first token of a piece has nothing before it."""
+    sample = item.sample
+    if not sample.is_text or item.spans:
+        what = "has media" if item.spans else "is a conversation"
+        raise ConfigError(
+            f"{sample.source}, row {sample.row}: --truncation-strategy split cuts texts for pretraining, "
+            f"and this row {what}",
+            "Use --truncation-strategy delete, left or right.",
         )
+    pieces = [
+        _labelled(replace(item.taken(np.arange(start, min(start + limit, len(item.ids)))), num_removed=0))
+        for start in range(0, len(item.ids), limit)
     ]
+    # A piece of one token alone has no target.
+    kept = [piece for piece in pieces if piece is not None]
+    return kept or Dropped(sample.source, sample.row, "no_target_tokens", "the text has fewer than two tokens")
+
+
+def _labelled(item: Tokenized) -> EncodedSample | None:
+    """The sample with its labels, None if no token is a target."""
+    sample, ids, weights = item.sample, item.ids, item.weights
+    trained = np.zeros(len(ids), bool)
+    if weights is None:
+        for start, end in item.turns.reshape(-1, 2):
+            trained[start:end] = True
+    else:
+        trained = weights > 0
+    trained &= ~item.in_media()
+    # With nothing before it the first token cannot be predicted; the loss never looks at its label.
+    if item.num_removed:
+        trained[:1] = False
+    if not trained[1:].any():
+        return None
+    scaled = weights is not None and not (weights[trained] == 1).all()
+    return EncodedSample(
+        input_ids=ids,
+        labels=np.where(trained, ids, np.int32(IGNORE_INDEX)),
+        turns=item.turns,
+        images=item.images,
+        channel=sample.channel,
+        source=sample.source,
+        row=sample.row,
+        num_truncated=item.num_removed,
+        videos=item.videos,
+        audios=item.audios,
+        loss_scale=np.where(trained, weights, np.float32(0)) if scaled and weights is not None else None,
+    )
+
+
+def _too_long(sample: Sample, detail: str) -> RowError:
+    return RowError(
+        sample.source,
+        sample.row,
+        "over_max_length",
+        detail,
+        "Raise --max-length, lower the media's limits, or use --truncation-strategy delete, left or right "
+        "(and --media-overflow drop or trim).",
+    )

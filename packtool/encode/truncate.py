@@ -1,31 +1,48 @@
-"""Left truncation that never cuts a medium.
+"""Truncation that never cuts a medium.
 
-Of the tokens that are not protected the last ``max_length - protected`` are kept, the order stays, and the first label
-is -100 (what ms-swift's ``left`` does). Protected are whole media spans (opening mark, pads, closing mark), so that
-adjacent pictures cannot run into one.
+Of the tokens that are not protected the last (``left``) or the first (``right``) ``max_length - protected`` are kept,
+and the order stays. Protected are whole media spans (opening mark, pads, closing mark, timestamps), so that adjacent
+pictures cannot run into one. ``left`` is what ms-swift does, but for the marks, which it cuts off.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Literal
+
 import numpy as np
 import numpy.typing as npt
 
+from packtool.encode.assemble import Span
 from packtool.encode.encoded import IntArray
 
+Side = Literal["left", "right"]
 
-def kept_positions(protected: npt.NDArray[np.bool_], max_length: int) -> npt.NDArray[np.int64] | None:
-    """Positions that stay, ascending, or None if the protected ones alone leave no room for text.
+
+def kept_positions(protected: npt.NDArray[np.bool_], max_length: int, side: Side = "left") -> npt.NDArray[np.int64]:
+    """Positions that stay, ascending.
 
     Args:
-        protected: bool (L,), L > max_length.
+        protected: bool (L,), L > max_length, fewer than ``max_length`` of them set.
         max_length: most tokens afterwards.
+        side: which end of the text is cut off.
     """
     room = max_length - int(protected.sum())
-    if room <= 0:
-        return None
+    assert room > 0, "the media leave room for text"
     keep = protected.copy()
-    keep[np.flatnonzero(~protected)[-room:]] = True
+    text = np.flatnonzero(~protected)
+    keep[text[-room:] if side == "left" else text[:room]] = True
     return np.flatnonzero(keep)
+
+
+def oldest_to_remove(spans: Sequence[Span], max_length: int) -> int:
+    """How many media, from the first on, must go until those that stay leave room for text in ``max_length``."""
+    left = sum(span.end - span.start for span in spans)
+    for count, span in enumerate(spans):
+        if left < max_length:
+            return count
+        left -= span.end - span.start
+    return len(spans)
 
 
 def moved_turns(turns: IntArray, kept: npt.NDArray[np.int64]) -> IntArray:

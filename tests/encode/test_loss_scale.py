@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from packtool.encode.encoded import EncodedSample
+from packtool.encode.encoder import Encoder
+from packtool.encode.loss_scale import parse_loss_scale
+from packtool.errors import ConfigError
+from packtool.rows.sample import Sample, Turn
+from tests.encode.conftest import encoder_for
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture
+def model(small_model: Any) -> str:
+    return str(small_model(CHATML, ["<|im_start|>", "<|im_end|>"]))
+
+
+def encoded(model: str, *turns: Turn, scale: str = "default", own: str | None = None) -> EncodedSample:
+    from pathlib import Path
+
+    encoder: Encoder = encoder_for(Path(model), loss_scale=scale)
+    (found,) = encoder.encode([Sample(turns, (), "rows.jsonl", 0, loss_scale=own)])
+    assert isinstance(found, list), found
+    return found[0]
+
+
+def trained(sample: EncodedSample) -> str:
+    """Bytes of the trained tokens; the tokenizer of these tests has one token a byte, control tokens print as #."""
+    from tokenizers import pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    text = "".join(alphabet[i] if i < 256 else "#" for i in sample.labels if i != -100)
+    return text.replace("Ġ", " ").replace("Ċ", "\n")
+
+
+CHAT = (Turn("user", "a?"), Turn("assistant", "one"), Turn("user", "b?"), Turn("assistant", "two"))
+
+
+@pytest.mark.parametrize(
+    ("scale", "expected"),
+    [
+        ("default", "one#two#"),
+        ("last_round", "two#"),
+        ("all", "#user\na?#\n#assistant\none#\n#user\nb?#\n#assistant\ntwo#\n"),
+    ],
+)
+def test_bases(model: str, scale: str, expected: str) -> None:
+    sample = encoded(model, *CHAT, scale=scale)
+    assert trained(sample) == expected
+    assert sample.loss_scale is None
+    # Training can choose among the turns whatever the export's choice was.
+    assert len(sample.turns) == 4
+    assert trained(encoded(model, *CHAT, scale="default", own=scale)) == expected
+
+
+def test_a_messages_own_word_counts_more(model: str) -> None:
+    one, two = Turn("assistant", "one", loss=True), Turn("assistant", "two", loss=False)
+    assert trained(encoded(model, CHAT[0], one, CHAT[2], CHAT[3], scale="last_round")) == "one#two#"
+    sample = encoded(model, CHAT[0], CHAT[1], CHAT[2], two)
+    assert trained(sample) == "one#"
+    assert len(sample.turns) == 2
+    half = encoded(model, CHAT[0], Turn("assistant", "one", loss_scale=0.5), CHAT[2], CHAT[3])
+    assert half.loss_scale is not None
+    assert set(half.loss_scale[half.labels != -100].tolist()) == {0.5, 1.0}
+
+
+def weights_of(sample: EncodedSample) -> list[float]:
+    assert sample.loss_scale is not None
+    return [float(weight) for weight in sample.loss_scale[sample.labels != -100]]
+
+
+def test_keywords_weigh_themselves_and_what_follows(model: str) -> None:
+    answer = "Thought:t\nAction:go\nObservation:o\nFinal Answer:f"
+    sample = encoded(model, Turn("user", "?"), Turn("assistant", answer), scale="react")
+    assert trained(sample) == "Thought:t\nAction:go\nObservation:Final Answer:f#"
+    expected = [1.0] * len("Thought:t\n") + [2.0] * len("Action:go\nObservation:") + [1.0] * len("Final Answer:f#")
+    assert weights_of(sample) == expected
+
+
+def test_patterns_weigh_what_they_match(model: str) -> None:
+    answer = "well <tool_call>\nx\n</tool_call> ok"
+    sample = encoded(model, Turn("user", "?"), Turn("assistant", answer), scale="hermes")
+    weights = weights_of(sample)
+    assert weights == [1.0] * 5 + [2.0] * len("<tool_call>\nx\n</tool_call>") + [1.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"), [("<think>\n\n</think>\n\nyes", "yes#"), ("<think>\nhm\n</think>\n\nyes", None)]
+)
+def test_empty_thoughts_are_left_out(model: str, answer: str, expected: str | None) -> None:
+    turns = (*CHAT[:2], Turn("user", "?"), Turn("assistant", answer))
+    sample = encoded(model, *turns, scale="last_round+ignore_empty_think")
+    assert trained(sample) == (expected or f"{answer}#")
+    assert sample.loss_scale is None
+    assert trained(encoded(model, *turns, scale="last_round_with_ignore_empty_think")) == trained(sample)
+
+
+@pytest.mark.parametrize("text", ["❤Action:go", "émoji 🙂 Action: x", "Action:"])
+def test_weights_stand_at_their_characters_in_any_script(model: str, text: str) -> None:
+    sample = encoded(model, Turn("user", "?"), Turn("assistant", text), scale="react")
+    num_before = len(text.partition("Action:")[0].encode())
+    weights = weights_of(sample)
+    assert weights[:num_before] == [1.0] * num_before
+    assert set(weights[num_before:]) == {2.0}
+
+
+def test_names_that_are_not_known(model: str) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'hermes'"):
+        parse_loss_scale("hermess")
+    with pytest.raises(ConfigError, match="exclude each other"):
+        parse_loss_scale("all+last_round")
+    with pytest.raises(ConfigError, match="none of default, last_round, all"):
+        encoded(model, *CHAT, scale="nothing")
+    assert parse_loss_scale("react").base == "default"
+
+
+def test_texts_for_pretraining_are_trained_whole(model: str) -> None:
+    from pathlib import Path
+
+    encoder = encoder_for(Path(model))
+    (found,) = encoder.encode([Sample((Turn("assistant", "some <|im_end|> text"),), (), "t.txt", 0, is_text=True)])
+    assert isinstance(found, list)
+    np.testing.assert_array_equal(found[0].labels, found[0].input_ids)
+    assert (found[0].input_ids < 256).all()  # control tokens in a text are text
