@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 
 from packtool import storage
-from packtool.cache.export import ExportSummary
+from packtool.cache.export import export
 from packtool.cache.local import LocalCopies
 from packtool.cache.manifest import Manifest
 from packtool.cache.reader import CacheReader
-from packtool.config import num_bytes
+from packtool.config import ExportConfig, num_bytes
 from packtool.errors import ConfigError, MismatchError, StorageError
+from packtool.progress import SilentProgress
 from tests.s3_server import ENVIRONMENT, Proxy, S3Server
 
-Export = Callable[..., ExportSummary]
 Through = Callable[..., Proxy]
 
 
@@ -35,11 +35,23 @@ def _upload(folder: Path, target: str) -> None:
             storage.publish(storage.join(target, *path.relative_to(folder).parts), path.read_bytes())
 
 
+@pytest.fixture(scope="module")
+def cache(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache on this machine."""
+    folder = tmp_path_factory.mktemp("remote")
+    with (folder / "rows.jsonl").open("w") as file:
+        for i in range(300):
+            turns = [{"role": "user", "content": f"question {i}"}, {"role": "assistant", "content": "word " * (i % 50)}]
+            file.write(json.dumps({"messages": turns, "channel": ("a", "b", None)[i % 3]}) + "\n")
+    given = {"model": str(model), "dataset": (str(folder / "rows.jsonl"),), "output_dir": str(folder / "cache")}
+    export(ExportConfig(max_length=200, rows_per_shard=64, split_dataset_ratio=0.1, **given), SilentProgress())
+    return folder / "cache"
+
+
 @pytest.fixture
-def remote(run_export: Export, bucket: str, tmp_path: Path) -> str:
-    """A cache in a bucket; the same lies in ``tmp_path / "cache"``."""
-    run_export(split_dataset_ratio=0.1)
-    _upload(tmp_path / "cache", f"{bucket}/cache")
+def remote(cache: Path, bucket: str) -> str:
+    """The same in a bucket."""
+    _upload(cache, f"{bucket}/cache")
     return f"{bucket}/cache"
 
 
@@ -52,9 +64,9 @@ def _shards(copies: LocalCopies) -> list[Path]:
     return sorted(Path(copies.directory).rglob("*.arrow"))
 
 
-def test_a_remote_cache_is_read_like_a_local_one(remote: str, copies: LocalCopies, tmp_path: Path) -> None:
+def test_a_remote_cache_is_read_like_a_local_one(remote: str, cache: Path, copies: LocalCopies) -> None:
     for split in ("train", "val"):
-        local = CacheReader.open([str(tmp_path / "cache")], split)
+        local = CacheReader.open([str(cache)], split)
         there = CacheReader.open([remote.replace("s3://", "s3:/")], split, copies)
         assert len(there) == len(local)
         assert there.fingerprint == local.fingerprint
@@ -65,9 +77,7 @@ def test_a_remote_cache_is_read_like_a_local_one(remote: str, copies: LocalCopie
             np.testing.assert_array_equal(a.labels, b.labels)
             assert (a.images, a.row, a.channel) == (b.images, b.row, b.channel)
         assert not there.sample(0).input_ids.flags.owndata  # mapped
-    assert len(CacheReader.open([f"{remote}/train/"], copies=copies)) == len(
-        CacheReader.open([str(tmp_path / "cache" / "train")])
-    )
+    assert len(CacheReader.open([f"{remote}/train/"], copies=copies)) == len(CacheReader.open([str(cache / "train")]))
 
 
 def test_planning_reads_no_shard(remote: str, copies: LocalCopies, through_proxy: Through) -> None:
@@ -82,12 +92,12 @@ def test_planning_reads_no_shard(remote: str, copies: LocalCopies, through_proxy
     assert len(_shards(copies)) == 1
 
 
-def test_copies_are_shared_by_addresses_and_runs(remote: str, bucket: str, copies: LocalCopies, tmp_path: Path) -> None:
+def test_copies_are_shared_by_addresses_and_runs(remote: str, bucket: str, copies: LocalCopies, cache: Path) -> None:
     first = CacheReader.open([remote], copies=copies)
     first.sample(0)
     (copy,) = _shards(copies)
     inode = copy.stat().st_ino
-    _upload(tmp_path / "cache", f"{bucket}/elsewhere")
+    _upload(cache, f"{bucket}/elsewhere")
     CacheReader.open([f"{bucket}/elsewhere"], copies=copies).sample(0)
     assert [path.stat().st_ino for path in _shards(copies)] == [inode]
 
@@ -100,10 +110,10 @@ def _read_all(arguments: tuple[str, str]) -> int:
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_processes_of_a_machine_download_once(
-    remote: str, copies: LocalCopies, through_proxy: Through, tmp_path: Path, method: str
+    remote: str, copies: LocalCopies, through_proxy: Through, cache: Path, method: str
 ) -> None:
     proxy = through_proxy(timeout=10.0)
-    local = CacheReader.open([str(tmp_path / "cache")])
+    local = CacheReader.open([str(cache)])
     with multiprocessing.get_context(method).Pool(3) as pool:
         sums = pool.map(_read_all, [(remote, copies.directory)] * 3, chunksize=1)
     assert sums == [int(local.index.length.sum())] * 3
@@ -168,10 +178,10 @@ def test_missing_and_short_shards_are_noticed_before_training(remote: str, copie
         CacheReader.open([f"{remote}-gone"], copies=copies)
 
 
-def test_other_caches_copies_go_first(remote: str, copies: LocalCopies, run_export: Export, tmp_path: Path) -> None:
+def test_other_caches_copies_go_first(remote: str, cache: Path, copies: LocalCopies) -> None:
     manifest = Manifest.read(remote)
     total = sum(shard.bytes for split in manifest.splits.values() for shard in split.shards)
-    index = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("index.arrow"))
+    index = sum(path.stat().st_size for path in (cache).rglob("index.arrow"))
     other = Path(copies.directory) / "another"
     other.mkdir(parents=True)
     for age, name in ((300, "old"), (100, "new"), (200, "middle")):
@@ -199,28 +209,28 @@ def test_a_cache_that_cannot_fit_is_refused(remote: str, copies: LocalCopies, mo
 
 
 def test_everything_arrives_through_broken_connections(
-    remote: str, copies: LocalCopies, through_proxy: Through, tmp_path: Path
+    remote: str, copies: LocalCopies, through_proxy: Through, cache: Path
 ) -> None:
-    proxy = through_proxy(share=0.3, seed=5)
+    proxy = through_proxy(share=0.5, seed=5)
     reader = CacheReader.open([remote], copies=copies)
     thread = reader.prefetch()
     assert thread is not None
     thread.join()
     for info in reader.manifests[0].splits["train"].shards:
         copy = Path(copies.directory) / reader.manifests[0].fingerprint / f"{info.sha256}.arrow"
-        assert copy.read_bytes() == (tmp_path / "cache" / "train" / info.file).read_bytes()
+        assert copy.read_bytes() == (cache / "train" / info.file).read_bytes()
     assert sum(proxy.counts.values()) > proxy.counts["requests"] + 3
-    assert CacheReader.open([str(tmp_path / "cache")]).prefetch() is None
+    assert CacheReader.open([str(cache)]).prefetch() is None
 
 
 def test_a_cache_on_a_web_server(
-    remote: str, bucket: str, s3_server: S3Server, copies: LocalCopies, tmp_path: Path
+    remote: str, bucket: str, s3_server: S3Server, copies: LocalCopies, cache: Path
 ) -> None:
     client, name = s3_server.client(), bucket.removeprefix("s3://")
     for path in storage.walk(remote):
         client.put_object_acl(Bucket=name, Key=path.removeprefix(f"{bucket}/"), ACL="public-read")
     there = CacheReader.open([f"{s3_server.url}/{name}/cache"], copies=copies)
-    here = CacheReader.open([str(tmp_path / "cache")])
+    here = CacheReader.open([str(cache)])
     np.testing.assert_array_equal(there.sample(7).labels, here.sample(7).labels)
 
 
