@@ -119,7 +119,20 @@ class EncodeSpec(MediaOptions):
 class ExportConfig(EncodeSpec):
     """What ``packtool export`` needs to know."""
 
-    dataset: tuple[str, ...] = option(REQUIRED, "Files of rows, .json or .jsonl; several may follow.")
+    dataset: tuple[str, ...] = option(
+        REQUIRED,
+        "Rows: files (json, jsonl, csv, tsv, txt, parquet, arrow, also .gz and .zst), folders, patterns, ids of the "
+        "hub, or names in --dataset-info; several may follow, and #1000 behind one draws so many rows of it.",
+    )
+    val_dataset: tuple[str, ...] = option((), "Rows for the val split, named like --dataset.")
+    dataset_info: str | None = option(None, "JSON file that names sets of rows, in LLaMA-Factory's style.")
+    columns: tuple[str, ...] = option(
+        (), "Which column is which where names are unusual: query=title response=body, or a JSON object."
+    )
+    system: str | None = option(None, "System prompt of conversations that have none of their own.")
+    media_root: str | None = option(
+        None, "Folder in which relative paths of media are looked for before the rows' own.", env="ROOT_IMAGE_DIR"
+    )
     output_dir: str = option(REQUIRED, "Directory that becomes the cache.")
     split_dataset_ratio: float = option(
         0.0, "Share of the rows that goes to the val split.", minimum=0.0, maximum=0.999

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Iterator
 
 from packtool.errors import DataError
@@ -12,7 +13,8 @@ from packtool.rows.opened import Hashed
 from packtool.rows.source import BLOCK_ROWS, Block
 
 _BLOCK_BYTES = 1 << 23
-_SPACE = " \t\r\n"
+_SPACE = re.compile(r"[ \t\r\n]*")
+_SEPARATOR = re.compile(r"[ \t\r\n]*([,\]])[ \t\r\n]*")
 # A literal or an escape is at most so long: an error further from the window's end is no effect of its ending there.
 _LONGEST_TOKEN = 32
 
@@ -40,9 +42,7 @@ def find_elements(path: str, file: Hashed) -> Iterator[Block]:
     while True:
         text.skip_element(row)
         row, rows = row + 1, rows + 1
-        text.skip_space()
-        stop = text.bytes_read
-        mark = text.take()
+        stop, mark = text.separator()
         if mark not in (",", "]"):
             raise text.broken(row, f"expected , or ] and found {mark!r}" if mark else "the file ends inside the array")
         if rows == BLOCK_ROWS or mark == "]" or stop - start >= _BLOCK_BYTES:
@@ -51,29 +51,35 @@ def find_elements(path: str, file: Hashed) -> Iterator[Block]:
         if mark == "]":
             text.end()
             return
-        text.skip_space()
 
 
 class _JsonText:
-    """A window on the text of a JSON file that moves forward and never holds more than it must."""
+    """A window on the text of a JSON file that moves forward and never holds more than it must.
+
+    It holds bytes as characters of the same number (latin-1): JSON's own marks are ASCII, so it parses alike, and
+    places in it are places in the file.
+    """
 
     def __init__(self, path: str, file: Hashed) -> None:
         self._path, self._file = path, file
         self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._json = json.JSONDecoder()
         self._text, self._at, self._ended = "", 0, False
-        self.bytes_read = 0
-        while not self._text and self._read(CHUNK_BYTES):
+        self._before = 0  # bytes of the file before the window
+        while len(self._text) < len(codecs.BOM_UTF8) and self._read(CHUNK_BYTES):
             pass
-        if self._text.startswith("\ufeff"):
-            self._advance(1)
+        if self._text.startswith(codecs.BOM_UTF8.decode("latin-1")):
+            self._at = len(codecs.BOM_UTF8)
+
+    @property
+    def bytes_read(self) -> int:
+        return self._before + self._at
 
     def skip_space(self) -> None:
         while True:
-            at = self._at
-            while at < len(self._text) and self._text[at] in _SPACE:
-                at += 1
-            self._advance(at - self._at)
+            match = _SPACE.match(self._text, self._at)
+            assert match is not None
+            self._at = match.end()
             if self._at < len(self._text) or not self._read(CHUNK_BYTES):
                 return
 
@@ -82,8 +88,19 @@ class _JsonText:
 
     def take(self) -> str:
         char = self.peek()
-        self._advance(len(char))
+        self._at += len(char)
         return char
+
+    def separator(self) -> tuple[int, str]:
+        """Where the mark behind an element lies, and the mark; the window moves on to what follows it."""
+        match = _SEPARATOR.match(self._text, self._at)
+        if match is not None and match.end() < len(self._text):
+            self._at = match.end()
+            return self._before + match.start(1), match[1]
+        self.skip_space()
+        stop, mark = self.bytes_read, self.take()
+        self.skip_space()
+        return stop, mark
 
     def skip_element(self, row: int) -> None:
         want = CHUNK_BYTES
@@ -98,7 +115,7 @@ class _JsonText:
                 continue
             if end == len(self._text) and self._read(want):
                 continue  # a number may go on
-            self._advance(end - self._at)
+            self._at = end
             return
 
     def _may_be_cut(self, error: Exception) -> bool:
@@ -122,19 +139,16 @@ class _JsonText:
             "Mend the file, or write it as .jsonl, where a broken line costs only that row.",
         )
 
-    def _advance(self, chars: int) -> None:
-        self.bytes_read += len(self._text[self._at : self._at + chars].encode())
-        self._at += chars
-
     def _read(self, size: int) -> bool:
         if self._ended:
             return False
         data = self._file.read(size)
         self._ended = not data
         try:
-            more = self._decoder.decode(data, final=self._ended)
+            self._decoder.decode(data, final=self._ended)
         except UnicodeDecodeError as error:
             raise DataError(f"{self._path}: not UTF-8 near byte {self.bytes_read}: {error}") from error
-        self._text = self._text[self._at :] + more
+        self._before += self._at
+        self._text = self._text[self._at :] + data.decode("latin-1")
         self._at = 0
         return not self._ended

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from packtool.errors import DataError
-from packtool.rows.opened import Hashed
-from packtool.rows.source import BLOCK_ROWS, Block
+from packtool.rows.opened import Hashed, TextReader, opened
+from packtool.rows.sample import Dropped
+from packtool.rows.source import BLOCK_ROWS, Block, Row, Source
 
 CHUNK_BYTES = 1 << 23
 LONGEST_LINE = 1 << 30
@@ -25,8 +26,7 @@ def find_lines(path: str, file: Hashed) -> Iterator[Block]:
     """
     start = line = 0  # of the block
     offset = number = 0  # of the line being read
-    while chunk := file.read(CHUNK_BYTES):
-        chunk = _complete_line(path, file, chunk, offset)
+    for chunk in chunks_of_lines(path, file):
         ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == 10) + 1
         if not len(ends) or ends[-1] != len(chunk):
             ends = np.append(ends, len(chunk))
@@ -45,14 +45,39 @@ def find_lines(path: str, file: Hashed) -> Iterator[Block]:
         number += len(ends)
 
 
-def _complete_line(path: str, file: Hashed, chunk: bytes, offset: int) -> bytes:
-    """The chunk, read on to the end of its last line."""
-    if chunk.endswith(b"\n"):
-        return chunk
-    rest = file.readline(LONGEST_LINE)
-    if len(rest) == LONGEST_LINE and not rest.endswith(b"\n"):
-        raise DataError(
-            f"{path}: the line near byte {offset + len(chunk)} is longer than 1 GiB",
-            "Is this a file of lines? Rows that long cannot be samples.",
-        )
-    return chunk + rest
+def chunks_of_lines(path: str, file: Hashed) -> Iterator[bytes]:
+    """The file in pieces of whole lines, of about 8 MiB.
+
+    Raises:
+        DataError: at a line of more than 1 GiB.
+    """
+    offset = 0
+    while chunk := file.read(CHUNK_BYTES):
+        if not chunk.endswith(b"\n"):
+            rest = file.readline(LONGEST_LINE)
+            if len(rest) == LONGEST_LINE and not rest.endswith(b"\n"):
+                raise DataError(
+                    f"{path}: the line near byte {offset + len(chunk)} is longer than 1 GiB",
+                    "Is this a file of lines? Rows that long cannot be samples.",
+                )
+            chunk += rest
+        yield chunk
+        offset += len(chunk)
+
+
+def numbered_lines(source: Source, block: Block) -> Iterator[tuple[int, bytes]]:
+    """(line number, line without byte order mark) of the lines of a block that are not blank."""
+    data = opened(source, TextReader).read(block.start, block.stop)
+    for number, line in enumerate(data.split(b"\n"), block.first_row):
+        line = line.removeprefix(codecs.BOM_UTF8)
+        if line.strip():
+            yield number, line
+
+
+def read_texts(source: Source, block: Block) -> Iterator[Row]:
+    """(line number, {"text": line}) of each line of a block that is not blank; one that is no UTF-8 is ``Dropped``."""
+    for number, line in numbered_lines(source, block):
+        try:
+            yield number, {"text": line.removesuffix(b"\r").decode()}
+        except UnicodeDecodeError as error:
+            yield number, Dropped(source.label, number, "invalid_text", str(error))

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import repeat
 from typing import Any
 
+from packtool.rows.lines import numbered_lines, read_texts
 from packtool.rows.opened import TextReader, changed, opened
+from packtool.rows.records import read_records
 from packtool.rows.sample import Dropped
-from packtool.rows.source import Block, Source
-
-Row = tuple[int, dict[str, Any] | Dropped]
+from packtool.rows.source import Block, Kind, Row, Source
 
 # JSON can spell half of a character that needs two halves; real files hold such, cut through an emoji.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -51,22 +50,13 @@ def _array(source: Source, block: Block) -> Iterator[Row]:
 
 
 def _lines(source: Source, block: Block) -> Iterator[Row]:
-    for number, line in _numbered(source, block):
+    for number, line in numbered_lines(source, block):
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
             yield number, Dropped(source.label, number, "invalid_json", str(error))
             continue
         yield number, _checked(source, number, value, _SURROGATE.search(line) is not None)
-
-
-def _numbered(source: Source, block: Block) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not blank."""
-    data = opened(source, TextReader).read(block.start, block.stop)
-    for number, line in enumerate(data.split(b"\n"), block.first_row):
-        line = line.removeprefix(codecs.BOM_UTF8)
-        if line.strip():
-            yield number, line
 
 
 def _checked(source: Source, row: int, value: Any, suspect: bool) -> dict[str, Any] | Dropped:
@@ -86,4 +76,18 @@ def _is_text(value: Any) -> bool:
     return True
 
 
-_READ = {"json": _array, "jsonl": _lines}
+def _table(source: Source, block: Block) -> Iterator[Row]:
+    from packtool.rows.tables import read_table_rows  # here, because text needs no pyarrow
+
+    return read_table_rows(source, block)
+
+
+_READ: dict[Kind, Callable[[Source, Block], Iterator[Row]]] = {
+    "json": _array,
+    "jsonl": _lines,
+    "csv": read_records,
+    "tsv": read_records,
+    "txt": read_texts,
+    "parquet": _table,
+    "arrow": _table,
+}

@@ -7,13 +7,22 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import groupby
 
 from packtool import storage
 from packtool.errors import DataError
+from packtool.rows.forms.columns import Layout, detect
 from packtool.rows.json_array import find_elements
+from packtool.rows.kinds import KNOWN, kind_of
 from packtool.rows.lines import find_lines
-from packtool.rows.opened import Hashed, open_text
-from packtool.rows.source import Blocks, Compression, Kind, ScannedSource, Source, SourceSpec
+from packtool.rows.opened import Hashed, close_readers, open_text
+from packtool.rows.read import read_block
+from packtool.rows.records import find_records
+from packtool.rows.sampling import draw
+from packtool.rows.source import Blocks, ScannedSource, Source, SourceSpec
+
+_FIRST_BYTES = 4096
 
 
 def scan_sources(
@@ -31,29 +40,56 @@ def scan_sources(
     """
     scanned = []
     for spec in specs:
-        source = scan(spec, seed)
-        note(f"{source.source.label}: {source.num_rows:,} rows, {source.size / 1e6:,.1f} MB")
-        scanned.append(source)
-    return scanned
+        found = _scan(spec)
+        form = "" if found.source.form in (None, "messages") else f", {found.source.form}"
+        note(f"{found.source.label}: {found.num_rows:,} rows, {found.size / 1e6:,.1f} MB{form}")
+        scanned.append(found)
+    sampled: list[ScannedSource] = []
+    for _, members in groupby(scanned, key=lambda found: found.spec.group):
+        sampled += _sampled(list(members), seed)
+    return sampled
 
 
 def scan(spec: SourceSpec, seed: int = 42) -> ScannedSource:
-    """Find the rows of one source.
+    """Find the rows of one source, and draw its sample if one was asked for.
 
     Raises:
-        DataError: if the file is missing, or its JSON array is broken (a broken line of a .jsonl costs that row only).
+        DataError: if it is missing, broken (a broken line of a .jsonl costs that row only) or of no known kind or form.
         StorageError: if it cannot be read.
     """
-    path = spec.path
-    shown = storage.masked(path)
-    if not storage.exists(path):
-        raise DataError(f"--dataset {shown}: there is no such file")
-    if storage.is_directory(path):
-        raise DataError(f"--dataset {shown} is a directory", "Give the .json or .jsonl files in it.")
-    state = storage.stat(path)
-    kind, compression = _kind(path)
+    return scan_sources([spec], seed)[0]
+
+
+def _sampled(members: list[ScannedSource], seed: int) -> list[ScannedSource]:
+    """Sources of one argument, with its sample drawn from all of them together."""
+    spec = members[0].spec
+    if spec.num_sampled is None:
+        return members
+    drawn = draw([found.blocks for found in members], spec.num_sampled, (seed, spec.group))
+    return [replace(found, blocks=blocks) for found, blocks in zip(members, drawn, strict=True)]
+
+
+def _scan(spec: SourceSpec) -> ScannedSource:
+    source = _source(spec)
+    digest, blocks, source = _found(source)
+    if (form := _form(spec, source, blocks)) is not None:
+        source = replace(source, form=form.form, columns=form.columns)
+    return ScannedSource(spec, source, source.size, source.modified, digest, blocks)
+
+
+def _source(spec: SourceSpec) -> Source:
+    shown = storage.masked(spec.path)
+    if not storage.exists(spec.path):
+        raise DataError(f"--dataset {shown}: there is no such file", "Check the path.")
+    if storage.is_directory(spec.path):
+        raise DataError(f"--dataset {shown} is a directory", "Give the files in it.")
+    found = kind_of(spec.path)
+    if found is None:
+        raise DataError(f"--dataset {shown}: its name says no kind of rows", f"Known are {KNOWN}.")
+    kind, compression = found
+    state = storage.stat(spec.path)
     source = Source(
-        path=path,
+        path=spec.path,
         kind=kind,
         compression=compression,
         size=state.size,
@@ -64,23 +100,48 @@ def scan(spec: SourceSpec, seed: int = 42) -> ScannedSource:
         system=spec.system,
         loss_scale=spec.loss_scale,
     )
-    with open_text(path, compression) as file:
-        hashed = Hashed(file)
-        finder = find_lines(shown, hashed) if kind == "jsonl" else find_elements(shown, hashed)
-        blocks = Blocks.of(finder)
-        digest = hashed.digest
-    return ScannedSource(spec, source, state.size, state.modified, digest, blocks)
-
-
-def _kind(path: str) -> tuple[Kind, Compression | None]:
-    name = storage.name(path)
-    if name.endswith((".jsonl", ".ndjson")):
-        return "jsonl", None
-    if not name.endswith(".json"):
-        raise DataError(
-            f"--dataset {storage.masked(path)}: neither .json nor .jsonl", "Convert the file to one of these."
-        )
     # Many tools write one object a line and call it .json.
-    with open_text(path, None) as file:
-        start = file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
-    return ("jsonl" if start.startswith(b"{") else "json"), None
+    return replace(source, kind="jsonl") if kind == "json" and _holds_lines(source) else source
+
+
+def _holds_lines(source: Source) -> bool:
+    with open_text(source.path, source.compression) as file:
+        start = file.read(_FIRST_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
+    if start.partition(b"\n")[0].strip() == b"{":
+        raise DataError(
+            f"{source.label}: a .json file must hold one array of rows, or one object a line, and this is one object",
+            "Take the array of rows out of it.",
+        )
+    return start.startswith(b"{")
+
+
+def _found(source: Source) -> tuple[str, Blocks, Source]:
+    """Digest, blocks, and the source with what its file's head says."""
+    if source.kind in ("parquet", "arrow"):
+        from packtool.rows.tables import find_table_rows  # here, because text needs no pyarrow
+
+        digest, rows = find_table_rows(source)
+        return digest, Blocks.of(rows), source
+    with open_text(source.path, source.compression) as file:
+        hashed = Hashed(file)
+        if source.kind in ("csv", "tsv"):
+            header, found = find_records(source.label, hashed, source.kind)
+            source = replace(source, header=header)
+        else:
+            found = (find_elements if source.kind == "json" else find_lines)(source.label, hashed)
+        blocks = Blocks.of(found)
+        return hashed.digest, blocks, source
+
+
+def _form(spec: SourceSpec, source: Source, blocks: Blocks) -> Layout | None:
+    """The form of the first rows that can be parsed; None if none can."""
+    if source.kind == "txt":
+        return detect([{"text": ""}], (), None, source.label)
+    try:
+        for block in blocks:
+            rows = [row for _, row in read_block(source, block) if isinstance(row, dict)]
+            if rows:
+                return detect(rows, spec.columns, spec.formatting, source.label)
+    finally:
+        close_readers()  # workers have their own
+    return None

@@ -6,16 +6,19 @@ import json
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 
 from packtool import storage
 from packtool.constants import TRAIN_SPLIT
+from packtool.rows.sample import Dropped
 
 Kind = Literal["json", "jsonl", "csv", "tsv", "txt", "parquet", "arrow"]
 Compression = Literal["gzip", "zstd"]
 Pairs = tuple[tuple[str, str], ...]
+Row = tuple[int, dict[str, Any] | Dropped]
+"""Number of a row and what was parsed of it."""
 
 BLOCK_ROWS = 64
 """Most rows of a block, before sampling."""

@@ -2,10 +2,187 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from packtool import storage
 from packtool.config import ExportConfig
-from packtool.rows.source import SourceSpec
+from packtool.constants import MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT
+from packtool.errors import ConfigError, DataError
+from packtool.rows.dataset_info import DatasetInfo
+from packtool.rows.forms.columns import did_you_mean
+from packtool.rows.hub import PREFIX, hub_files, hub_id
+from packtool.rows.kinds import KNOWN, kind_of
+from packtool.rows.source import Pairs, SourceSpec
+
+_SAMPLE = re.compile(r"(.+)#(\d+)", re.DOTALL)
+_MAGIC = re.compile(r"[*?[]")
+# Files beside the rows that datasets and its like write about them.
+_ABOUT = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json")
+_STATE_NAME, _DICT_NAME = "state.json", "dataset_dict.json"
 
 
 def sources_of(config: ExportConfig) -> list[SourceSpec]:
-    """Files of rows, in the order they were asked for."""
-    return [SourceSpec(path, name=path, group=i) for i, path in enumerate(config.dataset)]
+    """Files of rows, in the order they were asked for, those for the val split last.
+
+    An argument is, in this order, a name in ``--dataset-info``, a file or folder, a pattern, or an id of the hub;
+    ``#1000`` at its end draws so many rows of it, unless there is a file of that very name.
+
+    Raises:
+        ConfigError: if ``--dataset-info`` or ``--columns`` cannot be understood.
+        DataError: if there is no such thing, or it holds no files of rows.
+        StorageError: if that cannot be found out.
+    """
+    info = DatasetInfo(config.dataset_info) if config.dataset_info else None
+    plain = SourceSpec("", columns=_columns(config.columns), media_root=config.media_root, system=config.system or None)
+    named = [(name, "--dataset", TRAIN_SPLIT) for name in config.dataset]
+    named += [(name, "--val-dataset", VAL_SPLIT) for name in config.val_dataset]
+    specs = []
+    for group, (name, option, split) in enumerate(named):
+        spec = replace(plain, name=name, split=split, group=group)
+        specs += list(_specs(spec, option, info))
+    return specs
+
+
+def _specs(spec: SourceSpec, option: str, info: DatasetInfo | None) -> Iterator[SourceSpec]:
+    name = spec.name
+    sample = _SAMPLE.fullmatch(name)
+    if sample and not (info and name in info.names) and not _exists(name):
+        name, count = sample[1], int(sample[2])
+        if count < 1:
+            raise ConfigError(f"{option} {spec.name}: a sample of no rows", "Give a number of at least 1 behind the #.")
+        spec = replace(spec, num_sampled=count)
+    entry = info.get(name) if info else None
+    if entry is None:
+        paths = _files(name, option, info)
+    else:
+        spec = replace(
+            spec,
+            num_sampled=spec.num_sampled or entry.num_samples,
+            columns=spec.columns or entry.columns,
+            tags=entry.tags,
+            formatting=entry.formatting,
+            loss_scale=entry.loss_scale,
+            system=entry.system or spec.system,
+        )
+        paths = hub_files(entry.hub_id) if entry.hub_id else _files(entry.path or "", option, None)
+    for path in paths:
+        yield replace(spec, path=path)
+
+
+def _exists(name: str) -> bool:
+    return not name.startswith(PREFIX) and storage.exists(name)
+
+
+def _files(name: str, option: str, info: DatasetInfo | None) -> list[str]:
+    if _exists(name):
+        name = storage.normalize(name)
+        return _folder(name, option) if storage.is_directory(name) else [name]
+    shown = storage.masked(name)
+    if _MAGIC.search(name) and not name.startswith("http"):
+        found = [path for match in storage.glob(name) for path in _matched(match, option)]
+        if not found:
+            raise DataError(f"{option} {shown}: no file of rows fits", f"Known are {KNOWN}.")
+        return found
+    identifier = None if storage.is_remote(name) and not name.startswith(PREFIX) else hub_id(name)
+    if identifier is not None and (name.startswith(PREFIX) or kind_of(name) is None):
+        return hub_files(identifier)
+    hint = did_you_mean(name, info.names) if info else ""
+    raise DataError(f"{option} {shown}: there is no such file{hint}", "Check the path.")
+
+
+def _matched(path: str, option: str) -> list[str]:
+    if storage.is_directory(path):
+        return _folder(path, option)
+    return [path] if kind_of(path) and not storage.name(path).startswith(".") else []
+
+
+def _folder(folder: str, option: str) -> list[str]:
+    """Files of rows in a folder and all below it, or the files of what ``save_to_disk`` wrote there."""
+    names = storage.list_names(folder)
+    shown = storage.masked(folder)
+    if MANIFEST_NAME in names:
+        raise DataError(
+            f"{option} {shown} is a cache that packtool export made, not rows", "Give it to packtool train instead."
+        )
+    if _DICT_NAME in names:
+        return _folder(storage.join(folder, _split_of(folder, option)), option)
+    if _STATE_NAME in names and _ABOUT[0] in names:
+        return _saved(folder, option)
+    paths = list(storage.walk(folder))
+    files = [path for path in paths if kind_of(path) and not _is_hidden(folder, path) and not _is_about(path)]
+    if not files:
+        seen = ", ".join(path[len(folder) :].lstrip("/\\") for path in paths[:8]) or "nothing"
+        raise DataError(f"{option} {shown}: no files of rows in it, but {seen}", f"Known are {KNOWN}.")
+    return files
+
+
+def _is_hidden(folder: str, path: str) -> bool:
+    return any(part.startswith(".") for part in re.split(r"[/\\]", path[len(folder) :]))
+
+
+def _is_about(path: str) -> bool:
+    name = storage.name(path)
+    if name == _STATE_NAME:
+        return storage.exists(storage.join(storage.parent(path), _ABOUT[0]))
+    return name in _ABOUT
+
+
+def _split_of(folder: str, option: str) -> str:
+    """The split of a saved ``DatasetDict`` to read: train, or the only one."""
+    splits = _json(storage.join(folder, _DICT_NAME), option).get("splits") or []
+    if "train" in splits:
+        return "train"
+    if len(splits) != 1:
+        raise DataError(
+            f"{option} {storage.masked(folder)} holds the splits {', '.join(splits) or 'none'}, and no train",
+            "Name the folder of one of them.",
+        )
+    return str(splits[0])
+
+
+def _saved(folder: str, option: str) -> list[str]:
+    state = _json(storage.join(folder, _STATE_NAME), option)
+    files = [storage.join(folder, file["filename"]) for file in state.get("_data_files") or []]
+    if not files:
+        raise DataError(f"{option} {storage.masked(folder)}: its {_STATE_NAME} names no data files", "Save it again.")
+    return files
+
+
+def _json(path: str, option: str) -> dict[str, Any]:
+    try:
+        value = json.loads(storage.read_bytes(path))
+    except ValueError as error:
+        raise DataError(f"{option}: {storage.masked(path)} is broken: {error}", "Save the dataset again.") from error
+    return value if isinstance(value, dict) else {}
+
+
+def _columns(given: Sequence[str]) -> Pairs:
+    """``query=q response=a``, or ``{"query": "q", "response": "a"}``."""
+    pairs: list[tuple[str, str]] = []
+    for item in given:
+        if item.lstrip().startswith("{"):
+            pairs += _columns_of_json(item)
+            continue
+        name, equals, column = item.partition("=")
+        if not equals or not name:
+            raise ConfigError(
+                f"--columns {item}: expected name=column", "For example --columns query=title response=body"
+            )
+        pairs.append((name, column))
+    return tuple(pairs)
+
+
+def _columns_of_json(text: str) -> list[tuple[str, str]]:
+    import yaml  # here, because most runs need none of it; it reads JSON, and what a YAML file's mapping prints as
+
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--columns {text}: not JSON: {error}") from error
+    if not isinstance(value, dict) or not all(isinstance(item, str) for item in (*value, *value.values())):
+        raise ConfigError(f"--columns {text}: expected an object of names")
+    return list(value.items())

@@ -1,74 +1,389 @@
+"""Each form's example, and what each says about rows that it cannot read."""
+
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
+from packtool.errors import DataError
 from packtool.rows.forms import RowProblem, to_sample
+from packtool.rows.forms.columns import Layout, detect
+from packtool.rows.sample import Sample, Turn
 from packtool.rows.source import Source
 
 
-def problem_of(row: dict[str, Any]) -> RowProblem:
+def read(row: dict[str, Any], **source: Any) -> Sample:
+    return to_sample(row, Source("/folder/rows.json", **source), 3)
+
+
+def problem_of(row: dict[str, Any], **source: Any) -> RowProblem:
     with pytest.raises(RowProblem) as caught:
-        to_sample(row, Source("folder/rows.json"), 3)
+        read(row, **source)
     return caught.value
+
+
+def said(sample: Sample) -> list[tuple[str, str]]:
+    return [(turn.role, turn.content) for turn in sample.turns]
 
 
 def user(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
+def assistant(content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+Q, A = ("user", "q"), ("assistant", "a")
+
+
 def test_a_plain_row() -> None:
     row = {
-        "messages": [{"role": "system", "content": "s"}, user("q"), {"role": "assistant", "content": "a"}],
+        "messages": [{"role": "system", "content": "s"}, user("q"), assistant("a")],
         "channel": "chat",
-        "other": 1,
+        "answer": 1,
     }
-    sample = to_sample(row, Source("folder/rows.json"), 3)
-    assert [(turn.role, turn.content) for turn in sample.turns] == [("system", "s"), ("user", "q"), ("assistant", "a")]
-    assert (sample.source, sample.row, sample.channel) == ("folder/rows.json", 3, "chat")
+    sample = read(row)
+    assert said(sample) == [("system", "s"), Q, A]
+    assert (sample.source, sample.row, sample.channel) == ("/folder/rows.json", 3, "chat")
+    assert not sample.is_text
 
 
-def test_paths_start_in_the_files_folder() -> None:
-    row = {"messages": [user("<image><image>")], "images": ["a.png", "/data/b.png"]}
-    first, second = to_sample(row, Source("/folder/rows.json"), 0).images
-    assert first.path == "/folder/a.png"
-    assert second.path == "/data/b.png"
+@pytest.mark.parametrize(
+    ("row", "turns"),
+    [
+        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, [Q, A]),
+        ({"conversation": [{"from": "User", "value": "q"}, {"from": "bot", "value": "a"}]}, [Q, A]),
+        ({"messages": [{"role": "developer", "content": "s"}, user("q")]}, [("system", "s"), Q]),
+        (
+            {"conversation": [{"human": "q", "assistant": "a"}, {"human": "r", "assistant": "b"}]},
+            [Q, A, ("user", "r"), ("assistant", "b")],
+        ),
+        (
+            {
+                "conversation": [
+                    {"system": "s", "input": "q", "output": "a"},
+                    {"system": "", "input": "r", "output": "b"},
+                ]
+            },
+            [("system", "s"), Q, A, ("user", "r"), ("assistant", "b")],
+        ),
+        ({"conversation": [{"user": "q", "assistant": "a"}], "system": "s"}, [("system", "s"), Q, A]),
+        ({"messages": json.dumps([user("q"), assistant("a")])}, [Q, A]),
+        ({"messages": "[{'role': 'user', 'content': 'q'}, {'role': 'assistant', 'content': 'a'}]"}, [Q, A]),
+        ({"messages": [json.dumps(user("q")), assistant("a")]}, [Q, A]),
+        ({"instruction": "q", "input": "", "output": "a"}, [Q, A]),
+        ({"instruction": "q", "input": "i", "output": "a", "text": "all"}, [("user", "q\ni"), A]),
+        ({"instruction": "", "input": "q", "output": "a"}, [Q, A]),
+        ({"instruction": "q", "response": "a", "context": "c"}, [Q, A]),
+        (
+            {"instruction": "q", "input": None, "output": "a", "history": [["h", "b"]], "system": "s"},
+            [("system", "s"), ("user", "h"), ("assistant", "b"), Q, A],
+        ),
+        ({"query": "q", "response": "a", "answer": "other"}, [Q, A]),
+        ({"query": "q", "response": "a", "history": "[['h', 'b']]"}, [("user", "h"), ("assistant", "b"), Q, A]),
+        ({"prompt": "q", "completion": "a"}, [Q, A]),
+        ({"question": "q", "answer": "a", "id": 1}, [Q, A]),
+        ({"problem": "q", "solution": "a"}, [Q, A]),
+        ({"input": "q", "output": "a"}, [Q, A]),
+        ({"Question": "q", "Answer": "a", "System": "s"}, [("system", "s"), Q, A]),
+        ({"prompt": "q", "text": "a"}, [Q, A]),
+        ({"question": "q", "answers": ["a", "b"]}, [Q, A]),
+        ({"question": "q", "answer": 5}, [Q, ("assistant", "5")]),
+        ({"prompt": [user("q")], "completion": [assistant("a")]}, [Q, A]),
+        ({"text": "a"}, [A]),
+        ({"content": "a", "url": "u"}, [A]),
+        ({"messages": [assistant("a")]}, [A]),
+        ({"messages": [user("q"), assistant(""), user("")]}, [Q, ("assistant", ""), ("user", "")]),
+        ({"messages": [user("q"), assistant("a"), assistant("b")], "tools": None}, [Q, A, ("assistant", "b")]),
+    ],
+)
+def test_forms(row: dict[str, Any], turns: list[tuple[str, str]]) -> None:
+    assert said(read(row)) == turns
 
 
-def test_missing_marks_are_put_before_the_first_user_text() -> None:
-    row = {"messages": [{"role": "system", "content": "s"}, user("q"), user("<image>r")], "images": ["a", "b"]}
-    sample = to_sample(row, Source("rows.json"), 0)
-    assert [turn.content for turn in sample.turns] == ["s", "<image>q", "<image>r"]
-    assert sample.num_marks_added == 1
+@pytest.mark.parametrize("role", ["tool", "observation", "tool_response", "function-result", "function", "Tool_Result"])
+def test_names_of_a_tools_answer(role: str) -> None:
+    sample = read({"messages": [user("q"), {"role": role, "content": {"found": "é"}}, {"role": role, "content": "t"}]})
+    assert said(sample)[1:] == [("tool", '{"found": "é"}'), ("tool", "t")]
 
 
-def test_marks_in_a_row_without_pictures_are_text() -> None:
-    assert (
-        to_sample({"messages": [user("<image>")], "images": []}, Source("rows.json"), 0).turns[0].content == "<image>"
-    )
+def test_texts_for_pretraining() -> None:
+    for row in ({"text": "a"}, {"messages": [assistant("a")]}):
+        assert read(row, system="s").is_text
+    assert not read({"messages": [user("q")]}).is_text
+
+
+def test_calls_that_are_texts_become_tool_calls() -> None:
+    call = {"name": "search", "arguments": {"for": "x"}}
+    row = {
+        "conversations": [
+            {"from": "human", "value": "q"},
+            {"from": "gpt", "value": "wait"},
+            {"from": "function_call", "value": json.dumps(call)},
+            {"from": "function_call", "value": json.dumps([call, call])},
+            {"from": "observation", "value": "found"},
+            {"from": "tool_call", "value": json.dumps(call), "loss": False},
+        ],
+        "tools": json.dumps([{"name": "search"}]),
+    }
+    sample = read(row)
+    function = {"type": "function", "function": call}
+    assert said(sample) == [Q, ("assistant", "wait"), ("tool", "found"), ("assistant", "")]
+    assert sample.turns[1].extra == {"tool_calls": [function] * 3}
+    assert (sample.turns[3].extra, sample.turns[3].loss) == ({"tool_calls": [function]}, False)
+    assert sample.tools == ({"name": "search"},)
+
+
+def test_openais_tool_calls_are_kept_as_they_are() -> None:
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}]
+    row = {
+        "messages": [
+            user("q"),
+            assistant(None, tool_calls=calls),
+            {"role": "tool", "tool_call_id": "1", "name": "f", "content": "t"},
+            assistant("a", reasoning_content="r"),
+            {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
+        ]
+    }
+    turns = read(row).turns
+    assert turns[1] == Turn("assistant", "", {"tool_calls": calls})
+    assert turns[2].extra == {"tool_call_id": "1", "name": "f"}
+    assert turns[3].extra == {"reasoning_content": "r"}
+    assert turns[4].extra["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
+
+
+def test_openais_content_lists() -> None:
+    parts = [
+        {"type": "text", "text": "see "},
+        {"type": "image_url", "image_url": {"url": "https://host/a.png"}},
+        {"type": "image_url", "image_url": "data:image/png;base64,aGk="},
+        {"type": "video", "video": ["f1.png", "f2.png"], "fps": 2},
+        {"type": "input_audio", "input_audio": {"data": "aGk=", "format": "wav"}},
+        {"type": "image", "image": "b.png"},
+        " end",
+    ]
+    sample = read({"messages": [user(parts), assistant([{"type": "text", "text": "a"}])]})
+    assert said(sample) == [("user", "see <image><image><video><audio><image> end"), A]
+    assert [(ref.path, ref.data) for ref in sample.images] == [
+        ("https://host/a.png", None),
+        (None, b"hi"),
+        ("/folder/b.png", None),
+    ]
+    assert [frame.path for frame in sample.videos[0].frames] == ["/folder/f1.png", "/folder/f2.png"]
+    assert sample.videos[0].fps == 2.0
+    assert sample.audios[0].data == b"hi"
+    assert sample.num_marks_added == 0
+
+
+def test_places_in_content_lists_are_filled_from_the_rows_list() -> None:
+    parts = [{"type": "image"}, {"type": "text", "text": "q"}, {"type": "image", "text": None}]
+    sample = read({"messages": [user(parts)], "images": ["a.png", "b.png"]})
+    assert said(sample) == [("user", "<image>q<image>")]
+    assert [ref.path for ref in sample.images] == ["/folder/a.png", "/folder/b.png"]
+    assert problem_of({"messages": [user(parts)]}).reason == "image_marks"
+    assert problem_of({"messages": [user(parts)], "images": ["a.png"]}).reason == "image_marks"
+    both = {"messages": [user([{"type": "image", "image": "a.png"}])], "images": ["a.png"]}
+    assert "order is unknown" in problem_of(both).detail
+
+
+def test_anthropics_blocks() -> None:
+    row = {
+        "system": "s",
+        "messages": [
+            user(
+                [
+                    {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}},
+                    {"type": "image", "source": {"type": "url", "url": "https://host/a.png"}},
+                    {"type": "text", "text": "q"},
+                ]
+            ),
+            assistant(
+                [
+                    {"type": "thinking", "thinking": "hm", "signature": "x"},
+                    {"type": "text", "text": "a"},
+                    {"type": "tool_use", "id": "t1", "name": "f", "input": {"x": 1}},
+                ]
+            ),
+            user(
+                [
+                    {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "one"}]},
+                    {"type": "tool_result", "tool_use_id": "t2", "content": "two"},
+                    {"type": "text", "text": "go on"},
+                ]
+            ),
+        ],
+    }
+    sample = read(row)
+    assert said(sample) == [
+        ("system", "s"),
+        ("user", "<image><image>q"),
+        A,
+        ("tool", "one"),
+        ("tool", "two"),
+        ("user", "go on"),
+    ]
+    call = {"id": "t1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    assert sample.turns[2].extra == {"tool_calls": [call], "reasoning_content": "hm"}
+    assert sample.turns[3].extra == {"tool_call_id": "t1"}
+    assert [ref.data or ref.path for ref in sample.images] == [b"hi", "https://host/a.png"]
+
+
+def test_system_of_the_row_before_the_options() -> None:
+    plain = {"messages": [user("q")]}
+    assert said(read({**plain, "system": "row"}, system="option"))[0] == ("system", "row")
+    assert said(read({**plain, "system_prompt": "row"}, system="option"))[0] == ("system", "row")
+    assert said(read({**plain, "system": ""}, system="option"))[0] == ("system", "option")
+    own = {"messages": [{"role": "system", "content": "own"}, user("q")], "system": "row"}
+    assert said(read(own, system="option"))[0] == ("system", "own")
+    assert said(read(plain)) == [Q]
+
+
+def test_loss_of_single_messages() -> None:
+    row = {
+        "messages": [
+            user("q"),
+            assistant("a", loss=True),
+            assistant("b", loss=0),
+            assistant("c", loss_scale=0.5),
+            assistant("d", weight=0),
+            assistant("e"),
+        ]
+    }
+    turns = read(row).turns[1:]
+    assert [(turn.loss, turn.loss_scale) for turn in turns] == [
+        (True, None),
+        (False, None),
+        (None, 0.5),
+        (False, None),
+        (None, None),
+    ]
+    for bad in ({"loss": 2}, {"loss": "x"}, {"loss_scale": -1}, {"loss_scale": True}, {"loss_scale": float("nan")}):
+        assert problem_of({"messages": [user("q"), assistant("a", **bad)]}).reason == "invalid_row"
+
+
+def test_the_datasets_own_loss_scale() -> None:
+    assert read({"messages": [user("q")]}, loss_scale="last_round").loss_scale == "last_round"
+
+
+def test_columns_and_tags_that_the_user_names() -> None:
+    row = {"title": "q", "body": "a", "kind": 4}
+    sample = read(row, form="query", columns=(("channel", "kind"), ("query", "title"), ("response", "body")))
+    assert (said(sample), sample.channel) == ([Q, A], "4")
+    tags = (("role_tag", "who"), ("content_tag", "says"), ("user_tag", "Me"), ("assistant_tag", "It"))
+    talk = [{"who": "Me", "says": "q"}, {"who": "It", "says": "a"}]
+    assert said(read({"messages": talk}, tags=tags)) == [Q, A]
+
+
+def test_preferences_are_trained_as_their_better_side() -> None:
+    row = {"messages": [user("q"), assistant("a")], "rejected_response": "b", "margin": 1}
+    assert said(read(row)) == [Q, A]
 
 
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"text": "x", "id": 1}, "unknown_form"),
+        ({"words": "x", "id": 1}, "unknown_form"),
         ({"messages": []}, "empty_conversation"),
-        ({"messages": "text"}, "empty_conversation"),
+        ({"messages": ""}, "empty_conversation"),
+        ({"messages": 5}, "empty_conversation"),
+        ({"messages": "text"}, "invalid_row"),
+        ({"messages": [{"role": "system", "content": "s"}]}, "empty_conversation"),
         ({"messages": ["text"]}, "invalid_row"),
-        ({"messages": [{"role": "human", "content": "x"}]}, "unknown_role"),
+        ({"messages": [None]}, "invalid_row"),
+        ({"messages": [{"role": "critic", "content": "x"}]}, "unknown_role"),
+        ({"messages": [{"role": None, "content": "x"}]}, "unknown_role"),
+        ({"messages": [{"content": "x"}]}, "unknown_role"),
         ({"messages": [user(None)]}, "invalid_content"),
+        ({"messages": [{"role": "user"}]}, "invalid_content"),
         ({"messages": [user([1])]}, "invalid_content"),
-        ({"messages": [user("<image>")], "images": ["a"] * 0 + [""]}, "invalid_row"),
+        ({"messages": [user({"a": 1})]}, "invalid_content"),
+        ({"messages": [user(True)]}, "invalid_content"),
+        ({"messages": [user([{"type": "document"}])]}, "invalid_content"),
+        ({"messages": [user([{"type": "text", "text": None}])]}, "invalid_content"),
+        ({"messages": [user("q")], "system": 5}, "invalid_content"),
+        ({"messages": [assistant("a"), user("q")]}, "role_order"),
+        ({"messages": [{"role": "system", "content": "s"}, assistant("a")]}, "role_order"),
+        ({"messages": [{"role": "tool", "content": "t"}, user("q")]}, "role_order"),
+        ({"messages": [user("q"), {"role": "function_call", "content": "f(x)"}]}, "invalid_tool_call"),
+        ({"messages": [user("q"), {"role": "function_call", "content": "[1]"}]}, "invalid_tool_call"),
+        ({"messages": [user("q"), assistant("", tool_calls=5)]}, "invalid_tool_call"),
+        ({"messages": [user("q")], "tools": "x"}, "invalid_row"),
+        ({"messages": [user("q")], "tools": {"a": 1}}, "invalid_row"),
+        ({"messages": [user("<image>")], "images": [""]}, "invalid_media"),
         ({"messages": [user("<image><image>")], "images": ["a"]}, "image_marks"),
-        ({"messages": [{"role": "assistant", "content": "x"}], "images": ["a"]}, "image_marks"),
-        ({"messages": [user("x")], "videos": ["a.mp4"]}, "media_unsupported"),
-        ({"messages": [user("x")], "tools": "x"}, "invalid_row"),
+        ({"messages": [user("<video><video>")], "videos": ["a"]}, "video_marks"),
+        ({"messages": [user("<audio><audio>")], "audios": ["a"]}, "audio_marks"),
+        (
+            {"messages": [user("<ref-object><bbox>")], "objects": {"ref": ["x"], "bbox": [[1, 2]]}},
+            "objects_unsupported",
+        ),
+        ({"query": "q", "response": None, "id": 1}, "unknown_form"),
+        ({"text": "  "}, "empty_text"),
+        ({"text": {"a": 1}}, "invalid_content"),
     ],
 )
 def test_rows_that_cannot_be_used(row: dict[str, Any], reason: str) -> None:
     assert problem_of(row).reason == reason
 
 
-def test_an_unknown_form_shows_its_keys() -> None:
-    assert "id, text" in problem_of({"text": "x", "id": 1}).detail
+def test_rows_of_another_form_than_their_files() -> None:
+    query = {"form": "query", "columns": (("query", "question"), ("response", "answer"))}
+    assert problem_of({"question": None, "answer": "a"}, **query).reason == "null_field"
+    assert "answer is null" in problem_of({"question": "q", "answer": None}, **query).detail
+    problem = problem_of({"messages": []}, **query)
+    assert (problem.reason, problem.detail) == ("unknown_form", "the row has no question; its keys are: messages")
+    assert problem_of({"question": "q", "answer": "a", "history": ["h"]}, **query).reason == "invalid_row"
+
+
+def test_marks_of_places_without_objects_are_text() -> None:
+    assert said(read({"messages": [user("<bbox>")]})) == [("user", "<bbox>")]
+
+
+@pytest.mark.parametrize(
+    ("rows", "layout"),
+    [
+        ([{"messages": None, "text": "t"}, {"messages": []}], Layout("messages", (("messages", "messages"),))),
+        ([{"messages": None, "text": "t"}], Layout("text", (("text", "text"),))),
+        ([{"Conversations": []}], Layout("messages", (("messages", "Conversations"),))),
+        (
+            [{"instruction": "i", "output": "o"}],
+            Layout("alpaca", (("instruction", "instruction"), ("output", "output"))),
+        ),
+        (
+            [{"problem": "p", "Image": "i"}, {"answer": 1}],
+            Layout("query", (("images", "Image"), ("query", "problem"), ("response", "answer"))),
+        ),
+    ],
+)
+def test_a_form_is_told_from_the_first_rows(rows: list[dict[str, Any]], layout: Layout) -> None:
+    assert detect(rows, (), None, "f") == layout
+
+
+@pytest.mark.parametrize(
+    "named", [(("query", "title"), ("response", "body")), (("title", "query"), ("body", "response"))]
+)
+def test_columns_in_either_direction(named: tuple[tuple[str, str], ...]) -> None:
+    rows = [{"title": "q", "body": "a", "text": "t"}]
+    assert detect(rows, named, None, "f") == Layout("query", (("query", "title"), ("response", "body")))
+
+
+@pytest.mark.parametrize(
+    ("row", "named", "told"),
+    [
+        ({"words": 1, "id": 2}, (), "not recognised; their keys are: id, words\nKnown forms:\n  - mess"),
+        (
+            {"problem": 1, "solution": 2, "answer": 3},
+            (),
+            "answer and solution may both be the resp.*\n.*response=answer",
+        ),
+        ({"title": 1, "body": 2}, (("query", "titel"),), "no column 'titel'.*did you mean 'title'"),
+        ({"title": 1}, (("qurey", "title"),), "neither is a name of this project; did you mean 'query'"),
+        ({"response": 1}, (), "not recognised"),
+    ],
+)
+def test_forms_that_are_not_recognised(row: dict[str, Any], named: Any, told: str) -> None:
+    with pytest.raises(DataError, match=told):
+        detect([row], named, None, "rows.json")

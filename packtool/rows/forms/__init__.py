@@ -1,0 +1,144 @@
+"""Forms of a row: whatever a file's rows look like, they become ``Sample``.
+
+A form is told once for a file (``columns.detect``). What a row has beside its conversation is read alike in all forms:
+``system``, ``tools``, ``images``, ``videos``, ``audios``, ``channel``. Columns of preference data
+(``rejected_response``, ``rejected_messages``, ``label``, ``margin``) are no matter of supervised training: the
+conversation that is to be preferred is trained, as ms-swift's ``sft`` does with such rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from packtool.errors import DataError
+from packtool.rows.forms.columns import Fields, detect
+from packtool.rows.forms.contents import content_of
+from packtool.rows.forms.media import Found, media_of, with_marks
+from packtool.rows.forms.messages import turns_of
+from packtool.rows.forms.problem import RowProblem
+from packtool.rows.forms.queries import turns_of_alpaca, turns_of_query
+from packtool.rows.sample import Sample, Turn
+from packtool.rows.source import Pairs, Source
+
+__all__ = ["RowProblem", "to_sample"]
+
+# ms-swift's marks of places in a picture; without their boxes spelled out they are nothing to train on.
+_OBJECT_MARKS = re.compile(r"<ref-object>|<bbox>")
+
+
+def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
+    """Read one row.
+
+    Args:
+        row: the parsed object.
+        source: the file it came from, and the form of its rows.
+        number: 0-based row.
+
+    Raises:
+        RowProblem: if the row cannot be used.
+    """
+    form, columns = source.form, source.columns
+    if form is None:
+        form, columns = _form_of(row, source)
+    fields, found = Fields(row, columns), Found(source)
+    turns = _READ[form](fields, found)
+    tools = _tools(fields)
+    is_text = form == "text" or (_is_text(turns) and tools is None and fields.get("system") is None)
+    if not is_text:
+        _check_order(turns)
+        turns = _with_system(turns, fields, source)
+    media = media_of(fields, found)
+    turns, num_added = with_marks(turns, media)
+    if fields.get("objects") and any(_OBJECT_MARKS.search(turn.content) for turn in turns):
+        raise RowProblem("objects_unsupported", "boxes and objects (<bbox>, <ref-object>) are not spelled out yet")
+    return Sample(
+        turns=tuple(turns),
+        images=media["image"],
+        source=source.label,
+        row=number,
+        tools=tools,
+        channel=_channel(fields),
+        num_marks_added=num_added,
+        videos=media["video"],
+        audios=media["audio"],
+        is_text=is_text,
+        loss_scale=source.loss_scale,
+    )
+
+
+def _form_of(row: Mapping[str, Any], source: Source) -> tuple[str, Pairs]:
+    try:
+        layout = detect([row], source.columns, None, "the row")
+    except DataError as error:
+        raise RowProblem("unknown_form", error.message.partition("\n")[0]) from error
+    return layout.form, layout.columns
+
+
+def _turns_of_messages(fields: Fields, found: Found) -> list[Turn]:
+    messages = fields.raw("messages")
+    return turns_of(fields.parsed("messages") if isinstance(messages, str) and messages else messages, found)
+
+
+def _turns_of_text(fields: Fields, found: Found) -> list[Turn]:
+    text = content_of("'text'", fields.raw("text"), found).text
+    if not text.strip():
+        raise RowProblem("empty_text", "there is nothing but blanks in it")
+    return [Turn("assistant", text)]
+
+
+_READ: Mapping[str, Callable[[Fields, Found], list[Turn]]] = {
+    "messages": _turns_of_messages,
+    "query": turns_of_query,
+    "alpaca": turns_of_alpaca,
+    "text": _turns_of_text,
+}
+
+
+def _is_text(turns: Sequence[Turn]) -> bool:
+    """One assistant turn alone is ms-swift's form of a text for pretraining."""
+    return len(turns) == 1 and turns[0].role == "assistant" and not turns[0].extra
+
+
+def _check_order(turns: Sequence[Turn]) -> None:
+    """Somebody must ask first. Who follows whom after that is the template's matter; a last turn without an answer
+    stays, as context that is not trained.
+    """
+    first = next((turn for turn in turns if turn.role != "system"), None)
+    if first is None:
+        raise RowProblem("empty_conversation", "there is a system prompt and no other turn")
+    if first.role != "user":
+        raise RowProblem("role_order", f"the conversation begins with a turn of the {first.role}, not of the user")
+
+
+def _with_system(turns: list[Turn], fields: Fields, source: Source) -> list[Turn]:
+    """The row's own system prompt counts before the option's; without both the template has its own."""
+    if turns[0].role == "system":
+        return turns
+    system = fields.get("system")
+    if system is None:
+        system = source.system
+    elif not isinstance(system, str):
+        raise RowProblem("invalid_content", f"'system' is a {type(system).__name__}, not text")
+    return turns if system is None else [Turn("system", system), *turns]
+
+
+def _tools(fields: Fields) -> tuple[Any, ...] | None:
+    tools = fields.parsed("tools")
+    if not tools:
+        return None
+    if not isinstance(tools, Sequence):
+        raise RowProblem("invalid_row", f"'tools' is a {type(tools).__name__}, not a list")
+    return tuple(_tool(tool) for tool in tools)
+
+
+def _tool(tool: Any) -> Any:
+    if isinstance(tool, str):
+        return Fields({"tools": tool}, ()).parsed("tools")
+    return tool
+
+
+def _channel(fields: Fields) -> str | None:
+    channel = fields.get("channel")
+    return None if channel is None else str(channel)

@@ -1,0 +1,208 @@
+"""Pictures, videos and sounds of a row, in every way that rows name them.
+
+A path is, in this order: a URL (kept as it is), a data URI (its bytes are taken), absolute, relative to the media root
+if such a file is there, or relative to the folder of the file of rows. Whether a file is there is asked of this
+machine's file system only; with a remote media root every relative path lies in it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import unquote_to_bytes
+
+from packtool import storage
+from packtool.constants import MEDIA_MARKS
+from packtool.errors import StorageError
+from packtool.rows.forms.columns import Fields
+from packtool.rows.forms.problem import RowProblem
+from packtool.rows.sample import MediaRef, Turn
+from packtool.rows.source import Source
+
+KINDS = ("image", "video", "audio")
+_KEYS = ("url", "path", "data")
+_LEAST_BASE64 = 1024
+_BASE64 = re.compile(r"[A-Za-z0-9+/\s]+=*\s*")
+
+
+@dataclass
+class Found:
+    """Media that a row's messages hold themselves.
+
+    Args:
+        refs: by kind, in the order of their marks.
+        num_open: places of a kind without a medium; the row's own lists fill them.
+    """
+
+    source: Source
+    refs: dict[str, list[MediaRef]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
+    num_open: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+
+    def add(self, kind: str, value: Any) -> str:
+        """Take a medium, or None for one that the row's list has, and give the mark that stands for it."""
+        if value is None or value == "":
+            self.num_open[kind] += 1
+        else:
+            self.refs[kind].append(media_ref(kind, value, self.source))
+        return MEDIA_MARKS[kind]
+
+
+def media_of(fields: Fields, found: Found) -> dict[str, tuple[MediaRef, ...]]:
+    """All media of a row by kind: those of its messages, or those of its columns ``images``, ``videos``, ``audios``.
+
+    Raises:
+        RowProblem: if one is not to be understood, or messages and columns both have some.
+    """
+    media = {}
+    for kind in KINDS:
+        listed = _listed(fields, kind, found.source)
+        inner = found.refs[kind]
+        if listed and inner:
+            detail = f"messages hold {len(inner)} {kind}s and the row lists {len(listed)} more: their order is unknown"
+            raise RowProblem(f"{kind}_marks", detail)
+        if found.num_open[kind] and not listed:
+            detail = f"the messages have places for {found.num_open[kind]} {kind}s more than the row has"
+            raise RowProblem(f"{kind}_marks", detail)
+        media[kind] = tuple(listed or inner)
+    return media
+
+
+def with_marks(turns: list[Turn], media: Mapping[str, Sequence[MediaRef]]) -> tuple[list[Turn], int]:
+    """Turns with as many marks of each kind as there are media, and how many had to be added.
+
+    Missing ones are put before the first user text, videos before sounds before images, as ms-swift does. Marks of a
+    kind of which the row has no media are text.
+
+    Raises:
+        RowProblem: if there are more marks than media: which mark goes with which is unknown.
+    """
+    added = ""
+    for kind in ("video", "audio", "image"):
+        if not media[kind]:
+            continue
+        mark = MEDIA_MARKS[kind]
+        num_marks = sum(turn.content.count(mark) for turn in turns)
+        num_media = len(media[kind])
+        if num_marks > num_media:
+            detail = f"{num_marks} {mark} marks and {num_media} {kind}s: which mark goes with which is unknown"
+            raise RowProblem(f"{kind}_marks", detail)
+        added += mark * (num_media - num_marks)
+    if not added:
+        return turns, 0
+    first = next((i for i, turn in enumerate(turns) if turn.role == "user"), 0)
+    turn = turns[first]
+    marked = Turn(turn.role, added + turn.content, turn.extra, turn.loss, turn.loss_scale)
+    return [*turns[:first], marked, *turns[first + 1 :]], added.count("<")
+
+
+def _listed(fields: Fields, kind: str, source: Source) -> list[MediaRef]:
+    name = f"{kind}s"
+    value = fields.get(name)
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = fields.parsed(name)
+    if value is None:
+        return []
+    if isinstance(value, (str, bytes, bytearray, Mapping)) or _is_bytes(value):
+        value = [value]
+    if not isinstance(value, Sequence):
+        raise RowProblem("invalid_media", f"{name!r} is a {type(value).__name__}, not a list")
+    return [media_ref(kind, item, source, i) for i, item in enumerate(value)]
+
+
+def media_ref(kind: str, value: Any, source: Source, position: int = 0) -> MediaRef:
+    """One medium: a path, a URL, a data URI, base64, bytes, ``{bytes, path}``, or a list of a video's frames.
+
+    Raises:
+        RowProblem: if it is none of these.
+    """
+    name = f"{kind} {position}"
+    if isinstance(value, str) and value:
+        return _of_text(name, value, source)
+    if isinstance(value, (bytes, bytearray)) or _is_bytes(value):
+        return MediaRef(path=None, data=bytes(value))
+    if isinstance(value, Mapping):
+        return _of_mapping(kind, name, value, source)
+    if isinstance(value, (list, tuple)) and value and kind == "video":
+        frames = tuple(media_ref("image", frame, source, i) for i, frame in enumerate(value))
+        return MediaRef(path=None, frames=frames)
+    raise RowProblem("invalid_media", f"{name} is {value!r:.80}, not a path")
+
+
+def _of_mapping(kind: str, name: str, value: Mapping[str, Any], source: Source) -> MediaRef:
+    data = value.get("bytes")
+    if data is not None:
+        return MediaRef(path=None, data=_decoded(name, data) if isinstance(data, str) else _bytes(name, data))
+    if isinstance(value.get("data"), str):
+        return _of_text(name, value["data"], source) if ":" in value["data"] else _of_base64(name, value["data"])
+    inner = next((value[key] for key in (*_KEYS, kind, f"{kind}_url", "frames") if value.get(key)), None)
+    if inner is None:
+        raise RowProblem("invalid_media", f"{name} has neither bytes nor a path; its keys are: {', '.join(value)}")
+    ref = media_ref(kind, inner, source)
+    fps = value.get("fps", value.get("sample_fps"))
+    if fps is None or not ref.frames:
+        return ref
+    if not isinstance(fps, (int, float)) or not 0 < fps < float("inf"):
+        raise RowProblem("invalid_media", f"{name} has {fps!r} frames a second")
+    return MediaRef(path=None, frames=ref.frames, fps=float(fps))
+
+
+def _of_text(name: str, text: str, source: Source) -> MediaRef:
+    if text.startswith("data:"):
+        return MediaRef(path=None, data=_of_data_uri(name, text))
+    if len(text) >= _LEAST_BASE64 and _BASE64.fullmatch(text):
+        return _of_base64(name, text)
+    try:
+        return MediaRef(path=_path(text, source))
+    except StorageError as error:
+        raise RowProblem("invalid_media", f"{name}: {error.message}") from error
+
+
+def _of_base64(name: str, text: str) -> MediaRef:
+    return MediaRef(path=None, data=_decoded(name, text))
+
+
+def _of_data_uri(name: str, uri: str) -> bytes:
+    head, comma, body = uri.partition(",")
+    if not comma:
+        raise RowProblem("invalid_media", f"{name} is a data URI without a comma")
+    return _decoded(name, body) if head.endswith(";base64") else unquote_to_bytes(body)
+
+
+def _decoded(name: str, text: str) -> bytes:
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RowProblem("invalid_media", f"{name} is no base64: {error}") from error
+
+
+def _bytes(name: str, value: Any) -> bytes:
+    if isinstance(value, (bytes, bytearray)) or _is_bytes(value):
+        return bytes(value)
+    raise RowProblem("invalid_media", f"{name} has a {type(value).__name__} as bytes")
+
+
+def _is_bytes(value: Any) -> bool:
+    """Whether it is a file's bytes as a list of numbers, as tables of uint8 and some JSON writers have them."""
+    return isinstance(value, list) and len(value) > 0 and all(type(item) is int and 0 <= item < 256 for item in value)
+
+
+def _path(text: str, source: Source) -> str:
+    text = storage.normalize(text)
+    if storage.is_remote(text):
+        return text
+    text = os.path.expanduser(text)
+    if os.path.isabs(text):
+        return os.path.abspath(text)
+    if source.media_root is not None:
+        inside = storage.join(source.media_root, text)
+        if storage.is_remote(inside):
+            return inside
+        if os.path.exists(inside):
+            return os.path.abspath(inside)
+    beside = storage.join(storage.parent(source.path), text)
+    return beside if storage.is_remote(beside) else os.path.abspath(beside)

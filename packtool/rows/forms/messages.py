@@ -1,0 +1,224 @@
+"""``messages`` in their many spellings: roles, keys, ShareGPT's pairs, tool calls.
+
+What a row says of ``tool_calls`` is handed to the chat template as it is; what it says as text of a message with the
+role ``function_call`` becomes such a call. Calls that follow one another, or an assistant's text, are one turn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from packtool.constants import ROLES
+from packtool.rows.forms.contents import content_of
+from packtool.rows.forms.media import Found
+from packtool.rows.forms.problem import RowProblem
+from packtool.rows.sample import Turn
+from packtool.rows.source import Pairs
+
+_CALL = "tool_call"
+_ROLES = {
+    **{role: role for role in ROLES},
+    **dict.fromkeys(("developer",), "system"),
+    **dict.fromkeys(("human",), "user"),
+    **dict.fromkeys(("gpt", "bot", "model", "chatgpt"), "assistant"),
+    **dict.fromkeys(("observation", "observations", "function", "ipython"), "tool"),
+    **dict.fromkeys(("tool_response", "tool_result", "function_response", "function_result"), "tool"),
+    **dict.fromkeys(("function_call", "tool_call"), _CALL),
+}
+_ROLE_KEYS, _CONTENT_KEYS = ("role", "from"), ("content", "value")
+_PAIR_KEYS = (
+    ("system", ("system",)),
+    ("user", ("user", "human", "input", "query", "question")),
+    ("assistant", ("assistant", "gpt", "bot", "output", "response", "answer")),
+)
+# Keys of a message that chat templates read; others are the user's own business.
+_MESSAGE_KEYS = ("reasoning_content", "thinking", "reasoning", "name", "tool_call_id")
+
+
+@dataclass(frozen=True)
+class Tags:
+    """How a file spells roles and keys of messages.
+
+    Args:
+        roles: role by its spelling, in lower case with underscores.
+        role_keys, content_keys: names of these keys, the first that is there counts.
+    """
+
+    roles: Mapping[str, str]
+    role_keys: tuple[str, ...]
+    content_keys: tuple[str, ...]
+
+
+TAG_NAMES = {
+    "system_tag": "system",
+    "user_tag": "user",
+    "assistant_tag": "assistant",
+    "observation_tag": "tool",
+    "function_tag": _CALL,
+}
+"""Names of ``dataset_info.json``'s ``tags`` that spell a role."""
+
+
+@lru_cache(maxsize=64)
+def tags_of(pairs: Pairs) -> Tags:
+    """Usual spellings, and those that ``dataset_info.json`` adds."""
+    given = dict(pairs)
+    own = {_plain(spelled): TAG_NAMES[name] for name, spelled in given.items() if name in TAG_NAMES}
+    return Tags(
+        roles={**_ROLES, **own},
+        role_keys=(given["role_tag"],) if "role_tag" in given else _ROLE_KEYS,
+        content_keys=(given["content_tag"],) if "content_tag" in given else _CONTENT_KEYS,
+    )
+
+
+def turns_of(messages: Any, found: Found) -> list[Turn]:
+    """Turns of a list of messages.
+
+    Raises:
+        RowProblem: if a message cannot be read.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
+        shown = "no turns" if not messages else f"a {type(messages).__name__}, no list of turns"
+        raise RowProblem("empty_conversation", f"'messages' holds {shown}")
+    tags = tags_of(found.source.tags)
+    turns: list[Turn] = []
+    after_call = False
+    for who, message in _messages(messages, tags):
+        role = _role(who, message, tags)
+        if role != _CALL:
+            turns += _turns(who, role, message, found, tags)
+            after_call = False
+            continue
+        turn = _call(who, message, tags)
+        if turns and turns[-1].role == "assistant" and (after_call or not turns[-1].extra.get("tool_calls")):
+            turn = _joined(turns.pop(), turn)
+        turns.append(turn)
+        after_call = True
+    return turns
+
+
+def _messages(messages: Sequence[Any], tags: Tags) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(name for problems, message); pairs are taken apart."""
+    for i, message in enumerate(messages):
+        if isinstance(message, str):
+            message = _parsed(f"message {i}", message)
+        if not isinstance(message, Mapping):
+            raise RowProblem("invalid_row", f"message {i} is a {type(message).__name__}, not an object")
+        if any(key in message for key in tags.role_keys):
+            yield f"message {i}", message
+            continue
+        pair = [(role, key) for role, keys in _PAIR_KEYS for key in keys if message.get(key) is not None]
+        if not pair:
+            detail = f"message {i} has no {' or '.join(tags.role_keys)}; its keys are: {', '.join(map(str, message))}"
+            raise RowProblem("unknown_role", detail)
+        for role, key in pair:
+            if role != "system" or message[key]:  # each pair of a file may have the key, most of them empty
+                yield f"message {i} ({key})", {tags.role_keys[0]: role, tags.content_keys[0]: message[key]}
+
+
+def _parsed(who: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RowProblem("invalid_row", f"{who} is text and no JSON: {error}") from error
+
+
+def _role(who: str, message: Mapping[str, Any], tags: Tags) -> str:
+    spelled = next((message[key] for key in tags.role_keys if message.get(key) is not None), None)
+    role = tags.roles.get(_plain(spelled)) if isinstance(spelled, str) else None
+    if role is None:
+        raise RowProblem("unknown_role", f"{who} has role {spelled!r}; known are {', '.join(tags.roles)}")
+    return role
+
+
+def _plain(role: str) -> str:
+    return role.strip().lower().replace("-", "_")
+
+
+def _turns(who: str, role: str, message: Mapping[str, Any], found: Found, tags: Tags) -> list[Turn]:
+    """The turn of a message; tool results that it holds are turns before it."""
+    value = next((message[key] for key in tags.content_keys if message.get(key) is not None), None)
+    extra = {key: message[key] for key in _MESSAGE_KEYS if message.get(key) is not None}
+    if calls := _given_calls(who, message):
+        extra["tool_calls"] = calls
+    if value is None and extra.keys() & {"tool_calls", "reasoning_content", "thinking", "reasoning"}:
+        value = ""
+    content = content_of(f"{who} ({role})", value, found, is_tool=role == "tool")
+    if content.tool_calls:
+        extra["tool_calls"] = [*extra.get("tool_calls", ()), *content.tool_calls]
+    if content.reasoning:
+        extra.setdefault("reasoning_content", content.reasoning)
+    if content.results and not content.text:
+        return content.results
+    return [*content.results, Turn(role, content.text, extra, _loss(who, message), _loss_scale(who, message))]
+
+
+def _given_calls(who: str, message: Mapping[str, Any]) -> list[Any]:
+    calls = message.get("tool_calls")
+    if isinstance(calls, str):
+        calls = _parsed(f"{who}'s tool_calls", calls) if calls else None
+    if not calls and message.get("function_call"):
+        return [_as_call(who, message["function_call"])]  # what OpenAI had before tool_calls
+    if not calls:
+        return []
+    if not isinstance(calls, Sequence):
+        raise RowProblem("invalid_tool_call", f"{who} has a {type(calls).__name__} as tool_calls, not a list")
+    return [_parsed(f"{who}'s tool call", call) if isinstance(call, str) else call for call in calls]
+
+
+def _call(who: str, message: Mapping[str, Any], tags: Tags) -> Turn:
+    """A message whose content is a call, or a list of them, as JSON text."""
+    value = next((message[key] for key in tags.content_keys if message.get(key) is not None), None)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise RowProblem("invalid_tool_call", f"{who} is a call and no JSON: {error}") from error
+    calls = value if isinstance(value, list) else [value]
+    extra = {"tool_calls": [_as_call(who, call) for call in calls]}
+    return Turn("assistant", "", extra, _loss(who, message), _loss_scale(who, message))
+
+
+def _as_call(who: str, call: Any) -> dict[str, Any]:
+    if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping):
+        return dict(call)
+    if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
+        raise RowProblem("invalid_tool_call", f"{who} calls no function by name: {call!r:.80}")
+    arguments = call.get("arguments", call.get("parameters", {}))
+    return {"type": "function", "function": {"name": call["name"], "arguments": arguments}}
+
+
+def _joined(turn: Turn, call: Turn) -> Turn:
+    """An assistant's turn and a call that follows it at once."""
+    calls = [*turn.extra.get("tool_calls", ()), *call.extra["tool_calls"]]
+    return Turn(
+        turn.role,
+        turn.content,
+        {**turn.extra, "tool_calls": calls},
+        turn.loss if call.loss is None else call.loss,
+        turn.loss_scale if call.loss_scale is None else call.loss_scale,
+    )
+
+
+def _loss(who: str, message: Mapping[str, Any]) -> bool | None:
+    """``loss``, or ``weight`` as OpenAI has it for the same."""
+    value = message.get("loss")
+    value = message.get("weight") if value is None else value
+    if value is None:
+        return None
+    if value not in (0, 1):  # true and false are too
+        raise RowProblem("invalid_row", f"{who} has loss {value!r}; it must be true or false")
+    return bool(value)
+
+
+def _loss_scale(who: str, message: Mapping[str, Any]) -> float | None:
+    value = message.get("loss_scale")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+        raise RowProblem("invalid_row", f"{who} has loss_scale {value!r}; it must be a number of at least 0")
+    return float(value)

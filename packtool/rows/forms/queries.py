@@ -1,0 +1,72 @@
+"""A question and an answer, with what came before them: ``query`` and ``response``, alpaca's columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from packtool.rows.forms.columns import Fields
+from packtool.rows.forms.contents import content_of
+from packtool.rows.forms.media import Found
+from packtool.rows.forms.messages import turns_of
+from packtool.rows.forms.problem import RowProblem
+from packtool.rows.sample import Turn
+
+
+def turns_of_query(fields: Fields, found: Found) -> list[Turn]:
+    """Turns of a row with query, response and perhaps history.
+
+    Raises:
+        RowProblem: if one of them is null or no text.
+    """
+    asked = _turns("user", "query", fields.raw("query"), found)
+    return [*_history(fields, found), *asked, *_answer(fields, "response", found)]
+
+
+def turns_of_alpaca(fields: Fields, found: Found) -> list[Turn]:
+    """Turns of a row with instruction, input, output and perhaps history: instruction and input are one question.
+
+    Raises:
+        RowProblem: if one of them is null or no text.
+    """
+    instruction, given = fields.raw("instruction"), fields.get("input")
+    asked = content_of("'instruction'", instruction, found).text
+    if given is not None:
+        text = content_of("'input'", given, found).text
+        asked = f"{asked}\n{text}" if asked else text
+    return [*_history(fields, found), Turn("user", asked), *_answer(fields, "output", found)]
+
+
+def _answer(fields: Fields, name: str, found: Found) -> list[Turn]:
+    value = fields.raw(name)
+    if isinstance(value, Sequence) and not isinstance(value, str) and value and isinstance(value[0], str):
+        value = value[0]  # answers of equal right: the first is trained, as ms-swift does
+    turns = _turns("assistant", name, value, found)
+    reasoning = fields.get("reasoning_content")
+    if isinstance(reasoning, str) and turns:
+        last = turns[-1]
+        extra = {**last.extra, "reasoning_content": reasoning}
+        turns[-1] = Turn(last.role, last.content, extra, last.loss, last.loss_scale)
+    return turns
+
+
+def _turns(role: str, name: str, value: Any, found: Found) -> list[Turn]:
+    """One turn of a text; or those of a list of messages, as TRL's ``prompt`` and ``completion`` can be."""
+    if isinstance(value, Sequence) and value and isinstance(value[0], Mapping) and "role" in value[0]:
+        return turns_of(value, found)
+    return [Turn(role, content_of(f"{name!r}", value, found).text)]
+
+
+def _history(fields: Fields, found: Found) -> list[Turn]:
+    history = fields.parsed("history")
+    if history is None:
+        return []
+    if not isinstance(history, Sequence):
+        raise RowProblem("invalid_row", f"'history' is a {type(history).__name__}, not a list")
+    turns = []
+    for i, pair in enumerate(history):
+        if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+            raise RowProblem("invalid_row", f"'history' {i} is {pair!r:.80}, not [query, response]")
+        for role, value in zip(("user", "assistant"), pair, strict=True):
+            turns.append(Turn(role, content_of(f"'history' {i} ({role})", value, found).text))
+    return turns
