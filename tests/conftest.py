@@ -82,8 +82,10 @@ def through_proxy(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Itera
         def start(retries: int = 20, timeout: float = 0.5, **settings: Any) -> Proxy:
             proxy = stack.enter_context(Proxy(s3_server.port, stall_s=4 * timeout, **settings))
             monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+            monkeypatch.setenv("PACKTOOL_STORAGE_RETRIES", str(retries))  # for processes that are started
+            monkeypatch.setenv("PACKTOOL_STORAGE_TIMEOUT", str(timeout))
             options = storage.StorageOptions.from_environment(os.environ)
-            storage.configure(dataclasses.replace(options, retries=retries, timeout=timeout, first_pause=0.01))
+            storage.configure(dataclasses.replace(options, first_pause=0.01))
             return proxy
 
         yield start

@@ -68,6 +68,15 @@ _stores: dict[str, Store] = {}
 _lock = threading.Lock()
 
 
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()  # another thread of the parent may have held it
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 def _store_of(path: str) -> tuple[Store, str]:
     """The store that a path belongs to, and the path as it knows it."""
     path = normalize(path)
