@@ -19,11 +19,21 @@ KEYS = {"AWS_ACCESS_KEY_ID": "test-key-id", "AWS_SECRET_ACCESS_KEY": "test-secre
 ENVIRONMENT = {**KEYS, "AWS_REGION": "us-east-1"}
 
 
+# On Linux it ends with the tests' process, however that ends.
+_PROGRAM = """
+import ctypes, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+from moto.server import main
+main(["-p", "0"])
+"""
+
+
 class S3Server:
     """moto's S3 over HTTP, in a process of its own, on a port that was free."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", "moto.server", "-p", "0"]
+        command = [sys.executable, "-c", _PROGRAM]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         assert self._process.stderr is not None
         said = ""
