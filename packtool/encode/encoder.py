@@ -21,7 +21,7 @@ from packtool.encode.pieces import PieceTokenizer
 from packtool.encode.targets import TurnFinder, TurnPieces, role_tokens
 from packtool.encode.template import ChatTemplate, TemplateFailure
 from packtool.errors import ConfigError
-from packtool.media.measure import MediaProblem
+from packtool.media.opening import MediaProblem
 from packtool.rows.sample import Dropped, MediaRef, Sample, Turn
 
 _REMEMBERED_MEDIA = 10_000

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -30,6 +30,8 @@ class ModelFiles:
         tokenizer_json: the text of ``tokenizer.json``.
         chat_template: the Jinja text.
         processor: settings of the image processor, empty for text-only models.
+        video_processor: settings of the video processor; the image processor's where a model has no others.
+        audio_processor: settings of the feature extractor for sound, empty where there is none.
     """
 
     directory: str
@@ -38,6 +40,8 @@ class ModelFiles:
     tokenizer_json: str
     chat_template: str
     processor: dict[str, Any]
+    video_processor: dict[str, Any] = field(default_factory=dict)
+    audio_processor: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def load(cls, model: str) -> ModelFiles:
@@ -59,7 +63,11 @@ class ModelFiles:
             tokenizer_config=tokenizer_config,
             tokenizer_json=_tokenizer_json(directory),
             chat_template=_chat_template(directory, tokenizer_config),
-            processor=_processor_settings(directory),
+            processor=_settings_of(directory, "image_processor", "preprocessor_config.json"),
+            video_processor=_settings_of(
+                directory, "video_processor", "video_preprocessor_config.json", "preprocessor_config.json"
+            ),
+            audio_processor=_settings_of(directory, "feature_extractor", "preprocessor_config.json"),
         )
 
     @property
@@ -158,9 +166,12 @@ def _chat_template(directory: str, tokenizer_config: dict[str, Any]) -> str:
     return template
 
 
-def _processor_settings(directory: str) -> dict[str, Any]:
-    nested = (_read_json(directory, "processor_config.json") or {}).get("image_processor")
-    return nested or _read_json(directory, "preprocessor_config.json") or {}
+def _settings_of(directory: str, part: str, *names: str) -> dict[str, Any]:
+    """Settings of one part of a processor: from ``processor_config.json``, or the first of its own files."""
+    found = (_read_json(directory, "processor_config.json") or {}).get(part)
+    for name in names:
+        found = found or _read_json(directory, name)
+    return found or {}
 
 
 def _fetch(model: str) -> str:

@@ -6,6 +6,7 @@ import io
 
 from PIL import Image, ImageOps
 
+from packtool import storage
 from packtool.errors import DataError
 
 
@@ -16,10 +17,16 @@ def load_image(path: str | None, data: bytes | None = None) -> Image.Image:
         DataError: if the file is gone or cannot be decoded, naming it.
     """
     try:
-        with Image.open(io.BytesIO(data) if data is not None else str(path)) as picture:
+        with Image.open(_file(path, data)) as picture:
             return ImageOps.exif_transpose(picture).convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(
             f"{path or 'an embedded picture'} cannot be loaded: {error}",
             "The file was readable when the cache was made: restore it, or export again.",
         ) from error
+
+
+def _file(path: str | None, data: bytes | None) -> io.BytesIO | str:
+    if data is None and path is not None and storage.is_remote(path):
+        data = storage.read_bytes(path)
+    return io.BytesIO(data) if data is not None else str(path)

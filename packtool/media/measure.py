@@ -6,31 +6,17 @@ The size is the one after the EXIF orientation is applied, because that is how `
 
 from __future__ import annotations
 
-import io
 import os
 import warnings
 from typing import BinaryIO
 
 from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
+from packtool.media.opening import MediaProblem, label, open_medium
 from packtool.rows.sample import MediaRef
 
 _ORIENTATION_TAG = 0x0112
 _SIDEWAYS = (5, 6, 7, 8)
-
-
-class MediaProblem(ValueError):
-    """A medium that cannot be used.
-
-    Args:
-        reason: machine-readable, as in ``dropped.jsonl``.
-        detail: for a person; names the file.
-    """
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(detail)
-        self.reason = reason
-        self.detail = detail
 
 
 def measure_image(image: MediaRef) -> tuple[int, int]:
@@ -39,25 +25,13 @@ def measure_image(image: MediaRef) -> tuple[int, int]:
     Raises:
         MediaProblem: if the file is missing, is no picture or has an absurd size.
     """
-    try:
-        with _open(image) as file:
+    with open_medium(image) as file:
+        try:
             return _measure(file)
-    except FileNotFoundError:
-        raise MediaProblem("media_missing", f"{image.name}: there is no such file") from None
-    except UnidentifiedImageError:
-        empty = image.path is not None and os.path.getsize(image.path) == 0
-        raise MediaProblem(
-            "media_unreadable", f"{image.name}: {'the file is empty' if empty else 'not a picture'}"
-        ) from None
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise MediaProblem("media_unreadable", f"{image.name}: {error}") from error
-
-
-def _open(image: MediaRef) -> BinaryIO:
-    if image.data is not None:
-        return io.BytesIO(image.data)
-    assert image.path is not None, "a picture is a path or bytes"
-    return open(image.path, "rb")
+        except UnidentifiedImageError:
+            raise MediaProblem("media_unreadable", f"{label(image)}: not a picture") from None
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise MediaProblem("media_unreadable", f"{label(image)}: {error}") from error
 
 
 def _measure(file: BinaryIO) -> tuple[int, int]:

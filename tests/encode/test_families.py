@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from packtool.config import ImageOptions
 from packtool.encode.families import is_multimodal
-from packtool.encode.families.qwen_vl import image_limits, smart_resize
+from packtool.encode.families.qwen_vl import image_limits
+from packtool.encode.families.resize import smart_resize
 from packtool.errors import ConfigError
 
 SETTINGS = {"patch_size": 16, "merge_size": 2, "size": {"shortest_edge": 65536, "longest_edge": 16777216}}

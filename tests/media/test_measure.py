@@ -7,7 +7,8 @@ import pytest
 from PIL import Image
 
 from packtool.media.load import load_image
-from packtool.media.measure import MediaProblem, measure_image
+from packtool.media.measure import measure_image
+from packtool.media.opening import MediaProblem
 from packtool.rows.sample import MediaRef
 
 

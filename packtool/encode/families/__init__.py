@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from packtool.config import MediaOptions
-from packtool.encode.families import qwen_vl
+from packtool.encode.families import qwen_omni, qwen_vl
 from packtool.encode.families.base import (
     AudioLimits,
     Family,
@@ -38,7 +38,8 @@ _MODALITY_KEYS = ("vision_config", "audio_config", "thinker_config")
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:
     """Whether a model of this ``config.json`` takes more than text."""
-    return config.get("model_type") in qwen_vl.MODEL_TYPES or any(key in config for key in _MODALITY_KEYS)
+    known = (*qwen_vl.MODEL_TYPES, *qwen_omni.MODEL_TYPES)
+    return config.get("model_type") in known or any(key in config for key in _MODALITY_KEYS)
 
 
 def family_of(files: ModelFiles, options: MediaOptions) -> Family | None:
@@ -51,6 +52,8 @@ def family_of(files: ModelFiles, options: MediaOptions) -> Family | None:
         return None
     if files.model_type in qwen_vl.MODEL_TYPES:
         return qwen_vl.QwenVL(files, options)
+    if files.model_type in qwen_omni.MODEL_TYPES:
+        return qwen_omni.QwenOmni(files, options)
     raise ConfigError(
         f"the model's type is {files.model_type!r}, a multimodal family that packtool does not know yet",
         f"Known are {', '.join(qwen_vl.MODEL_TYPES)}, and every model of text alone.",

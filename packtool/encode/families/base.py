@@ -35,25 +35,45 @@ class ImageLimits:
 
 @dataclass(frozen=True)
 class VideoLimits:
-    """Everything that turns a video's frames into patches; each family says what its numbers bound.
+    """Everything that turns a video's frames into patches.
 
     Args:
-        fps: frames a second to take, or None for as many as there are.
+        fps: frames a second to take.
         min_frames, max_frames: bounds on the frames that are taken.
-        min_pixels, max_pixels: bounds on the pixels after resizing, of a frame or of all of them.
-        total_pixels: bound on the pixels of all frames, or None.
+        min_pixels, max_pixels: bounds on the pixels after resizing: of each frame, or of all frames together.
+        over_all_frames: which of the two.
+        frame_min_pixels, frame_max_pixels: the user's bounds for one frame where the others are for all.
+        total_pixels: the user's bound on the pixels of all frames where the others are for one.
+        even_ends: frames are spread from the first to the last one (Qwen3-VL), not at equal steps from the first.
         patch_size, merge_size, temporal_patch_size: as for pictures.
     """
 
-    fps: float | None
+    fps: float
     min_frames: int
     max_frames: int
     min_pixels: int
     max_pixels: int
+    over_all_frames: bool
+    frame_min_pixels: int | None
+    frame_max_pixels: int | None
     total_pixels: int | None
+    even_ends: bool
     patch_size: int
     merge_size: int
     temporal_patch_size: int
+
+    def bounds(self, num_frames: int) -> tuple[int, int]:
+        """(least, most) pixels that the processor is given for a video of which ``num_frames`` are taken."""
+        if self.over_all_frames:
+            most = self.max_pixels
+            if self.frame_max_pixels is not None:
+                most = min(most, self.frame_max_pixels * num_frames)
+            return min(max(self.min_pixels, (self.frame_min_pixels or 0) * num_frames), most), most
+        if self.total_pixels is None:
+            return self.min_pixels, self.max_pixels
+        # An even share of the whole, but a little more than the least, as qwen-vl-utils has it.
+        share = self.total_pixels * self.temporal_patch_size // num_frames
+        return self.min_pixels, max(min(self.max_pixels, share), int(self.min_pixels * 1.05))
 
 
 @dataclass(frozen=True)
@@ -63,14 +83,18 @@ class AudioLimits:
     Args:
         sampling_rate: samples a second that the model's feature extractor wants.
         hop_length: samples from one mel frame to the next.
-        max_features: most mel frames of one sound.
+        max_features: most mel frames of one sound, what comes later is cut off; None for no bound.
         in_video: whether a video's sound track is woven in between its frames.
+        tokens_per_second: positions in time of a second of sound, by which frames and sound are woven.
+        seconds_per_chunk: of video and sound that follow each other, where they are woven in chunks.
     """
 
     sampling_rate: int
     hop_length: int
-    max_features: int
+    max_features: int | None
     in_video: bool
+    tokens_per_second: float
+    seconds_per_chunk: float
 
 
 @dataclass(frozen=True)

@@ -1,50 +1,32 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: pictures of any size, resized to whole tokens.
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: pictures and videos of any size, resized to whole tokens.
 
-Mirrors ``Qwen2VLImageProcessor`` of transformers, which all three families use with other patch sizes.
+Mirrors ``Qwen2VLImageProcessor`` of transformers, which all of them use with other patch sizes; for videos see
+``qwen_video``.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from packtool.config import ImageOptions, MediaOptions
-from packtool.encode.encoded import EncodedImage
+from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedVideo
 from packtool.encode.families.base import ImageLimits, Kind, MediaLimits, Medium, Part
+from packtool.encode.families.qwen_video import sample_frames, timestamps, video_grid, video_limits
+from packtool.encode.families.resize import smart_resize
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError
-from packtool.media.measure import MediaProblem, measure_image
+from packtool.media.measure import measure_image
+from packtool.media.opening import MediaProblem, label
+from packtool.media.video import measure_video
 from packtool.rows.sample import MediaRef
 
-MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-_MAX_ASPECT = 200
+QWEN3_TYPES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", *QWEN3_TYPES)
 # What the processor's class assumes when its settings name nothing.
 _DEFAULT_MIN_PIXELS = 56 * 56
 _DEFAULT_MAX_PIXELS = 28 * 28 * 1280
-
-
-def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """Height and width in pixels that are multiples of ``factor`` with min_pixels <= h * w <= max_pixels.
-
-    The aspect ratio is kept as well as that allows; the rounding is that of transformers' function of the same name.
-
-    Raises:
-        ValueError: if one side is more than 200 times the other.
-    """
-    if max(height, width) / min(height, width) > _MAX_ASPECT:
-        raise ValueError(f"{width}x{height} pixels: one side is more than {_MAX_ASPECT} times the other")
-    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
-    if new_height * new_width > max_pixels:
-        shrink = math.sqrt(height * width / max_pixels)
-        new_height = max(factor, math.floor(height / shrink / factor) * factor)
-        new_width = max(factor, math.floor(width / shrink / factor) * factor)
-    elif new_height * new_width < min_pixels:
-        grow = math.sqrt(min_pixels / (height * width))
-        new_height = math.ceil(height * grow / factor) * factor
-        new_width = math.ceil(width * grow / factor) * factor
-    return new_height, new_width
 
 
 def image_limits(processor: Mapping[str, Any], options: ImageOptions) -> ImageLimits:
@@ -106,28 +88,85 @@ class QwenVL:
         options: the user's limits.
     """
 
-    control_tokens = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
     content_as_list = False
     placeholders: Mapping[str, Kind] = MappingProxyType({})
 
     def __init__(self, files: ModelFiles, options: MediaOptions) -> None:
-        self._image_limits = image_limits(files.processor, options)
-        self.limits = MediaLimits(image=self._image_limits)
+        if options.use_audio_in_video:
+            raise ConfigError(
+                f"--use-audio-in-video (USE_AUDIO_IN_VIDEO): a {files.model_type} model hears nothing",
+                "Leave it out, or give an Omni model.",
+            )
+        images = image_limits(files.processor, options)
+        videos = video_limits(files.video_processor, options, is_qwen3=files.model_type in QWEN3_TYPES)
+        self.limits = MediaLimits(images, videos)
+        self._images, self._videos = images, videos
+        self._opening, self._closing = "<|vision_start|>", "<|vision_end|>"
+        self._pads = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
+
+    @property
+    def control_tokens(self) -> tuple[str, ...]:
+        """See ``Family``."""
+        return (self._opening, self._closing, *self._pads.values())
 
     def measure(self, kind: Kind, ref: MediaRef) -> Medium:
         """See ``Family``."""
-        if kind != "image":
-            raise MediaProblem("media_unsupported", f"{ref.name}: the model takes no {kind}")
+        if kind == "image":
+            return self._image(ref)
+        if kind == "video":
+            return self._video(ref)
+        raise MediaProblem("media_unsupported", f"{label(ref)}: the model hears nothing")
+
+    def _image(self, ref: MediaRef) -> EncodedImage:
         height, width = measure_image(ref)
-        limits = self._image_limits
         try:
-            grid = image_grid(height, width, limits)
+            grid = image_grid(height, width, self._images)
         except ValueError as error:
-            raise MediaProblem("media_size", f"{ref.name}: {error}") from error
-        num_tokens = grid[0] * grid[1] * grid[2] // limits.merge_size**2
+            raise MediaProblem("media_size", f"{label(ref)}: {error}") from error
+        num_tokens = grid[0] * grid[1] * grid[2] // self._images.merge_size**2
         return EncodedImage(ref.path, ref.data, height, width, grid, num_tokens)
+
+    def _video(self, ref: MediaRef) -> EncodedVideo:
+        size = measure_video(ref)
+        limits = self._videos
+        try:
+            indices = tuple(range(size.num_frames)) if ref.frames else sample_frames(size.num_frames, size.fps, limits)
+            grid = video_grid(size.height, size.width, len(indices), limits)
+        except ValueError as error:
+            raise MediaProblem("media_size", f"{label(ref)}: {error}") from error
+        return EncodedVideo(
+            path=ref.path,
+            data=ref.data,
+            frames=tuple((frame.path, frame.data) for frame in ref.frames),
+            height=size.height,
+            width=size.width,
+            num_frames=size.num_frames,
+            fps=size.fps,
+            indices=indices,
+            grid=grid,
+            seconds_per_grid=self._seconds_per_grid(size.num_frames, size.fps, len(indices)),
+            num_tokens=grid[0] * grid[1] * grid[2] // limits.merge_size**2,
+            audio=self._sound_track(ref) if size.has_sound else None,
+        )
+
+    def _seconds_per_grid(self, num_frames: int, fps: float, num_taken: int) -> float:
+        sampled_fps = num_taken / num_frames * fps
+        return self._videos.temporal_patch_size / sampled_fps
+
+    def _sound_track(self, ref: MediaRef) -> EncodedAudio | None:
+        return None
 
     def parts(self, medium: Medium) -> list[Part]:
         """See ``Family``."""
-        opening, pad, closing = self.control_tokens
-        return [(opening, 1), (pad, medium.num_tokens), (closing, 1)]
+        if isinstance(medium, EncodedImage):
+            return [(self._opening, 1), (self._pads["image"], medium.num_tokens), (self._closing, 1)]
+        assert isinstance(medium, EncodedVideo), "a model without ears measures no sound"
+        pad = self._pads["video"]
+        if not self._videos.even_ends:
+            return [(self._opening, 1), (pad, medium.num_tokens), (self._closing, 1)]
+        # Qwen3-VL tells the time before each step, and the marks around the whole stay (as in its processor).
+        parts: list[Part] = [(self._opening, 1)]
+        for seconds in timestamps(medium.indices, medium.fps, self._videos.temporal_patch_size):
+            step = [(self._opening, 1), (pad, medium.num_tokens // medium.grid[0]), (self._closing, 1)]
+            parts += [f"<{seconds:.1f} seconds>", *step]
+        return [*parts, (self._closing, 1)]

@@ -1,0 +1,170 @@
+"""Qwen2.5-Omni and Qwen3-Omni: what their thinkers see and hear.
+
+Sound becomes mel frames and these become tokens. With ``USE_AUDIO_IN_VIDEO`` a video's sound track is woven in between
+its frames: Qwen2.5-Omni takes chunks of two seconds of frames, then of sound; Qwen3-Omni puts every step of frames
+before the first sound that is not earlier. Mirrors the processors of transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from packtool.config import MediaOptions
+from packtool.encode.encoded import EncodedAudio, EncodedVideo
+from packtool.encode.families.base import AudioLimits, Kind, MediaLimits, Medium, Part
+from packtool.encode.families.qwen_video import video_limits
+from packtool.encode.families.qwen_vl import QwenVL, image_limits
+from packtool.encode.model_files import ModelFiles
+from packtool.errors import ConfigError
+from packtool.media.audio import measure_audio
+from packtool.media.opening import MediaProblem, label
+from packtool.rows.sample import MediaRef
+
+QWEN3_OMNI_TYPES = ("qwen3_omni_moe", "qwen3_omni_moe_thinker")
+MODEL_TYPES = ("qwen2_5_omni", "qwen2_5_omni_thinker", *QWEN3_OMNI_TYPES)
+
+_FRAME_TOKENS = (128, 768)  # which the processors set whatever the settings say
+_LEAST_SAMPLES = 201  # the feature extractor mirrors half a window at each end
+_TOKENS = ("image", "video", "audio", "vision_bos", "vision_eos", "audio_bos", "audio_eos")
+
+
+class QwenOmni(QwenVL):
+    """The Omni families.
+
+    Args:
+        files: the model's settings.
+        options: the user's limits.
+
+    Raises:
+        ConfigError: if the tokenizer does not name the tokens of the media.
+    """
+
+    def __init__(self, files: ModelFiles, options: MediaOptions) -> None:
+        self._is_qwen3 = files.model_type in QWEN3_OMNI_TYPES
+        self._images = image_limits(files.processor, options)
+        self._videos = video_limits(files.video_processor, options, is_qwen3=False, frame_tokens=_FRAME_TOKENS)
+        self._audios = _audio_limits(files, options, self._is_qwen3)
+        self.limits = MediaLimits(self._images, self._videos, self._audios)
+        named = files.template_variables
+        if missing := [f"{name}_token" for name in _TOKENS if f"{name}_token" not in named]:
+            raise ConfigError(
+                f"the tokenizer's settings do not name {', '.join(missing)}",
+                "Take tokenizer_config.json from the model's own repository.",
+            )
+        tokens = {name: named[f"{name}_token"] for name in _TOKENS}
+        self._opening, self._closing = tokens["vision_bos"], tokens["vision_eos"]
+        self._audio_opening, self._audio_closing = tokens["audio_bos"], tokens["audio_eos"]
+        self._pads = {kind: tokens[kind] for kind in ("image", "video", "audio")}
+
+    @property
+    def control_tokens(self) -> tuple[str, ...]:
+        """See ``Family``."""
+        return (*super().control_tokens, self._audio_opening, self._audio_closing)
+
+    def measure(self, kind: Kind, ref: MediaRef) -> Medium:
+        """See ``Family``."""
+        return self._audio(ref) if kind == "audio" else super().measure(kind, ref)
+
+    def _audio(self, ref: MediaRef) -> EncodedAudio:
+        limits = self._audios
+        num_samples = measure_audio(ref, limits.sampling_rate)
+        if num_samples < _LEAST_SAMPLES:
+            raise MediaProblem("media_size", f"{label(ref)}: {num_samples} samples are too short a sound")
+        whole, rest = divmod(num_samples, limits.hop_length)
+        num_features = whole if self._is_qwen3 else whole + bool(rest)
+        if limits.max_features is not None:
+            num_features = min(num_features, limits.max_features)
+        num_tokens = _qwen3_tokens(num_features) if self._is_qwen3 else ((num_features - 1) // 2 + 1 - 2) // 2 + 1
+        if num_tokens < 1:
+            raise MediaProblem("media_size", f"{label(ref)}: {num_samples} samples are too short a sound")
+        return EncodedAudio(ref.path, ref.data, num_samples, num_features, num_tokens)
+
+    def _seconds_per_grid(self, num_frames: int, fps: float, num_taken: int) -> float:
+        # Omni's processors go by the rate asked for, not by the one that came of it.
+        return self._videos.temporal_patch_size / self._videos.fps
+
+    def _sound_track(self, ref: MediaRef) -> EncodedAudio | None:
+        if not self._audios.in_video:
+            return None
+        sound = self._audio(ref)
+        return EncodedAudio(None, None, sound.num_samples, sound.num_features, sound.num_tokens)
+
+    def parts(self, medium: Medium) -> list[Part]:
+        """See ``Family``."""
+        if isinstance(medium, EncodedAudio):
+            return [(self._audio_opening, 1), (self._pads["audio"], medium.num_tokens), (self._audio_closing, 1)]
+        if not isinstance(medium, EncodedVideo) or medium.audio is None:
+            return super().parts(medium)
+        per_step = medium.num_tokens // medium.grid[0]
+        times = [i * medium.seconds_per_grid * self._audios.tokens_per_second for i in range(medium.grid[0])]
+        if self._is_qwen3:
+            woven = _woven_by_time(times, per_step, medium.audio.num_tokens)
+        else:
+            chunk = int(self._audios.tokens_per_second * self._audios.seconds_per_chunk)
+            woven = _woven_in_chunks(times, per_step, medium.audio.num_tokens, chunk)
+        inside: list[Part] = [(self._pads[kind], count) for kind, count in woven if count]
+        return [(self._opening, 1), (self._audio_opening, 1), *inside, (self._audio_closing, 1), (self._closing, 1)]
+
+
+def _audio_limits(files: ModelFiles, options: MediaOptions, is_qwen3: bool) -> AudioLimits:
+    settings = files.audio_processor
+    rate = int(settings.get("sampling_rate", 16000))
+    if options.sampling_rate not in (None, rate):
+        raise ConfigError(
+            f"--sampling-rate {options.sampling_rate} (SAMPLING_RATE): the model's feature extractor takes {rate}",
+            "Leave it out: sounds of any rate are converted.",
+        )
+    hop_length = int(settings.get("hop_length", 160))
+    thinker = files.config.get("thinker_config") or files.config
+    chunk_seconds = float(settings.get("chunk_length") or 300)
+    longest = int(settings.get("n_samples") or chunk_seconds * rate)
+    return AudioLimits(
+        sampling_rate=rate,
+        hop_length=hop_length,
+        max_features=None if is_qwen3 else longest // hop_length,
+        in_video=bool(options.use_audio_in_video),
+        tokens_per_second=float(thinker.get("position_id_per_seconds") or (13 if is_qwen3 else 25)),
+        seconds_per_chunk=float(thinker.get("seconds_per_chunk") or 2),
+    )
+
+
+def _qwen3_tokens(num_features: int) -> int:
+    """Three convolutions of stride 2 over each chunk of 100 mel frames, which leave 13 of a whole one."""
+    chunks, rest = divmod(num_features, 100)
+    for _ in range(3):
+        rest = (rest - 1) // 2 + 1
+    return rest + 13 * chunks
+
+
+def _woven_by_time(times: list[float], per_step: int, num_sounds: int) -> Iterator[tuple[Kind, int]]:
+    told = 0
+    for time in times:
+        before = min(math.ceil(time), num_sounds) - told
+        if before > 0:
+            yield "audio", before
+            told += before
+        yield "video", per_step
+    yield "audio", num_sounds - told
+
+
+def _woven_in_chunks(times: list[float], per_step: int, num_sounds: int, chunk: int) -> Iterator[tuple[Kind, int]]:
+    frames = _chunk_sizes([(time, per_step) for time in times], chunk)
+    sounds = _chunk_sizes([(float(i), 1) for i in range(num_sounds)], chunk)
+    for i in range(max(len(frames), len(sounds))):
+        if i < len(frames):
+            yield "video", frames[i]
+        if i < len(sounds):
+            yield "audio", sounds[i]
+
+
+def _chunk_sizes(tokens: list[tuple[float, int]], chunk: int) -> list[int]:
+    """Tokens in each chunk: a token at or behind a chunk's end begins the next one, one chunk at a time."""
+    sizes, ends = [0], 1
+    for time, count in tokens:
+        left = count
+        while left and time >= ends * chunk:
+            sizes.append(1)
+            ends, left = ends + 1, left - 1
+        sizes[-1] += left
+    return sizes

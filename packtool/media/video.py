@@ -1,0 +1,143 @@
+"""Videos: measured from the container's header where it can be trusted, decoded for training."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import av
+import numpy as np
+import numpy.typing as npt
+
+from packtool import storage
+from packtool.errors import DataError
+from packtool.media.load import load_image
+from packtool.media.measure import measure_image
+from packtool.media.opening import MediaProblem, label, open_medium
+from packtool.rows.sample import MediaRef
+
+FRAMES_A_SECOND = 2.0
+"""Of a video that is given as pictures, when nothing says otherwise (as Qwen's tools have it)."""
+
+_FALLBACK_RATE = 24.0
+# Headers of these say how many frames there are because seeking needs it.
+_COUNTED_FORMATS = ("mov", "mp4")
+
+
+@dataclass(frozen=True)
+class VideoSize:
+    """What a container says of its first video stream.
+
+    Args:
+        height, width: pixels of a frame as it is shown, after rotation.
+        num_frames: frames in it.
+        fps: frames a second, on average.
+        has_sound: whether there is an audio stream.
+    """
+
+    height: int
+    width: int
+    num_frames: int
+    fps: float
+    has_sound: bool
+
+
+def measure_video(ref: MediaRef) -> VideoSize:
+    """Look at a video, at its header if that tells the number of frames, else by decoding it.
+
+    The first video stream counts, as for transformers' decoders. Only mp4 and mov files are believed about the number
+    of frames, and only if it agrees with their duration: matroska files declare none, avi files often a wrong one.
+
+    Raises:
+        MediaProblem: if it is missing, no video, or cannot be decoded.
+    """
+    if ref.frames:
+        sizes = {measure_image(frame) for frame in ref.frames}
+        if len(sizes) > 1:
+            raise MediaProblem("media_size", f"{label(ref)}: the frames have different sizes: {sorted(sizes)}")
+        height, width = sizes.pop()
+        return VideoSize(height, width, len(ref.frames), ref.fps or FRAMES_A_SECOND, has_sound=False)
+    with _container(ref) as container:
+        stream = _stream(container, ref)
+        rate = float(stream.average_rate or 0)
+        num_frames = _declared_frames(container, stream)
+        first = next(container.decode(stream), None)
+        if first is None:
+            raise MediaProblem("media_unreadable", f"{label(ref)}: no frame can be decoded")
+        if num_frames is None:
+            num_frames = 1 + sum(1 for _ in container.decode(stream))
+        seconds = float(stream.duration * stream.time_base) if stream.duration and stream.time_base else 0.0
+        rate = rate or (num_frames / seconds if seconds else _FALLBACK_RATE)
+        height, width = first.height, first.width
+        if first.rotation % 180:
+            height, width = width, height
+        return VideoSize(height, width, num_frames, rate, has_sound=bool(container.streams.audio))
+
+
+def load_video(
+    path: str | None, data: bytes | None, frames: Sequence[tuple[str | None, bytes | None]], indices: Sequence[int]
+) -> npt.NDArray[np.uint8]:
+    """The frames that a training step sees, uint8 (T, H, W, 3), turned as they are shown.
+
+    Args:
+        path, data, frames: where the video lies, as in ``EncodedVideo``.
+        indices: numbers of the frames, ascending.
+
+    Raises:
+        DataError: if the file is gone, cannot be decoded, or has fewer frames, naming it.
+    """
+    if frames:
+        return np.stack([np.asarray(load_image(*frames[i])) for i in indices])
+    ref = MediaRef(path, data)
+    wanted = set(indices)
+    found: dict[int, npt.NDArray[np.uint8]] = {}
+    try:
+        with _container(ref) as container:
+            stream = _stream(container, ref)
+            stream.thread_type = "AUTO"
+            for number, frame in enumerate(container.decode(stream)):
+                if number in wanted:
+                    picture: npt.NDArray[np.uint8] = frame.to_ndarray(format="rgb24")
+                    found[number] = np.rot90(picture, round(frame.rotation / 90)) if frame.rotation else picture
+                if number >= max(wanted, default=0):
+                    break
+    except MediaProblem as problem:
+        raise DataError(
+            f"{problem.detail} ({problem.reason})",
+            "The file was readable when the cache was made: restore it, or export again.",
+        ) from problem
+    if len(found) < len(wanted):
+        raise DataError(
+            f"{label(ref)} has changed since the export: frame {max(wanted - found.keys())} is missing",
+            "Put the file back, or run packtool export again with --overwrite.",
+        )
+    return np.stack([found[i] for i in indices])
+
+
+@contextlib.contextmanager
+def _container(ref: MediaRef) -> Iterator[Any]:
+    with open_medium(ref, storage.ROWS_BLOCK) as file:
+        try:
+            with av.open(file) as container:
+                yield container
+        except av.error.FFmpegError as error:
+            raise MediaProblem("media_unreadable", f"{label(ref)}: {error.strerror or error}") from error
+
+
+def _stream(container: Any, ref: MediaRef) -> Any:
+    if not container.streams.video:
+        raise MediaProblem("media_unreadable", f"{label(ref)}: the file has no video stream")
+    return container.streams.video[0]
+
+
+def _declared_frames(container: Any, stream: Any) -> int | None:
+    """Number of frames by the header, None if it says nothing or nothing that can be true."""
+    count, rate = int(stream.frames or 0), float(stream.average_rate or 0)
+    if not count or not any(name in container.format.name.split(",") for name in _COUNTED_FORMATS):
+        return None
+    if not stream.duration or not rate:
+        return None
+    expected = float(stream.duration * stream.time_base) * rate
+    return count if abs(count - expected) <= max(2.0, 0.05 * expected) else None

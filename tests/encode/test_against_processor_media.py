@@ -1,0 +1,182 @@
+"""Videos and sounds: every token and grid equals the real processor's, which is given the decoded files."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from packtool.encode.encoded import EncodedSample
+from packtool.media.audio import load_audio
+from packtool.media.load import load_image
+from packtool.media.video import load_video, measure_video
+from packtool.rows.sample import MediaRef, Sample, Turn
+from tests.encode.conftest import encoder_for
+from tests.encode.test_against_processor import processor_of
+from tests.media.clips import write_clip
+
+MARKS = {"<image>": "image", "<video>": "video", "<audio>": "audio"}
+
+
+def rows(realdata: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (realdata / f"{name}.jsonl").read_text().splitlines()]
+
+
+def sample_of(row: dict[str, Any], root: Path) -> Sample:
+    refs = {kind: tuple(MediaRef(str(root / path)) for path in row.get(f"{kind}s") or ()) for kind in MARKS.values()}
+    turns = tuple(Turn(message["role"], message["content"]) for message in row["messages"])
+    return Sample(turns, refs["image"], "rows.jsonl", 0, videos=refs["video"], audios=refs["audio"])
+
+
+def in_parts(row: dict[str, Any]) -> list[dict[str, Any]]:
+    messages = []
+    for message in row["messages"]:
+        parts: list[dict[str, str]] = [{"type": "text", "text": message["content"]}]
+        for mark, kind in MARKS.items():
+            split = []
+            for part in parts:
+                for i, text in enumerate(part["text"].split(mark) if part["type"] == "text" else [None]):
+                    split += [{"type": kind}] if i else []
+                    split += [part] if text is None else [{"type": "text", "text": text}] if text else []
+            parts = split
+        messages.append({"role": message["role"], "content": parts})
+    return messages
+
+
+@cache
+def frames_of(path: Path) -> tuple[torch.Tensor, Any]:
+    """All frames of a file, and what the processor wants to know of it."""
+    from transformers.video_utils import VideoMetadata
+
+    size = measure_video(MediaRef(str(path)))
+    frames = load_video(str(path), None, (), range(size.num_frames))
+    metadata = VideoMetadata(
+        total_num_frames=len(frames),
+        fps=size.fps,
+        width=size.width,
+        height=size.height,
+        duration=len(frames) / size.fps,
+    )
+    return torch.from_numpy(frames).permute(0, 3, 1, 2), metadata
+
+
+def processed(processor: Any, row: dict[str, Any], root: Path, **settings: Any) -> Any:
+    text = processor.apply_chat_template(in_parts(row), tokenize=False)
+    given: dict[str, Any] = dict(settings)
+    if row.get("images"):
+        given["images"] = [load_image(str(root / path)) for path in row["images"]]
+    if row.get("videos"):
+        videos = [frames_of(root / path) for path in row["videos"]]
+        given |= {"videos": [frames for frames, _ in videos], "video_metadata": [about for _, about in videos]}
+        given |= {"do_sample_frames": True, "return_metadata": True}
+        given.setdefault("fps", 2)
+    if row.get("audios"):
+        given["audio"] = [load_audio(str(root / path), None, 16000) for path in row["audios"]]
+    return processor(text=[text], return_tensors="pt", **given)
+
+
+def check(sample: EncodedSample, made: Any) -> None:
+    np.testing.assert_array_equal(sample.input_ids, made["input_ids"][0])
+    if sample.videos:
+        assert [video.grid for video in sample.videos] == [tuple(grid) for grid in made["video_grid_thw"].tolist()]
+        for name in ("second_per_grid_ts", "video_second_per_grid"):
+            if name in made:
+                assert [video.seconds_per_grid for video in sample.videos] == pytest.approx(made[name].tolist())
+        if "video_metadata" in made:
+            for video, about in zip(sample.videos, made["video_metadata"], strict=True):
+                assert list(video.indices) == [int(i) for i in about.frames_indices]
+    if "feature_attention_mask" in made:
+        sounds = [*sample.audios, *(video.audio for video in sample.videos if video.audio is not None)]
+        assert [sound.num_features for sound in sounds] == made["feature_attention_mask"].sum(-1).tolist()
+
+
+def encoded(directory: Path, row: dict[str, Any], root: Path, **spec: Any) -> EncodedSample:
+    (found,) = cached_encoder(directory, **spec).encode([sample_of(row, root)])
+    assert isinstance(found, list), found
+    return found[0]
+
+
+@cache
+def cached_encoder(directory: Path, **spec: Any) -> Any:
+    return encoder_for(directory, **spec)
+
+
+@pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen3-vl", "qwen2.5-omni", "qwen3-omni"])
+@pytest.mark.parametrize("name", ["mm_llamafactory_mllm_video_demo", "mm_qwen3vl_demo"])
+def test_videos(realdata: Path, family: str, name: str) -> None:
+    directory = realdata / "tokenizers" / family
+    done = 0
+    for row in rows(realdata, name):
+        if row.get("videos") and (family == "qwen3-vl" or name != "mm_qwen3vl_demo"):
+            check(encoded(directory, row, realdata), processed(processor_of(directory), row, realdata))
+            done += 1
+    assert done or name == "mm_qwen3vl_demo"
+
+
+@pytest.mark.parametrize("family", ["qwen2.5-omni", "qwen3-omni"])
+@pytest.mark.parametrize("name", ["mm_llamafactory_mllm_audio_demo", "mm_llamafactory_mllm_video_audio_demo"])
+def test_sounds(realdata: Path, family: str, name: str) -> None:
+    directory = realdata / "tokenizers" / family
+    for row in rows(realdata, name):
+        check(encoded(directory, row, realdata), processed(processor_of(directory), row, realdata))
+
+
+@pytest.mark.parametrize("family", ["qwen2.5-omni", "qwen3-omni"])
+@pytest.mark.parametrize(
+    ("frames", "seconds", "fps"), [(50, 2.0, 2.0), (120, 4.8, 2.0), (75, 7.0, 0.9), (50, 0.5, 4.0)]
+)
+def test_a_sound_track_is_woven_in(
+    realdata: Path, tmp_path: Path, family: str, frames: int, seconds: float, fps: float
+) -> None:
+    directory, processor = realdata / "tokenizers" / family, processor_of(realdata / "tokenizers" / family)
+    write_clip(tmp_path / "a.mp4", num_frames=frames, seconds_of_sound=seconds)
+    row = {
+        "messages": [{"role": "user", "content": "<video>What?"}, {"role": "assistant", "content": "That."}],
+        "videos": ["a.mp4"],
+    }
+    sample = encoded(directory, row, tmp_path, use_audio_in_video=True, fps=fps)
+    track = sample.videos[0].audio
+    assert track is not None
+    assert sample.audios == ()
+    sound = load_audio(str(tmp_path / "a.mp4"), None, 16000, track.num_samples)
+    made = processed(
+        processor, row, tmp_path, fps=fps, audio=[sound], audio_from_video_indices=[0], load_audio_from_video=True
+    )
+    check(sample, made)
+    plain = encoded(directory, row, tmp_path, fps=fps)
+    assert plain.videos[0].audio is None
+    assert plain.length < sample.length
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen3_5"])
+def test_relatives_take_videos_as_their_families_do(realdata: Path, tmp_path: Path, model_type: str) -> None:
+    like = realdata / "tokenizers" / ("qwen3-vl" if model_type == "qwen3_5" else "qwen2.5-vl")
+    for path in like.iterdir():
+        if path.name != "config.json":
+            (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "vision_config": {}}))
+    row = rows(realdata, "mm_llamafactory_mllm_video_demo")[0]
+    sample, other = encoded(tmp_path, row, realdata), encoded(like, row, realdata)
+    np.testing.assert_array_equal(sample.input_ids, other.input_ids)
+    assert sample.videos == other.videos
+
+
+def test_users_limits_on_videos(realdata: Path) -> None:
+    row = rows(realdata, "mm_llamafactory_mllm_video_demo")[0]
+    for family, factor in (("qwen2.5-vl", 28), ("qwen3-vl", 32)):
+        directory = realdata / "tokenizers" / family
+        whole = encoded(directory, row, realdata).videos[0]
+        small = encoded(directory, row, realdata, video_max_pixels=20 * factor**2).videos[0]
+        assert small.grid[0] == whole.grid[0]
+        assert small.num_tokens // small.grid[0] <= 20 * (2 if family == "qwen3-vl" else 1) < whole.num_tokens
+        slow = encoded(directory, row, realdata, fps=1.0).videos[0]
+        assert slow.grid[0] < whole.grid[0]
+        few = encoded(directory, row, realdata, fps_max_frames=6).videos[0]
+        assert len(few.indices) == 6
+        total = encoded(directory, row, realdata, video_total_pixels=60 * factor**2 * 4).videos[0]
+        assert total.num_tokens < whole.num_tokens
