@@ -1,0 +1,144 @@
+"""Media of rows, in every way that rows name them, and their marks."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from packtool.constants import MEDIA_MARKS
+from packtool.rows.forms import RowProblem, to_sample
+from packtool.rows.sample import MediaRef, Sample
+from packtool.rows.source import Source
+
+BYTES = bytes(range(256)) * 8
+BASE64 = base64.b64encode(BYTES).decode()
+
+
+def read(row: dict[str, Any], path: str = "/folder/rows.json", **source: Any) -> Sample:
+    text = "".join(MEDIA_MARKS[key.rstrip("s")] for key in row)
+    return to_sample({"messages": [{"role": "user", "content": text}], **row}, Source(path, **source), 0)
+
+
+@pytest.mark.parametrize(
+    ("image", "ref"),
+    [
+        ("a.png", MediaRef("/folder/a.png")),
+        ("../a.png", MediaRef("/a.png")),
+        ("/data/b.png", MediaRef("/data/b.png")),
+        ("file:///data/b.png", MediaRef("/data/b.png")),
+        ("s3://bucket/a.png", MediaRef("s3://bucket/a.png")),
+        ("oss:/bucket/a.png", MediaRef("oss://bucket/a.png")),
+        ("https://host/a.png?x=1", MediaRef("https://host/a.png?x=1")),
+        ("data:image/png;base64," + BASE64, MediaRef(None, BYTES)),
+        ("data:image/svg+xml,%3Csvg%3E", MediaRef(None, b"<svg>")),
+        (BASE64, MediaRef(None, BYTES)),
+        ({"path": "a.png"}, MediaRef("/folder/a.png")),
+        ({"path": "a.png", "bytes": None}, MediaRef("/folder/a.png")),
+        ({"path": "a.png", "bytes": BYTES}, MediaRef(None, BYTES)),
+        ({"path": "a.png", "bytes": BASE64}, MediaRef(None, BYTES)),
+        ({"bytes": list(BYTES)}, MediaRef(None, BYTES)),
+        ({"url": "https://host/a.png"}, MediaRef("https://host/a.png")),
+        ({"image": "a.png"}, MediaRef("/folder/a.png")),
+        ({"data": BASE64, "format": "png"}, MediaRef(None, BYTES)),
+        (BYTES, MediaRef(None, BYTES)),
+        (list(BYTES), MediaRef(None, BYTES)),
+    ],
+)
+def test_ways_to_name_a_picture(image: Any, ref: MediaRef) -> None:
+    assert read({"images": [image]}).images == (ref,)
+    assert read({"image": image}).images == (ref,)
+
+
+def test_lists_as_text() -> None:
+    two = to_sample({"text": "<image><image>", "images": '["a.png", "b.png"]'}, Source("/f/x.csv"), 0)
+    assert [ref.path for ref in two.images] == ["/f/a.png", "/f/b.png"]
+    assert to_sample({"text": "x", "images": ""}, Source("/f/x.csv"), 0).images == ()
+
+
+def test_videos_and_their_frames() -> None:
+    frames = (MediaRef("/folder/1.png"), MediaRef(None, b"hi"))
+    assert read({"videos": ["a.mp4"]}).videos == (MediaRef("/folder/a.mp4"),)
+    assert read({"videos": [["1.png", {"bytes": b"hi"}]]}).videos == (MediaRef(None, frames=frames),)
+    named = {"frames": ["1.png", {"bytes": b"hi"}], "fps": 2}
+    assert read({"videos": [named]}).videos == (MediaRef(None, frames=frames, fps=2.0),)
+    assert read({"video": {"video": ["1.png"]}}).videos == (MediaRef(None, frames=frames[:1]),)
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"images": [None]}, "image 0 is None"),
+        ({"images": [["a.png"]]}, "image 0 is"),
+        ({"images": ["a.png", 5]}, "image 1 is 5"),
+        ({"images": 5}, "'images' is a int"),
+        ({"images": [{}]}, "neither bytes nor a path"),
+        ({"images": [{"bytes": "no base64!"}]}, "no base64"),
+        ({"images": [{"bytes": 5}]}, "a int as bytes"),
+        ({"images": ["data:image/png;base64"]}, "without a comma"),
+        ({"images": ["gopher://host/a.png"]}, "none of the places"),
+        ({"videos": [[]]}, "video 0 is"),
+        ({"videos": [{"frames": ["a"], "fps": 0}]}, "0 frames a second"),
+        ({"audios": [{"array": [0.5, 0.25], "sampling_rate": 16000}]}, "its keys are: array, sampling_rate"),
+    ],
+)
+def test_media_that_cannot_be_understood(row: dict[str, Any], told: str) -> None:
+    with pytest.raises(RowProblem, match=told) as caught:
+        read(row)
+    assert caught.value.reason == "invalid_media"
+
+
+def test_the_media_root_comes_first_where_it_has_the_file(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "a.png").touch()
+    path, root = str(tmp_path / "rows.jsonl"), str(tmp_path / "root")
+    row = {"images": ["a.png", "b.png", "/c.png", "s3://bucket/d.png"]}
+    row["messages"] = [{"role": "user", "content": "q"}]
+    paths = [ref.path for ref in to_sample(row, Source(path, media_root=root), 0).images]
+    assert paths == [f"{root}/a.png", f"{tmp_path}/b.png", "/c.png", "s3://bucket/d.png"]
+    remote = to_sample(row, Source(path, media_root="s3://bucket/root"), 0).images
+    assert [ref.path for ref in remote[:2]] == ["s3://bucket/root/a.png", "s3://bucket/root/b.png"]
+
+
+def test_rows_that_lie_elsewhere() -> None:
+    assert read({"images": ["pictures/a.png"]}, "s3://bucket/data/rows.jsonl").images[0].path == (
+        "s3://bucket/data/pictures/a.png"
+    )
+    assert read({"images": ["a.png"]}, "rows.jsonl").images[0].path == str(Path("a.png").absolute())
+
+
+TEXTS = st.lists(st.sampled_from(["<image>", "<video>", "<audio>", "word "]), max_size=5).map("".join)
+
+
+@given(st.lists(TEXTS, min_size=1, max_size=4), *[st.integers(0, 4)] * 3)
+def test_as_many_marks_as_media(texts: list[str], images: int, videos: int, audios: int) -> None:
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+    media = {"image": images, "video": videos, "audio": audios}
+    row = {"messages": messages, **{f"{kind}s": [f"{i}" for i in range(count)] for kind, count in media.items()}}
+    marks = {kind: sum(text.count(mark) for text in texts) for kind, mark in MEDIA_MARKS.items()}
+    too_many = [kind for kind, count in media.items() if 0 < count < marks[kind]]
+    if too_many:
+        with pytest.raises(RowProblem) as caught:
+            to_sample(row, Source("rows.json"), 0)
+        assert caught.value.reason in [f"{kind}_marks" for kind in too_many]
+        return
+    sample = to_sample(row, Source("rows.json"), 0)
+    assert {"image": len(sample.images), "video": len(sample.videos), "audio": len(sample.audios)} == media
+    for kind, count in media.items():
+        assert sum(turn.content.count(MEDIA_MARKS[kind]) for turn in sample.turns) == (count or marks[kind])
+    added = {kind: count - marks[kind] for kind, count in media.items() if count}
+    assert sample.num_marks_added == sum(added.values())
+    prefix = "".join(MEDIA_MARKS[kind] * added.get(kind, 0) for kind in ("video", "audio", "image"))
+    assert [turn.content for turn in sample.turns] == [prefix + texts[0], *texts[1:]]
+
+
+def test_missing_marks_go_to_the_first_user_and_to_texts() -> None:
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}, {"role": "user", "content": "r"}]
+    sample = to_sample({"messages": messages, "images": ["a", "b"]}, Source("rows.json"), 0)
+    assert [turn.content for turn in sample.turns] == ["s", "<image><image>q", "r"]
+    text = to_sample({"text": "t", "images": ["a"]}, Source("rows.json"), 0)
+    assert (text.turns[0].content, text.num_marks_added) == ("<image>t", 1)

@@ -1,0 +1,111 @@
+"""``path#1000`` takes as many rows as asked for, each alike likely, and the same ones every time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packtool.rows import sampling
+from packtool.rows.sampling import draw
+from packtool.rows.scan import scan, scan_sources
+from packtool.rows.source import Block, Blocks, SourceSpec
+from tests.rows.conftest import rows_of
+
+
+def blocks_of(sizes: list[int]) -> Blocks:
+    ends = np.cumsum([0, *sizes]).tolist()
+    return Blocks.of(Block(a, b, a, b - a) for a, b in pairwise(ends))
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 64), max_size=9), min_size=1, max_size=4),
+    st.integers(1, 700),
+    st.integers(0, 9),
+    st.sampled_from([1, 2, 4096]),
+    st.sampled_from([10**9, 1]),
+)
+@settings(deadline=None, max_examples=100)
+def test_as_many_rows_as_asked_for(sizes: list[list[int]], count: int, seed: int, chunk: int, most: int) -> None:
+    sources = [blocks_of(own) for own in sizes]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "_CHUNK_BLOCKS", chunk)
+        patch.setattr(sampling, "_MOST_ROWS", most)
+        drawn = draw(sources, count, (seed, 0))
+        again = draw(sources, count, (seed, 0))
+    assert drawn == again
+    total = sum(map(sum, sizes))
+    if not total:
+        assert drawn == sources
+        return
+    assert sum(blocks.num_rows for blocks in drawn) == count
+    taken: Counter[tuple[int, int]] = Counter()
+    for i, blocks in enumerate(drawn):
+        for block in blocks:
+            assert block.picks is not None
+            assert list(block.picks) == sorted(block.picks)
+            assert len(block.picks) == block.num_rows > 0
+            assert block.picks[-1] < block.stop - block.start
+            taken.update((i, block.first_row + position) for position in block.picks)
+    times = set(taken.values()) | ({0} if len(taken) < total else set())
+    assert times <= {count // total, count // total + 1}
+
+
+def test_every_row_is_alike_likely() -> None:
+    sources = [blocks_of([1, 64]), blocks_of([35])]
+    hits = np.zeros(100)
+    for seed in range(2000):
+        for base, blocks in zip((0, 65), draw(sources, 10, (seed, 0)), strict=True):
+            for block in blocks:
+                hits[[base + block.first_row + position for position in block.picks or ()]] += 1
+    assert hits.sum() == 20_000
+    assert abs(hits - 200).max() < 5 * np.sqrt(200)
+
+
+def test_slices_keep_their_picks() -> None:
+    (blocks,) = draw([blocks_of([5, 5, 5, 5])], 7, (1, 0))
+    parts = [blocks[:1], blocks[1:3], blocks[3:], blocks[9:]]
+    assert [block for part in parts for block in part] == list(blocks)
+    assert sum(part.num_rows for part in parts) == 7
+
+
+def test_a_million_rows_in_little_memory() -> None:
+    blocks = blocks_of([64] * 15_625)
+    (drawn,) = draw([blocks], 500_000, (1, 0))
+    assert drawn.num_rows == 500_000
+    assert drawn._picks is not None
+    assert drawn._picks.nbytes == 1_000_000
+    assert blocks._columns.nbytes == 500_000
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.txt"])
+def test_picked_rows_are_read(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text("\n".join(f'{{"text": "{i}"}}\n' for i in range(300)))
+    everything = rows_of(scan(SourceSpec(str(path))))
+    some = rows_of(scan(SourceSpec(str(path), num_sampled=100)))
+    assert len(some) == 100
+    assert len({number for number, _ in some}) == 100
+    assert all(item in everything for item in some)
+    more = Counter(number for number, _ in rows_of(scan(SourceSpec(str(path), num_sampled=650))))
+    assert set(more) == {number for number, _ in everything}
+    assert set(more.values()) == {2, 3}
+    assert rows_of(scan(SourceSpec(str(path), num_sampled=100), seed=1)) != some
+
+
+def test_files_of_one_argument_are_sampled_together(tmp_path: Path) -> None:
+    specs = []
+    for i in range(4):
+        (tmp_path / f"{i}.txt").write_text("a\n" * 100)
+        specs.append(SourceSpec(str(tmp_path / f"{i}.txt"), group=i // 3, num_sampled=50 if i < 3 else None))
+    notes: list[str] = []
+    counts = [found.num_rows for found in scan_sources(specs, 42, notes.append)]
+    assert sum(counts[:3]) == 50
+    assert counts[3] == 100
+    assert all(0 < count < 50 for count in counts[:3])
+    assert notes[0] == f"{tmp_path}/0.txt: 100 rows, 0.0 MB, text"

@@ -1,0 +1,242 @@
+"""What ``--dataset`` can name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from packtool.config import ExportConfig
+from packtool.errors import ConfigError, DataError, PacktoolError
+from packtool.rows.forms import to_sample
+from packtool.rows.scan import scan, scan_sources
+from packtool.rows.source import SourceSpec
+from packtool.rows.sources import sources_of
+from tests.rows.conftest import rows_of
+
+
+def specs_of(*names: Any, **settings: Any) -> list[SourceSpec]:
+    config = ExportConfig(model="m", max_length=10, output_dir="o", dataset=tuple(map(str, names)), **settings)
+    return sources_of(config)
+
+
+def paths_of(*names: Any, **settings: Any) -> list[str]:
+    return [spec.path for spec in specs_of(*names, **settings)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Files of rows in folders, and others beside them."""
+    names = ("b/1.jsonl", "b/2.csv.gz", "a.txt", "c.parquet", ".hidden/x.jsonl", "b/.y.jsonl", "p.png", "README.md")
+    for name in names:
+        path = tmp_path / "rows" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('{"text": "a"}\n')
+    return tmp_path / "rows"
+
+
+def test_files_folders_and_patterns(folder: Path) -> None:
+    assert paths_of(folder / "b/1.jsonl", folder / "a.txt") == [f"{folder}/b/1.jsonl", f"{folder}/a.txt"]
+    everything = [f"{folder}/{name}" for name in ("a.txt", "c.parquet", "b/1.jsonl", "b/2.csv.gz")]
+    assert sorted(paths_of(folder)) == sorted(everything)
+    assert paths_of(folder) == paths_of(folder)
+    assert paths_of(folder / "*/*.jsonl") == [f"{folder}/b/1.jsonl"]
+    assert paths_of(folder / "?") == [f"{folder}/b/1.jsonl", f"{folder}/b/2.csv.gz"]
+    assert paths_of(f"file://{folder}/a.txt") == [f"{folder}/a.txt"]
+
+
+def test_samples_and_files_with_a_number_sign(folder: Path) -> None:
+    (spec,) = specs_of(f"{folder}/a.txt#1000")
+    assert (spec.path, spec.num_sampled, spec.name) == (f"{folder}/a.txt", 1000, f"{folder}/a.txt#1000")
+    (folder / "a.txt#7").write_text("x")
+    (folder / "odd#5.txt").write_text("x")
+    assert specs_of(f"{folder}/odd#5.txt")[0].num_sampled is None
+    (spec,) = specs_of(f"{folder}/odd#5.txt#3")
+    assert (spec.path, spec.num_sampled) == (f"{folder}/odd#5.txt", 3)
+    first, *_ = both = specs_of(f"{folder}/b#10", f"{folder}/a.txt")
+    assert [(spec.group, spec.num_sampled) for spec in both] == [(0, 10), (0, 10), (1, None)]
+    assert json.loads(first.settings) == {"num_sampled": 10}
+    with pytest.raises(ConfigError, match="a sample of no rows"):
+        specs_of(f"{folder}/a.txt#0")
+
+
+def test_a_file_whose_name_ends_like_a_sample_wins(folder: Path) -> None:
+    (folder / "a.txt#7").write_text("x")
+    (spec,) = specs_of(f"{folder}/a.txt#7")
+    assert (spec.path, spec.num_sampled) == (f"{folder}/a.txt#7", None)
+
+
+def test_rows_for_the_val_split(folder: Path) -> None:
+    specs = specs_of(folder / "a.txt", val_dataset=(str(folder / "b"), f"{folder}/a.txt#2"))
+    assert [(spec.split, spec.group) for spec in specs] == [("train", 0), ("val", 1), ("val", 1), ("val", 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("{}/gone.jsonl", "--dataset .*/gone.jsonl: there is no such file"),
+        ("{}/*.xml", "no file of rows fits\nKnown are .json, "),
+        ("{}/p.png", "its name says no kind of rows\nKnown are"),
+        ("{}/pictures", "no files of rows in it, but p.png, q.png"),
+        ("{}/cache", "is a cache that packtool export made"),
+        ("{}/dict", "holds the splits a, b, and no train"),
+    ],
+)
+def test_what_is_not_there(folder: Path, name: str, told: str) -> None:
+    for inner in ("pictures/p.png", "pictures/q.png", "cache/packtool.json"):
+        (folder / inner).parent.mkdir(exist_ok=True)
+        (folder / inner).touch()
+    (folder / "dict").mkdir()
+    (folder / "dict" / "dataset_dict.json").write_text('{"splits": ["a", "b"]}')
+    with pytest.raises(DataError, match=told):
+        scan_sources(specs_of(name.format(folder)), 42)
+
+
+def test_saved_datasets(tmp_path: Path) -> None:
+    data = datasets.Dataset.from_dict({"question": [f"q{i}" for i in range(90)], "answer": ["a"] * 90})
+    data.save_to_disk(str(tmp_path / "one"), num_shards=2)
+    datasets.DatasetDict(train=data, test=data.select(range(5))).save_to_disk(str(tmp_path / "many"))
+    datasets.DatasetDict(test=data.select(range(5))).save_to_disk(str(tmp_path / "test"))
+    for name, count in (("one", 90), ("many", 90), ("many/test", 5), ("test", 5)):
+        found = scan_sources(specs_of(tmp_path / name), 42)
+        rows = [row for source in found for _, row in rows_of(source)]
+        assert rows == [{"question": f"q{i}", "answer": "a"} for i in range(count)]
+        assert found[0].source.form == "query"
+    (tmp_path / "one" / "more.jsonl").write_text('{"text": "a"}')
+    assert len(specs_of(tmp_path)) == 6  # what datasets wrote about the rows is no row
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that ``datasets`` takes for the hub's, and a cache of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "owner" / "set").mkdir(parents=True)
+    (tmp_path / "owner" / "set" / "train.jsonl").write_text('{"query": "q", "response": "a"}\n' * 3)
+    (tmp_path / "owner" / "set" / "test.jsonl").write_text('{"query": "r", "response": "b"}\n' * 2)
+
+
+@pytest.mark.usefixtures("hub")
+def test_sets_of_the_hub() -> None:
+    for name, rows in (("hf::owner/set", 3), ("hf::owner/set:default", 3), ("hf::owner/set:default:test#1", 1)):
+        found = scan_sources(specs_of(name), 42)
+        assert sum(source.num_rows for source in found) == rows
+        assert found[0].source.form == "query"
+    with pytest.raises(DataError, match=r"split dev\) cannot be loaded: ValueError: Unknown split"):
+        specs_of("hf::owner/set::dev")
+
+
+@pytest.mark.parametrize("name", ["nobody/nothing", "nobody/nothing:sub:test#5", "hf::nothing"])
+def test_a_hub_out_of_reach(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match=r"no such file here, and the hub's set no.* cannot be loaded: .*\n.*HF_HUB"):
+        specs_of(name)
+
+
+def info_file(folder: Path, **sets: Any) -> str:
+    (folder / "dataset_info.json").write_text(json.dumps(sets))
+    return str(folder / "dataset_info.json")
+
+
+def test_named_sets(folder: Path, tmp_path: Path) -> None:
+    (folder / "alpaca.jsonl").write_text('{"ask": "q", "input": "never read", "say": "a"}\n')
+    (folder / "talk.json").write_text('[{"chat": [{"who": "me", "what": "q"}, {"who": "it", "what": "a"}]}]')
+    info = info_file(
+        folder,
+        texts={"file_name": "a.txt", "loss_scale": "last_round", "num_samples": 3},
+        alpaca={"file_name": "alpaca.jsonl", "columns": {"prompt": "ask", "response": "say", "system": "sys"}},
+        talk={
+            "file_name": "talk.json",
+            "formatting": "sharegpt",
+            "columns": {"messages": "chat"},
+            "tags": {"role_tag": "who", "content_tag": "what", "user_tag": "me", "assistant_tag": "it"},
+        },
+        all={"file_name": "b"},
+    )
+    (spec,) = specs_of("texts", dataset_info=info)
+    assert (spec.path, spec.loss_scale, spec.num_sampled) == (f"{folder}/a.txt", "last_round", 3)
+    assert specs_of("texts#9", dataset_info=info)[0].num_sampled == 9
+    assert len(specs_of("all", "texts", str(folder / "a.txt"), dataset_info=info)) == 4
+    talk = scan(specs_of("talk", dataset_info=info)[0])
+    ((_, row),) = rows_of(talk)
+    assert [(turn.role, turn.content) for turn in to_sample(row, talk.source, 0).turns] == [
+        ("user", "q"),
+        ("assistant", "a"),
+    ]
+    with pytest.raises(DataError, match="has no column 'sys' in its first rows; did"):
+        scan(specs_of("alpaca", dataset_info=info)[0])
+    info = info_file(folder, alpaca={"file_name": "alpaca.jsonl", "columns": {"prompt": "ask", "response": "say"}})
+    alpaca = scan(specs_of("alpaca", dataset_info=info)[0])
+    ((_, row),) = rows_of(alpaca)
+    assert [turn.content for turn in to_sample(row, alpaca.source, 0).turns] == ["q", "a"]
+
+
+@pytest.mark.usefixtures("hub")
+def test_named_sets_of_the_hub(tmp_path: Path) -> None:
+    info = info_file(tmp_path, far={"hf_hub_url": "owner/set", "split": "test"})
+    (found,) = scan_sources(specs_of("far", dataset_info=info), 42)
+    assert found.num_rows == 2
+
+
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        ({"file_nam": "a"}, r"key 'file_nam'; did you mean 'file_name'\?\n.*neither file_name nor hf_hub_url"),
+        ({"file_name": "a", "columns": {"promt": "x"}}, "'s', columns: unknown key 'promt'; did you mean 'prompt'"),
+        ({"file_name": "a", "tags": {"user": "x"}}, "'s', tags: unknown key 'user'"),
+        ({"file_name": "a", "ranking": True}, "no data for supervised training"),
+        ({"file_name": "a", "formatting": "chatml"}, "known are alpaca and sharegpt"),
+        ({"file_name": 5}, "file_name is 5, not text"),
+        ({"file_name": "a", "num_samples": 0}, "num_samples is 0"),
+        ({"file_name": "a", "columns": {"messages": 1}}, "columns must be an object of names"),
+        ("a.json", "'s' is a str, not an object"),
+    ],
+)  # fmt: skip
+def test_named_sets_that_cannot_be_understood(tmp_path: Path, entry: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        specs_of("s", dataset_info=info_file(tmp_path, s=entry))
+
+
+def test_a_name_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="--dataset txts: there is no such file; did you mean 'texts'"):
+        specs_of("txts", dataset_info=info_file(tmp_path, texts={"file_name": "a.txt"}))
+    (tmp_path / "dataset_info.json").write_text("[")
+    with pytest.raises(ConfigError, match="not JSON"):
+        specs_of("txts", dataset_info=str(tmp_path / "dataset_info.json"))
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        ("query=title", "response=body"),
+        ('{"query": "title", "response": "body"}',),
+        ("{'title': 'query', 'body': 'response'}",),
+    ],
+)
+def test_columns(tmp_path: Path, columns: tuple[str, ...]) -> None:
+    (tmp_path / "rows.csv").write_text("title,body,text\nq,a,t\n")
+    (spec,) = specs_of(tmp_path / "rows.csv", columns=columns, system="s", media_root="/media")
+    found = scan(spec)
+    ((_, row),) = rows_of(found)
+    sample = to_sample(row, found.source, 0)
+    assert [turn.content for turn in sample.turns] == ["s", "q", "a"]
+    assert set(json.loads(spec.settings)) == {"columns", "system", "media_root"}
+
+
+@pytest.mark.parametrize("columns", ["query", "=x", "{'a': 1}", "{query"])
+def test_columns_that_cannot_be_understood(tmp_path: Path, columns: str) -> None:
+    with pytest.raises(ConfigError, match="--columns"):
+        specs_of(tmp_path, columns=(columns,))
+
+
+def test_the_form_is_an_error_with_the_files_name(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"id": 1}\n')
+    with pytest.raises(
+        PacktoolError, match=r"rows.jsonl: the form of its rows is not recognised; their keys are: id\n"
+    ):
+        scan_sources(specs_of(tmp_path / "rows.jsonl"), 42)
