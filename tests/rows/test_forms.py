@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import pickle
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from packtool import constants
 from packtool.errors import DataError
 from packtool.rows.forms import RowProblem, to_sample
-from packtool.rows.forms.columns import Layout, detect
+from packtool.rows.forms.columns import FORMS, NAMES, Layout, detect
 from packtool.rows.sample import Sample, Turn
 from packtool.rows.source import Source
 
@@ -387,3 +391,55 @@ def test_columns_in_either_direction(named: tuple[tuple[str, str], ...]) -> None
 def test_forms_that_are_not_recognised(row: dict[str, Any], named: Any, told: str) -> None:
     with pytest.raises(DataError, match=told):
         detect([row], named, None, "rows.json")
+
+
+WORDS = st.sampled_from(
+    [
+        "",
+        "q",
+        "user",
+        "assistant",
+        "human",
+        "tool",
+        "function_call",
+        "image",
+        "text",
+        "tool_use",
+        "tool_result",
+        "[1",
+        "{}",
+    ]
+)
+KEYS = st.sampled_from(
+    [
+        *("role", "from", "content", "value", "type", "text", "image", "image_url", "url", "video", "frames", "fps"),
+        *("input_audio", "data", "source", "bytes", "path", "tool_calls", "function", "name", "arguments", "human"),
+        *("assistant", "system", "loss", "loss_scale", "weight", "thinking", "input", "tool_use_id", "function_call"),
+    ]
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | WORDS | st.integers(-1, 300) | st.floats(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=12,
+)
+ROLES = st.sampled_from(["user", "assistant", "tool", "system", "function_call", "human"])
+MESSAGES = st.fixed_dictionaries(
+    {"role": ROLES, "content": VALUES},
+    optional={"tool_calls": VALUES, "loss": VALUES, "loss_scale": VALUES, "function_call": VALUES, "weight": VALUES},
+)
+COLUMNS = [*NAMES, "conversations", "image", "video", "audio", "prompt", "answer"]
+ANY_ROWS = st.dictionaries(st.sampled_from(COLUMNS), VALUES, max_size=5) | st.fixed_dictionaries(
+    {"messages": st.lists(MESSAGES, max_size=4)},
+    optional=dict.fromkeys(("images", "videos", "audios", "tools", "system", "objects", "channel"), VALUES),
+)
+
+
+@given(ANY_ROWS, st.sampled_from([None, *FORMS]))
+@settings(max_examples=200, deadline=None)
+def test_no_row_does_more_harm_than_to_be_dropped(row: dict[str, Any], form: str | None) -> None:
+    try:
+        sample = read(row, form=form)
+    except RowProblem:
+        return
+    assert all(isinstance(turn.content, str) and turn.role in constants.ROLES for turn in sample.turns)
+    pickle.dumps(sample)

@@ -99,7 +99,9 @@ def _add(content: Content, who: str, part: str | Mapping[str, Any], found: Found
     elif kind == "redacted_thinking":
         pass  # encrypted: nothing in it can be trained on
     elif kind == "tool_use":
-        function = {"name": part.get("name"), "arguments": part.get("input") or {}}
+        if not isinstance(part.get("name"), str):
+            raise RowProblem("invalid_tool_call", f"{who} has a tool_use without a name")
+        function = {"name": part["name"], "arguments": part.get("input") or {}}
         content.tool_calls.append({"id": part.get("id"), "type": "function", "function": function})
     elif kind == "tool_result":
         inner = part.get("content")

@@ -1,0 +1,108 @@
+"""Rows that lie elsewhere are read as if they lay here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from packtool import storage
+from packtool.config import ExportConfig
+from packtool.errors import DataError, StorageError
+from packtool.rows.forms import to_sample
+from packtool.rows.opened import close_readers
+from packtool.rows.scan import scan, scan_sources
+from packtool.rows.source import SourceSpec
+from packtool.rows.sources import sources_of
+from tests.rows.conftest import COMPRESSIONS, KINDS, compress, rows_of, write_rows
+
+ROWS = [{"text": f"row {i}", "channel": str(i % 3)} for i in range(200)]
+PLACE = "memory://bucket/rows"
+
+
+@pytest.fixture(autouse=True)
+def _empty_place() -> Iterator[None]:
+    yield
+    close_readers()
+    storage.remove(PLACE)
+
+
+def put(path: Path, name: str) -> str:
+    storage.publish(f"{PLACE}/{name}", path.read_bytes())
+    return f"{PLACE}/{name}"
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind(tmp_path: Path, kind: str, compression: str) -> None:
+    write_rows(tmp_path / f"rows.{kind}", kind, ROWS)
+    path = compress(tmp_path / f"rows.{kind}", compression)
+    found = scan(SourceSpec(put(path, path.name)))
+    assert [row["text"] for _, row in rows_of(found)] == [row["text"] for row in ROWS]
+    assert scan(found.spec).digest == found.digest
+
+
+def test_folders_patterns_and_media(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b/c.jsonl", ".d.jsonl", "b/p.png"):
+        (tmp_path / "x").write_text('{"query": "<image>", "response": "a", "image": "p.png"}\n')
+        put(tmp_path / "x", name)
+    config = ExportConfig(model="m", max_length=9, output_dir="o", dataset=(PLACE, f"{PLACE}/*.jsonl#2", f"{PLACE}/b"))
+    specs = sources_of(config)
+    assert [spec.path.removeprefix(PLACE) for spec in specs] == ["/a.jsonl", "/b/c.jsonl", "/a.jsonl", "/b/c.jsonl"]
+    found = scan_sources(specs, 42)
+    assert [source.num_rows for source in found] == [1, 1, 2, 1]
+    ((number, row),) = rows_of(found[1])
+    assert to_sample(row, found[1].source, number).images[0].path == f"{PLACE}/b/p.png"
+
+
+def test_what_has_changed_or_is_not_there(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", "jsonl", ROWS)
+    path = put(tmp_path / "rows.jsonl", "rows.jsonl")
+    found = scan(SourceSpec(path))
+    (tmp_path / "rows.jsonl").write_text((tmp_path / "rows.jsonl").read_text().replace("row 1", "ROW 1"))
+    put(tmp_path / "rows.jsonl", "rows.jsonl")
+    with pytest.raises(DataError, match="has changed since it was scanned: its entity tag"):
+        rows_of(found)
+    config = ExportConfig(model="m", max_length=9, output_dir="o", dataset=(f"{PLACE}/gone.jsonl",))
+    with pytest.raises(DataError, match=r"--dataset memory://.*/gone.jsonl: there is no such file"):
+        sources_of(config)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "stream.arrow", "jsonl.gz"])
+def test_a_place_that_fails_says_so(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rows(tmp_path / "rows", kind.removesuffix(".gz"), ROWS)
+    path = tmp_path / "rows"
+    if kind.endswith(".gz"):
+        path = compress(path, ".gz")
+    address = put(path, f"rows.{kind}")
+
+    def fail(path: str, first_block: int = 0) -> Failing:
+        return Failing()
+
+    monkeypatch.setattr(storage, "open_read", fail)
+    with pytest.raises(StorageError, match="the line is dead"):
+        scan(SourceSpec(address))
+
+
+class Failing:
+    """A file behind a connection that is gone."""
+
+    closed = False
+
+    def read(self, *_: int) -> bytes:
+        raise StorageError("the line is dead")
+
+    readline = read
+
+    def seek(self, *_: int) -> int:
+        return 0
+
+    def tell(self) -> int:
+        return 1000
+
+    def seekable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
