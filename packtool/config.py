@@ -13,6 +13,7 @@ from packtool.settings import REQUIRED, option
 TruncationStrategy = Literal["delete", "left", "right", "split", "raise"]
 MediaOverflow = Literal["drop", "trim", "raise"]
 Balance = Literal["none", "within-step", "window"]
+Executor = Literal["local", "ray"]
 MediaStorage = Literal["reference", "embed"]
 TrainType = Literal["lora", "full"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -145,6 +146,18 @@ class ExportConfig(EncodeSpec):
     )
     to_cached_dataset: bool = option(True, "Accepted for ms-swift's sake: export always writes a cached dataset.")
     overwrite: bool = option(False, "Replace what is in the output directory.")
+    executor: Executor = option("local", "Where the work is done: this machine, or a Ray cluster.", panel="Scale")
+    ray_address: str | None = option(
+        None, "Address of the Ray cluster; by default RAY_ADDRESS, or one started here.", panel="Scale"
+    )
+    task_index: int | None = option(
+        None,
+        "Export only part i of --num-tasks, from 0 on; the last part to finish publishes.",
+        panel="Scale",
+        minimum=0,
+    )
+    num_tasks: int | None = option(None, "Parts that a job array exports.", panel="Scale", minimum=1)
+    finalize: bool = option(False, "Publish what the parts of a job array have exported.", panel="Scale")
     dry_run: bool = option(False, "Encode and count, but write nothing.")
 
     @property
@@ -152,9 +165,20 @@ class ExportConfig(EncodeSpec):
         """The part that decides what a row becomes."""
         return EncodeSpec(**{field.name: getattr(self, field.name) for field in dataclasses.fields(EncodeSpec)})
 
+    @property
+    def is_part(self) -> bool:
+        """Whether other commands, perhaps on other machines, export other parts into the same directory."""
+        return self.task_index is not None or self.finalize
+
     def problems(self) -> list[str]:
         """Mistakes that only show when settings are seen together."""
         found = image_limit_problems(self)
+        if (self.task_index is None) != (self.num_tasks is None):
+            found.append("--task-index and --num-tasks go together: part i of n")
+        elif self.task_index is not None and self.num_tasks is not None and self.task_index >= self.num_tasks:
+            found.append(f"--task-index {self.task_index}: the parts of --num-tasks {self.num_tasks} begin at 0")
+        if self.is_part and (self.dry_run or self.overwrite):
+            found.append("--dry-run and --overwrite are for whole exports, not for parts of one")
         if not self.to_cached_dataset:
             found.append("--to-cached-dataset false: export does nothing but write a cached dataset; leave it out")
         return found

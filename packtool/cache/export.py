@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from packtool import __version__, storage
+from packtool import storage
 from packtool.cache.finish import build_manifest, length_counts, publish
-from packtool.cache.manifest import Identity, Manifest, SourceInfo, fingerprint_of
+from packtool.cache.manifest import Identity, Manifest, SourceInfo
+from packtool.cache.on_ray import run_tasks_on_ray
 from packtool.cache.pool import Work, run_tasks
-from packtool.cache.reader import check_sizes, read_index
-from packtool.cache.task import TASKS_DIR, Task, TaskResult, marker_path
+from packtool.cache.reader import read_index
+from packtool.cache.restart import begin, check_is_cache, clear, find_finished, finished_tasks
+from packtool.cache.task import TASKS_DIR, Task, TaskResult
+from packtool.cache.tasks import make_tasks
 from packtool.config import ExportConfig
-from packtool.constants import DROPPED_NAME, MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT
+from packtool.constants import MANIFEST_NAME
 from packtool.encode.encoder import Encoder
 from packtool.encode.families import MediaLimits, family_of
 from packtool.encode.model_files import ModelFiles
-from packtool.errors import ConfigError, DataError, MismatchError
+from packtool.errors import DataError, StorageError
 from packtool.progress import Progress
-from packtool.rows.scan import scan, scan_sources
-from packtool.rows.source import Blocks, ScannedSource, Source, SourceSpec
+from packtool.rows.scan import scan_sources
 from packtool.rows.sources import sources_of
-
-_LEAST_SHARD_ROWS, _MOST_SHARD_ROWS, _SHARDS = 256, 16384, 64
-_EXPORT_NAME = "export.json"
 
 
 @dataclass(frozen=True)
@@ -41,6 +38,8 @@ class ExportSummary:
         lengths: p50, p90, p99 and max of the kept samples' tokens.
         num_reused: shards that an earlier, interrupted run had finished.
         already_finished: nothing was done, because the cache was there.
+        num_missing: shards that other parts of a job array have not finished; the counts are this part's then.
+        pieces_added: samples beyond one a row, where texts were split.
     """
 
     rows: int
@@ -57,6 +56,8 @@ class ExportSummary:
     output_dir: str
     num_reused: int = 0
     already_finished: bool = False
+    num_missing: int = 0
+    pieces_added: int = 0
 
 
 def export(config: ExportConfig, progress: Progress) -> ExportSummary:
@@ -69,17 +70,19 @@ def export(config: ExportConfig, progress: Progress) -> ExportSummary:
         MismatchError: if the directory holds a cache of other settings.
         StorageError: if writing fails.
     """
-    begin = time.perf_counter()
+    started = time.perf_counter()
     files = ModelFiles.load(config.model)
     identity = _identity(config, files)
     specs = sources_of(config)
-    directory = None if config.dry_run else config.output_dir
+    directory = None if config.dry_run else storage.normalize(config.output_dir)
     if directory is not None:
         if config.overwrite:
-            _check_is_cache(directory)
-        elif (finished := _finished(directory, identity, specs)) is not None:
-            return finished
-    Encoder(config.encode_spec, files)  # refuses what cannot be encoded before anything is read
+            check_is_cache(directory)
+        elif (manifest := find_finished(directory, identity, specs)) is not None:
+            return _summary(manifest, _lengths_of(directory, manifest), 0.0, directory, already_finished=True)
+    encoder = Encoder(config.encode_spec, files)  # refuses what cannot be encoded before anything is read
+    for remark in encoder.remarks:
+        progress.note(remark)
     scanned = scan_sources(specs, config.seed, progress.note)
     sources = tuple(
         SourceInfo(s.source.label, s.size, s.modified, s.digest, s.num_rows, s.spec.settings) for s in scanned
@@ -88,70 +91,75 @@ def export(config: ExportConfig, progress: Progress) -> ExportSummary:
     if not tasks:
         raise DataError(f"no rows in {', '.join(config.dataset)}")
     if directory is not None and config.overwrite:
-        _clear(directory)  # only now: a mistake in the settings must not cost the old cache
+        clear(directory)  # only now: a mistake in the settings must not cost the old cache
     splits = {split for task in tasks for split in task.shards}
-    done = _prepare(directory, identity, sources, splits) if directory is not None else {}
-    results = _run(tasks, done, Work(config.encode_spec, directory, config.strict), files, config, progress)
-    manifest = build_manifest(identity, sources, results)
-    kept = sum(split.rows for split in manifest.splits.values())
-    if not kept:
+    done = begin(directory, identity, sources, splits, is_part=config.is_part) if directory is not None else {}
+    results = _run(tasks, done, config, directory, encoder, progress)
+    if directory is not None and config.is_part:
+        results = finished_tasks(directory)
+    if missing := [task.number for task in tasks if task.number not in results]:
+        return _part(config, tasks, results, missing, time.perf_counter() - started)
+    ordered = [results[task.number] for task in tasks]
+    manifest = build_manifest(identity, sources, ordered)
+    if not any(split.rows for split in manifest.splits.values()):
         reasons = ", ".join(f"{count} {reason}" for reason, count in manifest.dropped.items())
         raise DataError(f"none of {manifest.rows} rows is left: {reasons}", _look_at_drops(directory))
     if directory is not None:
-        publish(directory, manifest, results)
-    lengths = _percentiles(dict(length_counts(results)))
-    seconds = time.perf_counter() - begin
+        _publish(directory, manifest, ordered, config)
+    lengths = _percentiles(dict(length_counts(ordered)))
+    seconds = time.perf_counter() - started
     return _summary(manifest, lengths, seconds, config.output_dir, num_reused=len(done))
 
 
-def make_tasks(scanned: Sequence[ScannedSource], config: ExportConfig) -> list[Task]:
-    """Cut all sources into tasks; the same for any number of processes."""
-    total = sum(source.num_rows for source in scanned)
-    shard_rows = config.rows_per_shard or min(max(-(-total // _SHARDS), _LEAST_SHARD_ROWS), _MOST_SHARD_ROWS)
-    num_train = sum(source.num_rows for source in scanned if source.spec.split == TRAIN_SPLIT)
-    val_rows = _val_rows(num_train, config.split_dataset_ratio, config.seed)
-    first = 0  # among the rows of --dataset
-    parts: list[tuple[Source, Blocks, tuple[int, ...], list[str]]] = []
-    for found in scanned:
-        for blocks in _stretches(found.blocks, shard_rows):
-            if found.spec.split == VAL_SPLIT:
-                parts.append((found.source, blocks, (), [VAL_SPLIT]))
-                continue
-            low, high = np.searchsorted(val_rows, (first, first + blocks.num_rows))
-            val = tuple(int(row) for row in val_rows[low:high] - first)
-            parts.append((found.source, blocks, val, [TRAIN_SPLIT, VAL_SPLIT] if val else [TRAIN_SPLIT]))
-            first += blocks.num_rows
-    num_shards = {split: sum(split in splits for *_, splits in parts) for split in (TRAIN_SPLIT, VAL_SPLIT)}
-    next_shard = dict.fromkeys(num_shards, 0)
-    tasks: list[Task] = []
-    for number, (source, blocks, val, splits) in enumerate(parts):
-        shards = {}
-        for split in splits:
-            shards[split] = (next_shard[split], _shard_name(next_shard[split], num_shards[split]))
-            next_shard[split] += 1
-        tasks.append(Task(number, source, blocks, val, shards))
-    return tasks
+def _publish(directory: str, manifest: Manifest, results: Sequence[TaskResult], config: ExportConfig) -> None:
+    try:
+        publish(directory, manifest, results)
+    except StorageError:
+        # Two parts that finish last at the same time both publish the same; the slower one finds its work done.
+        if not config.is_part or not storage.exists(storage.join(directory, MANIFEST_NAME)):
+            raise
+        if Manifest.read(directory).fingerprint != manifest.fingerprint:
+            raise
 
 
-def _stretches(blocks: Blocks, shard_rows: int) -> list[Blocks]:
-    """Neighbouring blocks, each stretch of about ``shard_rows`` rows."""
-    stretches: list[Blocks] = []
-    begin = rows = 0
-    for i, count in enumerate(blocks.rows_of_each.tolist()):
-        rows += count
-        if rows >= shard_rows:
-            stretches.append(blocks[begin : i + 1])
-            begin, rows = i + 1, 0
-    return [*stretches, blocks[begin:]] if begin < len(blocks) else stretches
+def _part(
+    config: ExportConfig,
+    tasks: Sequence[Task],
+    results: Mapping[int, TaskResult],
+    missing: Sequence[int],
+    seconds: float,
+) -> ExportSummary:
+    """What is to be said of a part of an export whose other parts are not finished.
 
-
-def _val_rows(total: int, ratio: float, seed: int) -> np.ndarray:
-    count = max(round(total * ratio), 1) if ratio and total > 1 else 0
-    return np.sort(np.random.default_rng(seed).choice(total, count, replace=False, shuffle=False))
-
-
-def _shard_name(number: int, total: int) -> str:
-    return f"data-{number:05d}-of-{total:05d}.arrow"
+    Raises:
+        DataError: with ``--finalize``, naming the missing shards.
+    """
+    if config.finalize:
+        shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
+        raise DataError(
+            f"{config.output_dir} cannot be finished: {len(missing)} of {len(tasks)} shards are missing ({shown})",
+            "Run the parts that are missing: task n of --num-tasks N makes the shards whose number leaves n over N.",
+        )
+    mine = [result for number, result in results.items() if number % (config.num_tasks or 1) == config.task_index]
+    splits = [split for result in mine for split in result.splits.values()]
+    dropped: Counter[str] = Counter()
+    for result in mine:
+        dropped.update(result.dropped)
+    return ExportSummary(
+        rows=sum(result.rows for result in mine),
+        kept=sum(split.rows for split in splits),
+        kept_by_split={},
+        truncated=sum(split.truncated for split in splits),
+        dropped=dict(sorted(dropped.items())),
+        marks_added=sum(result.marks_added for result in mine),
+        tokens=sum(split.tokens for split in splits),
+        target_tokens=sum(split.target_tokens for split in splits),
+        media_tokens=sum(split.media_tokens for split in splits),
+        lengths=_percentiles(dict(length_counts(mine))),
+        seconds=seconds,
+        output_dir=config.output_dir,
+        num_missing=len(missing),
+    )
 
 
 def _identity(config: ExportConfig, files: ModelFiles) -> Identity:
@@ -168,147 +176,38 @@ def _identity(config: ExportConfig, files: ModelFiles) -> Identity:
     )
 
 
-def _check_is_cache(directory: str) -> None:
-    names = storage.list_names(directory)
-    if names and MANIFEST_NAME not in names and TASKS_DIR not in names:
-        raise ConfigError(
-            f"--output-dir {directory} holds {', '.join(names[:3])} and no cache: --overwrite replaces caches only",
-            "Give another directory, or empty this one yourself.",
-        )
-
-
-def _clear(directory: str) -> None:
-    """Remove a cache, finished or not, and nothing else. Interrupted, it leaves what another export can clear."""
-    tasks = os.path.join(directory, TASKS_DIR)
-    storage.make_directory(tasks)
-    # Markers first: none may outlive its shard.
-    for name in storage.list_names(tasks):
-        storage.remove(os.path.join(tasks, name))
-    for name in (MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT, DROPPED_NAME):
-        storage.remove(os.path.join(directory, name))
-
-
-def _finished(directory: str, identity: Identity, specs: Sequence[SourceSpec]) -> ExportSummary | None:
-    """The summary of a finished cache in the directory, if it is the one that would be made."""
-    if not storage.exists(os.path.join(directory, MANIFEST_NAME)):
-        return None
-    manifest = Manifest.read(directory)
-    different = differences(manifest.identity.as_dict(), identity.as_dict())
-    there = [(source.path, source.settings) for source in manifest.sources]
-    here = [(storage.masked(spec.path), spec.settings) for spec in specs]
-    if there != here:
-        shown = (", ".join(f"{path} {settings}".strip() for path, settings in sources) for sources in (there, here))
-        different.append("dataset: {} there, {} here".format(*shown))
-    else:
-        different += [
-            line for source, spec in zip(manifest.sources, specs, strict=True) for line in _changed(source, spec)
-        ]
-    if different:
-        lines = "\n".join(f"  - {line}" for line in different)
-        raise MismatchError(
-            f"{directory} holds a finished cache of other settings:\n{lines}",
-            "Give another --output-dir, or --overwrite to replace it.",
-        )
-    for split in manifest.splits:
-        check_sizes(directory, manifest, split)
-    lengths = _lengths_of(directory, manifest)
-    storage.remove(os.path.join(directory, TASKS_DIR))  # left when the export was killed at its very end
-    return _summary(manifest, lengths, 0.0, directory, already_finished=True)
-
-
-def _changed(source: SourceInfo, spec: SourceSpec) -> list[str]:
-    if not storage.exists(spec.path):
-        return []  # the cache is what is left of it
-    state = storage.stat(spec.path)
-    if (state.size, state.modified) == (source.size, source.modified):
-        return []
-    if state.size == source.size and scan(spec).digest == source.digest:
-        return []
-    return [f"{source.path} has changed since"]
-
-
-def differences(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """One line for each value that differs, nested names with dots. The model's path alone is no difference."""
-    lines = []
-    for key in there.keys() | here.keys():
-        a, b = there.get(key), here.get(key)
-        if isinstance(a, Mapping) and isinstance(b, Mapping):
-            lines += differences(a, b, f"{prefix}{key}.")
-        elif a != b and f"{prefix}{key}" != "spec.model":
-            lines.append(f"{prefix}{key}: {a} there, {b} here")
-    return sorted(lines)
-
-
-def _prepare(
-    directory: str, identity: Identity, sources: tuple[SourceInfo, ...], splits: Set[str]
-) -> dict[int, TaskResult]:
-    """Make the directories, or find what an interrupted run of the same export has finished."""
-    names = storage.list_names(directory)
-    started = os.path.join(directory, TASKS_DIR, _EXPORT_NAME)
-    paths = [(source.path, source.settings) for source in sources]
-    state = json.dumps([__version__, fingerprint_of(identity, sources), paths]).encode()
-    if names and TASKS_DIR not in names:
-        raise ConfigError(
-            f"--output-dir {directory} is not empty and holds no cache: {', '.join(names[:3])}",
-            "Give another directory, or empty this one.",
-        )
-    done = _finished_tasks(directory)
-    same = False
-    if storage.exists(started):
-        with storage.open_read(started) as file:
-            same = file.read() == state
-    if done and not same:
-        raise MismatchError(
-            f"{directory} holds {len(done)} finished shards of an export of other settings or other rows",
-            "Give another --output-dir, or --overwrite to replace it.",
-        )
-    if not same:
-        _clear(directory)
-    for name in (TASKS_DIR, *sorted(splits)):
-        storage.make_directory(os.path.join(directory, name))
-    if not same:
-        storage.publish(started, state)
-    return done
-
-
-def _finished_tasks(directory: str) -> dict[int, TaskResult]:
-    """Results of the tasks whose marker is there, and the shards it tells of."""
-    done = {}
-    for name in storage.list_names(os.path.join(directory, TASKS_DIR)):
-        stem = name.removesuffix(".json")
-        if stem.isdigit():
-            with storage.open_read(marker_path(directory, int(stem))) as file:
-                result = TaskResult.from_json(file.read())
-            shards = [(os.path.join(directory, name, part.file), part.bytes) for name, part in result.splits.items()]
-            if all(storage.exists(path) and storage.stat(path).size == size for path, size in shards):
-                done[int(stem)] = result
-    return done
-
-
 def _run(
     tasks: Sequence[Task],
     done: Mapping[int, TaskResult],
-    work: Work,
-    files: ModelFiles,
     config: ExportConfig,
+    directory: str | None,
+    encoder: Encoder,
     progress: Progress,
-) -> list[TaskResult]:
-    """Results of all tasks, in order."""
+) -> dict[int, TaskResult]:
+    """Results by task number, of all that are finished."""
+    mine = [task for task in tasks if not config.is_part or task.number % (config.num_tasks or 1) == config.task_index]
+    waiting = [] if config.finalize else [task for task in mine if task.number not in done]
     if done:
         progress.note(f"{len(done)} of {len(tasks)} shards were finished by an earlier run")
-    progress.start("export", sum(task.num_rows for task in tasks))
+    progress.start("export", sum(task.num_rows for task in waiting))
+    begin_time, totals = time.perf_counter(), [0, 0]
+
+    def report(rows: int, dropped: int, tokens: int) -> None:
+        totals[0] += dropped
+        totals[1] += tokens
+        seconds = max(time.perf_counter() - begin_time, 1e-9)
+        progress.advance(rows, dropped=totals[0], tokens=totals[1], tokens_per_s=round(totals[1] / seconds))
+
+    work = Work(config.encode_spec, directory, config.strict)
+    if config.executor == "ray":
+        found = run_tasks_on_ray(waiting, work, config.dataset_num_proc, config.ray_address, report)
+    else:
+        found = run_tasks(waiting, work, lambda: encoder, config.dataset_num_proc, report)
     results = dict(done)
-    for result in done.values():
-        progress.advance(result.rows)
-    num_dropped = tokens = 0
-    waiting = [task for task in tasks if task.number not in done]
-    for result in run_tasks(waiting, work, files, config.dataset_num_proc):
+    for result in found:
         results[result.number] = result
-        num_dropped += sum(result.dropped.values())
-        tokens += sum(split.tokens for split in result.splits.values())
-        progress.advance(result.rows, dropped=num_dropped, tokens=tokens)
     progress.finish()
-    return [results[task.number] for task in tasks]
+    return results
 
 
 def _percentiles(counts: Mapping[int, int]) -> dict[str, int]:
@@ -349,10 +248,11 @@ def _summary(
         output_dir=output_dir,
         num_reused=num_reused,
         already_finished=already_finished,
+        pieces_added=sum(split.pieces_added for split in splits.values()),
     )
 
 
 def _look_at_drops(directory: str | None) -> str:
     if directory is None:
         return "Without --dry-run each row's detail is kept in the output directory."
-    return f"Each row's detail is in {os.path.join(directory, TASKS_DIR)}/*.dropped.jsonl."
+    return f"Each row's detail is in {storage.join(directory, TASKS_DIR)}/*.dropped.jsonl."

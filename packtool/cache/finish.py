@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -15,6 +14,7 @@ from packtool.cache.manifest import Identity, Manifest, ShardInfo, SourceInfo, S
 from packtool.cache.schema import INDEX, dataset_info, dataset_state
 from packtool.cache.task import TASKS_DIR, TaskResult, dropped_path, index_path
 from packtool.constants import DROPPED_NAME, INDEX_NAME, MANIFEST_NAME
+from packtool.errors import PacktoolError
 from packtool.storage import AtomicFile
 
 _HISTOGRAM_BINS = 64
@@ -25,6 +25,9 @@ def build_manifest(identity: Identity, sources: tuple[SourceInfo, ...], results:
 
     Args:
         results: of all tasks, in the order of their numbers.
+
+    Raises:
+        PacktoolError: if the numbers do not add up.
     """
     channels = list(dict.fromkeys(name for result in results for name in result.channels))
     names = sorted({name for result in results for name in result.splits})
@@ -42,8 +45,13 @@ def build_manifest(identity: Identity, sources: tuple[SourceInfo, ...], results:
         splits={name: _split_info(name, results, int(identity.spec["max_length"])) for name in names},
         fingerprint=fingerprint_of(identity, sources),
     )
-    kept = sum(split.rows for split in manifest.splits.values())
-    assert manifest.rows == kept + sum(dropped.values()), "every row is kept or dropped"
+    kept = sum(split.rows - split.pieces_added for split in manifest.splits.values())
+    if manifest.rows != kept + sum(dropped.values()):
+        raise PacktoolError(
+            f"the numbers do not add up: {manifest.rows:,} rows went in, {kept:,} are kept and "
+            f"{sum(dropped.values()):,} dropped",
+            "This is a bug: the cache is not finished, do not train on it.",
+        )
     return manifest
 
 
@@ -59,6 +67,7 @@ def _split_info(name: str, results: Sequence[TaskResult], max_length: int) -> Sp
         media_tokens=sum(part.media_tokens for part in parts),
         truncated=sum(part.truncated for part in parts),
         truncated_tokens=sum(part.truncated_tokens for part in parts),
+        pieces_added=sum(part.pieces_added for part in parts),
         length_histogram=tuple(int(count) for count in histogram),
         shards=tuple(ShardInfo(part.file, part.rows, part.bytes, part.sha256) for part in parts),
     )
@@ -81,19 +90,19 @@ def publish(directory: str, manifest: Manifest, results: Sequence[TaskResult]) -
         StorageError: if writing fails; the directory then stays unfinished.
     """
     for split, info in manifest.splits.items():
-        folder = os.path.join(directory, split)
+        folder = storage.join(directory, split)
         files = [shard.file for shard in info.shards]
         for name in storage.list_names(folder):
             if name not in files:  # what an interrupted run left half-written
-                storage.remove(os.path.join(folder, name))
-        _merge_index(os.path.join(folder, INDEX_NAME), directory, split, manifest.channels, results)
-        storage.publish(os.path.join(folder, "dataset_info.json"), dataset_info())
+                storage.remove(storage.join(folder, name))
+        _merge_index(storage.join(folder, INDEX_NAME), directory, split, manifest.channels, results)
+        storage.publish(storage.join(folder, "dataset_info.json"), dataset_info())
         storage.publish(
-            os.path.join(folder, "state.json"), dataset_state(files, split, f"{manifest.fingerprint}-{split}")
+            storage.join(folder, "state.json"), dataset_state(files, split, f"{manifest.fingerprint}-{split}")
         )
-    _merge_dropped(os.path.join(directory, DROPPED_NAME), directory, results)
-    storage.publish(os.path.join(directory, MANIFEST_NAME), manifest.to_json())
-    storage.remove(os.path.join(directory, TASKS_DIR))
+    _merge_dropped(storage.join(directory, DROPPED_NAME), directory, results)
+    storage.publish(storage.join(directory, MANIFEST_NAME), manifest.to_json())
+    storage.remove(storage.join(directory, TASKS_DIR))
 
 
 def _merge_index(

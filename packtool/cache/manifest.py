@@ -49,6 +49,8 @@ class SplitInfo:
     """Counts of one split.
 
     Args:
+        rows: samples.
+        pieces_added: samples beyond one a row, where texts were split.
         length_histogram: samples by length, in equal bins of ``max_length / len`` tokens.
     """
 
@@ -58,6 +60,7 @@ class SplitInfo:
     media_tokens: int
     truncated: int
     truncated_tokens: int
+    pieces_added: int
     length_histogram: tuple[int, ...]
     shards: tuple[ShardInfo, ...]
 

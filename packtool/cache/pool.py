@@ -7,16 +7,20 @@ import multiprocessing.connection
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from typing import Any
 
-from packtool.cache.task import Task, TaskResult, run_task
+from packtool.cache.task import Report, Task, TaskResult, run_task
 from packtool.config import EncodeSpec
 from packtool.encode.encoder import Encoder
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import PacktoolError
+
+_POLL_SECONDS = 0.5
+_NUM_COUNTS = 3  # rows, drops, tokens
 
 
 @dataclass(frozen=True)
@@ -32,24 +36,41 @@ class Work:
     strict: bool
 
 
-def run_tasks(tasks: Sequence[Task], work: Work, files: ModelFiles, num_proc: int) -> Iterator[TaskResult]:
+def run_tasks(
+    tasks: Sequence[Task], work: Work, encoder: Callable[[], Encoder], num_proc: int, report: Report
+) -> Iterator[TaskResult]:
     """Run tasks and give their results as they finish, in any order.
+
+    Args:
+        encoder: makes one for this process, if the tasks run here.
+        report: told of rows, drops and tokens while tasks run.
 
     Raises:
         PacktoolError: whatever a task raised; the others are stopped. Or a worker died.
     """
     if num_proc == 1 or len(tasks) <= 1:
-        encoder = Encoder(work.spec, files)
-        for task in tasks:
-            yield run_task(task, encoder, work.directory, work.strict)
+        if tasks:
+            here = encoder()
+            for task in tasks:
+                yield run_task(task, here, work.directory, work.strict, report)
         return
     # Forked workers would inherit locks that the tokenizer's or Arrow's threads may hold.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(num_proc, len(tasks)), context, initializer=_start_worker, initargs=(work,))
+    counts = context.Array("q", _NUM_COUNTS)
+    num_proc = min(num_proc, len(tasks))
+    pool = ProcessPoolExecutor(num_proc, context, initializer=_start_worker, initargs=(work, counts))
+    told = [0] * _NUM_COUNTS
     try:
         futures = [pool.submit(_run_in_worker, task) for task in tasks]
-        for future in as_completed(futures):
-            yield _result(future, futures)
+        waiting = set(futures)
+        while waiting:
+            done, waiting = wait(waiting, timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED)
+            now = counts[:]
+            if now != told:
+                report(*(new - old for new, old in zip(now, told, strict=True)))
+                told = now
+            for future in done:
+                yield _result(future, futures)
     except BaseException:
         _kill(pool)
         raise
@@ -76,17 +97,17 @@ def _kill(pool: ProcessPoolExecutor) -> None:
     pool.shutdown(wait=True, cancel_futures=True)
 
 
-_worker: tuple[Work, Encoder] | None = None
+_worker: tuple[Work, Encoder, Any] | None = None
 
 
-def _start_worker(work: Work) -> None:
+def _start_worker(work: Work, counts: Any) -> None:
     global _worker
     # Ctrl-C reaches the whole group; the parent is the one that answers it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # The workers are the parallelism.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker = work, Encoder(work.spec, ModelFiles.load(work.spec.model))
+    _worker = work, Encoder(work.spec, ModelFiles.load(work.spec.model)), counts
 
 
 def _end_with_parent() -> None:
@@ -99,5 +120,11 @@ def _end_with_parent() -> None:
 
 def _run_in_worker(task: Task) -> TaskResult:
     assert _worker is not None, "the pool's initializer ran first"
-    work, encoder = _worker
-    return run_task(task, encoder, work.directory, work.strict)
+    work, encoder, counts = _worker
+
+    def report(*more: int) -> None:
+        with counts.get_lock():
+            for i, count in enumerate(more):
+                counts[i] += count
+
+    return run_task(task, encoder, work.directory, work.strict, report)

@@ -7,8 +7,7 @@ is done and need not run again.
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from packtool import storage
+from packtool.cache.embed import embedded
 from packtool.cache.schema import INDEX
 from packtool.cache.shard import ShardWriter, index_batch, index_part, num_targets
 from packtool.constants import TRAIN_SPLIT, VAL_SPLIT
@@ -58,7 +58,13 @@ class Task:
 
 @dataclass
 class SplitCounts:
-    """What a task put into one split."""
+    """What a task put into one split.
+
+    Args:
+        rows: samples.
+        pieces_added: samples beyond one a row, where texts were split.
+        lengths: samples by tokens.
+    """
 
     shard: int = 0
     file: str = ""
@@ -70,6 +76,7 @@ class SplitCounts:
     media_tokens: int = 0
     truncated: int = 0
     truncated_tokens: int = 0
+    pieces_added: int = 0
     lengths: dict[int, int] = field(default_factory=dict)
 
     def add(self, sample: EncodedSample) -> None:
@@ -85,7 +92,7 @@ class SplitCounts:
 
 @dataclass
 class TaskResult:
-    """Counts of a finished task: rows in are rows of its splits plus drops."""
+    """Counts of a finished task: rows in are samples of its splits, but for added pieces, plus drops."""
 
     number: int
     rows: int = 0
@@ -111,47 +118,62 @@ class TaskResult:
 
 def marker_path(directory: str, number: int) -> str:
     """Where a task's marker lies."""
-    return os.path.join(directory, TASKS_DIR, f"{number:05d}.json")
+    return storage.join(directory, TASKS_DIR, f"{number:05d}.json")
 
 
 def index_path(directory: str, number: int, split: str) -> str:
     """Where a task's part of a split's index lies until the export is finished."""
-    return os.path.join(directory, TASKS_DIR, f"{number:05d}.{split}.arrow")
+    return storage.join(directory, TASKS_DIR, f"{number:05d}.{split}.arrow")
 
 
 def dropped_path(directory: str, number: int) -> str:
     """Where a task's part of ``dropped.jsonl`` lies until the export is finished."""
-    return os.path.join(directory, TASKS_DIR, f"{number:05d}.dropped.jsonl")
+    return storage.join(directory, TASKS_DIR, f"{number:05d}.dropped.jsonl")
 
 
-def run_task(task: Task, encoder: Encoder, directory: str | None, strict: bool) -> TaskResult:
+Report = Callable[[int, int, int], None]
+"""Told of every group: rows, drops and tokens since the last time."""
+
+
+def _to_nobody(rows: int, dropped: int, tokens: int) -> None:
+    pass
+
+
+def run_task(
+    task: Task, encoder: Encoder, directory: str | None, strict: bool, report: Report = _to_nobody
+) -> TaskResult:
     """Encode a task's rows and write its shards, its parts of index and drops, and at the end its marker.
 
     Args:
         directory: of the cache; None counts and writes nothing.
         strict: the first row that cannot be used is an error.
+        report: told of progress.
 
     Raises:
         RowError: in strict mode, or for an over-long row when the strategy is ``raise``.
         StorageError: if writing fails.
     """
-    outputs = _Outputs(task, directory)
+    outputs = _Outputs(task, directory, embed=encoder.spec.media == "embed")
     val_rows = frozenset(task.val_rows)
     position = 0
     try:
         for group in _groups(_samples(task)):
             kept: dict[str, list[EncodedSample]] = {name: [] for name in task.shards}
+            num_dropped = 0
             for item in _encoded(group, encoder):
                 split = VAL_SPLIT if position in val_rows or TRAIN_SPLIT not in task.shards else TRAIN_SPLIT
                 position += 1
                 if not isinstance(item, Dropped):
                     kept[split] += item
+                    outputs.result.splits[split].pieces_added += len(item) - 1
                 elif strict:
                     raise RowError(item.source, item.row, item.reason, item.detail)
                 else:
                     outputs.drop(item)
+                    num_dropped += 1
             outputs.result.marks_added += sum(isinstance(s, Sample) and s.num_marks_added > 0 for s in group)
             outputs.write(kept)
+            report(len(group), num_dropped, sum(sample.length for samples in kept.values() for sample in samples))
         return outputs.commit(position)
     except BaseException:
         outputs.discard()
@@ -185,8 +207,9 @@ def _encoded(group: tuple[Sample | Dropped, ...], encoder: Encoder) -> Iterator[
 class _Outputs:
     """The files of one task."""
 
-    def __init__(self, task: Task, directory: str | None) -> None:
+    def __init__(self, task: Task, directory: str | None, embed: bool) -> None:
         self.result = TaskResult(task.number)
+        self._embed = embed
         self._task, self._directory = task, directory
         self._drops: list[str] = []
         self._codes: dict[str, int] = {}
@@ -195,7 +218,7 @@ class _Outputs:
         for split, (shard, name) in task.shards.items():
             self.result.splits[split] = SplitCounts(shard=shard, file=name)
             if directory is not None:
-                self._writers[split] = ShardWriter(os.path.join(directory, split, name))
+                self._writers[split] = ShardWriter(storage.join(directory, split, name))
 
     def drop(self, item: Dropped) -> None:
         self.result.dropped[item.reason] = self.result.dropped.get(item.reason, 0) + 1
@@ -206,7 +229,8 @@ class _Outputs:
             counts = self.result.splits[split]
             if self._directory is not None:
                 self._index[split].append(index_part(samples, counts.shard, counts.rows, self._codes))
-                self._writers[split].write(samples)
+                for part in embedded(samples) if self._embed else (samples,):
+                    self._writers[split].write(part)
             for sample in samples:
                 counts.add(sample)
 

@@ -22,6 +22,11 @@ def run_export(config: ExportConfig, as_json: bool) -> None:
         except KeyboardInterrupt:
             progress.note("interrupted; the same command again goes on after the finished shards")
             raise typer.Exit(EXIT_INTERRUPTED) from None
+    if summary.num_missing:
+        progress.note(
+            f"part {config.task_index} of {config.num_tasks} is done; {summary.num_missing} shards of other parts are "
+            "missing, and the last part to finish publishes the cache (or packtool export --finalize with these options)"
+        )
     if as_json:
         typer.echo(json.dumps(export_json(summary)))
         return
@@ -31,4 +36,6 @@ def run_export(config: ExportConfig, as_json: bool) -> None:
 def _title(config: ExportConfig, already_finished: bool) -> str:
     if already_finished:
         return f"{config.output_dir} was already finished with these settings: nothing to do"
+    if config.is_part and config.task_index is not None:
+        return f"part {config.task_index} of {config.num_tasks} for {config.output_dir}"
     return "counted, nothing written (--dry-run)" if config.dry_run else f"exported to {config.output_dir}"

@@ -90,6 +90,11 @@ class Encoder:
             at += count
         return results
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What a user should know of how this model is encoded for."""
+        return self._family.remarks if self._family is not None else ()
+
     def forget_media(self) -> None:
         """Measure every medium anew: the sizes of files that were seen before are remembered."""
         self._measured.clear()

@@ -26,6 +26,8 @@ def export_json(summary: ExportSummary) -> dict[str, Any]:
         "length": dict(summary.lengths),
         "seconds": round(summary.seconds, 3),
         "already_finished": summary.already_finished,
+        "pieces_added": summary.pieces_added,
+        "missing_shards": summary.num_missing,
         "output_dir": summary.output_dir,
     }
 
@@ -34,7 +36,9 @@ def export_lines(summary: ExportSummary) -> list[Line]:
     """What ``packtool export`` prints."""
     lines = [("rows in", f"{summary.rows:,}"), ("kept", _kept(summary))]
     if summary.marks_added:
-        lines.append(("  <image> marks added", f"{summary.marks_added:,} rows"))
+        lines.append(("  media marks added", f"{summary.marks_added:,} rows"))
+    if summary.pieces_added:
+        lines.append(("  pieces more, of split texts", f"{summary.pieces_added:,}"))
     lines += [("  of them truncated", f"{summary.truncated:,}"), ("dropped", f"{sum(summary.dropped.values()):,}")]
     lines += [(f"  {reason}", f"{count:,}") for reason, count in summary.dropped.items()]
     lines += [

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from packtool.cache.export import ExportSummary
 from packtool.cache.manifest import Manifest
 from packtool.cache.reader import CacheReader
 from packtool.errors import ConfigError, DataError, MismatchError, RowError, StorageError
+from packtool.storage import local as local_storage
 from tests.cache.conftest import tree
 
 Export = Callable[..., ExportSummary]
@@ -157,7 +159,7 @@ def test_a_full_disk_leaves_nothing_that_looks_whole(
         return real_open(path, mode, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(storage, "open", failing_open, raising=False)
+        patch.setattr(local_storage, "open", failing_open, raising=False)
         with pytest.raises(StorageError, match="No space left"):
             run_export()
         with pytest.raises(MismatchError):
@@ -180,19 +182,35 @@ def _command(model: Path, rows: Path, output: Path) -> list[str]:
     return [*command, "--output-dir", str(output), "--max-length", "200", "--rows-per-shard", "20"]
 
 
-def test_kill_and_go_on(model: Path, rows: Path, tmp_path: Path) -> None:
-    """``kill -9`` in the middle, many times; then the same command ends with the same bytes."""
-    output = tmp_path / "killed"
-    command = [*_command(model, rows, output), "--dataset-num-proc", "2"]
-    dice = random.Random(0)
-    for _ in range(6):
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        time.sleep(dice.uniform(0.3, 2.5))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+def test_killed_at_twenty_random_moments(model: Path, rows: Path, tmp_path: Path) -> None:
+    """``kill -9`` at any moment: the same command goes on, and ends with the same bytes."""
     subprocess.run(_command(model, rows, tmp_path / "whole"), check=True, capture_output=True, timeout=60)
-    assert tree(output) == tree(tmp_path / "whole")
+    whole = tree(tmp_path / "whole")
+    dice = random.Random(0)
+    round_number = moments_inside = 0
+    for _ in range(20):
+        output = tmp_path / f"killed{round_number}"
+        command = [*_command(model, rows, output), "--dataset-num-proc", str(dice.choice((1, 2)))]
+        process = subprocess.Popen(
+            command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
+        )
+        if dice.random() < 0.8:  # from the first file on; else at any time
+            deadline = time.monotonic() + 30
+            while not output.exists() and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.005)
+        time.sleep(dice.uniform(0.0, 0.8))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if (output / "packtool.json").exists():
+            # Killed behind its end: nothing may be missing, and another one begins.
+            round_number += 1
+        elif output.exists():
+            moments_inside += 1
+    assert moments_inside >= 5, "the moments must lie inside the work"
+    for number in range(round_number + 1):
+        output = tmp_path / f"killed{number}"
+        subprocess.run(_command(model, rows, output), check=True, capture_output=True, timeout=60)
+        assert tree(output) == whole
 
 
 def test_a_dead_worker_ends_the_run(tmp_path: Path, model: Path, rows: Path) -> None:
@@ -237,3 +255,138 @@ def test_tasks_do_not_depend_on_anything_but_rows_and_settings(run_export: Expor
     run_export("b", dataset_num_proc=1)
     assert seen[0] == seen[1]
     assert sum(task.num_rows for task in seen[0]) == 600
+
+
+def _python(code: str, *arguments: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_settings_are_checked_before_the_old_cache_is_given_up(run_export: Export, tmp_path: Path) -> None:
+    run_export()
+    before = tree(tmp_path / "cache")
+    with pytest.raises(DataError):
+        run_export(dataset=(str(tmp_path / "gone.jsonl"),), overwrite=True)
+    with pytest.raises(ConfigError):
+        run_export(model=str(tmp_path), overwrite=True)
+    assert tree(tmp_path / "cache") == before
+
+
+def test_a_marker_without_its_shard_is_not_believed(run_export: Export, tmp_path: Path) -> None:
+    run_export("whole")
+    with pytest.raises(RowError):
+        run_export(strict=True)
+    cache = tmp_path / "cache"
+    run_export()
+    shutil.rmtree(cache)
+    process_one_shard_short(run_export, cache)
+    assert tree(cache) == tree(tmp_path / "whole")
+
+
+def process_one_shard_short(run_export: Export, cache: Path) -> None:
+    """Interrupt an export at its end, and damage what it left: one shard gone, one cut off."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export_module, "publish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run_export()
+    shards = sorted((cache / "train").glob("data-*.arrow"))
+    shards[1].unlink()
+    shards[3].write_bytes(shards[3].read_bytes()[:-1])
+    summary = run_export()
+    assert summary.num_reused == len(shards) - 2
+
+
+def test_a_broken_manifest_is_told_of(run_export: Export, tmp_path: Path) -> None:
+    run_export()
+    manifest = tmp_path / "cache" / "packtool.json"
+    manifest.write_text(manifest.read_text()[:-40])
+    with pytest.raises(MismatchError, match=r"packtool\.json is broken"):
+        run_export()
+
+
+def test_parts_of_a_job_array_make_the_same_cache(run_export: Export, tmp_path: Path) -> None:
+    run_export("whole")
+    first = run_export(task_index=0, num_tasks=3)
+    assert first.num_missing
+    assert not (tmp_path / "cache" / "packtool.json").exists()
+    with pytest.raises(DataError, match=r"cannot be finished: \d+ of 10 shards are missing \(1, 2, 4"):
+        run_export(finalize=True)
+    again = run_export(task_index=0, num_tasks=3)
+    assert (again.rows, again.num_missing) == (first.rows, first.num_missing)
+    assert run_export(task_index=2, num_tasks=3).num_missing == 3
+    last = run_export(task_index=1, num_tasks=3)
+    assert last.num_missing == 0
+    assert last.rows == 600
+    assert tree(tmp_path / "cache") == tree(tmp_path / "whole")
+    with pytest.raises(MismatchError):
+        run_export(task_index=1, num_tasks=3, max_length=100)
+
+
+def test_what_parts_have_exported_can_be_published_later(run_export: Export, tmp_path: Path) -> None:
+    run_export("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export_module, "publish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        run_export(task_index=0, num_tasks=2)
+        with pytest.raises(KeyboardInterrupt):
+            run_export(task_index=1, num_tasks=2)
+    assert run_export(finalize=True).rows == 600
+    assert tree(tmp_path / "cache") == tree(tmp_path / "whole")
+
+
+def test_embedded_pictures_need_no_files_any_more(run_export: Export, tmp_path: Path) -> None:
+    run_export("linked")
+    run_export(media="embed")
+    linked = CacheReader.open([str(tmp_path / "linked")])
+    reader = CacheReader.open([str(tmp_path / "cache")])
+    for position in range(len(reader)):
+        sample, other = reader.sample(position), linked.sample(position)
+        np.testing.assert_array_equal(sample.input_ids, other.input_ids)
+        for image, plain in zip(sample.images, other.images, strict=True):
+            assert plain.data is None
+            assert image.path == plain.path
+            assert image.data == Path(str(plain.path)).read_bytes()
+
+
+def test_rows_of_val_datasets_and_split_texts(run_export: Export, tmp_path: Path) -> None:
+    (tmp_path / "more.jsonl").write_text(
+        json.dumps({"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}) + "\n"
+    )
+    summary = run_export("val", val_dataset=(str(tmp_path / "more.jsonl"),))
+    assert summary.kept_by_split["val"] == 1
+    (tmp_path / "long.txt").write_text("word " * 100 + "\n" + "short\n")
+    split = run_export("split", dataset=(str(tmp_path / "long.txt"),), truncation_strategy="split", max_length=150)
+    assert (split.rows, split.kept, split.pieces_added) == (2, 5, 3)
+
+
+def test_workers_import_neither_torch_nor_transformers(model: Path, rows: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from packtool.cache import pool, task; from packtool.config import EncodeSpec;"
+        "from packtool.encode.encoder import Encoder; from packtool.encode.model_files import ModelFiles;"
+        "spec = EncodeSpec(model=sys.argv[1], max_length=100); Encoder(spec, ModelFiles.load(sys.argv[1]));"
+        "print([name for name in ('torch', 'transformers', 'datasets', 'fsspec') if name in sys.modules])"
+    )
+    assert _python(code, str(model)).strip() == "[]"
+
+
+def test_memory_does_not_grow_with_the_rows(model: Path, tmp_path: Path) -> None:
+    """Ten times the rows in the same memory, all processes together."""
+    line = json.dumps({"messages": [{"role": "user", "content": "q" * 50}, {"role": "assistant", "content": "a" * 50}]})
+    peaks = []
+    for count in (2_000, 20_000):
+        rows = tmp_path / f"{count}.jsonl"
+        rows.write_text((line + "\n") * count)
+        command = [*_command(model, rows, tmp_path / f"cache{count}"), "--dataset-num-proc", "2"]
+        command[command.index("--rows-per-shard") + 1] = "1000"
+        process = psutil.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        peak = 0
+        while process.poll() is None:
+            try:
+                family = [process, *process.children(recursive=True)]
+                peak = max(peak, sum(one.memory_info().rss for one in family))
+            except psutil.NoSuchProcess:
+                pass
+            time.sleep(0.02)
+        assert process.returncode == 0
+        peaks.append(peak)
+    assert peaks[1] < peaks[0] + 60e6, peaks

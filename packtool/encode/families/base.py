@@ -132,7 +132,11 @@ class Family(Protocol):
             and must bring opening and closing marks with them. True: contents are lists of texts and media, the
             template writes ``placeholders``, and ``parts`` replace these.
         placeholders: the control token that the template writes for each kind; empty unless ``content_as_list``.
+        remarks: what a user should know, a line each.
     """
+
+    @property
+    def remarks(self) -> tuple[str, ...]: ...
 
     @property
     def limits(self) -> MediaLimits: ...

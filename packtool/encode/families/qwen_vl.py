@@ -89,6 +89,7 @@ class QwenVL:
     """
 
     content_as_list = False
+    remarks: tuple[str, ...] = ()
     placeholders: Mapping[str, Kind] = MappingProxyType({})
 
     def __init__(self, files: ModelFiles, options: MediaOptions) -> None:
@@ -103,6 +104,8 @@ class QwenVL:
         self._images, self._videos = images, videos
         self._opening, self._closing = "<|vision_start|>", "<|vision_end|>"
         self._pads = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
+        if self._pads["video"] not in files.tokenizer_json:
+            del self._pads["video"]
 
     @property
     def control_tokens(self) -> tuple[str, ...]:
@@ -113,9 +116,10 @@ class QwenVL:
         """See ``Family``."""
         if kind == "image":
             return self._image(ref)
-        if kind == "video":
+        if kind == "video" and kind in self._pads:
             return self._video(ref)
-        raise MediaProblem("media_unsupported", f"{label(ref)}: the model hears nothing")
+        missing = "tokenizer has no token for videos" if kind == "video" else "model hears nothing"
+        raise MediaProblem("media_unsupported", f"{label(ref)}: the {missing}")
 
     def _image(self, ref: MediaRef) -> EncodedImage:
         height, width = measure_image(ref)
