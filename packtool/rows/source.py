@@ -6,6 +6,7 @@ import json
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -93,7 +94,7 @@ class Source:
     system: str | None = None
     loss_scale: str | None = None
 
-    @property
+    @cached_property
     def label(self) -> str:
         """The path as it may be shown and kept: without the secrets that a URL can carry."""
         return storage.masked(self.path)

@@ -40,15 +40,15 @@ class Found:
     """
 
     source: Source
-    refs: dict[str, list[MediaRef]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
-    num_open: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    refs: dict[str, list[MediaRef]] = field(default_factory=dict)
+    num_open: dict[str, int] = field(default_factory=dict)
 
     def add(self, kind: str, value: Any) -> str:
         """Take a medium, or None for one that the row's list has, and give the mark that stands for it."""
         if value is None or value == "":
-            self.num_open[kind] += 1
+            self.num_open[kind] = self.num_open.get(kind, 0) + 1
         else:
-            self.refs[kind].append(media_ref(kind, value, self.source))
+            self.refs.setdefault(kind, []).append(media_ref(kind, value, self.source))
         return MEDIA_MARKS[kind]
 
 
@@ -61,14 +61,14 @@ def media_of(fields: Fields, found: Found) -> dict[str, tuple[MediaRef, ...]]:
     media = {}
     for kind in KINDS:
         listed = _listed(fields, kind, found.source)
-        inner = found.refs[kind]
+        inner = found.refs.get(kind)
         if listed and inner:
             detail = f"messages hold {len(inner)} {kind}s and the row lists {len(listed)} more: their order is unknown"
             raise RowProblem(f"{kind}_marks", detail)
-        if found.num_open[kind] and not listed:
-            detail = f"the messages have places for {found.num_open[kind]} {kind}s more than the row has"
+        if not listed and (num_open := found.num_open.get(kind)):
+            detail = f"the messages have places for {num_open} {kind}s more than the row has"
             raise RowProblem(f"{kind}_marks", detail)
-        media[kind] = tuple(listed or inner)
+        media[kind] = tuple(listed or inner or ())
     return media
 
 
@@ -81,6 +81,8 @@ def with_marks(turns: list[Turn], media: Mapping[str, Sequence[MediaRef]]) -> tu
     Raises:
         RowProblem: if there are more marks than media: which mark goes with which is unknown.
     """
+    if not any(media.values()):
+        return turns, 0
     added = ""
     for kind in ("video", "audio", "image"):
         if not media[kind]:
@@ -103,10 +105,10 @@ def with_marks(turns: list[Turn], media: Mapping[str, Sequence[MediaRef]]) -> tu
 def _listed(fields: Fields, kind: str, source: Source) -> list[MediaRef]:
     name = f"{kind}s"
     value = fields.get(name)
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        value = fields.parsed(name)
     if value is None:
         return []
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = fields.parsed(name)
     if isinstance(value, (str, bytes, bytearray, Mapping)) or _is_bytes(value):
         value = [value]
     if not isinstance(value, Sequence):

@@ -87,37 +87,53 @@ def turns_of(messages: Any, found: Found) -> list[Turn]:
     tags = tags_of(found.source.tags)
     turns: list[Turn] = []
     after_call = False
-    for who, message in _messages(messages, tags):
-        role = _role(who, message, tags)
-        if role != _CALL:
-            turns += _turns(who, role, message, found, tags)
+    for i, message in enumerate(messages):
+        if (plain := _plain_turn(message, tags)) is not None:
+            turns.append(plain)
             after_call = False
             continue
-        turn = _call(who, message, tags)
-        if turns and turns[-1].role == "assistant" and (after_call or not turns[-1].extra.get("tool_calls")):
-            turn = _joined(turns.pop(), turn)
-        turns.append(turn)
-        after_call = True
+        for who, part in _parts(f"message {i}", message, tags):
+            role = _role(who, part, tags)
+            if role != _CALL:
+                turns += _turns(who, role, part, found, tags)
+                after_call = False
+                continue
+            turn = _call(who, part, tags)
+            if turns and turns[-1].role == "assistant" and (after_call or not turns[-1].extra.get("tool_calls")):
+                turn = _joined(turns.pop(), turn)
+            turns.append(turn)
+            after_call = True
     return turns
 
 
-def _messages(messages: Sequence[Any], tags: Tags) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(name for problems, message); pairs are taken apart."""
-    for i, message in enumerate(messages):
-        if isinstance(message, str):
-            message = _parsed(f"message {i}", message)
-        if not isinstance(message, Mapping):
-            raise RowProblem("invalid_row", f"message {i} is a {type(message).__name__}, not an object")
-        if any(key in message for key in tags.role_keys):
-            yield f"message {i}", message
-            continue
-        pair = [(role, key) for role, keys in _PAIR_KEYS for key in keys if message.get(key) is not None]
-        if not pair:
-            detail = f"message {i} has no {' or '.join(tags.role_keys)}; its keys are: {', '.join(map(str, message))}"
-            raise RowProblem("unknown_role", detail)
-        for role, key in pair:
-            if role != "system" or message[key]:  # each pair of a file may have the key, most of them empty
-                yield f"message {i} ({key})", {tags.role_keys[0]: role, tags.content_keys[0]: message[key]}
+def _plain_turn(message: Any, tags: Tags) -> Turn | None:
+    """The turn of a message with role and text and nothing else, as most are; None for all others."""
+    if type(message) is not dict or len(message) != 2:
+        return None
+    for role_key, content_key in zip(tags.role_keys, tags.content_keys, strict=False):
+        content, spelled = message.get(content_key), message.get(role_key)
+        if type(content) is str and type(spelled) is str:
+            role = tags.roles.get(spelled)
+            return Turn(role, content) if role is not None and role != _CALL else None
+    return None
+
+
+def _parts(who: str, message: Any, tags: Tags) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(name for problems, message); a pair of question and answer is taken apart."""
+    if isinstance(message, str):
+        message = _parsed(who, message)
+    if not isinstance(message, Mapping):
+        raise RowProblem("invalid_row", f"{who} is a {type(message).__name__}, not an object")
+    if any(key in message for key in tags.role_keys):
+        yield who, message
+        return
+    pair = [(role, key) for role, keys in _PAIR_KEYS for key in keys if message.get(key) is not None]
+    if not pair:
+        detail = f"{who} has no {' or '.join(tags.role_keys)}; its keys are: {', '.join(map(str, message))}"
+        raise RowProblem("unknown_role", detail)
+    for role, key in pair:
+        if role != "system" or message[key]:  # each pair of a file may have the key, most of them empty
+            yield f"{who} ({key})", {tags.role_keys[0]: role, tags.content_keys[0]: message[key]}
 
 
 def _parsed(who: str, text: str) -> Any:
