@@ -203,8 +203,8 @@ def _resolve(named: Pairs, keys: Sequence[str], where: str) -> dict[str, str]:
             raise DataError(
                 f"--columns {name}={column}: {where} has no column {column!r} in its first rows"
                 f"{did_you_mean(column, keys)}; its columns are: {_listed(keys)}",
-                "Name a column that is there (rows may have null in it); where sets differ, name each set's columns in a "
-                "--dataset-info file.",
+                "Name a column that is there (rows may have null in it); where sets differ, name each set's columns in "
+                "a --dataset-info file.",
             )
         columns[name] = column
     return columns
