@@ -277,7 +277,9 @@ class TrainConfig(MediaOptions, PackingOptions):
     target_modules: tuple[str, ...] = option(
         ("all-linear",), "Modules that get adapters: all-linear or names.", panel="Parameters"
     )
-    freeze_vit: bool = option(True, "Keep the vision tower as it is.", panel="Parameters")
+    freeze_vit: bool = option(
+        True, "Keep the vision tower (and an Omni model's audio tower) as it is.", panel="Parameters"
+    )
     freeze_aligner: bool = option(True, "Keep the projection from vision to text as it is.", panel="Parameters")
     freeze_llm: bool = option(False, "Keep the language model as it is.", panel="Parameters")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -19,9 +20,11 @@ class Batch:
     Args:
         input_ids: int64 (B, T).
         labels: int64 (B, T), already shifted: what position i is to predict, -100 where nothing.
-        position_ids: int64 (4, B, T) as [text, t, h, w] for M-RoPE models, else (B, T).
-        pixel_values: (patches, patch_dim) of all pictures in the order of their pads, or None.
-        image_grid_thw: int64 (pictures, 3), or None.
+        position_ids: (4, B, T) as [text, t, h, w] for M-RoPE models, else (B, T); int64, or float32 for fractions.
+        media: what the towers take, by the name of the model's argument, in the order of the media's pads:
+            ``pixel_values`` and ``image_grid_thw``, ``pixel_values_videos`` and ``video_grid_thw``,
+            ``input_features`` and ``feature_attention_mask``.
+        loss_weights: float32 (B, T), of each label, shifted like them, or None when all weigh 1.
         num_samples: samples in it; a filler document does not count.
         num_target_tokens: labels that are not -100.
     """
@@ -29,21 +32,24 @@ class Batch:
     input_ids: Tensor
     labels: Tensor
     position_ids: Tensor
-    pixel_values: Tensor | None
-    image_grid_thw: Tensor | None
+    media: Mapping[str, Tensor]
+    loss_weights: Tensor | None
     num_samples: int
     num_target_tokens: int
 
+    @property
+    def pixel_values(self) -> Tensor | None:
+        """(patches, patch_dim) of all pictures, or None."""
+        return self.media.get("pixel_values")
+
+    @property
+    def image_grid_thw(self) -> Tensor | None:
+        """int64 (pictures, 3), or None."""
+        return self.media.get("image_grid_thw")
+
     def model_inputs(self) -> dict[str, Any]:
         """Keyword arguments of the model's forward; labels stay behind, for the loss is packtool's own."""
-        inputs: dict[str, Any] = {
-            "input_ids": self.input_ids,
-            "position_ids": self.position_ids,
-            "use_cache": False,
-        }
-        if self.pixel_values is not None:
-            inputs |= {"pixel_values": self.pixel_values, "image_grid_thw": self.image_grid_thw}
-        return inputs
+        return {"input_ids": self.input_ids, "position_ids": self.position_ids, "use_cache": False, **self.media}
 
     def to(self: B, device: torch.device | str, *, non_blocking: bool = False) -> B:
         """The same micro-batch on another device."""
@@ -55,9 +61,8 @@ class Batch:
 
     def _map(self: B, function: Any) -> B:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return type(self)(
-            **{name: function(value) if isinstance(value, Tensor) else value for name, value in values.items()}
-        )
+        moved = {name: function(value) if isinstance(value, Tensor) else value for name, value in values.items()}
+        return type(self)(**moved | {"media": {name: function(value) for name, value in self.media.items()}})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -14,6 +14,7 @@ every parameter takes part in every backward pass, so that ranks with and withou
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ from torch import Tensor
 from packtool.batch.batch import PackedBatch, PaddedBatch
 from packtool.batch.pixels import load_pixels
 from packtool.batch.positions import sample_positions
+from packtool.batch.sounds import load_sounds
 from packtool.batch.spec import InputSpec
 from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedImage, EncodedSample
@@ -42,7 +44,7 @@ def collate_packs(samples: Sequence[EncodedSample], spec: InputSpec) -> PackedBa
         DataError: naming a picture that cannot be read or has changed, or a sample whose pads do not fit its pictures.
     """
     _check_pads(samples, spec)
-    documents, pixels, grids = _with_filler(samples, spec)
+    documents, media = _with_filler(samples, spec)
     input_ids = np.concatenate([sample.input_ids for sample in documents], dtype=np.int64)
     labels = np.concatenate([_shifted_labels(sample) for sample in documents], dtype=np.int64)
     if spec.sees:
@@ -50,12 +52,13 @@ def collate_packs(samples: Sequence[EncodedSample], spec: InputSpec) -> PackedBa
     else:
         positions = np.concatenate([np.arange(sample.length) for sample in documents], dtype=np.int64)[None]
     lengths = tuple(sample.length for sample in documents)
+    weights = _shifted_weights(documents)
     return PackedBatch(
         input_ids=torch.from_numpy(input_ids).unsqueeze(0),
         labels=torch.from_numpy(labels).unsqueeze(0),
-        position_ids=torch.from_numpy(positions),
-        pixel_values=pixels,
-        image_grid_thw=grids,
+        position_ids=_as_positions(positions),
+        media=media,
+        loss_weights=torch.from_numpy(np.concatenate(weights)).unsqueeze(0) if weights is not None else None,
         num_samples=len(samples),
         num_target_tokens=int(np.count_nonzero(labels != IGNORE_INDEX)),
         cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
@@ -74,23 +77,28 @@ def collate_padded(samples: Sequence[EncodedSample], spec: InputSpec) -> PaddedB
         DataError: as ``collate_packs``.
     """
     _check_pads(samples, spec)
-    rows, pixels, grids = _with_filler(samples, spec)
+    rows, media = _with_filler(samples, spec)
     shape = (len(rows), max(sample.length for sample in rows))
     # A padding token is never attended to and has no label; 0 is in every vocabulary and is no picture's pad.
-    input_ids, positions = np.zeros(shape, np.int64), np.zeros((4, *shape), np.int64)
+    found = [sample_positions(sample, spec) for sample in rows]
+    input_ids, positions = np.zeros(shape, np.int64), np.zeros((4, *shape), np.result_type(*found))
     labels, mask = np.full(shape, IGNORE_INDEX, np.int64), np.zeros(shape, np.int64)
+    weights = _shifted_weights(rows)
+    loss_weights = np.zeros(shape, np.float32)
     for row, sample in enumerate(rows):
         taken = slice(sample.length)
         input_ids[row, taken] = sample.input_ids
         labels[row, taken] = _shifted_labels(sample)
         mask[row, taken] = 1
-        positions[:, row, taken] = sample_positions(sample, spec)
+        positions[:, row, taken] = found[row]
+        if weights is not None:
+            loss_weights[row, taken] = weights[row]
     return PaddedBatch(
         input_ids=torch.from_numpy(input_ids),
         labels=torch.from_numpy(labels),
-        position_ids=torch.from_numpy(positions if spec.sees else positions[0]),
-        pixel_values=pixels,
-        image_grid_thw=grids,
+        position_ids=_as_positions(positions if spec.sees else positions[0]),
+        media=media,
+        loss_weights=torch.from_numpy(loss_weights) if weights is not None else None,
         num_samples=len(samples),
         num_target_tokens=int(np.count_nonzero(labels != IGNORE_INDEX)),
         attention_mask=torch.from_numpy(mask),
@@ -102,20 +110,37 @@ def _shifted_labels(sample: EncodedSample) -> npt.NDArray[np.int32]:
     return np.append(sample.labels[1:], np.int32(IGNORE_INDEX))
 
 
-def _with_filler(
-    samples: Sequence[EncodedSample], spec: InputSpec
-) -> tuple[list[EncodedSample], Tensor | None, Tensor | None]:
-    """The samples, a filler where one is needed, and the pixels of all of them."""
-    pixels, grids = load_pixels(samples, spec) or (None, None)
-    if pixels is not None or (samples and not spec.sees):
-        return list(samples), pixels, grids
+def _shifted_weights(samples: Sequence[EncodedSample]) -> list[npt.NDArray[np.float32]] | None:
+    """float32 (L,) of each sample, shifted like its labels; None if all labels of all samples weigh 1."""
+    if all(sample.loss_scale is None for sample in samples):
+        return None
+    ones = (
+        np.ones(sample.length, np.float32) if sample.loss_scale is None else sample.loss_scale for sample in samples
+    )
+    return [np.append(weights[1:], np.float32(0)) for weights in ones]
+
+
+def _as_positions(positions: npt.NDArray[Any]) -> Tensor:
+    if np.issubdtype(positions.dtype, np.floating):
+        positions = positions.astype(np.float32)
+    return torch.from_numpy(positions)
+
+
+def _with_filler(samples: Sequence[EncodedSample], spec: InputSpec) -> tuple[list[EncodedSample], dict[str, Tensor]]:
+    """The samples, a filler where one is needed, and what the towers take of all of them."""
+    media = load_pixels(samples, spec)
+    if spec.hears:
+        media |= load_sounds(samples, spec)
+    if media.keys() & {"pixel_values", "pixel_values_videos"} or (samples and not spec.sees):
+        return list(samples), media
     if not spec.sees:
-        return [_filler([0], ())], None, None
+        return [_filler([0], ())], {}
     side = int(spec.config.vision_config.spatial_merge_size)
     config = spec.config
     picture = EncodedImage(None, b"", side, side, grid=(1, side, side), num_tokens=1)
-    filler = _filler([config.vision_start_token_id, config.image_token_id, config.vision_end_token_id], (picture,))
-    return [*samples, filler], torch.zeros(side * side, spec.patch_dim), torch.tensor([picture.grid])
+    filler = _filler([config.vision_start_token_id, spec.pad_ids["image"], config.vision_end_token_id], (picture,))
+    pixels = {"pixel_values": torch.zeros(side * side, spec.patch_dim), "image_grid_thw": torch.tensor([picture.grid])}
+    return [*samples, filler], media | pixels
 
 
 def _filler(input_ids: list[int], images: tuple[EncodedImage, ...]) -> EncodedSample:
@@ -125,12 +150,19 @@ def _filler(input_ids: list[int], images: tuple[EncodedImage, ...]) -> EncodedSa
 
 
 def _check_pads(samples: Sequence[EncodedSample], spec: InputSpec) -> None:
-    """A picture must meet its own sample's pads: transformers only compares the totals of the whole micro-batch."""
+    """A medium must meet its own sample's pads: transformers only compares the totals of the whole micro-batch."""
     for sample in samples:
-        found = int(np.count_nonzero(sample.input_ids == spec.image_pad_id)) if spec.sees else 0
-        if found != sample.num_media_tokens:
-            raise DataError(
-                f"row {sample.row} of {sample.source}: {found} picture tokens for pictures that need "
-                f"{sample.num_media_tokens}",
-                "The cache does not belong to this model, or is damaged: run packtool export again.",
-            )
+        tracks = [video.audio for video in sample.videos if video.audio is not None]
+        needed = {
+            "image": sum(image.num_tokens for image in sample.images),
+            "video": sum(video.num_tokens for video in sample.videos),
+            "audio": sum(audio.num_tokens for audio in (*sample.audios, *tracks)),
+        }
+        for kind, wanted in needed.items():
+            pad = spec.pad_ids.get(kind)
+            found = int(np.count_nonzero(sample.input_ids == pad)) if pad is not None else 0
+            if found != wanted:
+                raise DataError(
+                    f"row {sample.row} of {sample.source}: {found} {kind} tokens for media that need {wanted}",
+                    "The cache does not belong to this model, or is damaged: run packtool export again.",
+                )

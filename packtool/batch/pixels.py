@@ -1,4 +1,4 @@
-"""Pictures become ``pixel_values``, through the model's own image processor at the cache's limits."""
+"""Pictures and videos become patches, through the model's own processors at the cache's limits."""
 
 from __future__ import annotations
 
@@ -8,44 +8,73 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoImageProcessor
+from transformers import AutoImageProcessor, AutoVideoProcessor
 
 from packtool.batch.spec import InputSpec
-from packtool.encode.encoded import EncodedImage, EncodedSample
+from packtool.encode.encoded import EncodedImage, EncodedSample, EncodedVideo
 from packtool.errors import DataError
 from packtool.media.load import load_image
+from packtool.media.video import load_video
 
 
-def load_pixels(samples: Sequence[EncodedSample], spec: InputSpec) -> tuple[Tensor, Tensor] | None:
-    """Pixels of all pictures of some samples, in the order of their pads; None when there are none.
+def load_pixels(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
+    """Patches of all pictures and videos of some samples, in the order of their pads, by the model's names.
 
     Returns:
-        pixel_values float32 (patches, patch_dim) and image_grid_thw int64 (pictures, 3).
+        ``pixel_values`` float32 (patches, patch_dim) and ``image_grid_thw`` int64 (pictures, 3); for videos
+        ``pixel_values_videos`` and ``video_grid_thw`` likewise; what there is none of is left out.
 
     Raises:
-        DataError: naming a picture that cannot be read, or whose size is no longer the one that was exported.
+        DataError: naming a file that cannot be read, or whose size is no longer the one that was exported.
     """
     images = [(image, sample) for sample in samples for image in sample.images]
-    if not images:
-        return None
-    assert spec.limits is not None, "a sample with pictures for a model without limits"
+    videos = [(video, sample) for sample in samples for video in sample.videos]
+    return (_pictures(images, spec) if images else {}) | (_videos(videos, spec) if videos else {})
+
+
+def _pictures(images: Sequence[tuple[EncodedImage, EncodedSample]], spec: InputSpec) -> dict[str, Tensor]:
+    assert spec.limits.image is not None, "a sample with pictures for a model without limits"
     pictures = [load_image(image.path, image.data) for image, _ in images]
-    size = {"shortest_edge": spec.limits.min_pixels, "longest_edge": spec.limits.max_pixels}
+    size = {"shortest_edge": spec.limits.image.min_pixels, "longest_edge": spec.limits.image.max_pixels}
     made = _image_processor(spec.model)(images=pictures, size=size, return_tensors="pt")
     grids: Tensor = made["image_grid_thw"]
     expected = torch.tensor([image.grid for image, _ in images])
     if not torch.equal(grids, expected):
         first = int((grids != expected).any(dim=1).nonzero()[0])
-        raise _changed(*images[first], pictures[first].size, tuple(grids[first].tolist()))
-    return made["pixel_values"], grids
+        width, height = pictures[first].size
+        raise _changed(*images[first], f"{width}x{height} pixels in {tuple(grids[first].tolist())}")
+    return {"pixel_values": made["pixel_values"], "image_grid_thw": grids}
 
 
-def _changed(image: EncodedImage, sample: EncodedSample, size: tuple[int, int], grid: tuple[int, ...]) -> DataError:
-    name = image.path if image.path is not None else f"a picture of {len(image.data or b'')} bytes"
-    width, height = size
+def _videos(videos: Sequence[tuple[EncodedVideo, EncodedSample]], spec: InputSpec) -> dict[str, Tensor]:
+    assert spec.limits.video is not None, "a sample with videos for a model without limits"
+    pixels, grids = [], []
+    # One at a time: a processor would stack videos of one size, and each has bounds of its own.
+    for video, sample in videos:
+        frames = load_video(video.path, video.data, video.frames, video.indices)
+        least, most = spec.limits.video.bounds(len(frames))
+        made = _video_processor(spec.model)(
+            videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)],
+            size={"shortest_edge": least, "longest_edge": most},
+            do_sample_frames=False,
+            cap_pixels_per_frame=False,
+            return_tensors="pt",
+        )
+        grid = tuple(made["video_grid_thw"][0].tolist())
+        if grid != video.grid:
+            height, width = frames.shape[1:3]
+            raise _changed(video, sample, f"{width}x{height} pixels in {grid}")
+        pixels.append(made["pixel_values_videos"])
+        grids.append(made["video_grid_thw"])
+    return {"pixel_values_videos": torch.cat(pixels), "video_grid_thw": torch.cat(grids)}
+
+
+def _changed(medium: EncodedImage | EncodedVideo, sample: EncodedSample, now: str) -> DataError:
+    kind = "picture" if isinstance(medium, EncodedImage) else "video"
+    name = medium.path if medium.path is not None else f"a {kind} of {len(medium.data or b'')} bytes"
     return DataError(
         f"{name} (row {sample.row} of {sample.source}) has changed since the export: it was "
-        f"{image.width}x{image.height} pixels in patches of {image.grid}, now it is {width}x{height} in {grid}",
+        f"{medium.width}x{medium.height} pixels in patches of {medium.grid}, now it is {now}",
         "Put the file back, or run packtool export again with --overwrite.",
     )
 
@@ -53,4 +82,10 @@ def _changed(image: EncodedImage, sample: EncodedSample, size: tuple[int, int], 
 @lru_cache(maxsize=4)
 def _image_processor(model: str) -> Any:
     auto: Any = AutoImageProcessor
+    return auto.from_pretrained(model)
+
+
+@lru_cache(maxsize=4)
+def _video_processor(model: str) -> Any:
+    auto: Any = AutoVideoProcessor
     return auto.from_pretrained(model)

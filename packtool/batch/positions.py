@@ -19,31 +19,62 @@ import numpy.typing as npt
 import torch
 from transformers import AutoModel
 
+from packtool.batch.sounds import sounds_in_order
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
+from packtool.errors import DataError
 
 NUM_ROWS = 4
-IMAGE_TYPE = 1
-"""``mm_token_type_ids`` of a picture's pads; text is 0."""
+TOKEN_TYPES = {"image": 1, "video": 2}
+"""``mm_token_type_ids`` of a medium's pads; text is 0."""
 
 _meta_models: dict[str, Any] = {}
 
 
-def sample_positions(sample: EncodedSample, spec: InputSpec) -> npt.NDArray[np.int64]:
-    """Rows [text, t, h, w] of one sample, int64 (4, L).
+def sample_positions(sample: EncodedSample, spec: InputSpec) -> npt.NDArray[Any]:
+    """Rows [text, t, h, w] of one sample, (4, L): int64, or float32 where an Omni model's seconds are fractions.
 
-    Rows 1 to 3 of a sample with pictures come from the model's ``get_rope_index``.
+    Rows 1 to 3 of a sample with pictures or videos come from the model's ``get_rope_index``.
+
+    Raises:
+        DataError: for videos with and without a sound track in one sample, which Omni models cannot place.
     """
     text = np.arange(sample.length, dtype=np.int64)
-    if not sample.images:
+    if not sample.images and not sample.videos:
         return np.broadcast_to(text, (NUM_ROWS, sample.length))
     input_ids = torch.from_numpy(sample.input_ids.astype(np.int64)).unsqueeze(0)
-    rope, _ = _meta_model(spec).get_rope_index(
-        input_ids=input_ids,
-        mm_token_type_ids=torch.eq(input_ids, spec.image_pad_id or -1).int() * IMAGE_TYPE,
-        image_grid_thw=torch.tensor([image.grid for image in sample.images]),
-    )
-    return np.concatenate([text[None], rope[:, 0].numpy()])
+    grids = {
+        "image_grid_thw": torch.tensor([image.grid for image in sample.images]) if sample.images else None,
+        "video_grid_thw": torch.tensor([video.grid for video in sample.videos]) if sample.videos else None,
+    }
+    find: Any = _meta_model(spec).get_rope_index
+    if spec.hears:
+        rope, _ = find(input_ids=input_ids, **grids, **_omni_settings(sample, input_ids, spec))
+    else:
+        types = sum(torch.eq(input_ids, spec.pad_ids[kind]).int() * number for kind, number in TOKEN_TYPES.items())
+        seconds = torch.tensor([video.seconds_per_grid for video in sample.videos])
+        rope, _ = find(input_ids=input_ids, mm_token_type_ids=types, second_per_grid_ts=seconds, **grids)
+    rows = rope[:, 0].numpy()
+    if np.issubdtype(rows.dtype, np.floating) and (rows == rows.round()).all():
+        rows = rows.astype(np.int64)
+    return np.concatenate([text[None], rows]).astype(rows.dtype)
+
+
+def _omni_settings(sample: EncodedSample, input_ids: torch.Tensor, spec: InputSpec) -> dict[str, Any]:
+    with_track = [video.audio is not None for video in sample.videos]
+    if any(with_track) and not all(with_track):
+        raise DataError(
+            f"row {sample.row} of {sample.source} has videos with and without a sound track, whose positions an Omni "
+            "model cannot tell",
+            "Export without --use-audio-in-video, or leave that row out.",
+        )
+    sounds = [sound.num_features for sound, _, _ in sounds_in_order(sample, spec)]
+    return {
+        "attention_mask": torch.ones_like(input_ids),
+        "use_audio_in_video": any(with_track),
+        "audio_seqlens": torch.tensor(sounds) if sounds else None,
+        "second_per_grids": torch.tensor([video.seconds_per_grid for video in sample.videos]),
+    }
 
 
 def _meta_model(spec: InputSpec) -> Any:

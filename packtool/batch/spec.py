@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from packtool.encode.families import ImageLimits, is_multimodal
-from packtool.encode.families.qwen_vl import MODEL_TYPES
+from packtool.encode.families import MediaLimits, is_multimodal
+from packtool.encode.families.qwen_omni import MODEL_TYPES as OMNI_TYPES
+from packtool.encode.families.qwen_vl import MODEL_TYPES as VISION_TYPES
 from packtool.errors import ConfigError
 
 
@@ -17,27 +19,29 @@ class InputSpec:
     """A model as seen by collation.
 
     Args:
-        model: directory (or hub id) whose image processor makes the pixels.
-        config: the model's configuration.
-        limits: bounds on a picture's size that the cache was made with; None for a model of text alone.
+        model: directory (or hub id) whose processors make pixels and mel frames.
+        config: the model's configuration; of an Omni model its thinker's.
+        limits: bounds on media that the cache was made with.
     """
 
     model: str
     config: PreTrainedConfig
-    limits: ImageLimits | None
+    limits: MediaLimits
 
     @classmethod
-    def load(cls, model: str, limits: ImageLimits | None) -> InputSpec:
+    def load(cls, model: str, limits: MediaLimits) -> InputSpec:
         """Read the configuration of ``model``.
 
         Raises:
             ConfigError: for a multimodal model whose inputs packtool cannot make.
         """
-        config = AutoConfig.from_pretrained(model)
-        if is_multimodal(config.to_dict()) and config.model_type not in MODEL_TYPES:
+        config = model_config(model)
+        known = (*VISION_TYPES, *OMNI_TYPES)
+        if is_multimodal(config.to_dict()) and config.model_type not in known:
             raise ConfigError(
-                f"the model's type is {config.model_type!r}, a multimodal family that packtool cannot train yet",
-                f"Known are {', '.join(MODEL_TYPES)}, and every model of text alone.",
+                f"the model's type is {config.model_type!r}, a multimodal family that packtool can export for, but not "
+                "train yet",
+                f"Those it can train are {', '.join(known)}, and every model of text alone.",
             )
         return cls(model, config, limits)
 
@@ -47,12 +51,39 @@ class InputSpec:
         return is_multimodal(self.config.to_dict())
 
     @property
+    def hears(self) -> bool:
+        """Whether the model takes sounds."""
+        return self.config.model_type in OMNI_TYPES
+
+    @cached_property
+    def pad_ids(self) -> dict[str, int]:
+        """The token that stands for a piece of a medium, by kind."""
+        if not self.sees:
+            return {}
+        kinds = ("image", "video", "audio") if self.hears else ("image", "video")
+        return {kind: _token_id(self.config, kind) for kind in kinds}
+
+    @property
     def image_pad_id(self) -> int | None:
         """The token that stands for a piece of a picture."""
-        return int(self.config.image_token_id) if self.sees else None
+        return self.pad_ids.get("image")
 
     @property
     def patch_dim(self) -> int:
         """Numbers in one row of ``pixel_values``."""
         vision = self.config.vision_config
         return int(vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
+
+
+def model_config(model: str) -> PreTrainedConfig:
+    """The configuration of what is trained: of an Omni model its thinker, which reads; the talker is left alone."""
+    config = AutoConfig.from_pretrained(model)
+    thinker = getattr(config, "thinker_config", None)
+    return thinker if isinstance(thinker, PreTrainedConfig) else config
+
+
+def _token_id(config: Any, kind: str) -> int:
+    for name in (f"{kind}_token_id", f"{kind}_token_index"):
+        if getattr(config, name, None) is not None:
+            return int(getattr(config, name))
+    raise ConfigError(f"config.json names no {kind}_token_id", "Take config.json from the model's own repository.")

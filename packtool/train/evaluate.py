@@ -120,7 +120,7 @@ def _load(model: str, reader: CacheReader, *, on_gpu: bool) -> tuple[nn.Module, 
     """The model, with its adapter if ``model`` is one, and what collation must know of it."""
     is_adapter = os.path.exists(os.path.join(model, _ADAPTER_FILE))
     base = str(PeftConfig.from_pretrained(model).base_model_name_or_path) if is_adapter else model
-    spec = InputSpec.load(base, reader.manifests[0].identity.media_limits.image)
+    spec = InputSpec.load(base, reader.manifests[0].identity.media_limits)
     dtype = checkpoint_dtype(spec.config) if on_gpu else torch.float32
     loaded: nn.Module = load_model(base, spec.config, dtype=dtype, packing=True)
     if is_adapter:

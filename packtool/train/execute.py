@@ -31,7 +31,7 @@ def load_spec(run: PreparedRun) -> InputSpec:
         ConfigError: for a multimodal model of an unknown family.
         UnsupportedModelError: for a model whose packed samples could not be kept apart.
     """
-    spec = InputSpec.load(run.files.directory, run.reader.manifests[0].identity.media_limits.image)
+    spec = InputSpec.load(run.files.directory, run.reader.manifests[0].identity.media_limits)
     if run.config.removes_padding:
         refuse_unsupported(spec.config)
     return spec

@@ -2,10 +2,11 @@
 
 For a step with N target tokens over all micro-batches and ranks, every micro-batch contributes
 
-    loss = world_size / N * sum over its targets of -log p(target)
+    loss = world_size / N * sum over its targets of -w log p(target)
 
 and gradients add up over micro-batches and are *averaged* over ranks: the gradient is that of the mean over all N
-targets, however samples were grouped. N comes from the plan, so nobody has to ask anybody.
+targets, however samples were grouped. N comes from the plan, so nobody has to ask anybody. w is 1, or the target's loss
+scale, by which N does not change (as in ms-swift).
 """
 
 from __future__ import annotations
@@ -32,10 +33,16 @@ def sum_of_losses(model: nn.Module, batch: Batch, *, label_logits_only: bool) ->
     Returns:
         a scalar; exactly 0 for a micro-batch without targets, but with a graph through all of the model.
     """
+    kept = label_positions(batch) if label_logits_only else None
     logits, labels = target_logits(model, batch, label_logits_only=label_logits_only)
     if batch.num_target_tokens == 0:
         return logits.float().sum() * 0.0
-    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    flat, flat_labels = logits.float().flatten(0, 1), labels.flatten()
+    if batch.loss_weights is None:
+        return F.cross_entropy(flat, flat_labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    weights = batch.loss_weights if kept is None else batch.loss_weights[:, kept]
+    losses = F.cross_entropy(flat, flat_labels, ignore_index=IGNORE_INDEX, reduction="none")
+    return (losses * weights.flatten()).sum()
 
 
 def target_logits(model: nn.Module, batch: Batch, *, label_logits_only: bool) -> tuple[Tensor, Tensor]:
@@ -43,12 +50,16 @@ def target_logits(model: nn.Module, batch: Batch, *, label_logits_only: bool) ->
     inputs: dict[str, Any] = batch.model_inputs()
     labels = batch.labels
     if label_logits_only:
-        kept = (labels != IGNORE_INDEX).any(dim=0).nonzero().squeeze(1)
-        if len(kept) == 0:
-            kept = torch.zeros(1, dtype=torch.int64, device=labels.device)
+        kept = label_positions(batch)
         inputs["logits_to_keep"] = kept
         labels = labels[:, kept]
     return model(**inputs).logits, labels
+
+
+def label_positions(batch: Batch) -> Tensor:
+    """int64 (P,), the positions that have a label in some row; the first one if there is no label at all."""
+    kept = (batch.labels != IGNORE_INDEX).any(dim=0).nonzero().squeeze(1)
+    return kept if len(kept) else torch.zeros(1, dtype=torch.int64, device=batch.labels.device)
 
 
 def takes_logits_to_keep(model: nn.Module) -> bool:

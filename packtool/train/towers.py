@@ -19,8 +19,8 @@ class Towers:
     """Names of modules, as prefixes of parameter names; what neither of the two claims is language model.
 
     Args:
-        vision: the vision tower, which may contain the aligner.
-        aligner: the projection from vision to text.
+        vision: the vision tower, and the audio tower of a model that hears; they may contain the aligner.
+        aligner: the projection from vision (or sound) to text.
     """
 
     vision: tuple[str, ...] = ()
@@ -35,11 +35,20 @@ class Towers:
 
 _QWEN2_VL = Towers(vision=("model.visual",), aligner=("model.visual.merger",))
 _QWEN3_VL = Towers(vision=("model.visual",), aligner=("model.visual.merger", "model.visual.deepstack_merger_list"))
+_OMNI = Towers(vision=("model.visual", "model.audio_tower"), aligner=("model.visual.merger",))
+_QWEN3_OMNI = Towers(
+    vision=("model.visual", "model.audio_tower"),
+    aligner=("model.visual.merger", "model.visual.merger_list", "model.audio_tower.proj1", "model.audio_tower.proj2"),
+)
 _BY_MODEL_TYPE = {
     "qwen2_vl": _QWEN2_VL,
     "qwen2_5_vl": _QWEN2_VL,
     "qwen3_vl": _QWEN3_VL,
     "qwen3_vl_moe": _QWEN3_VL,
+    "qwen3_5": _QWEN2_VL,
+    "qwen3_5_moe": _QWEN2_VL,
+    "qwen2_5_omni_thinker": _OMNI,
+    "qwen3_omni_moe_thinker": _QWEN3_OMNI,
 }
 
 

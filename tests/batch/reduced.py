@@ -23,7 +23,7 @@ from transformers import (
 from packtool.attention.register import attention_for, register
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedImage, EncodedSample
-from packtool.encode.families import ImageLimits
+from packtool.encode.families import ImageLimits, MediaLimits
 from packtool.encode.families.qwen_vl import image_grid
 
 VOCAB = 96
@@ -110,7 +110,7 @@ def reduced_limits(config: PreTrainedConfig) -> ImageLimits | None:
 def reduced_spec(name: str, model_directory: str = "") -> InputSpec:
     """What collation knows of ``reduced_model(name)``."""
     config = reduced_config(name)
-    return InputSpec(model_directory, config, reduced_limits(config))
+    return InputSpec(model_directory, config, MediaLimits(reduced_limits(config)))
 
 
 def make_picture(width: int, height: int, seed: int) -> bytes:

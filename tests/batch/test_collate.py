@@ -18,6 +18,7 @@ from packtool.batch.collate import collate_packs, collate_padded
 from packtool.batch.positions import sample_positions
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
+from packtool.encode.families import MediaLimits
 from packtool.errors import ConfigError, DataError
 from tests.batch.reduced import (
     IMAGE_PAD,
@@ -83,7 +84,7 @@ def test_positions_have_four_rows_and_restart_at_every_sample(vision: InputSpec)
 
 def test_positions_of_a_picture_are_the_ones_in_the_docstring() -> None:
     spec = reduced_spec("qwen3_vl")
-    sample = make_sample(2, ((32, 32),), seed=0, limits=spec.limits)
+    sample = make_sample(2, ((32, 32),), seed=0, limits=spec.limits.image)
     ids = sample.input_ids[[0, 0, 1, 2, 3, 4, 5, 6, 7]]
     rows = sample_positions(dataclasses.replace(sample, input_ids=ids), spec)
     assert rows.tolist() == [
@@ -126,14 +127,14 @@ def test_an_empty_batch_is_a_filler(collate: object, vision: InputSpec, text: In
 def test_a_changed_picture_is_named(vision: InputSpec, tmp_path: Path) -> None:
     file = tmp_path / "photo.png"
     file.write_bytes(make_picture(200, 16, seed=0))
-    sample = make_sample(4, ((40, 32),), seed=3, limits=vision.limits)
+    sample = make_sample(4, ((40, 32),), seed=3, limits=vision.limits.image)
     moved = dataclasses.replace(sample.images[0], path=str(file), data=None)
     with pytest.raises(DataError, match=r"photo\.png \(row 3 of reduced\.jsonl\) has changed .* 40x32 .* 200x16"):
         collate_packs([dataclasses.replace(sample, images=(moved,))], vision)
 
 
 def test_a_missing_picture_is_named(vision: InputSpec, tmp_path: Path) -> None:
-    sample = make_sample(4, ((40, 32),), seed=3, limits=vision.limits)
+    sample = make_sample(4, ((40, 32),), seed=3, limits=vision.limits.image)
     gone = dataclasses.replace(sample.images[0], path=str(tmp_path / "gone.png"), data=None)
     with pytest.raises(DataError, match=r"gone\.png"):
         collate_packs([dataclasses.replace(sample, images=(gone,))], vision)
@@ -142,8 +143,8 @@ def test_a_missing_picture_is_named(vision: InputSpec, tmp_path: Path) -> None:
 @pytest.mark.parametrize("collate", [collate_packs, collate_padded])
 def test_pads_that_do_not_fit_their_own_samples_pictures_are_refused(collate: object, vision: InputSpec) -> None:
     """Totals would fit: transformers would give each sample a piece of the other's picture."""
-    first = make_sample(4, ((32, 32),), seed=0, limits=vision.limits)
-    second = make_sample(4, ((16, 16),), seed=1, limits=vision.limits)
+    first = make_sample(4, ((32, 32),), seed=0, limits=vision.limits.image)
+    second = make_sample(4, ((16, 16),), seed=1, limits=vision.limits.image)
     swapped = [
         dataclasses.replace(first, images=second.images),
         dataclasses.replace(second, images=first.images),
@@ -170,7 +171,10 @@ def test_moving_keeps_everything(kind: type, vision: InputSpec) -> None:
     assert isinstance(moved, kind)
     for field in dataclasses.fields(kind):
         before, after = getattr(batch, field.name), getattr(moved, field.name)
-        if isinstance(before, torch.Tensor):
+        if field.name == "media":
+            assert before.keys() == after.keys() == {"pixel_values", "image_grid_thw"}
+            assert all(tensor.device.type == "meta" for tensor in after.values())
+        elif isinstance(before, torch.Tensor):
             assert after.device.type == "meta"
             assert after.shape == before.shape
         else:
@@ -180,10 +184,10 @@ def test_moving_keeps_everything(kind: type, vision: InputSpec) -> None:
 def test_unknown_multimodal_families_are_refused_before_anything_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gemma3", "vision_config": {}, "text_config": {}}')
     with pytest.raises(ConfigError, match="gemma3"):
-        InputSpec.load(str(tmp_path), None)
+        InputSpec.load(str(tmp_path), MediaLimits())
     for name in VISION_MODELS:
         reduced_config(name).save_pretrained(tmp_path)
-        assert InputSpec.load(str(tmp_path), None).sees
+        assert InputSpec.load(str(tmp_path), MediaLimits()).sees
 
 
 def test_a_million_tokens_collate_well_under_a_second(text: InputSpec) -> None:

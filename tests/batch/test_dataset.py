@@ -93,19 +93,25 @@ def test_beyond_the_end_is_an_index_error() -> None:
             dataset[index]
 
 
+def contents(batch: Any) -> dict[str, Any]:
+    """All of a batch, its media each by itself."""
+    fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return {**fields.pop("media"), **fields}
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("start", [0, 2])
 def test_workers_change_nothing(num_workers: int, start: int, tmp_path: Path) -> None:
     save_image_processor("qwen3_vl", str(tmp_path))
     spec = reduced_spec("qwen3_vl", str(tmp_path))
-    reader = Samples([make_sample(30, ((40, 32),) * (n % 3), seed=n, limits=spec.limits) for n in range(8)])
+    reader = Samples([make_sample(30, ((40, 32),) * (n % 3), seed=n, limits=spec.limits.image) for n in range(8)])
     dataset = PlannedMicroBatches(reader, reader.plan(), rank=0, spec=spec)
     expected = [dataset[index] for index in range(start, len(dataset))]
     found = list(load_micro_batches(dataset, start=start, num_workers=num_workers))
     assert len(found) == len(expected)
     for batch, other in zip(found, expected, strict=True):
-        for field in dataclasses.fields(batch):
-            value, wanted = getattr(batch, field.name), getattr(other, field.name)
+        for name, wanted in contents(other).items():
+            value = contents(batch)[name]
             assert torch.equal(value, wanted) if isinstance(value, torch.Tensor) else value == wanted
 
 
@@ -131,7 +137,7 @@ def test_an_error_arrives_with_its_type_and_remedy_when_its_turn_comes(num_worke
     batches = load_micro_batches(PlannedMicroBatches(reader, plan, rank=0, spec=spec), num_workers=num_workers)
     for _ in range(position):
         next(batches)
-    with pytest.raises(DataError, match=r"row 1 of reduced\.jsonl: 1 picture tokens") as caught:
+    with pytest.raises(DataError, match=r"row 1 of reduced\.jsonl: 1 image tokens") as caught:
         next(batches)
     assert caught.value.remedy
     assert "Traceback" not in str(caught.value)

@@ -52,7 +52,7 @@ def one_by_one(checkpoint: str, tiny: TinyWorld) -> list[tuple[int, int, bool]]:
         model = PeftModel.from_pretrained(model, checkpoint)
     model.eval()
     reader = CacheReader.open([tiny.cache])
-    spec = InputSpec.load(tiny.model, reader.manifests[0].identity.media_limits.image)
+    spec = InputSpec.load(tiny.model, reader.manifests[0].identity.media_limits)
     found = []
     for position in range(len(reader)):
         sample = reader.sample(position)

@@ -1,0 +1,78 @@
+"""The real tokenizers, templates and processor settings with models small enough for a test."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+FAMILIES = ("qwen2.5-vl", "qwen3-vl", "qwen2.5-omni", "qwen3-omni")
+
+_TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "tie_word_embeddings": True,
+    "layer_types": ["full_attention"] * 2,
+}
+_VISION = {"depth": 2, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 64}
+_AUDIO = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "num_hidden_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 48,
+    "output_dim": 64,
+    "downsample_hidden_size": 8,
+}
+
+
+def reduced(config: dict[str, Any], family: str) -> None:
+    """Make a ``config.json``'s model small, in place."""
+    inner = config.get("thinker_config", config)
+    text = inner.get("text_config", inner)
+    text |= _TEXT
+    if "num_experts" in text:
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    text["rope_scaling"]["mrope_section"] = [4, 2, 2]
+    inner["tie_word_embeddings"] = config["tie_word_embeddings"] = True
+    vision = inner["vision_config"] | _VISION
+    vision |= {"embed_dim": 32} if family == "qwen2.5-omni" else {}
+    vision |= {"hidden_size": 32}
+    if "deepstack_visual_indexes" in vision:
+        vision["deepstack_visual_indexes"] = [0]
+    if "fullatt_block_indexes" in vision:
+        vision["fullatt_block_indexes"] = [1]
+    inner["vision_config"] = vision
+    if "audio_config" in inner:
+        inner["audio_config"] |= _AUDIO
+
+
+@cache
+def small_model(realdata: Path, family: str, folder: Path) -> Path:
+    """A directory with weights that can be exported for and trained."""
+    target = folder / family
+    shutil.copytree(realdata / "tokenizers" / family, target)
+    for path in (target, *target.iterdir()):
+        path.chmod(0o755)
+    config = json.loads((target / "config.json").read_text())
+    reduced(config, family)
+    (target / "config.json").write_text(json.dumps(config))
+    loaded = AutoConfig.from_pretrained(target)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(getattr(loaded, "thinker_config", loaded)).float()
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1 and "embed" not in name:
+            torch.nn.init.normal_(parameter, std=0.08)
+    model.save_pretrained(target)
+    # Saving a thinker writes its own config over the whole model's, which the real checkpoints have.
+    (target / "config.json").write_text(json.dumps(config))
+    return target

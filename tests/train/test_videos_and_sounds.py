@@ -1,0 +1,182 @@
+"""Videos and sounds in training: packed equals alone, nothing leaks, and the public commands work on them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from packtool.batch.collate import collate_packs
+from packtool.batch.spec import InputSpec
+from packtool.config import EncodeSpec
+from packtool.encode.encoded import EncodedSample
+from packtool.encode.encoder import Encoder
+from packtool.encode.model_files import ModelFiles
+from packtool.errors import DataError
+from packtool.rows.sample import MediaRef, Sample, Turn
+from packtool.train.model import load_model
+from tests.media.clips import write_clip, write_sound
+from tests.train.real_models import FAMILIES, small_model
+
+Make = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def model_of(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Directories of small models."""
+    folder = tmp_path_factory.mktemp("models")
+    torch.set_num_threads(1)
+    return lambda family: small_model(realdata, family, folder)
+
+
+@pytest.fixture(scope="module")
+def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A picture, clips and a sound."""
+    folder = tmp_path_factory.mktemp("media")
+    noise = np.random.default_rng(0).integers(0, 256, (60, 90, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(folder / "a.png")
+    write_clip(folder / "plain.mp4", num_frames=40)
+    write_clip(folder / "loud.mp4", num_frames=60, seconds_of_sound=2.4)
+    write_sound(folder / "a.wav", 1.7)
+    return folder
+
+
+def samples_for(family: str, media: Path) -> list[Sample]:
+    def sample(number: int, question: str, **refs: tuple[MediaRef, ...]) -> Sample:
+        turns = (Turn("user", question), Turn("assistant", f"answer {number}"))
+        return Sample(turns, refs.pop("images", ()), "rows.jsonl", number, **refs)  # type: ignore[arg-type]
+
+    picture = MediaRef(str(media / "a.png"))
+    clip, loud = MediaRef(str(media / "plain.mp4")), MediaRef(str(media / "loud.mp4"))
+    found = [
+        sample(0, "<video>What?", videos=(clip,)),
+        sample(1, "text alone"),
+        sample(2, "<image> and <video>", images=(picture,), videos=(clip,)),
+        sample(3, "<image>Which?", images=(picture,)),
+    ]
+    if "omni" in family:
+        sound = MediaRef(str(media / "a.wav"))
+        found += [
+            sample(4, "<audio>Who?", audios=(sound,)),
+            sample(5, "<video> or <audio>?", videos=(loud,), audios=(sound,)),
+        ]
+        # Videos without a track lie beside videos with one only in other rows.
+    return found
+
+
+def encoded(model: Path, samples: list[Sample], **spec: Any) -> tuple[list[EncodedSample], InputSpec]:
+    settings = {"video_max_pixels": 40_000, "video_min_pixels": 1000, "max_pixels": 40_000, "min_pixels": 1000, **spec}
+    if "omni" in model.name:
+        settings["use_audio_in_video"] = True
+    options = EncodeSpec(model=str(model), max_length=100_000, **settings)
+    encoder = Encoder(options, ModelFiles.load(str(model)))
+    results = encoder.encode(samples)
+    assert all(isinstance(result, list) for result in results), results
+    return [sample for result in results for sample in result], InputSpec.load(str(model), encoder.limits)
+
+
+def logits_of(model: Any, samples: list[EncodedSample], spec: InputSpec) -> list[torch.Tensor]:
+    batch = collate_packs(samples, spec)
+    with torch.no_grad():
+        logits = model(**batch.model_inputs()).logits[0]
+    bounds = batch.cu_seqlens.tolist()
+    return [logits[a:b] for a, b in pairwise(bounds)][: len(samples)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_equals_alone_and_nothing_leaks(model_of: Make, media: Path, family: str) -> None:
+    directory = model_of(family)
+    samples, spec = encoded(directory, samples_for(family, media))
+    if "omni" in family:
+        tracks = [video.audio is not None for sample in samples for video in sample.videos]
+        assert True in tracks
+        assert False in tracks
+    model = load_model(str(directory), spec.config, dtype=torch.float32, packing=True).eval()
+    packed = logits_of(model, samples, spec)
+    largest = 0.0
+    for sample, together in zip(samples, packed, strict=True):
+        (alone,) = logits_of(model, [sample], spec)
+        largest = max(largest, float((alone - together).abs().max()))
+    assert largest < 5e-5
+    assert max(float(logits.abs().max()) for logits in packed) > 0.5, "the model must say something"
+    for touched in range(len(samples)):
+        changed = samples[touched].input_ids.copy()
+        changed[-3] = 100 if changed[-3] != 100 else 101
+        others = [*samples]
+        others[touched] = EncodedSample(**{**vars(samples[touched]), "input_ids": changed})
+        moved = logits_of(model, others, spec)
+        for number, (before, after) in enumerate(zip(packed, moved, strict=True)):
+            if number != touched:
+                assert torch.equal(before, after), (touched, number)
+        assert not torch.equal(packed[touched], moved[touched])
+
+
+@pytest.mark.parametrize("family", ["qwen3-vl", "qwen2.5-omni"])
+def test_the_pixels_matter(model_of: Make, media: Path, family: str, tmp_path: Path) -> None:
+    directory = model_of(family)
+    (sample, *_), spec = encoded(directory, samples_for(family, media)[:1])
+    model = load_model(str(directory), spec.config, dtype=torch.float32, packing=True).eval()
+    (before,) = logits_of(model, [sample], spec)
+    write_clip(tmp_path / "other.mp4", num_frames=40, fps=25, size=(64, 96))
+    data = (tmp_path / "other.mp4").read_bytes()
+    video = sample.videos[0]
+    dark = type(video)(**{**vars(video), "path": None, "data": data, "indices": tuple(max(i - 1, 0) for i in video.indices)})
+    (after,) = logits_of(model, [EncodedSample(**{**vars(sample), "videos": (dark,)})], spec)
+    assert not torch.equal(before, after)
+
+
+@pytest.mark.parametrize("family", ["qwen3-vl", "qwen2.5-omni"])
+def test_a_changed_file_is_named(model_of: Make, media: Path, family: str, tmp_path: Path) -> None:
+    directory = model_of(family)
+    path = write_clip(tmp_path / "a.mp4", num_frames=40, seconds_of_sound=1.6)
+    turns = (Turn("user", "<video>?"), Turn("assistant", "!"))
+    sample = Sample(turns, (), "rows.jsonl", 7, videos=(MediaRef(str(path)),))
+    found, spec = encoded(directory, [sample])
+    collate_packs(found, spec)
+    write_clip(path, num_frames=40, size=(96, 64), seconds_of_sound=1.6)
+    with pytest.raises(DataError, match=r"a\.mp4 \(row 7 of rows\.jsonl\) has changed since the export"):
+        collate_packs(found, spec)
+    write_clip(path, num_frames=10, seconds_of_sound=1.6)
+    with pytest.raises(DataError, match=r"a\.mp4 has changed since the export: frame \d+ is missing"):
+        collate_packs(found, spec)
+    if "omni" in family:
+        write_clip(path, num_frames=40, seconds_of_sound=0.5)
+        with pytest.raises(DataError, match=r"a\.mp4 has changed since the export: it had 1\.\d+ s of sound"):
+            collate_packs(found, spec)
+
+
+@pytest.mark.parametrize("family", ["qwen3-vl", "qwen3-omni"])
+def test_the_commands_train_on_real_rows(model_of: Make, realdata: Path, tmp_path: Path, family: str) -> None:
+    from packtool.cli.main import run
+
+    directory = model_of(family)
+    names = ["mm_llamafactory_mllm_video_demo", "mm_xtuner_coco_zh"]
+    if family == "qwen3-omni":
+        names += ["mm_llamafactory_mllm_audio_demo", "mm_llamafactory_mllm_video_audio_demo"]
+    limits = [
+        "--video-max-pixels",
+        "20000",
+        "--video-min-pixels",
+        "1000",
+        "--max-pixels",
+        "20000",
+        "--min-pixels",
+        "1000",
+    ]
+    rows = [str(realdata / f"{name}.jsonl") for name in names]
+    export = ["export", "--model", str(directory), "--dataset", *rows, "--max-length", "2048", *limits]
+    assert run([*export, "--output-dir", str(tmp_path / "cache")]) == 0
+    train = ["train", "--model", str(directory), "--cached-dataset", str(tmp_path / "cache"), "--packing", "true"]
+    train += ["--train-type", "full", "--freeze-vit", "false", "--freeze-aligner", "false", "--max-steps", "2"]
+    train += ["--output-dir", str(tmp_path / "out"), "--dataloader-num-workers", "0", "--learning-rate", "1e-3"]
+    assert run(train) == 0
+    result = json.loads((tmp_path / "out" / "packtool_train.json").read_text())
+    assert result["steps"] == 2
+    assert np.isfinite(result["last_loss"])
