@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+from dataclasses import fields
 
 from packtool.cache.local import LocalCopies
 from packtool.cache.manifest import Manifest
 from packtool.cache.plan_file import SavedPlan
 from packtool.cache.reader import CacheReader
-from packtool.config import TrainConfig
-from packtool.encode.families import ImageLimits
+from packtool.config import EncodeSpec, MediaOptions, TrainConfig
+from packtool.constants import VAL_SPLIT
+from packtool.encode.families import ImageLimits, family_of
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import MismatchError
 from packtool.plan.packing import PackPlan
+
+_MEDIA_NAMES = frozenset(field.name for field in fields(MediaOptions))
 
 
 def open_caches(config: TrainConfig, files: ModelFiles) -> CacheReader:
@@ -29,6 +34,7 @@ def open_caches(config: TrainConfig, files: ModelFiles) -> CacheReader:
     for directory, manifest in zip(reader.directories, reader.manifests, strict=True):
         check_model(directory, manifest, files, config)
         check_limits(directory, manifest, config)
+        check_video_and_audio(directory, manifest, config, files)
         check_length(directory, manifest, config)
     return reader
 
@@ -68,6 +74,25 @@ def check_limits(directory: str, manifest: Manifest, config: TrainConfig) -> Non
                 "Leave that setting out, for the cache's is taken, or export again:\n"
                 f"  {export_command(directory, manifest, **{f'{bound}_pixels': here})}",
             )
+
+
+def check_video_and_audio(directory: str, manifest: Manifest, config: TrainConfig, files: ModelFiles) -> None:
+    """The same for limits on videos and sounds: they may be given in other words, if they come to the same."""
+    spec = manifest.identity.spec
+    names = [field.name for field in fields(MediaOptions) if field.metadata["panel"] == "Video and audio"]
+    given = {name: getattr(config, name) for name in names if getattr(config, name) not in (None, spec.get(name))}
+    if not given or manifest.identity.media_limits.video is None:
+        return
+    merged = MediaOptions(**{name: value for name, value in {**spec, **given}.items() if name in _MEDIA_NAMES})
+    family = family_of(files, merged)
+    if family is not None and family.limits == manifest.identity.media_limits:
+        return
+    told = ", ".join(f"{name.upper()} {spec.get(name) or 'unset'} there, {value} here" for name, value in given.items())
+    raise MismatchError(
+        f"{directory} was exported with other limits on videos or sounds: {told}",
+        "Leave that setting out, for the cache's is taken, or export again:\n"
+        f"  {export_command(directory, manifest, **given)}",
+    )
 
 
 def check_length(directory: str, manifest: Manifest, config: TrainConfig) -> None:
@@ -125,14 +150,35 @@ def export_command(directory: str, manifest: Manifest, **changes: object) -> str
     for bound in ("max", "min"):
         if f"{bound}_pixels" in changes:
             spec.pop(f"image_{bound}_token_num", None)
-    words = ["packtool", "export", "--dataset", *(source.path for source in manifest.sources)]
+    words = ["packtool", "export", *_dataset_words(manifest)]
+    defaults = {field.name: field.default for field in fields(EncodeSpec)}
     for name, value in spec.items():
-        if value is not None and not (name == "resize" and not value):
-            words += ["--" + name.replace("_", "-"), str(value)]
+        if value is not None and (name in changes or value != defaults.get(name)):
+            words += ["--" + name.replace("_", "-"), str(value).lower() if isinstance(value, bool) else str(value)]
     if manifest.identity.split_dataset_ratio:
         words += ["--split-dataset-ratio", str(manifest.identity.split_dataset_ratio)]
     words += ["--seed", str(manifest.identity.seed), "--output-dir", directory, "--overwrite"]
     return shlex.join(words)
+
+
+def _dataset_words(manifest: Manifest) -> list[str]:
+    """The options that name the rows and say how they were read."""
+    asked = [(source.path, json.loads(source.settings or "{}")) for source in manifest.sources]
+    words = []
+    for option, is_val in (("--dataset", False), ("--val-dataset", True)):
+        paths = [
+            path + (f"#{settings['num_sampled']}" if settings.get("num_sampled") else "")
+            for path, settings in asked
+            if (settings.get("split") == VAL_SPLIT) == is_val
+        ]
+        words += [option, *paths] if paths else []
+    _, first = asked[0]
+    if first.get("columns"):
+        words += ["--columns", *(f"{ours}={theirs}" for ours, theirs in first["columns"])]
+    for name in ("system", "media_root"):
+        if first.get(name):
+            words += ["--" + name.replace("_", "-"), first[name]]
+    return words
 
 
 def _pixels(pixels: int | None, tokens: int | None, limits: ImageLimits) -> int | None:

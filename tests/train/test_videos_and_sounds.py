@@ -127,7 +127,9 @@ def test_the_pixels_matter(model_of: Make, media: Path, family: str, tmp_path: P
     write_clip(tmp_path / "other.mp4", num_frames=40, fps=25, size=(64, 96))
     data = (tmp_path / "other.mp4").read_bytes()
     video = sample.videos[0]
-    dark = type(video)(**{**vars(video), "path": None, "data": data, "indices": tuple(max(i - 1, 0) for i in video.indices)})
+    dark = type(video)(
+        **{**vars(video), "path": None, "data": data, "indices": tuple(max(i - 1, 0) for i in video.indices)}
+    )
     (after,) = logits_of(model, [EncodedSample(**{**vars(sample), "videos": (dark,)})], spec)
     assert not torch.equal(before, after)
 
@@ -180,3 +182,22 @@ def test_the_commands_train_on_real_rows(model_of: Make, realdata: Path, tmp_pat
     result = json.loads((tmp_path / "out" / "packtool_train.json").read_text())
     assert result["steps"] == 2
     assert np.isfinite(result["last_loss"])
+
+
+def test_limits_given_again_must_agree(model_of: Make, media: Path, tmp_path: Path, capsys: Any) -> None:
+    from packtool.cli.main import run
+
+    directory = model_of("qwen3-vl")
+    rows = tmp_path / "rows.jsonl"
+    turns = [{"role": "user", "content": "<video>?"}, {"role": "assistant", "content": "!"}]
+    rows.write_text(json.dumps({"messages": turns, "videos": [str(media / "plain.mp4")]}) + "\n")
+    cache = str(tmp_path / "cache")
+    export = ["export", "--model", str(directory), "--dataset", str(rows), "--max-length", "4096", "--fps", "4"]
+    assert run([*export, "--output-dir", cache]) == 0
+    train = ["train", "--model", str(directory), "--cached-dataset", cache, "--output-dir", str(tmp_path / "out")]
+    assert run([*train, "--dry-run", "--fps", "4", "--fps-max-frames", "768"]) == 0
+    assert run([*train, "--dry-run", "--fps", "2"]) == 4
+    told = capsys.readouterr().err
+    assert "FPS 4.0 there, 2.0 here" in told
+    assert "packtool export --dataset" in told
+    assert "--fps 2.0" in told
