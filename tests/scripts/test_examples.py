@@ -1,0 +1,77 @@
+"""The example scripts run as they stand."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cache.conftest import model as model  # a fixture
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    """One in which ``packtool`` is this checkout's."""
+    bin_folder = tmp_path / "bin"
+    bin_folder.mkdir()
+    command = bin_folder / "packtool"
+    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m packtool "$@"\n')
+    command.chmod(0o755)
+    return {**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONPATH": os.getcwd()}
+
+
+def write_rows(path: Path, count: int) -> Path:
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "yes"}]
+    path.write_text((json.dumps({"messages": turns}) + "\n") * count)
+    return path
+
+
+def test_the_loop_skips_what_is_finished(
+    repository: Path, tmp_path: Path, model: Path, environ: dict[str, str]
+) -> None:
+    rows = [str(write_rows(tmp_path / f"{name}.jsonl", 40)) for name in "ab"]
+    rows.insert(1, str(tmp_path / "gone.jsonl"))
+    command = ["bash", str(repository / "scripts" / "export_all.sh"), *rows]
+    environ |= {"MODEL": str(model), "MAX_LENGTH": "200", "NUM_PROC": "1", "EXPORT_OPTIONS": "--strict true"}
+    first = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+    assert first.returncode == 3, first.stderr  # one dataset is missing, the others are made
+    for name in "ab":
+        assert (tmp_path / f"{name}_cached_len200" / "packtool.json").exists()
+    again = subprocess.run(command[:3], env=environ, capture_output=True, text=True, timeout=120)
+    assert again.returncode == 0
+    assert "already finished" in again.stdout
+
+
+def test_a_job_array_makes_one_cache(repository: Path, tmp_path: Path, model: Path, environ: dict[str, str]) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", 600)
+    script = [
+        str(repository / "scripts" / "slurm_export.sbatch"),
+        str(model),
+        str(rows),
+        str(tmp_path / "cache"),
+        "200",
+    ]
+    for index in range(2):
+        environ |= {"SLURM_ARRAY_TASK_ID": str(index), "SLURM_ARRAY_TASK_COUNT": "2", "SLURM_CPUS_PER_TASK": "1"}
+        subprocess.run(["bash", *script], env=environ, check=True, capture_output=True, timeout=120)
+        assert (tmp_path / "cache" / "packtool.json").exists() == (index == 1)
+
+
+def test_the_ci_jobs_commands_are_understood(repository: Path) -> None:
+    from packtool.cli.arguments import rewrite
+    from packtool.cli.options import option_kinds
+    from packtool.config import ExportConfig
+
+    job = yaml.safe_load((repository / "scripts" / "ci_export.yml").read_text())["jobs"]["export"]
+    commands = [shlex.split(step["run"]) for step in job["steps"] if "run" in step]
+    export = next(command for command in commands if command[:2] == ["packtool", "export"])
+    kinds = option_kinds(ExportConfig)
+    options = [word for word in export[2:] if word.startswith("--")]
+    assert set(options) <= kinds.keys()
+    rewrite(export[2 : export.index(">")], kinds)
