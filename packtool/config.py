@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from packtool.packing_options import Balance as Balance
+from packtool.packing_options import PackingOptions as PackingOptions
+from packtool.packing_options import packing_problems
 from packtool.settings import REQUIRED, option
 
 TruncationStrategy = Literal["delete", "left", "right", "split", "raise"]
 MediaOverflow = Literal["drop", "trim", "raise"]
-Balance = Literal["none", "within-step", "window"]
 Executor = Literal["local", "ray"]
 MediaStorage = Literal["reference", "embed"]
 TrainType = Literal["lora", "full"]
@@ -185,47 +187,6 @@ class ExportConfig(EncodeSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackingOptions:
-    """What decides which samples share a pack, and which pack is trained when and where."""
-
-    max_length: int | None = option(
-        None, "Samples longer than this are left out and counted; by default the export's.", panel="Packing", minimum=2
-    )
-    packing_length: int | None = option(
-        None, "Tokens that a pack holds at most; by default --max-length.", panel="Packing", minimum=2
-    )
-    packing_num_proc: int = option(
-        1,
-        "Accepted for ms-swift's sake: packing 40 million lengths takes seconds in one process.",
-        panel="Packing",
-        minimum=1,
-    )
-    balance: Balance = option(
-        "within-step",
-        "Deal packs to ranks so that they have equal work: not at all, within each step, or with exchanges between "
-        "steps near each other.",
-        panel="Packing",
-    )
-    group_by_length: bool = option(False, "Without packing: rows of about one length share a batch.", panel="Packing")
-    dynamic_batch_tokens: int | None = option(
-        None,
-        "Without packing: micro-batches of at most so many tokens, padding removed, instead of a number of rows.",
-        panel="Packing",
-        minimum=1,
-    )
-    dynamic_max_batch_size: int | None = option(
-        None, "Most rows of a micro-batch of --dynamic-batch-tokens.", panel="Packing", minimum=1
-    )
-    per_device_train_batch_size: int = option(
-        1, "Packs (or padded rows) of a micro-batch.", panel="Training", minimum=1
-    )
-    gradient_accumulation_steps: int = option(
-        1, "Micro-batches of an optimizer step on each rank.", panel="Training", minimum=1
-    )
-    seed: int = option(42, "Seed of packing, order and adapters.", panel="Training", minimum=0)
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainConfig(MediaOptions, PackingOptions):
     """What ``packtool train`` needs to know."""
 
@@ -341,25 +302,6 @@ def num_bytes(text: str) -> int:
         raise ValueError(f"{text!r} is no size; write it as in 200GB")
     base = 1024 if match[3] else 1000
     return int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " "))
-
-
-def packing_problems(options: PackingOptions, packing: bool) -> list[str]:
-    """Options of packing that contradict each other."""
-    found = []
-    longest, room = options.max_length, options.packing_length
-    if longest is not None and room is not None and room < longest:
-        found.append(
-            f"--packing-length {room} is smaller than --max-length {longest}: "
-            "a sample could be longer than a pack; raise the one or lower the other"
-        )
-    if packing and (options.group_by_length or options.dynamic_batch_tokens is not None):
-        name = "--group-by-length" if options.group_by_length else "--dynamic-batch-tokens"
-        found.append(f"{name} is for runs without packing: leave it out, or set --packing false")
-    if options.group_by_length and options.dynamic_batch_tokens is not None:
-        found.append("--group-by-length and --dynamic-batch-tokens are two ways to make batches: give one of them")
-    if options.dynamic_max_batch_size is not None and options.dynamic_batch_tokens is None:
-        found.append("--dynamic-max-batch-size goes with --dynamic-batch-tokens")
-    return found
 
 
 def image_limit_problems(options: ImageOptions) -> list[str]:

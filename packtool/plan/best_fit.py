@@ -3,39 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
-Range = tuple[int, int, int]
-"""Packs that are alike: (number of the first, how many, samples each holds). Their numbers follow one another."""
+from packtool.plan.placements import Placements, Range
 
 _WORD_BITS = 10
 _WORD_MASK = (1 << _WORD_BITS) - 1
 
 
-@dataclass(frozen=True, eq=False)
-class Placements:
-    """Which packs take how many samples, in the order in which the lengths were placed.
-
-    Placement ``i`` gives ``per_pack[i]`` samples of ``length[i]`` tokens to each of the ``num_packs[i]`` packs from
-    ``first_pack[i]`` on, behind the ``slot[i]`` samples that each of them holds already.
-
-    Args:
-        first_pack, num_packs, slot, per_pack, length: int64 (P,).
-        pack_sizes: int64 (K,), samples in every pack.
-    """
-
-    first_pack: npt.NDArray[np.int64]
-    num_packs: npt.NDArray[np.int64]
-    slot: npt.NDArray[np.int64]
-    per_pack: npt.NDArray[np.int64]
-    length: npt.NDArray[np.int64]
-    pack_sizes: npt.NDArray[np.int64]
-
-
-def place_best_fit(lengths: Sequence[int], counts: Sequence[int], capacity: int) -> Placements:
+def place_best_fit(
+    lengths: Sequence[int], counts: Sequence[int], capacity: int, max_samples: int | None = None
+) -> Placements:
     """Put all samples of one length after those of another where they fit most tightly, or in new packs.
 
     Args:
@@ -43,14 +20,12 @@ def place_best_fit(lengths: Sequence[int], counts: Sequence[int], capacity: int)
             best-fit decreasing.
         counts: samples of each length, 1 or more.
         capacity: tokens that a pack may hold.
+        max_samples: samples that a pack may hold.
     """
-    packs = _OpenPacks(capacity, shortest=min(lengths, default=1))
+    packs = _OpenPacks(capacity, min(lengths, default=1), max_samples or capacity)
     for length, count in zip(lengths, counts, strict=True):
         packs.place(length, count)
-    table = np.array(packs.placements, dtype=np.int64).reshape(-1, 5)
-    ranges = np.array(sorted(packs.all_ranges()), dtype=np.int64).reshape(-1, 3)
-    first_pack, num_packs, slot, per_pack, length = np.ascontiguousarray(table.T)
-    return Placements(first_pack, num_packs, slot, per_pack, length, np.repeat(ranges[:, 2], ranges[:, 1]))
+    return Placements.of_rows(packs.placements, packs.all_ranges())
 
 
 class _OpenPacks:
@@ -60,9 +35,10 @@ class _OpenPacks:
     ``_top`` that a word is not: the smallest shelf at or above a length is found with two shifts at any capacity.
     """
 
-    def __init__(self, capacity: int, shortest: int) -> None:
+    def __init__(self, capacity: int, shortest: int, max_samples: int) -> None:
         self._capacity = capacity
         self._shortest = shortest
+        self._max_samples = max_samples
         self._num_packs = 0
         self._shelves: dict[int, list[Range]] = {}
         self._closed: list[Range] = []
@@ -76,7 +52,7 @@ class _OpenPacks:
         while count:
             free = self._smallest_shelf(free)
             if free < 0:
-                num_new = -(-count // (self._capacity // length))
+                num_new = -(-count // min(self._capacity // length, self._max_samples))
                 count = self._fill([(self._num_packs, num_new, 0)], self._capacity, length, count)
                 self._num_packs += num_new
                 continue
@@ -93,11 +69,10 @@ class _OpenPacks:
 
     def _fill(self, shelf: list[Range], free: int, length: int, count: int) -> int:
         """Fill packs of one shelf, each as far as it goes; returns the samples that are left over."""
-        most = free // length
         while shelf and count:
             first, num, slot = shelf.pop()
-            per_pack = most
-            if count < most:
+            per_pack = min(free // length, self._max_samples - slot)
+            if count < per_pack:
                 per_pack = count  # one more pack takes all that are left
             num_filled = count // per_pack
             if num_filled < num:
@@ -110,7 +85,7 @@ class _OpenPacks:
         return count
 
     def _shelve(self, free: int, packs: Range) -> None:
-        if free < self._shortest:
+        if free < self._shortest or packs[2] == self._max_samples:
             self._closed.append(packs)
         elif free in self._shelves:
             self._shelves[free].append(packs)

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from packtool.config import Balance
 from packtool.errors import DataError
+from packtool.packing_options import Balance, PackingAlgorithm
 from packtool.plan.balance import imbalance
 from packtool.plan.cost import CostModel
 from packtool.plan.dynamic import rearrange
-from packtool.plan.packing import PackPlan, pack_best_fit, pack_singletons
+from packtool.plan.packing import PackOptions, PackPlan, pack, pack_singletons
 from packtool.plan.shuffle import seeded_order
 from packtool.plan.steps import StepPlan, plan_steps, step_plan
 
@@ -31,7 +31,9 @@ class PlanOptions:
         max_length: longer samples are left out and counted.
         packing_length: tokens that a pack may hold.
         packing: False makes every sample a pack of its own, for padded batches.
-        packing_num_proc: shown in the summary; the plan is made in one process and is the same for any number.
+        packing_num_proc: processes that pack windows; the plan is the same for any number.
+        packing_algorithm, packing_window, packing_batch_size, look_ahead, max_samples_per_pack,
+            max_media_tokens_per_pack, shuffle: how samples are packed, see ``packing.PackOptions``.
         world_size: data-parallel ranks, W.
         gradient_accumulation_steps: micro-batches of a step on each rank, G.
         packs_per_micro_batch: packs (or padded rows) of a micro-batch, B: ``--per-device-train-batch-size``.
@@ -54,6 +56,28 @@ class PlanOptions:
     group_by_length: bool = False
     dynamic_batch_tokens: int | None = None
     dynamic_max_batch_size: int | None = None
+    packing_algorithm: PackingAlgorithm = "best_fit"
+    packing_window: int | None = None
+    packing_batch_size: int = 1000
+    look_ahead: int = 64
+    max_samples_per_pack: int | None = None
+    max_media_tokens_per_pack: int | None = None
+    shuffle: bool = True
+
+    @property
+    def pack_options(self) -> PackOptions:
+        """The part that decides which samples share a pack."""
+        return PackOptions(
+            capacity=self.packing_length,
+            algorithm=self.packing_algorithm,
+            window=self.packing_window,
+            num_proc=self.packing_num_proc,
+            batch_size=self.packing_batch_size,
+            look_ahead=self.look_ahead,
+            max_samples=self.max_samples_per_pack,
+            max_media_tokens=self.max_media_tokens_per_pack,
+            shuffle=self.shuffle,
+        )
 
     @property
     def packs_per_step(self) -> int:
@@ -157,7 +181,7 @@ def plan_epoch(
 ) -> EpochPlan:
     """Filter, pack and deal: a pure function, the same on every rank and machine.
 
-    The number of packs and steps depends on the lengths and options only; every epoch has as many as the first.
+    The number of packs and steps depends on lengths, options and seed; every epoch has as many as the first.
 
     Args:
         lengths: (N,), tokens of each sample of the cache.
@@ -182,9 +206,10 @@ def plan_epoch(
             "Raise --max-length, or export other rows.",
         )
     if len(kept) == len(lengths):
-        packs = _pack(lengths, options, seed, epoch)
+        packs = _pack(lengths, media_tokens, options, seed, epoch)
     else:
-        packs = _pack(lengths[kept], options, seed, epoch)
+        kept_media = None if media_tokens is None else media_tokens[kept]
+        packs = _pack(lengths[kept], kept_media, options, seed, epoch)
         packs = PackPlan(kept[packs.samples], packs.offsets, packs.lengths, packs.capacity)
     return deal_packs(packs, target_tokens, options, media_tokens=media_tokens)
 
@@ -267,10 +292,16 @@ def padded_fill(packs: PackPlan, steps: StepPlan) -> float:
     return packs.num_tokens / int((longest * sizes[used]).sum())
 
 
-def _pack(lengths: npt.NDArray[np.integer[Any]], options: PlanOptions, seed: int, epoch: int) -> PackPlan:
+def _pack(
+    lengths: npt.NDArray[np.integer[Any]],
+    media_tokens: npt.NDArray[np.integer[Any]] | None,
+    options: PlanOptions,
+    seed: int,
+    epoch: int,
+) -> PackPlan:
     if options.packing:
-        return pack_best_fit(lengths, options.packing_length, seed=seed, epoch=epoch)
-    rows = pack_singletons(lengths, options.packing_length, seed=seed, epoch=epoch)
+        return pack(lengths, options.pack_options, seed=seed, epoch=epoch, media_tokens=media_tokens)
+    rows = pack_singletons(lengths, options.packing_length, seed=seed, epoch=epoch, shuffle=options.shuffle)
     return group_by_length(rows, options.packs_per_step) if options.group_by_length else rows
 
 

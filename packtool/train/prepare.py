@@ -33,6 +33,13 @@ def plan_options(options: PackingOptions, *, packing: bool, max_length: int, wor
         group_by_length=options.group_by_length,
         dynamic_batch_tokens=options.dynamic_batch_tokens,
         dynamic_max_batch_size=options.dynamic_max_batch_size,
+        packing_algorithm=options.packing_algorithm,
+        packing_window=options.packing_window,
+        packing_batch_size=options.packing_batch_size,
+        look_ahead=options.look_ahead,
+        max_samples_per_pack=options.max_samples_per_pack,
+        max_media_tokens_per_pack=options.max_media_tokens_per_pack,
+        shuffle=options.shuffle,
     )
 
 

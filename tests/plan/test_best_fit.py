@@ -8,7 +8,8 @@ from collections import Counter
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from packtool.plan.best_fit import Placements, place_best_fit
+from packtool.plan.best_fit import place_best_fit
+from packtool.plan.placements import Placements
 
 
 def one_by_one(lengths: list[int], capacity: int) -> list[int]:

@@ -1,0 +1,115 @@
+"""What decides which samples share a pack, and which pack is trained when and where: options of plan and train."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from packtool.settings import option
+
+Balance = Literal["none", "within-step", "window"]
+PackingAlgorithm = Literal["best_fit", "first_fit", "binpacking", "sequential"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingOptions:
+    """What decides which samples share a pack, and which pack is trained when and where."""
+
+    max_length: int | None = option(
+        None, "Samples longer than this are left out and counted; by default the export's.", panel="Packing", minimum=2
+    )
+    packing_length: int | None = option(
+        None, "Tokens that a pack holds at most; by default --max-length.", panel="Packing", minimum=2
+    )
+    packing_algorithm: PackingAlgorithm = option(
+        "best_fit",
+        "How samples are packed: best_fit fills best; first_fit; binpacking is the library, in batches, as ms-swift "
+        "uses it; sequential keeps the cache's order.",
+        panel="Packing",
+    )
+    packing_num_proc: int = option(
+        1,
+        "Processes that pack windows (or binpacking's batches); the plan is the same for any number. One process packs "
+        "40 million samples at once in seconds.",
+        panel="Packing",
+        minimum=1,
+    )
+    packing_window: int | None = option(
+        None,
+        "Pack windows of so many samples, drawn by the seed, apart from one another; by default all at once.",
+        panel="Packing",
+        minimum=1,
+    )
+    packing_batch_size: int = option(
+        1000, "Samples that --packing-algorithm binpacking packs at a time.", panel="Packing", minimum=1
+    )
+    look_ahead: int = option(
+        64,
+        "Samples further on that --packing-algorithm sequential may fill a pack from; 0 never leaves the order.",
+        panel="Packing",
+        minimum=0,
+    )
+    max_samples_per_pack: int | None = option(None, "Most samples of a pack.", panel="Packing", minimum=1)
+    max_media_tokens_per_pack: int | None = option(
+        None, "Most media tokens of a pack: bounds the memory of the vision tower.", panel="Packing", minimum=1
+    )
+    shuffle: bool = option(
+        True, "Draw companions and order anew in every epoch; false keeps to the cache's order.", panel="Packing"
+    )
+    balance: Balance = option(
+        "within-step",
+        "Deal packs to ranks so that they have equal work: not at all, within each step, or with exchanges between "
+        "steps near each other.",
+        panel="Packing",
+    )
+    group_by_length: bool = option(False, "Without packing: rows of about one length share a batch.", panel="Packing")
+    dynamic_batch_tokens: int | None = option(
+        None,
+        "Without packing: micro-batches of at most so many tokens, padding removed, instead of a number of rows.",
+        panel="Packing",
+        minimum=1,
+    )
+    dynamic_max_batch_size: int | None = option(
+        None, "Most rows of a micro-batch of --dynamic-batch-tokens.", panel="Packing", minimum=1
+    )
+    per_device_train_batch_size: int = option(
+        1, "Packs (or padded rows) of a micro-batch.", panel="Training", minimum=1
+    )
+    gradient_accumulation_steps: int = option(
+        1, "Micro-batches of an optimizer step on each rank.", panel="Training", minimum=1
+    )
+    seed: int = option(42, "Seed of packing, order and adapters.", panel="Training", minimum=0)
+
+
+def packing_problems(options: PackingOptions, packing: bool) -> list[str]:
+    """Options of packing that contradict each other."""
+    found = []
+    longest, room = options.max_length, options.packing_length
+    if longest is not None and room is not None and room < longest:
+        found.append(
+            f"--packing-length {room} is smaller than --max-length {longest}: "
+            "a sample could be longer than a pack; raise the one or lower the other"
+        )
+    if packing and (options.group_by_length or options.dynamic_batch_tokens is not None):
+        name = "--group-by-length" if options.group_by_length else "--dynamic-batch-tokens"
+        found.append(f"{name} is for runs without packing: leave it out, or set --packing false")
+    if options.group_by_length and options.dynamic_batch_tokens is not None:
+        found.append("--group-by-length and --dynamic-batch-tokens are two ways to make batches: give one of them")
+    if options.dynamic_max_batch_size is not None and options.dynamic_batch_tokens is None:
+        found.append("--dynamic-max-batch-size goes with --dynamic-batch-tokens")
+    return found + budget_problems(
+        options.packing_algorithm, options.max_samples_per_pack, options.max_media_tokens_per_pack
+    )
+
+
+def budget_problems(algorithm: PackingAlgorithm, max_samples: int | None, max_media_tokens: int | None) -> list[str]:
+    """Budgets of a pack that its algorithm does not keep."""
+    names = [
+        name
+        for name, limit, algorithms in (
+            ("--max-samples-per-pack", max_samples, ("best_fit", "first_fit", "sequential")),
+            ("--max-media-tokens-per-pack", max_media_tokens, ("best_fit", "sequential")),
+        )
+        if limit is not None and algorithm not in algorithms
+    ]
+    return [f"--packing-algorithm {algorithm} knows no {name}; best_fit keeps all budgets" for name in names]
