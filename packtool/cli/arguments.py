@@ -13,12 +13,13 @@ Kind = Literal["flag", "single", "list"]
 _TRUE, _FALSE = ("true", "1"), ("false", "0")
 
 
-def rewrite(arguments: Sequence[str], kinds: Mapping[str, Kind]) -> list[str]:
+def rewrite(arguments: Sequence[str], kinds: Mapping[str, Kind], nameless: str | None = None) -> list[str]:
     """The same command line as typer reads it.
 
     Args:
         arguments: behind the command's name.
         kinds: of each option, by its name with dashes; unknown options pass through for typer to refuse.
+        nameless: the option that words without a name are values of.
     """
     result: list[str] = []
     at = 0
@@ -26,7 +27,7 @@ def rewrite(arguments: Sequence[str], kinds: Mapping[str, Kind]) -> list[str]:
         argument = arguments[at]
         at += 1
         if not argument.startswith("--") or argument == "--":
-            result.append(argument)
+            result += [nameless, argument] if nameless and not argument.startswith("-") else [argument]
             continue
         name, equals, value = argument.partition("=")
         name = name.replace("_", "-")

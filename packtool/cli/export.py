@@ -25,7 +25,7 @@ def run_export(config: ExportConfig, as_json: bool) -> None:
     if summary.num_missing:
         progress.note(
             f"part {config.task_index} of {config.num_tasks} is done; {summary.num_missing} shards of other parts are "
-            "missing, and the last part to finish publishes the cache (or packtool export --finalize with these options)"
+            "missing, and the last part to finish publishes the cache (or the same command with --finalize)"
         )
     if as_json:
         typer.echo(json.dumps(export_json(summary)))

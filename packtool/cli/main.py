@@ -13,6 +13,7 @@ from packtool.cli import train
 from packtool.cli.arguments import rewrite
 from packtool.cli.demo import DemoConfig, run_demo_command
 from packtool.cli.export import run_export
+from packtool.cli.inspect import InspectConfig, run_inspect
 from packtool.cli.options import command_of, option_kinds
 from packtool.config import ExportConfig, TrainConfig
 from packtool.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_UNEXPECTED, EXIT_USAGE, PacktoolError
@@ -35,7 +36,16 @@ app.command("demo", help="Watch both stages work on a small world made on the sp
     command_of(DemoConfig, run_demo_command)
 )
 
-_SETTINGS = {"export": ExportConfig, "train": TrainConfig, "sft": TrainConfig, "demo": DemoConfig}
+app.command("inspect", help="Look into a cache: its figures, a sample, a pack.")(command_of(InspectConfig, run_inspect))
+
+_SETTINGS = {
+    "export": ExportConfig,
+    "train": TrainConfig,
+    "sft": TrainConfig,
+    "inspect": InspectConfig,
+    "demo": DemoConfig,
+}
+_NAMELESS = {"inspect": "--directory"}
 
 
 def _version(show: bool) -> None:
@@ -65,7 +75,7 @@ def run(arguments: list[str]) -> int:
     train.invocation = tuple(arguments)
     settings = _SETTINGS.get(arguments[0]) if arguments else None
     if settings is not None:
-        arguments = [arguments[0], *rewrite(arguments[1:], option_kinds(settings))]
+        arguments = [arguments[0], *rewrite(arguments[1:], option_kinds(settings), _NAMELESS.get(arguments[0]))]
     debug = "--debug" in arguments
     try:
         # Typer answers --help and wrong usage by itself, with SystemExit.

@@ -1,0 +1,103 @@
+"""``packtool inspect``."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import typer
+
+from packtool.constants import TRAIN_SPLIT
+from packtool.settings import REQUIRED, option
+
+if TYPE_CHECKING:
+    from packtool.report.inspect import SampleView
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectConfig:
+    """What ``packtool inspect`` needs to know."""
+
+    directory: str = option(REQUIRED, "The cache; may stand without the option's name.")
+    row: int | None = option(None, "Show this sample of the split, as a person can read it.", minimum=0)
+    split: str = option(TRAIN_SPLIT, "Split that --row counts in.")
+    model: str | None = option(None, "Directory of the tokenizer; by default the export's model.")
+    plan: str | None = option(None, "A plan of the cache, from packtool plan --save.")
+    pack: int | None = option(None, "Show this pack of --plan.", minimum=0)
+
+    def problems(self) -> list[str]:
+        """Mistakes that only show when settings are seen together."""
+        if (self.plan is None) != (self.pack is None):
+            return ["--plan and --pack go together: pack k of a plan"]
+        return []
+
+
+def run_inspect(config: InspectConfig, as_json: bool) -> None:
+    """Print a cache's figures, a sample or a pack."""
+    from packtool.report import inspect
+
+    if config.plan is not None and config.pack is not None:
+        pack = inspect.pack_figures(config.directory, config.plan, config.pack)
+        typer.echo(json.dumps(pack) if as_json else "\n".join(_pack_lines(pack)))
+        return
+    if config.row is not None:
+        view = inspect.sample_view(config.directory, config.split, config.row, config.model)
+        if as_json:
+            parts = [{"look": look, "text": text, "weight": weight} for look, text, weight in view.parts]
+            typer.echo(json.dumps({**dict(view.facts), "parts": parts}))
+            return
+        typer.echo(f"{config.directory}, {config.split}, row {config.row}")
+        typer.echo(_aligned(view.facts))
+        typer.echo(_readable(view, colours=sys.stdout.isatty()))
+        return
+    figures = inspect.cache_figures(config.directory)
+    if as_json:
+        typer.echo(json.dumps(figures))
+        return
+    typer.echo(figures["directory"])
+    typer.echo(_aligned(inspect.figure_lines(figures)))
+    for name, split in figures["splits"].items():
+        typer.echo(f"\nsamples of {name} by tokens, up to")
+        width = min(shutil.get_terminal_size().columns, 100)
+        typer.echo("\n".join(inspect.histogram_lines(split["length_histogram"], figures["max_length"], width)))
+
+
+def _aligned(lines: list[tuple[str, str]]) -> str:
+    """Names and values side by side; never wrapped, because they are searched and copied."""
+    width = min(max(len(name) for name, _ in lines), 44)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
+
+
+def _readable(view: SampleView, colours: bool) -> str:
+    """The sample's text: trained stretches in colour, or between « and »."""
+    shown = []
+    for look, text, weight in view.parts:
+        if look == "media":
+            shown.append(typer.style(text, fg="cyan") if colours else text)
+        elif look == "plain":
+            shown.append(typer.style(text, dim=True) if colours else text)
+        else:
+            marked = f"{weight:g}:{text}" if weight != 1 else text
+            shown.append(typer.style(marked, fg="green") if colours else f"«{marked}»")
+    return "".join(shown)
+
+
+def _pack_lines(pack: dict[str, object]) -> list[str]:
+    tokens, capacity, samples = pack["tokens"], pack["capacity"], pack["samples"]
+    assert isinstance(tokens, int)
+    assert isinstance(capacity, int)
+    assert isinstance(samples, list)
+    lines = [
+        f"pack {pack['pack']}: {len(samples)} samples, {tokens:,} of {capacity:,} tokens ({tokens / capacity:.2%})"
+    ]
+    for sample in samples:
+        spans = " ".join(f"{a}-{b}" for a, b in sample["trained"])
+        lines += [
+            f"  [{sample['start']:>6}, {sample['end']:>6})  positions 0-{sample['positions'][1]}  sample "
+            f"{sample['sample']}: {sample['source']}, row {sample['row']}",
+            f"      trained {spans}" + (f"   {' '.join(sample['media'])}" if sample["media"] else ""),
+        ]
+    return lines

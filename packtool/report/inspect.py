@@ -1,0 +1,302 @@
+"""What ``packtool inspect`` shows: a cache's figures, and single samples as a person can read them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from packtool import storage
+from packtool.cache.manifest import Manifest
+from packtool.cache.plan_file import read_plan
+from packtool.cache.reader import CacheReader
+from packtool.cache.restart import finished_tasks
+from packtool.cache.task import TASKS_DIR
+from packtool.config import EncodeSpec
+from packtool.constants import DROPPED_NAME, IGNORE_INDEX, MANIFEST_NAME
+from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
+from packtool.encode.model_files import ModelFiles
+from packtool.errors import ConfigError, MismatchError
+
+_EXAMPLES = 2
+_SAMPLE_RATE = 16_000
+
+Look = Literal["plain", "trained", "media"]
+
+
+def cache_figures(directory: str) -> dict[str, Any]:
+    """Everything that the manifest tells, and some examples of what was dropped.
+
+    Raises:
+        MismatchError: if it is no finished cache; says how much of one there is.
+    """
+    directory = storage.normalize(directory)
+    if not storage.exists(storage.join(directory, MANIFEST_NAME)):
+        tasks = storage.join(directory, TASKS_DIR)
+        if storage.list_names(tasks):
+            count = len(finished_tasks(directory))
+            raise MismatchError(
+                f"{directory} is an unfinished cache: {count} shards are finished so far",
+                "Run the same packtool export again to go on.",
+            )
+    manifest = Manifest.read(directory)
+    identity = manifest.identity
+    defaults = {field.name: field.default for field in dataclasses.fields(EncodeSpec)}
+    return {
+        "directory": directory,
+        "packtool_version": manifest.packtool_version,
+        "fingerprint": manifest.fingerprint,
+        "model": identity.spec["model"],
+        "model_type": identity.model_type,
+        "settings": {
+            name: value
+            for name, value in identity.spec.items()
+            if name != "model" and value is not None and value != defaults.get(name)
+        },
+        "media_limits": dataclasses.asdict(identity.media_limits),
+        "sources": [dataclasses.asdict(source) for source in manifest.sources],
+        "rows": manifest.rows,
+        "marks_added": manifest.marks_added,
+        "channels": list(manifest.channels),
+        "dropped": dict(manifest.dropped),
+        "dropped_examples": _examples(storage.join(directory, DROPPED_NAME)),
+        "splits": {
+            name: {**dataclasses.asdict(split), "shards": len(split.shards)} for name, split in manifest.splits.items()
+        },
+        "max_length": manifest.max_length,
+    }
+
+
+def _examples(path: str) -> dict[str, list[dict[str, Any]]]:
+    """The first rows dropped for each reason; the file is read line by line."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    with storage.open_read(path) as file:
+        for line in file:
+            row = json.loads(line)
+            examples = found.setdefault(row["reason"], [])
+            if len(examples) < _EXAMPLES:
+                examples.append(row)
+    return found
+
+
+def figure_lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The figures as lines of a table."""
+    lines = [
+        ("model", f"{figures['model_type']}, {figures['model']}"),
+        ("fingerprint", f"{figures['fingerprint']}, packtool {figures['packtool_version']}"),
+        *((f"  {name}", str(value)) for name, value in figures["settings"].items()),
+    ]
+    for source in figures["sources"]:
+        lines.append((source["path"], f"{source['rows']:,} rows {source['settings']}".strip()))
+    lines.append(("rows in", f"{figures['rows']:,}"))
+    for name, split in figures["splits"].items():
+        share = split["target_tokens"] / max(split["tokens"], 1)
+        lines += [
+            (name, f"{split['rows']:,} samples in {split['shards']} shards"),
+            ("  tokens", f"{split['tokens']:,}"),
+            ("  target tokens", f"{split['target_tokens']:,} ({share:.1%})"),
+            ("  media tokens", f"{split['media_tokens']:,}"),
+            ("  truncated", f"{split['truncated']:,} samples, {split['truncated_tokens']:,} tokens"),
+        ]
+    lines.append(("dropped", f"{sum(figures['dropped'].values()):,}"))
+    for reason, count in figures["dropped"].items():
+        lines.append((f"  {reason}", f"{count:,}"))
+        for row in figures["dropped_examples"].get(reason, ()):
+            lines.append((f"    {row['source']}, row {row['row']}", row["detail"]))
+    return lines
+
+
+def histogram_lines(counts: list[int], max_length: int, width: int, rows: int = 16) -> list[str]:
+    """Bars of samples by length.
+
+    Args:
+        counts: in equal bins up to ``max_length``.
+        width: columns of the terminal.
+        rows: most bars.
+    """
+    each = -(-len(counts) // rows)
+    grouped = np.add.reduceat(counts, np.arange(0, len(counts), each))
+    grouped = grouped[: int(np.flatnonzero(grouped).max(initial=0)) + 1]
+    step = max_length / len(counts) * each
+    label = len(f"{max_length:,}")
+    most = int(grouped.max())
+    room = max(width - label - len(f"{most:,}") - 4, 10)
+    lines = []
+    for i, count in enumerate(grouped.tolist()):
+        bar = "█" * max(round(room * count / most), 1) if count else ""
+        lines.append(f"{round(min((i + 1) * step, max_length)):>{label},} {bar} {count:,}")
+    return lines
+
+
+@dataclass(frozen=True)
+class SampleView:
+    """One sample for a person.
+
+    Args:
+        facts: (what, value).
+        parts: (how it looks, text, weight of a trained stretch).
+    """
+
+    facts: list[tuple[str, str]]
+    parts: list[tuple[Look, str, float]]
+
+
+def sample_view(directory: str, split: str, row: int, model: str | None = None) -> SampleView:
+    """A sample decoded, with its media named.
+
+    Args:
+        row: position in the split.
+        model: directory of the tokenizer; the one of the export by default.
+
+    Raises:
+        ConfigError: if there is no such row, or no such model.
+    """
+    reader = CacheReader.open([directory], split)
+    if not 0 <= row < len(reader):
+        raise ConfigError(f"--row {row}: the {split} split has rows 0 to {len(reader) - 1}")
+    sample = reader.sample(row)
+    files = ModelFiles.load(model or str(reader.manifests[0].identity.spec["model"]))
+    tokenizer = Tokenizer.from_str(files.tokenizer_json)
+    facts = [
+        ("source", f"{sample.source}, row {sample.row}"),
+        ("channel", sample.channel or "none"),
+        ("tokens", f"{sample.length:,}, of them {int((sample.labels != IGNORE_INDEX).sum()):,} trained"),
+    ]
+    if sample.num_truncated:
+        facts.append(("truncated", f"{sample.num_truncated:,} tokens"))
+    return SampleView(facts, list(_parts(sample, tokenizer, _pad_ids(files.config, tokenizer))))
+
+
+def _pad_ids(config: Mapping[str, Any], tokenizer: Tokenizer) -> dict[int, str]:
+    """Kinds of media by the token that stands for a piece of one."""
+    config = config.get("thinker_config") or config
+    found = {}
+    for kind in ("image", "video", "audio"):
+        number = config.get(f"{kind}_token_id", config.get(f"{kind}_token_index"))
+        number = tokenizer.token_to_id(f"<|{kind}_pad|>") if number is None else number
+        if isinstance(number, int):
+            found[number] = kind
+    return found
+
+
+def _parts(sample: EncodedSample, tokenizer: Tokenizer, pads: Mapping[int, str]) -> Iterator[tuple[Look, str, float]]:
+    media: dict[str, list[Any]] = {
+        "image": list(sample.images),
+        "video": list(sample.videos),
+        "audio": list(sample.audios),
+    }
+    at = 0
+    while at < sample.length:
+        kind = pads.get(int(sample.input_ids[at]))
+        if kind is not None:
+            # A sound track's pads may come before its video's.
+            if (
+                kind == "audio"
+                and media["video"]
+                and media["video"][0].audio is not None
+                and _in_video(sample, at, pads)
+            ):
+                kind = "video"
+            if media[kind]:
+                medium = media[kind].pop(0)
+                at = _behind(sample, at, pads, medium)
+                yield "media", medium_text(medium), 1.0
+                continue
+        stop, look, weight = _stretch(sample, at, pads)
+        text = tokenizer.decode(sample.input_ids[at:stop].tolist(), skip_special_tokens=False)
+        yield look, text, weight
+        at = stop
+
+
+def _in_video(sample: EncodedSample, at: int, pads: Mapping[int, str]) -> bool:
+    """Whether video pads come before the text goes on behind a run of sound."""
+    while at < sample.length and pads.get(int(sample.input_ids[at])) == "audio":
+        at += 1
+    return at < sample.length and pads.get(int(sample.input_ids[at])) == "video"
+
+
+def _behind(sample: EncodedSample, at: int, pads: Mapping[int, str], medium: Any) -> int:
+    """The position behind a medium's last pad; what lies between its pads is its own."""
+    left = medium.num_tokens
+    if isinstance(medium, EncodedVideo) and medium.audio is not None:
+        left += medium.audio.num_tokens
+    while left and at < sample.length:
+        left -= int(sample.input_ids[at]) in pads
+        at += 1
+    return at
+
+
+def _stretch(sample: EncodedSample, at: int, pads: Mapping[int, str]) -> tuple[int, Look, float]:
+    """End, look and weight of the tokens from ``at`` on that look alike."""
+
+    def look_of(i: int) -> tuple[Look, float]:
+        if sample.labels[i] == IGNORE_INDEX:
+            return "plain", 1.0
+        return "trained", 1.0 if sample.loss_scale is None else float(sample.loss_scale[i])
+
+    first = look_of(at)
+    stop = at + 1
+    while stop < sample.length and look_of(stop) == first and int(sample.input_ids[stop]) not in pads:
+        stop += 1
+    return stop, *first
+
+
+def medium_text(medium: EncodedImage | EncodedVideo | EncodedAudio) -> str:
+    """A medium in brackets: what it is, and what it costs."""
+    tokens = f"{medium.num_tokens:,} tokens"
+    if isinstance(medium, EncodedImage):
+        return f"[image {medium.width}x{medium.height} -> {tokens}]"
+    if isinstance(medium, EncodedAudio):
+        return f"[audio {medium.num_samples / _SAMPLE_RATE:.1f} s -> {tokens}]"
+    seconds = medium.num_frames / medium.fps if medium.fps else 0.0
+    sound = f" and {medium.audio.num_tokens:,} of sound" if medium.audio is not None else ""
+    size = f"{medium.width}x{medium.height} {seconds:.1f} s, {len(medium.indices)} frames"
+    return f"[video {size} -> {tokens}{sound}]"
+
+
+def _media_texts(sample: EncodedSample) -> list[str]:
+    groups: tuple[Sequence[EncodedImage | EncodedVideo | EncodedAudio], ...]
+    groups = (sample.images, sample.videos, sample.audios)
+    return [medium_text(medium) for group in groups for medium in group]
+
+
+def pack_figures(directory: str, plan: str, pack: int) -> dict[str, Any]:
+    """A pack of a saved plan: its samples, where each begins and ends, and what of them is trained.
+
+    Raises:
+        MismatchError: if the plan belongs to other caches.
+        ConfigError: if it has no such pack.
+    """
+    reader = CacheReader.open([directory])
+    saved = read_plan(plan)
+    if saved.info.cache != reader.fingerprint:
+        raise MismatchError(
+            f"--plan {plan} belongs to the cache {saved.info.cache}, and {directory} is {reader.fingerprint}",
+            "Give the cache that the plan was made for.",
+        )
+    num_packs = len(saved.offsets) - 1
+    if not 0 <= pack < num_packs:
+        raise ConfigError(f"--pack {pack}: the plan has packs 0 to {num_packs - 1}")
+    samples, start = [], 0
+    for position in saved.samples[saved.offsets[pack] : saved.offsets[pack + 1]].tolist():
+        sample = reader.sample(position)
+        trained = np.flatnonzero(np.diff(np.concatenate(([0], sample.labels != IGNORE_INDEX, [0]))))
+        samples.append(
+            {
+                "sample": position,
+                "source": sample.source,
+                "row": sample.row,
+                "start": start,
+                "end": start + sample.length,
+                "positions": [0, sample.length - 1],
+                "trained": [[start + int(a), start + int(b)] for a, b in trained.reshape(-1, 2)],
+                "media": _media_texts(sample),
+            }
+        )
+        start += sample.length
+    return {"pack": pack, "tokens": start, "capacity": saved.info.capacity, "samples": samples}

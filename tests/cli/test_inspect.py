@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from packtool.cache.plan_file import PlanInfo, SavedPlan, write_plan
+from packtool.cache.reader import CacheReader
+from packtool.cli.main import run
+from packtool.plan.packing import pack_best_fit
+from packtool.report.inspect import histogram_lines
+from tests.cache.conftest import model as model
+from tests.cache.conftest import rows as rows
+from tests.cache.conftest import run_export as run_export
+
+
+@pytest.fixture
+def cache(run_export: Callable[..., Any], tmp_path: Path) -> str:
+    run_export(split_dataset_ratio=0.1)
+    return str(tmp_path / "cache")
+
+
+def test_figures(cache: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["inspect", cache]) == 0
+    told = capsys.readouterr().out
+    for words in ("qwen3_vl", "rows in", "train", "val", "target tokens", "dropped", "invalid_json", "gone.png", "█"):
+        assert words in told
+    assert run(["inspect", "--json", "true", cache]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["rows"] == 600
+    assert figures["rows"] == sum(split["rows"] for split in figures["splits"].values()) + sum(
+        figures["dropped"].values()
+    )
+    assert all(1 <= len(examples) <= 2 for examples in figures["dropped_examples"].values())
+
+
+def test_a_sample_can_be_read(cache: str, capsys: pytest.CaptureFixture[str]) -> None:
+    reader = CacheReader.open([cache])
+    with_picture = next(i for i in range(len(reader)) if reader.sample(i).images)
+    image = reader.sample(with_picture).images[0]
+    assert run(["inspect", cache, "--row", str(with_picture)]) == 0
+    told = capsys.readouterr().out
+    assert f"[image {image.width}x{image.height} -> {image.num_tokens} tokens]" in told
+    assert "<|image_pad|>" not in told
+    number = reader.sample(with_picture).row
+    assert f"question {number}<|im_end|>" in told
+    assert re.search(r"assistant\n«(word )*<\|im_end\|>»", told)
+    assert run(["inspect", cache, "--row", "3", "--split", "val", "--json"]) == 0
+    parts = json.loads(capsys.readouterr().out)["parts"]
+    assert {part["look"] for part in parts} <= {"plain", "trained", "media"}
+
+
+def test_a_pack_can_be_looked_into(cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reader = CacheReader.open([cache])
+    plan = pack_best_fit(reader.index.length, 400, seed=0)
+    info = PlanInfo(400, 200, 0, reader.fingerprint, plan.fingerprint, len(reader))
+    path = str(tmp_path / "a.plan")
+    write_plan(path, SavedPlan(info, plan.samples, plan.offsets, plan.lengths))
+    assert run(["inspect", cache, "--plan", path, "--pack", "3", "--json"]) == 0
+    pack = json.loads(capsys.readouterr().out)
+    assert [sample["sample"] for sample in pack["samples"]] == plan.pack(3).tolist()
+    assert [sample["start"] for sample in pack["samples"]] == [0, *(s["end"] for s in pack["samples"][:-1])]
+    for sample in pack["samples"]:
+        labels = reader.sample(sample["sample"]).labels
+        trained = np.zeros(len(labels), bool)
+        for a, b in sample["trained"]:
+            trained[a - sample["start"] : b - sample["start"]] = True
+        np.testing.assert_array_equal(trained, labels != -100)
+    assert run(["inspect", cache, "--plan", path, "--pack", "3"]) == 0
+    assert "positions 0-" in capsys.readouterr().out
+    assert run(["inspect", cache, "--plan", path, "--pack", "100000"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (["--row", "100000"], 2, "has rows 0 to"),
+        (["--split", "test", "--row", "1"], 4, "no test split"),
+        (["--plan", "x"], 2, "--plan and --pack go together"),
+    ],
+)
+def test_wrong_options(cache: str, words: list[str], code: int, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["inspect", cache, *words]) == code
+    assert told in capsys.readouterr().err
+
+
+def test_no_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["inspect", str(tmp_path / "nowhere")]) == 4
+    assert "no finished cache" in capsys.readouterr().err
+    assert run(["inspect"]) == 2
+
+
+def test_bars_fit_their_width() -> None:
+    lines = histogram_lines([5, 0, 1000, 1] + [0] * 60, 6400, 60)
+    assert max(map(len, lines)) <= 60
+    assert lines[0].endswith("1,006")
