@@ -32,16 +32,19 @@ from packtool.plan.pack_plan import (
 )
 from packtool.plan.shuffle import seeded_order, seeded_uniform
 
+Noise = npt.NDArray[np.float64]
+
 _NUM_CLASSES = 16
 _NUM_TRIED = 20_000
 _EVENNESS = (1.5, 2.0, 4.0, 1e9, 0.0)
 _HEAD_SPREAD = 0.02
 _GAP = 1e-3
-_SLACK = 1e-3
+_CLASSES_LOOKED_AT = 4
+_SLACK = 3e-4
 
 # Streams of random numbers: what they are drawn for.
 _PACK_ORDER = 1
-_HEADS = 3
+_HEADS = (3, 9, 10)
 _WITHIN = 5
 
 
@@ -100,9 +103,10 @@ def pack_within_budgets(
         return in_cache_order(problem.pack())
     first = problem.pack(seed, 0, stream) if epoch == 0 else None
     num_packs = problem.num_packs(seed, stream, first)
-    num_packs = min(num_packs + 1 + int(num_packs * _SLACK), len(lengths))
-    plan = first or problem.pack(seed, epoch, stream)
-    if plan.num_packs > num_packs:
+    num_packs = min(num_packs + 2 + int(num_packs * _SLACK), len(lengths))
+    attempts = (problem.pack(seed, epoch, stream, heads) for heads in _HEADS)
+    plan = first or next((plan for plan in attempts if plan.num_packs <= num_packs), None)
+    if plan is None:
         plan = problem.pack(seed, 0, stream)
     order = seeded_order(plan.num_packs, seed=seed, epoch=epoch, stream=stream + _PACK_ORDER)
     return split_to(with_packs_in_order(plan, order), num_packs)
@@ -127,12 +131,12 @@ class _Problem:
             _packs_of_first_epoch[key] = (first or self.pack(seed, 0, stream)).num_packs
         return _packs_of_first_epoch[key]
 
-    def pack(self, seed: int | None = None, epoch: int = 0, stream: int = 0) -> PackPlan:
+    def pack(self, seed: int | None = None, epoch: int = 0, stream: int = 0, heads: int = _HEADS[0]) -> PackPlan:
         """Packs in the order in which they were filled; nothing is left to chance without a seed."""
         order, noise = np.arange(len(self._lengths), dtype=np.int64), None
         if seed is not None:
             order = seeded_order(len(order), seed=seed, epoch=epoch, stream=stream + _WITHIN)
-            noise = seeded_uniform(len(order), seed=seed, epoch=epoch, stream=stream + _HEADS)
+            noise = seeded_uniform(len(order), seed=seed, epoch=epoch, stream=stream + heads)
         placed = place_within_budgets(self._lengths, self._media_tokens, limits=self._limits, order=order, noise=noise)
         return plan_of(*placed, self._lengths, self._limits[0])
 
@@ -143,7 +147,7 @@ def place_within_budgets(
     *,
     limits: tuple[int, int, int],
     order: Int64Array,
-    noise: npt.NDArray[np.float64] | None = None,
+    noise: Noise | None = None,
 ) -> tuple[Int64Array, Int64Array]:
     """Fill packs one after the other, within hard limits.
 
@@ -181,7 +185,7 @@ def place_within_budgets(
             return len(packer.pack(first)[1])
 
         evenness = min(_EVENNESS, key=num_packs)
-    return _Packer(lengths, media_tokens, order, limits=limits, evenness=evenness).pack(heads)
+    return _Packer(lengths, media_tokens, order, limits=limits, evenness=evenness).pack(heads, noise)
 
 
 class _Packer:
@@ -202,7 +206,7 @@ class _Packer:
     ) -> None:
         self._limits = limits
         self._evenness = evenness
-        self._gap = int(limits[0] * _GAP)
+        self._gaps = 0, 0
         self._lengths: list[int] = lengths.tolist()
         self._media: list[int] = media_tokens.tolist()
         self._num_left = len(lengths)
@@ -227,14 +231,19 @@ class _Packer:
         for cell, key in enumerate(keys[starts].tolist()):
             self._cells[key >> 32][key & 0xFFFFFFFF] = cell
         self._sets = [LengthSet(cells) for cells in self._cells]
+        self._shortest = [1] * len(self._shares)  # no sample of a class is shorter; saves most of the vain searches
 
-    def pack(self, heads: Int64Array) -> tuple[Int64Array, Int64Array]:
+    def pack(self, heads: Int64Array, noise: Noise | None = None) -> tuple[Int64Array, Int64Array]:
         """Samples in pack order and how many are in each pack; packs begin with ``heads`` (N,) that are left."""
         packed: list[int] = []
         sizes: list[int] = []
-        for head in heads.tolist():
+        # How much may stay free in a pack whose last sample is chosen; with noise, not always the tightest is.
+        gap = int(self._limits[0] * _GAP)
+        spared = np.zeros(len(heads)) if noise is None else (gap + 1) * noise
+        for head, aimed_at in zip(heads.tolist(), spared.astype(np.int64).tolist(), strict=True):
             if not self._used[head]:
                 before = len(packed)
+                self._gaps = aimed_at, gap
                 self._fill(head, packed)
                 sizes.append(len(packed) - before)
         return np.array(packed, dtype=np.int64), np.array(sizes, dtype=np.int64)
@@ -271,18 +280,21 @@ class _Packer:
         scarce = places > 1 and free * self._evenness * self._num_left >= self._tokens_left * places
         nearest = bisect_right(self._shares, room / free) - 1
         if not scarce:
-            for number in range(nearest, -1, -1):
-                length = self._sets[number].at_most(free)
-                if length >= max(free - self._gap, 1):
+            least, most = self._gaps
+            for number in range(nearest, max(nearest - _CLASSES_LOOKED_AT, -1), -1):
+                length = self._sets[number].at_most(max(free - least, 0))
+                if length >= max(free - most, 1):
                     return self._cells[number][length]
         for number in (*range(nearest, -1, -1), *range(nearest + 1, len(self._shares))):
-            lengths = self._sets[number]
-            share = self._shares[number]
-            length = lengths.at_most(free if number <= nearest else int(room / share))
+            limit = free if number <= nearest else int(room / self._shares[number])
+            if limit < self._shortest[number]:
+                continue
+            length = self._sets[number].at_most(limit)
             if length > 0:
                 if scarce:
-                    length = lengths.nearest(free // places, length)
+                    length = self._sets[number].nearest(free // places, length)
                 return self._cells[number][length]
+            self._shortest[number] = limit + 1
         return -1
 
 

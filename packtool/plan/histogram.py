@@ -24,7 +24,7 @@ FEW_PER_LENGTH = 10
 GOOD = 1e-4
 """Share of packs over the fewest possible that is not worth a second attempt."""
 
-_SLACK = 2e-4
+_SLACK = 4e-4
 _EVENNESS = (1.5, 2.0, 3.0, 1e9, 1.0, 0.0)
 
 # Streams of random numbers: what they are drawn for.

@@ -45,7 +45,7 @@ __all__ = [
     "pack_singletons",
 ]
 
-# Streams of random numbers: what they are drawn for. Others: 0, 1, 3 and 5 in histogram and budgets, 4 in epoch,
+# Streams of random numbers: what they are drawn for. Others: 0, 1, 3, 5, 9 and 10 in histogram and budgets, 4 in epoch,
 # 6 in windows; those of a window come after all these.
 _PACK_ORDER = 1
 _SINGLETON_ORDER = 2

@@ -17,10 +17,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packtool.errors import ConfigError, DataError
-from packtool.plan.packing import PackPlan, pack_best_fit, pack_singletons
+from packtool.plan.histogram import packs_needed
+from packtool.plan.packing import PackOptions, PackPlan, pack, pack_best_fit, pack_singletons
 
 PACKERS = (pack_best_fit, pack_singletons)
 Packer = Callable[..., PackPlan]
+
+ALGORITHMS: tuple[dict[str, Any], ...] = (
+    {"algorithm": "best_fit"},
+    {"algorithm": "first_fit"},
+    {"algorithm": "binpacking", "batch_size": 30},
+    {"algorithm": "sequential", "look_ahead": 0},
+    {"algorithm": "sequential", "look_ahead": 8},
+    {"algorithm": "best_fit", "window": 25},
+    {"algorithm": "first_fit", "window": 25, "shuffle": False},
+    {"algorithm": "sequential", "window": 25},
+    {"algorithm": "best_fit", "shuffle": False},
+    {"algorithm": "binpacking", "batch_size": 30, "shuffle": False},
+)
 
 
 def lognormal_lengths(num: int, *, median: float, sigma: float) -> npt.NDArray[np.int32]:
@@ -85,22 +99,52 @@ def test_each_sample_once_and_no_pack_over_capacity(problem: tuple[list[int], in
         assert np.array_equal(again.samples, plan.samples)
 
 
+@given(
+    problem=problems(),
+    options=st.sampled_from(ALGORITHMS),
+    max_samples=st.none() | st.integers(1, 6),
+    max_media=st.none() | st.floats(0.2, 1),
+    seed=st.integers(0, 3),
+)
+def test_every_algorithm_keeps_its_promises(
+    problem: tuple[list[int], int],
+    options: dict[str, Any],
+    max_samples: int | None,
+    max_media: float | None,
+    seed: int,
+) -> None:
+    lengths, capacity = problem
+    media = (np.arange(len(lengths)) * 7 % 11 * np.array(lengths, dtype=np.int64) // 10).clip(max=lengths)
+    limits: dict[str, Any] = {}
+    if options["algorithm"] != "binpacking":
+        limits["max_samples"] = max_samples
+    if options["algorithm"] in ("best_fit", "sequential") and max_media is not None:
+        limits["max_media_tokens"] = max(1, int(max_media * capacity), int(media.max(initial=1)))
+    told = PackOptions(capacity=capacity, **options, **limits)
+    plans = [pack(lengths, told, seed=seed, epoch=epoch, media_tokens=media) for epoch in (0, 1, 1)]
+    for plan in plans:
+        check(plan, lengths)
+        assert np.diff(plan.offsets).max(initial=0) <= (limits.get("max_samples") or len(lengths))
+        most = limits.get("max_media_tokens") or media.sum()
+        assert plan.sums_per_pack(media[plan.samples]).max(initial=0) <= most
+    assert len({plan.num_packs for plan in plans}) == 1
+    assert plans[1].fingerprint == plans[2].fingerprint
+    if not told.shuffle:
+        assert plans[0].fingerprint == plans[1].fingerprint
+        assert (np.diff(plans[0].samples[plans[0].offsets[:-1]]) > 0).all()
+
+
 @given(problem=problems(), seed=st.integers(0, 3))
-def test_as_many_packs_as_best_fit_decreasing(problem: tuple[list[int], int], seed: int) -> None:
+def test_no_more_packs_than_best_fit_decreasing(problem: tuple[list[int], int], seed: int) -> None:
     lengths, capacity = problem
     free: list[int] = []
     for length in sorted(lengths, reverse=True):
         tightest = bisect.bisect_left(free, length)
         room = free.pop(tightest) if tightest < len(free) else capacity
         bisect.insort(free, room - length)
-    assert pack_best_fit(lengths, capacity, seed=seed).num_packs == len(free)
-
-
-@given(problems())
-def test_two_packs_never_fit_in_one(problem: tuple[list[int], int]) -> None:
-    lengths, capacity = problem
-    tokens = np.sort(pack_best_fit(lengths, capacity, seed=0).tokens_per_pack())
-    assert len(tokens) < 2 or tokens[0] + tokens[1] > capacity
+    plans = [pack_best_fit(lengths, capacity, seed=seed, epoch=epoch) for epoch in range(3)]
+    assert plans[0].num_packs <= len(free)
+    assert len({plan.num_packs for plan in plans}) == 1
 
 
 @given(
@@ -110,15 +154,15 @@ def test_two_packs_never_fit_in_one(problem: tuple[list[int], int]) -> None:
 def test_worst_case_bound(capacity: int, cuts: list[list[float]]) -> None:
     # Full packs, cut to pieces: nobody can do with fewer, and best-fit decreasing needs at most 11/9 of them + 4.
     lengths: list[int] = []
-    for pack in cuts:
-        edges = sorted({0, capacity, *(round(cut * capacity) for cut in pack)})
+    for parts in cuts:
+        edges = sorted({0, capacity, *(round(cut * capacity) for cut in parts)})
         lengths += [right - left for left, right in itertools.pairwise(edges)]
     plan = pack_best_fit(lengths, capacity, seed=0)
     assert plan.lower_bound == len(cuts)
     assert len(cuts) <= plan.num_packs <= 11 / 9 * len(cuts) + 4
 
 
-@pytest.mark.parametrize("packer", PACKERS)
+@pytest.mark.parametrize("options", [{}, *ALGORITHMS, {"max_samples": 3}, {"max_media_tokens": 1 << 19}], ids=str)
 @pytest.mark.parametrize("capacity", [1, 1024, 1025, 10240, 1_048_576])
 @pytest.mark.parametrize(
     "lengths_of",
@@ -133,9 +177,34 @@ def test_worst_case_bound(capacity: int, cuts: list[list[float]]) -> None:
         pytest.param(lambda capacity: np.arange(3000) % capacity + 1, id="all different"),
     ],
 )
-def test_edges(packer: Packer, capacity: int, lengths_of: Callable[[int], npt.ArrayLike]) -> None:
-    lengths = lengths_of(capacity)
-    check(packer(lengths, capacity, seed=1), lengths)
+def test_edges(options: dict[str, Any], capacity: int, lengths_of: Callable[[int], npt.ArrayLike]) -> None:
+    lengths = np.asarray(lengths_of(capacity), dtype=np.int64)
+    if not options:
+        check(pack_singletons(lengths, capacity, seed=1), lengths)
+    plan = pack(lengths, PackOptions(capacity=capacity, **options), seed=1, media_tokens=lengths // 3)
+    check(plan, lengths)
+
+
+def test_companions_in_the_order_of_the_cache() -> None:
+    plan = pack([5, 3, 5, 5, 5, 3], PackOptions(capacity=10, shuffle=False), seed=0)
+    assert [plan.pack(index).tolist() for index in range(3)] == [[0, 2], [1, 5], [3, 4]]
+
+
+def test_options_out_of_range() -> None:
+    wrong = PackOptions(
+        capacity=8, window=0, num_proc=0, batch_size=0, look_ahead=-1, max_samples=0, max_media_tokens=0
+    )
+    with pytest.raises(ConfigError) as error:
+        pack([1], wrong, seed=0)
+    for name in ("window 0", "num-proc", "batch-size", "look-ahead", "samples-per-pack", "media-tokens-per-pack"):
+        assert name.split(" ")[0] in error.value.message
+    for algorithm, limit in (
+        ("binpacking", {"max_samples": 3}),
+        ("binpacking", {"max_media_tokens": 3}),
+        ("first_fit", {"max_media_tokens": 3}),
+    ):
+        with pytest.raises(ConfigError, match=f"{algorithm} knows no --max"):
+            pack([1], PackOptions(capacity=8, algorithm=algorithm, **limit), seed=0)  # type: ignore[arg-type]
 
 
 def test_packs_of_equal_samples() -> None:
@@ -258,9 +327,21 @@ def test_fill_on_long_data() -> None:
     lengths = lognormal_lengths(393_230, median=4300, sigma=0.7)
     plan = pack_best_fit(lengths, 10240, seed=0)
     check(plan, lengths)
-    # Best-fit decreasing itself ends 0.26 to 0.28 % over the bound, by the sample: short ones that would fill are few.
-    assert plan.num_packs <= 1.0028 * plan.lower_bound
+    # Best-fit decreasing ends 0.26 to 0.28 % over the bound; 0.09 % cannot be avoided, for short ones are few.
+    distinct, counts = np.unique(lengths, return_counts=True)
+    needed = packs_needed(distinct[::-1].astype(np.int64), counts[::-1], 10240)
+    assert needed > 1.0008 * plan.lower_bound
+    assert plan.num_packs <= 1.0002 * needed
     assert next_fit(lengths, 10240) > 1.25 * plan.num_packs
+
+
+@pytest.mark.parametrize(("num", "median", "sigma"), [(3000, 4300, 0.7), (3000, 2500, 0.5), (50_000, 4300, 0.7)])
+def test_little_data_is_packed_as_well(num: int, median: float, sigma: float) -> None:
+    lengths = lognormal_lengths(num, median=median, sigma=sigma)
+    plan = pack_best_fit(lengths, 10240, seed=0)
+    distinct, counts = np.unique(lengths, return_counts=True)
+    assert plan.num_packs <= 2 + 1.0005 * packs_needed(distinct[::-1].astype(np.int64), counts[::-1], 10240)
+    assert repeated_packs(lengths, 10240) < 0.2
 
 
 def test_memory() -> None:
