@@ -24,6 +24,20 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+# The files that take longest begin first, so that no process works on them alone at the end.
+_LONGEST = ("test_readme.py", "train/test_realdata.py", "cli/test_seed_commands.py", "train/test_videos_and_sounds.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest files first; the order within a file stays."""
+
+    def place(item: pytest.Item) -> int:
+        path = str(item.path)
+        return next((i for i, name in enumerate(_LONGEST) if path.endswith(f"tests/{name}")), len(_LONGEST))
+
+    items.sort(key=place)
+
+
 @pytest.fixture(scope="session")
 def repository() -> Path:
     """The checkout's root."""
@@ -42,7 +56,15 @@ def realdata() -> Path:
 @pytest.fixture(autouse=True)
 def _no_limits_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment of whoever runs the tests must not decide them."""
-    for name in ("MAX_PIXELS", "MIN_PIXELS", "IMAGE_MAX_TOKEN_NUM", "IMAGE_MIN_TOKEN_NUM", "NPROC_PER_NODE", "NNODES"):
+    for name in (
+        "MAX_PIXELS",
+        "MIN_PIXELS",
+        "IMAGE_MAX_TOKEN_NUM",
+        "IMAGE_MIN_TOKEN_NUM",
+        "NPROC_PER_NODE",
+        "NNODES",
+        "ROOT_IMAGE_DIR",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 

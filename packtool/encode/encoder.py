@@ -55,7 +55,8 @@ class Encoder:
         self.limits = self._family.limits if self._family is not None else MediaLimits()
         media_tokens = self._family.control_tokens if self._family is not None else ()
         tokenizer = _tokenizer(files)
-        self._template = ChatTemplate(files.chat_template, files.template_variables)
+        as_list = self._family is not None and self._family.content_as_list
+        self._template = ChatTemplate(files.chat_template, files.template_variables, content_as_list=as_list)
         self._vocabulary, self._finder = _turn_finder(self._template, tokenizer, media_tokens)
         if missing := [token for token in media_tokens if token not in self._vocabulary.ids]:
             raise ConfigError(
@@ -108,6 +109,9 @@ class Encoder:
             }
         except MediaProblem as problem:
             return Dropped(sample.source, sample.row, problem.reason, problem.detail)
+        if self._family is not None and self._family.alone_only and len(sample.images) > 1:
+            detail = "this model's processor spells several pictures of a row in a way that packtool does not follow"
+            return Dropped(sample.source, sample.row, "media_unsupported", detail)
         try:
             pieces = self._cut(sample, [kind for kind, found in media.items() if found])
         except _CannotRender as problem:
@@ -137,7 +141,7 @@ class Encoder:
         except ValueError as error:
             raise _CannotRender("private_characters", str(error)) from error
         if sample.is_text:
-            text = "".join(shield.media(shield.text(turn.content), kinds) for turn in sample.turns)
+            text = "".join(shield.text(shield.media(turn.content, kinds)) for turn in sample.turns)
             return [*shield.cut(text), *([Piece(self._end_of_text, "", "")] if self._end_of_text else [])]
         as_list = self._family is not None and self._family.content_as_list
         try:
@@ -260,7 +264,7 @@ def _no_parts(medium: Medium) -> list[Part]:
 
 def _message(turn: Turn, shield: Shield, kinds: Sequence[str], as_list: bool) -> dict[str, Any]:
     """A turn as the template gets it."""
-    text = shield.media(shield.text(turn.content), kinds)
+    text = shield.text(shield.media(turn.content, kinds))
     content = shield.as_list(text) if as_list else text
     return {"role": turn.role, "content": content, **shield.value(turn.extra)}
 

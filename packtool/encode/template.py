@@ -56,9 +56,11 @@ class ChatTemplate:
     Args:
         text: the Jinja text.
         variables: ``bos_token`` and its like.
+        content_as_list: contents that are text are given as a list of one text.
     """
 
-    def __init__(self, text: str, variables: Mapping[str, str]) -> None:
+    def __init__(self, text: str, variables: Mapping[str, str], content_as_list: bool = False) -> None:
+        self._content_as_list = content_as_list
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
         )
@@ -84,7 +86,7 @@ class ChatTemplate:
         """
         try:
             return self._template.render(
-                messages=[_with_reasoning_names(message) for message in messages],
+                messages=[self._prepared(message) for message in messages],
                 tools=list(tools) if tools else None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
@@ -92,6 +94,12 @@ class ChatTemplate:
             )
         except _FAILURES as error:
             raise TemplateFailure(str(error) or type(error).__name__) from error
+
+    def _prepared(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        content = message.get("content")
+        if self._content_as_list and isinstance(content, str):
+            message = {**message, "content": [{"type": "text", "text": content}]}
+        return _with_reasoning_names(message)
 
 
 def _with_reasoning_names(message: Mapping[str, Any]) -> Mapping[str, Any]:

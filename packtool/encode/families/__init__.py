@@ -18,7 +18,6 @@ from packtool.encode.families.base import (
     VideoLimits,
 )
 from packtool.encode.model_files import ModelFiles
-from packtool.errors import ConfigError
 
 __all__ = [
     "AudioLimits",
@@ -46,7 +45,7 @@ def family_of(files: ModelFiles, options: MediaOptions) -> Family | None:
     """The family of a model with the user's limits, None for a model of text alone.
 
     Raises:
-        ConfigError: for a multimodal model whose family is not known, or limits that contradict each other.
+        ConfigError: for a multimodal model whose processor cannot be used, or limits that contradict each other.
     """
     if not is_multimodal(files.config):
         return None
@@ -54,7 +53,7 @@ def family_of(files: ModelFiles, options: MediaOptions) -> Family | None:
         return qwen_vl.QwenVL(files, options)
     if files.model_type in qwen_omni.MODEL_TYPES:
         return qwen_omni.QwenOmni(files, options)
-    raise ConfigError(
-        f"the model's type is {files.model_type!r}, a multimodal family that packtool does not know yet",
-        f"Known are {', '.join(qwen_vl.MODEL_TYPES)}, and every model of text alone.",
-    )
+    # Here, because it needs transformers.
+    from packtool.encode.families.processor import ProcessorFamily
+
+    return ProcessorFamily(files, options)

@@ -133,7 +133,11 @@ class Family(Protocol):
             template writes ``placeholders``, and ``parts`` replace these.
         placeholders: the control token that the template writes for each kind; empty unless ``content_as_list``.
         remarks: what a user should know, a line each.
+        alone_only: a row may have one picture only.
     """
+
+    @property
+    def alone_only(self) -> bool: ...
 
     @property
     def remarks(self) -> tuple[str, ...]: ...

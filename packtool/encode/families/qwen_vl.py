@@ -89,6 +89,7 @@ class QwenVL:
     """
 
     content_as_list = False
+    alone_only = False
     remarks: tuple[str, ...] = ()
     placeholders: Mapping[str, Kind] = MappingProxyType({})
 

@@ -1,0 +1,178 @@
+"""Any other model with pictures, through its own transformers processor.
+
+packtool's own families count tokens by themselves; here the processor is asked what it would write for a picture of
+some size, with a blank one, and the answer is remembered by size. That costs what processing costs, once for every size
+that comes up, and needs torch in the worker. The chat template writes its own token for a picture, and what the
+processor makes of that token takes its place, text and all (Gemma 3 puts blank lines around a picture).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from packtool.config import ImageOptions, MediaOptions
+from packtool.encode.encoded import EncodedImage
+from packtool.encode.families.base import Kind, MediaLimits, Medium, Part
+from packtool.encode.model_files import ModelFiles
+from packtool.encode.template import ChatTemplate, TemplateFailure
+from packtool.errors import ConfigError
+from packtool.media.measure import measure_image
+from packtool.media.opening import MediaProblem, label
+from packtool.rows.sample import MediaRef
+
+_PROBE = "packtoolquestion"
+_PROBE_SIZE = (64, 96)
+
+
+class ProcessorFamily:
+    """A family that packtool does not know by itself.
+
+    Args:
+        files: the model's settings; its directory must hold a processor.
+        options: the user's limits; all must be unset, for this processor takes none of them.
+
+    Raises:
+        ConfigError: if the processor cannot be loaded or does not take pictures, or a limit is set.
+    """
+
+    limits = MediaLimits()
+
+    def __init__(self, files: ModelFiles, options: MediaOptions) -> None:
+        _refuse_options(files, options)
+        self._processor = _load(files)
+        self._image_token = str(self._processor.image_token)
+        self._special = _special_tokens(self._processor)
+        self._parts: dict[tuple[int, int], list[Part]] = {}
+        first = self._parts_of(*_PROBE_SIZE)
+        self._spelled = tuple(part[0] for part in first if not isinstance(part, str))
+        # Some processors spell the pictures of a row with several of them in another way than a single one.
+        self.alone_only = self._asked([_PROBE_SIZE, _PROBE_SIZE])[0] != self._asked([_PROBE_SIZE])[0]
+        self.content_as_list = _takes_lists(files)
+        self.placeholders: Mapping[str, Kind] = {self._image_token: "image"} if self.content_as_list else {}
+        self.remarks = (
+            f"{files.model_type} models are encoded through transformers' own processor, which is slower than "
+            "packtool's families",
+        )
+
+    @property
+    def control_tokens(self) -> tuple[str, ...]:
+        """See ``Family``."""
+        return tuple(dict.fromkeys((self._image_token, *self._spelled)))
+
+    def measure(self, kind: Kind, ref: MediaRef) -> Medium:
+        """See ``Family``."""
+        if kind != "image":
+            raise MediaProblem("media_unsupported", f"{label(ref)}: of this model packtool knows pictures only")
+        height, width = measure_image(ref)
+        try:
+            parts = self._parts_of(height, width)
+        except (ValueError, IndexError, ZeroDivisionError) as error:
+            raise MediaProblem(
+                "media_size", f"{label(ref)}: the processor refuses {width}x{height}: {error}"
+            ) from error
+        return EncodedImage(ref.path, ref.data, height, width, (), _num_pads(parts))
+
+    def parts(self, medium: Medium) -> list[Part]:
+        """See ``Family``."""
+        assert isinstance(medium, EncodedImage), "nothing else is measured"
+        return self._parts_of(medium.height, medium.width)
+
+    def _parts_of(self, height: int, width: int) -> list[Part]:
+        if (height, width) not in self._parts:
+            (spelled,) = self._asked([(height, width)])
+            self._parts[height, width] = _split(spelled, self._special)
+        return self._parts[height, width]
+
+    def _asked(self, sizes: list[tuple[int, int]]) -> list[str]:
+        """What the processor writes for pictures of some sizes in one row."""
+        blank = [np.zeros((height, width, 3), np.uint8) for height, width in sizes]
+        text = " ".join([self._image_token] * len(sizes))
+        made = self._processor(text=[text], images=[blank], return_text_replacement_offsets=True)
+        found = made.get("text_replacement_offsets")
+        if not found or len(found[0]) != len(sizes):
+            raise ConfigError(
+                f"{type(self._processor).__name__} does not say what it writes for a picture",
+                "Use a newer transformers, or a model of another family.",
+            )
+        return [str(replaced["replacement"]) for replaced in found[0]]
+
+
+def _refuse_options(files: ModelFiles, options: MediaOptions) -> None:
+    problems = []
+    for field in dataclasses.fields(MediaOptions):
+        if field.name != "resize" and getattr(options, field.name) is not None:
+            kind = "pictures" if field in dataclasses.fields(ImageOptions) else "videos and sounds"
+            name = "--" + field.name.replace("_", "-")
+            problems.append(
+                f"{name} ({field.metadata['env']}) limits {kind} of Qwen models; a {files.model_type} model takes its "
+                "limits from its own processor settings"
+            )
+    if problems:
+        raise ConfigError.from_problems(problems)
+
+
+def _load(files: ModelFiles) -> Any:
+    import transformers
+
+    auto: Any = transformers.AutoProcessor
+    try:
+        processor = auto.from_pretrained(files.directory)
+    except Exception as error:  # whatever a processor of any model raises
+        raise ConfigError(
+            f"{files.directory}: no processor of a {files.model_type!r} model can be loaded: {error}",
+            "Put the model's processor settings beside config.json, or update transformers.",
+        ) from error
+    if getattr(processor, "image_token", None) is None or getattr(processor, "image_processor", None) is None:
+        raise ConfigError(
+            f"{type(processor).__name__} takes no pictures that packtool could count",
+            "Known families are those of Qwen, and models whose processor has an image_token.",
+        )
+    return processor
+
+
+def _special_tokens(processor: Any) -> re.Pattern[str]:
+    tokens = {token.content for token in processor.tokenizer.added_tokens_decoder.values() if token.special}
+    named = [processor.image_token, getattr(processor.tokenizer, "image_token", None)]
+    tokens |= {str(token) for token in named if token}
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
+
+
+def _split(spelled: str, special: re.Pattern[str]) -> list[Part]:
+    """Text and control tokens, repeated ones counted."""
+    parts: list[Part] = []
+    at = 0
+    for match in special.finditer(spelled):
+        if match.start() > at:
+            parts.append(spelled[at : match.start()])
+        last = parts[-1] if parts else ""
+        if isinstance(last, tuple) and last[0] == match.group():
+            parts[-1] = (last[0], last[1] + 1)
+        else:
+            parts.append((match.group(), 1))
+        at = match.end()
+    return [*parts, spelled[at:]] if at < len(spelled) else parts
+
+
+def _num_pads(parts: list[Part]) -> int:
+    """How often the most frequent control token comes: the one that stands for the picture's pieces."""
+    counts: dict[str, int] = {}
+    for part in parts:
+        if not isinstance(part, str):
+            counts[part[0]] = counts.get(part[0], 0) + part[1]
+    return max(counts.values(), default=0)
+
+
+def _takes_lists(files: ModelFiles) -> bool:
+    """Whether the chat template understands contents that are lists of texts and media."""
+    template = ChatTemplate(files.chat_template, files.template_variables)
+    content = [{"type": "image"}, {"type": "text", "text": _PROBE}]
+    try:
+        rendered = template.render([{"role": "user", "content": content}])
+    except TemplateFailure:
+        return False
+    return _PROBE in rendered and "'text'" not in rendered
