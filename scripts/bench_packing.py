@@ -2,16 +2,20 @@
 """Compare packers on lognormal lengths: time, packs, fill, packs over the lower bound, memory.
 
     python scripts/bench_packing.py [--sizes 50000 393230 4000000] [--median 1500] [--sigma 1.0] [--time-limit 60]
+                                    [--plot FILE.svg]
 
-Every figure comes from a process of its own, which is ended at the time limit. packtool's figure is the median of three
-epochs; the others run once. TRL packs token columns, not lengths: it is given one byte a token, and moves them too.
+Every figure comes from a process of its own, which is ended at the time limit. packtool's figures are the median of
+three epochs, from the array of lengths to the finished plan; the others run once. TRL packs token columns, not lengths:
+it is given one byte a token, and moves them too. The plot shows time against size, both logarithmic.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import html
 import importlib.util
+import math
 import multiprocessing
 import resource
 import statistics
@@ -19,15 +23,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a checkout, too
 
-from packtool.plan.packing import pack_best_fit
+from packtool.plan.packing import PackOptions, pack
 
 Lengths = npt.NDArray[np.int32]
 
@@ -66,12 +72,13 @@ def stopwatch() -> Iterator[list[float]]:
     seconds.append(time.perf_counter() - start)
 
 
-def run_packtool(lengths: Lengths, capacity: int) -> tuple[int, float]:
+def run_packtool(lengths: Lengths, capacity: int, **options: Any) -> tuple[int, float]:
     """The plan that training uses."""
     times, num_packs = [], 0
     for epoch in range(3):
         with stopwatch() as seconds:
-            num_packs = pack_best_fit(lengths, capacity, seed=0, epoch=epoch).num_packs
+            plan = pack(lengths, PackOptions(capacity=capacity, **options), seed=0, epoch=epoch)
+        num_packs = plan.num_packs
         times += seconds
     return num_packs, statistics.median(times)
 
@@ -130,10 +137,13 @@ def run_trl_in_thousands(lengths: Lengths, capacity: int) -> tuple[int, float]:
 
 
 PACKERS = (
-    Packer("packtool", "", run_packtool),
+    Packer("packtool best_fit", "", run_packtool),
+    Packer("packtool first_fit", "", partial(run_packtool, algorithm="first_fit")),
+    Packer("packtool sequential 64", "", partial(run_packtool, algorithm="sequential", look_ahead=64)),
     Packer("next-fit, plain loop", "", run_next_fit),
     Packer("binpacking, thousands", "binpacking", run_binpacking_in_thousands),
-    Packer("binpacking, whole", "binpacking", run_binpacking, max_samples=50_000),
+    Packer("binpacking, whole", "binpacking", run_binpacking),
+    # Four million samples of one byte a token are nine gigabytes, several times over.
     Packer("TRL BFD, thousands", "trl", run_trl_in_thousands, max_samples=1_000_000),
     Packer("TRL BFD, whole", "trl", run_trl, max_samples=1_000_000),
 )
@@ -166,33 +176,123 @@ def _measure_here(packer: Packer, lengths: Lengths, capacity: int, sender: Conne
     sender.send(Result(num_packs, seconds, (after - before) / 1024))
 
 
-def main() -> None:
-    """Measure and print."""
+def table_line(size: int, name: str, result: Result | str, num_tokens: int, capacity: int) -> str:
+    """One line of the table; a string as result says why there is none."""
+    line = f"{size:>10,}  {name:<22} "
+    if isinstance(result, str):
+        return line + result
+    fill = num_tokens / (result.num_packs * capacity)
+    over = result.num_packs / -(-num_tokens // capacity) - 1
+    return line + f"{result.seconds:>9.3f} {result.num_packs:>10,} {fill:>9.3%} {over:>11.4%} {result.peak_mib:>7.0f}"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A logarithmic axis from ``low`` to ``high`` that is drawn between two coordinates."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    @classmethod
+    def over(cls, values: list[float], start: float, end: float) -> Axis:
+        """Whole decades around all values."""
+        low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+        return cls(10.0**low, 10.0 ** max(high, low + 1), start, end)
+
+    def __call__(self, value: float) -> float:
+        share = math.log(value / self.low) / math.log(self.high / self.low)
+        return self.start + share * (self.end - self.start)
+
+    def ticks(self) -> list[float]:
+        """The decades."""
+        first, last = round(math.log10(self.low)), round(math.log10(self.high))
+        return [10.0**power for power in range(first, last + 1)]
+
+
+def draw_plot(title: str, measured: dict[str, list[tuple[int, float]]]) -> str:
+    """Time against size as a page-wide SVG that needs nothing else; a line for each packer, named at its end.
+
+    Args:
+        title: what was packed.
+        measured: samples and seconds, by packer.
+    """
+    measured = {name: points for name, points in measured.items() if points}
+    xs = Axis.over([size for points in measured.values() for size, _ in points], 70, 620)
+    ys = Axis.over([seconds for points in measured.values() for _, seconds in points], 420, 60)
+    parts = [f'<text class="title" x="70" y="28">{html.escape(title)}</text>']
+    for value in xs.ticks():
+        parts.append(f'<path class="grid" d="M{xs(value):.1f} 60V420"/>')
+        parts.append(f'<text x="{xs(value):.1f}" y="440" text-anchor="middle">{value:,.0f}</text>')
+    for value in ys.ticks():
+        parts.append(f'<path class="grid" d="M70 {ys(value):.1f}H620"/>')
+        parts.append(f'<text x="62" y="{ys(value) + 4:.1f}" text-anchor="end">{value:g} s</text>')
+    parts.append('<text x="345" y="462" text-anchor="middle">samples</text>')
+    largest = max(size for points in measured.values() for size, _ in points)
+    # Names are moved apart where lines end close to one another.
+    lowest = 0.0
+    for name, points in sorted(measured.items(), key=lambda item: ys(item[1][-1][1])):
+        color = COLORS[list(measured).index(name) % len(COLORS)]
+        places = [(xs(size), ys(seconds)) for size, seconds in points]
+        lowest = max(places[-1][1] + 4, lowest + 16)
+        path = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+        dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>' for x, y in places)
+        size, seconds = points[-1]
+        label = html.escape(name) + (f", {seconds:.2g} s" if size == largest else f", up to {size:,}")
+        parts.append(f'<path d="M{path}" fill="none" stroke="{color}" stroke-width="2"/>{dots}')
+        parts.append(f'<path d="M{places[-1][0] + 5:.1f} {places[-1][1]:.1f}L630 {lowest - 4:.1f}" class="lead"/>')
+        parts.append(f'<text x="634" y="{lowest:.1f}" style="fill:{color}">{label}</text>')
+    return SVG.format(body="\n".join(parts))
+
+
+COLORS = ("#2f6fdb", "#0d9488", "#7c5cd6", "#8a8f98", "#d97706", "#b45309", "#db2777", "#9d174d")
+
+SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 920 480" role="img" aria-label="time against size">
+<style>
+  svg {{ background: #ffffff; font: 13px system-ui, sans-serif; }}
+  text {{ fill: #4b5563; }} .title {{ font-size: 16px; font-weight: 600; fill: #111827; }}
+  .grid {{ stroke: #e5e7eb; fill: none; }} .lead {{ stroke: #c3c8d0; fill: none; stroke-width: 0.7; }}
+  @media (prefers-color-scheme: dark) {{
+    svg {{ background: #14171c; }} text {{ fill: #b6bcc6; }} .title {{ fill: #f3f4f6; }}
+    .grid {{ stroke: #2a2f38; }} .lead {{ stroke: #4b5563; }}
+  }}
+</style>
+{body}
+</svg>
+"""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, print, and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[50_000, 393_230, 4_000_000])
     parser.add_argument("--median", type=float, default=1500)
     parser.add_argument("--sigma", type=float, default=1.0)
     parser.add_argument("--capacity", type=int, default=10240)
     parser.add_argument("--time-limit", type=float, default=60, help="seconds for one packer at one size")
-    args = parser.parse_args()
-    print(f"lognormal({args.median:g}, {args.sigma:g}) clipped to [16, {args.capacity}], capacity {args.capacity}")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write time against size as an .svg")
+    args = parser.parse_args(arguments)
+    title = f"lognormal({args.median:g}, {args.sigma:g}) clipped to [16, {args.capacity}], capacity {args.capacity}"
+    print(title)
     print(f"{'samples':>10}  {'packer':<22} {'seconds':>9} {'packs':>10} {'fill':>9} {'over bound':>11} {'MiB':>7}")
-    for size in args.sizes:
+    measured: dict[str, list[tuple[int, float]]] = {packer.name: [] for packer in PACKERS}
+    given_up: set[str] = set()
+    for size in sorted(args.sizes):
         lengths = lognormal_lengths(size, args.median, args.sigma, args.capacity)
         num_tokens = int(lengths.sum(dtype=np.int64))
-        bound = -(-num_tokens // args.capacity)
         for packer in PACKERS:
-            result = measure(packer, lengths, args.capacity, args.time_limit)
-            line = f"{size:>10,}  {packer.name:<22} "
+            result: Result | str = "was too slow with fewer"
+            if packer.name not in given_up:
+                result = measure(packer, lengths, args.capacity, args.time_limit)
+            if result == f"over {args.time_limit:g} s":
+                given_up.add(packer.name)
             if isinstance(result, Result):
-                fill = num_tokens / (result.num_packs * args.capacity)
-                over = result.num_packs / bound - 1
-                line += (
-                    f"{result.seconds:>9.3f} {result.num_packs:>10,} {fill:>9.3%} {over:>11.4%} {result.peak_mib:>7.0f}"
-                )
-            else:
-                line += result
-            print(line, flush=True)
+                measured[packer.name].append((size, max(result.seconds, 1e-6)))
+            print(table_line(size, packer.name, result, num_tokens, args.capacity), flush=True)
+    if args.plot is not None:
+        args.plot.write_text(draw_plot(f"Seconds to pack {title}", measured))
+        print(f"wrote {args.plot}")
 
 
 if __name__ == "__main__":

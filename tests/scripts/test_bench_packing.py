@@ -1,0 +1,66 @@
+"""The benchmark of packing: it runs, its figures are right, and its plot is one file that any browser shows."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
+
+import pytest
+
+SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "bench_packing.py"
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench_packing", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Its dataclasses look their module up.
+    sys.modules["bench_packing"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_table_and_plot(bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plot = tmp_path / "plot.svg"
+    bench.main(["--sizes", "500", "100", "--time-limit", "30", "--plot", str(plot)])
+    out = capsys.readouterr().out
+    for size in ("100", "500"):
+        line = re.search(rf"^ +{size}  packtool best_fit +([\d.]+) +(\d+) +([\d.]+)% +([\d.]+)%", out, re.MULTILINE)
+        assert line is not None
+        next_fit = re.search(rf"^ +{size}  next-fit, plain loop +[\d.]+ +(\d+) ", out, re.MULTILINE)
+        assert next_fit is not None
+        assert int(line[2]) < int(next_fit[1])
+    for packer in bench.PACKERS:
+        assert out.count(f"  {packer.name} ") == 2
+    drawn = ElementTree.parse(plot).getroot()
+    text = " ".join(drawn.itertext())
+    for name in ("best_fit", "first_fit", "sequential", "next-fit", "binpacking, thousands", "binpacking, whole"):
+        assert name in text
+    assert "http" not in plot.read_text().replace("http://www.w3.org/2000/svg", "")
+
+
+def test_what_takes_too_long_is_not_tried_with_more(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def measure(packer: object, lengths: list[int], capacity: int, time_limit: float) -> str:
+        tried.append(len(lengths))
+        return f"over {time_limit:g} s"
+
+    monkeypatch.setattr(bench, "measure", measure)
+    bench.main(["--sizes", "10", "20"])
+    assert set(tried) == {10}
+
+
+def test_plot_of_lines_that_end_early(bench: ModuleType) -> None:
+    svg = bench.draw_plot("<title>", {"a & b": [(10, 0.01), (1000, 2.0)], "slow": [(10, 30.0)], "none": []})
+    text = list(ElementTree.fromstring(svg).itertext())
+    assert "<title>" in text
+    assert "a & b, 2 s" in text
+    assert "slow, up to 10" in text
+    assert {"10", "100", "1,000", "0.01 s", "100 s"} <= set(text)
