@@ -183,3 +183,20 @@ def test_grouping_by_length_saves_padding_and_loses_nothing() -> None:
     # Lengths do not fall over the run.
     means = [lengths[grouped.packs.samples[i : i + 8]].mean() for i in range(0, 400, 8)]
     assert np.mean(means[:10]) < 3 * np.mean(means[-10:])
+
+
+def test_options_of_packing_reach_the_packer() -> None:
+    media = LENGTHS // 2
+    options = dataclasses.replace(OPTIONS, max_samples_per_pack=2, max_media_tokens_per_pack=25)
+    plan = plan_epoch(LENGTHS, TARGETS, options, seed=1, media_tokens=media)
+    assert np.diff(plan.packs.offsets).max() == 2
+    assert plan.packs.sums_per_pack(media[plan.packs.samples]).max() <= 25
+    assert sorted(trained(plan)) == np.flatnonzero(LENGTHS <= 40).tolist()
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_without_shuffling_every_epoch_is_the_same(packing: bool) -> None:
+    options = dataclasses.replace(OPTIONS, shuffle=False, packing=packing)
+    first, second = (plan_epoch(LENGTHS, TARGETS, options, seed=1, epoch=epoch) for epoch in (0, 1))
+    assert first.fingerprint == second.fingerprint
+    assert (np.diff(first.packs.samples[first.packs.offsets[:-1]]) > 0).all()
