@@ -155,17 +155,16 @@ class ControlVocabulary:
         self.slots = {text: slot for slot, text in enumerate(self.texts)}
         self.strip_right = frozenset(token.content for _, token in special if token.rstrip)
         self.strip_left = frozenset(token.content for _, token in special if token.lstrip)
-        longest_first = sorted(self.texts, key=len, reverse=True)
-        self._alternatives = "|".join(map(re.escape, longest_first))
-        self.pattern = re.compile(self._alternatives or "(?!)")
+        self._longest_first = sorted(self.texts, key=len, reverse=True)
+        self.pattern = re.compile("|".join(map(re.escape, self._longest_first)) or "(?!)")
         self._cut_patterns: dict[str, re.Pattern[str]] = {}
         tokenizer.encode_special_tokens = True
 
     def cut_pattern(self, marks: str) -> re.Pattern[str]:
         """Matches control tokens and the characters that stand for media."""
         if marks not in self._cut_patterns:
-            alternatives = f"{self._alternatives}|[{marks}]" if self._alternatives else f"[{marks}]"
-            self._cut_patterns[marks] = re.compile(alternatives)
+            # Single characters, not a class: with literals only, re skips to their first characters at once.
+            self._cut_patterns[marks] = re.compile("|".join((*marks, *map(re.escape, self._longest_first))))
         return self._cut_patterns[marks]
 
 

@@ -20,6 +20,7 @@ _FAILURES = (
     *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError),
     *(ArithmeticError, RecursionError),
 )
+_DICT_NAMES = frozenset(dir(dict))
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -35,6 +36,15 @@ class _GenerationTag(jinja2.ext.Extension):
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, with a short way for what nearly every attribute of a chat template is: a key of a message."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute in obj and attribute not in _DICT_NAMES:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -61,7 +71,7 @@ class ChatTemplate:
 
     def __init__(self, text: str, variables: Mapping[str, str], content_as_list: bool = False) -> None:
         self._content_as_list = content_as_list
-        environment = ImmutableSandboxedEnvironment(
+        environment = _Environment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = _tojson
