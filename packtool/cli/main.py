@@ -15,7 +15,8 @@ from packtool.cli.demo import DemoConfig, run_demo_command
 from packtool.cli.export import run_export
 from packtool.cli.inspect import InspectConfig, run_inspect
 from packtool.cli.options import command_of, option_kinds
-from packtool.config import ExportConfig, TrainConfig
+from packtool.cli.plan import run_plan
+from packtool.config import ExportConfig, PlanConfig, TrainConfig
 from packtool.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_UNEXPECTED, EXIT_USAGE, PacktoolError
 
 app = typer.Typer(
@@ -37,15 +38,17 @@ app.command("demo", help="Watch both stages work on a small world made on the sp
 )
 
 app.command("inspect", help="Look into a cache: its figures, a sample, a pack.")(command_of(InspectConfig, run_inspect))
+app.command("plan", help="Look at a whole schedule before paying for it.")(command_of(PlanConfig, run_plan))
 
 _SETTINGS = {
     "export": ExportConfig,
     "train": TrainConfig,
     "sft": TrainConfig,
     "inspect": InspectConfig,
+    "plan": PlanConfig,
     "demo": DemoConfig,
 }
-_NAMELESS = {"inspect": "--directory"}
+_NAMELESS = {"inspect": "--directory", "plan": "--cached-dataset"}
 
 
 def _version(show: bool) -> None:

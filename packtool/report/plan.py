@@ -1,0 +1,116 @@
+"""A plan's figures as lines of a table, and as the content of a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from packtool.report.drawing import Histogram
+from packtool.report.page import PageContent
+from packtool.report.statistics import Line
+from packtool.train.preview import Preview
+
+_DRAWN_PACKS = 20
+_DRAWN_STEPS = 300
+_BINS = 48
+
+
+def plan_lines(figures: Mapping[str, Any]) -> list[Line]:
+    """What ``packtool plan`` prints."""
+    balance = figures["balance"]
+    lines = [
+        ("samples", f"{figures['samples']:,}"),
+        ("  filtered by length", f"{figures['filtered']:,}"),
+        ("tokens", f"{figures['tokens']:,}"),
+        ("packs", f"{figures['packs']:,} of {figures['capacity']:,} tokens"),
+        ("  samples each", f"{figures['samples_per_pack']:.2f}"),
+        ("  fill", f"{figures['fill']:.2%}"),
+        ("  over the lower bound", f"{figures['over_lower_bound']:.4%} (of {figures['lower_bound']:,})"),
+        ("padding of plain batches", f"{figures['padding_of_plain_batches']:.1%}"),
+        ("optimizer steps an epoch", f"{figures['steps_per_epoch']:,}"),
+        ("  without packing", f"{figures['steps_without_packing']:,}"),
+        ("slowest rank over mean, mean step", f"{balance['mean_before']:.3f} → {balance['mean']:.3f}"),
+        ("  worst step", f"{balance['worst_before']:.3f} → {balance['worst']:.3f}"),
+        ("attention needed of packs' squares", f"{figures['efficient_attn_ratio']:.1%}"),
+        ("FLOPs an epoch", f"{figures['flops_per_epoch']:.3g}"),
+    ]
+    if "hours" in figures:
+        lines.append(("hours in all", f"{figures['hours']:,.2f}"))
+    return [*lines, ("planned in", f"{figures['plan_seconds']:.2f} s")]
+
+
+def length_counts(found: Preview) -> tuple[list[int], int]:
+    """Samples in equal bins of tokens, and where the last one ends."""
+    most = max(int(found.plan.packs.lengths.max(initial=1)), 1)
+    counts, _ = np.histogram(found.plan.packs.lengths, bins=_BINS, range=(0, most))
+    return counts.tolist(), most
+
+
+def fill_counts(found: Preview) -> tuple[list[int], int]:
+    """Packs in bins of ten percent."""
+    packs = found.plan.packs
+    counts, _ = np.histogram(packs.tokens_per_pack() / packs.capacity * 100, bins=10, range=(0, 100))
+    return counts.tolist(), 100
+
+
+def content_of(found: Preview, figures: Mapping[str, Any], command: str) -> PageContent:
+    """What the page of a plan shows."""
+    packs = found.plan.packs
+    counts, most = length_counts(found)
+    fills, _ = np.histogram(packs.tokens_per_pack() / packs.capacity * 100, bins=50, range=(0, 100))
+    drawn = [packs.lengths[packs.offsets[i] : packs.offsets[i + 1]].tolist() for i in range(_drawn(packs.num_packs))]
+    singles = [length for pack in drawn for length in pack][:_DRAWN_PACKS]
+    before, after = found.step_balance()
+    every = -(-len(after) // _DRAWN_STEPS)
+    names = " ".join(found.reader.directories) if found.reader is not None else "lengths of a file"
+    return PageContent(
+        title=names,
+        headline=(
+            (
+                f"{figures['fill']:.1%}",
+                "of every pack is used",
+                f"{figures['padding_of_plain_batches']:.0%} padding without",
+            ),
+            (f"{figures['packs']:,}", "packs", f"of {figures['capacity']:,} tokens"),
+            (
+                f"{figures['steps_per_epoch']:,}",
+                "steps an epoch",
+                f"{figures['steps_without_packing']:,} without packing",
+            ),
+            (f"{figures['samples']:,}", "samples", f"{figures['filtered']:,} too long"),
+        ),
+        rows=_rows(found, figures),
+        lengths=Histogram(np.linspace(0, most, len(counts) + 1).tolist(), counts),
+        capacity=packs.capacity,
+        fills=Histogram(np.linspace(0, 100, 51).tolist(), fills.tolist()),
+        packs=drawn,
+        padded=[[length] for length in singles],
+        balance=(before[::every].tolist(), after[::every].tolist()) if found.options.world_size > 1 else None,
+        figures=[*plan_lines(figures), *_fingerprints(figures)],
+        commands=[("This page was made by", command)],
+    )
+
+
+def _drawn(num_packs: int) -> int:
+    return min(num_packs, _DRAWN_PACKS)
+
+
+def _rows(found: Preview, figures: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """Kept first, then drops by reason."""
+    rows = [("in the plan", int(figures["samples"]))]
+    if figures["filtered"]:
+        rows.append(("longer than --max-length", int(figures["filtered"])))
+    dropped: dict[str, int] = {}
+    for manifest in found.reader.manifests if found.reader is not None else ():
+        for reason, count in manifest.dropped.items():
+            dropped[reason] = dropped.get(reason, 0) + count
+    return [*rows, *((f"dropped at export: {reason}", count) for reason, count in dropped.items())]
+
+
+def _fingerprints(figures: Mapping[str, Any]) -> list[Line]:
+    found = [("costs from", str(figures["cost_model"])), ("plan", str(figures["plan_fingerprint"]))]
+    if figures["cache_fingerprint"]:
+        found.append(("caches", str(figures["cache_fingerprint"])))
+    return found

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from packtool.cache.plan_file import read_plan
+from packtool.cli.main import run
+from tests.cache.conftest import model as model
+from tests.cache.conftest import rows as rows
+from tests.cache.conftest import run_export as run_export
+
+
+@pytest.fixture
+def cache(run_export: Callable[..., Any], tmp_path: Path) -> str:
+    run_export()
+    return str(tmp_path / "cache")
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    capsys.readouterr()
+    assert run(["plan", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("kind", ["npy", "json", "txt"])
+def test_lengths_of_a_file(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = np.random.default_rng(0).integers(10, 1000, 5000)
+    path = tmp_path / f"lengths.{kind}"
+    if kind == "npy":
+        np.save(path, lengths)
+    else:
+        path.write_text(json.dumps(lengths.tolist()) if kind == "json" else "\n".join(map(str, lengths)))
+    found = planned(capsys, "--lengths", str(path), "--packing-length", "2048", "--world-size", "4", "--tflops", "100")
+    assert found["samples"] == 5000
+    assert found["tokens"] == int(lengths.sum())
+    assert found["capacity"] == 2048
+    assert found["lower_bound"] <= found["packs"] <= found["lower_bound"] * 1.01
+    assert found["fill"] == pytest.approx(found["tokens"] / found["packs"] / 2048)
+    assert found["over_lower_bound"] == pytest.approx(found["packs"] / found["lower_bound"] - 1)
+    assert found["steps_per_epoch"] == -(-found["packs"] // 4)
+    assert found["steps_without_packing"] == 1250
+    assert 0 < found["padding_of_plain_batches"] < 1
+    assert found["balance"]["mean"] >= 1
+    assert found["hours"] > 0
+    assert found["plan_seconds"] >= 0
+    filtered = planned(capsys, "--lengths", str(path), "--packing-length", "512")
+    assert filtered["filtered"] == int((lengths > 512).sum())
+
+
+def test_a_plan_is_the_one_that_is_trained(cache: str, model: Path, tmp_path: Path, capsys: Any) -> None:
+    path = str(tmp_path / "a.plan")
+    options = ["--packing-length", "400", "--seed", "3"]
+    found = planned(capsys, cache, *options, "--save", path)
+    saved = read_plan(path)
+    assert len(saved.offsets) - 1 == found["packs"]
+    train = ["train", "--model", str(model), "--cached-dataset", cache, "--packing", "true", "--dry-run"]
+    train += ["--output-dir", str(tmp_path / "out")]
+    assert run([*train, *options]) == 0
+    told = capsys.readouterr()
+    assert f"packs: {found['packs']}" in told.err + told.out
+    assert run([*train, "--plan", path]) == 0
+    told = capsys.readouterr()
+    assert f"packs: {found['packs']}" in told.err + told.out
+    assert run([*train, "--plan", path, "--packing-length", "500"]) == 4
+    assert "--packing-length: 400 there, 500 here" in capsys.readouterr().err
+    assert run([*train, "--plan", cache + "/packtool.json"]) == 4
+
+
+class Tags(HTMLParser):
+    """Counts what is opened, and what it points to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.links += [str(value) for name, value in attrs if name in ("src", "href")]
+        if tag not in ("meta", "rect", "line", "circle"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in ("rect", "line", "circle"):
+            assert self.open.pop() == tag
+
+
+def test_a_page_stands_alone(cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.html"
+    found = planned(capsys, cache, "--world-size", "4", "--html", str(path))
+    text = path.read_text()
+    tags = Tags()
+    tags.feed(text)
+    assert tags.open == []
+    assert tags.links == []
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+    for words in (
+        f"{found['packs']:,}",
+        found["plan_fingerprint"],
+        "packs to scale",
+        "dropped at export: invalid_json",
+    ):
+        assert words in text
+    assert text.count("<svg") >= 5
+
+
+def test_a_sweep_has_a_row_for_each_length(cache: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, cache, "--sweep", "200,400,800")
+    assert [row["capacity"] for row in found] == [200, 400, 800]
+    assert found[0]["packs"] > found[1]["packs"] > found[2]["packs"]
+    assert run(["plan", cache, "--sweep", "200,400"]) == 0
+    assert len(capsys.readouterr().out.strip().splitlines()) == 3
+
+
+def test_what_a_terminal_shows(cache: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", cache]) == 0
+    told = capsys.readouterr().out
+    for words in ("over the lower bound", "slowest rank over mean", "samples by tokens", "packs by percent full", "█"):
+        assert words in told
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "give either caches or --lengths"),
+        (["--lengths", "x.npy"], "--packing-length is missing"),
+        (["--lengths", "x.npy", "--packing-length", "9", "--save", "y"], "--save needs caches"),
+        (["--lengths", "x.npy", "--sweep", "a,b"], "--sweep a,b"),
+    ],
+)
+def test_wrong_options(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_lengths_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.json").write_text("[1, 2.5]")
+    (tmp_path / "a.csv").write_text("1")
+    assert run(["plan", "--lengths", str(tmp_path / "a.json"), "--packing-length", "9"]) == 3
+    assert run(["plan", "--lengths", str(tmp_path / "a.csv"), "--packing-length", "9"]) == 2
+    assert run(["plan", "--lengths", str(tmp_path / "gone.npy"), "--packing-length", "9"]) == 5
