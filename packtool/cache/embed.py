@@ -24,13 +24,20 @@ def embedded(samples: Sequence[EncodedSample]) -> Iterator[list[EncodedSample]]:
         group.append(
             replace(
                 sample,
-                images=tuple(replace(image, data=_bytes(image.path, image.data)) for image in sample.images),
-                audios=tuple(replace(audio, data=_bytes(audio.path, audio.data)) for audio in sample.audios),
+                images=tuple(
+                    replace(image, path=_shown(image.path), data=_bytes(image.path, image.data))
+                    for image in sample.images
+                ),
+                audios=tuple(
+                    replace(audio, path=_shown(audio.path), data=_bytes(audio.path, audio.data))
+                    for audio in sample.audios
+                ),
                 videos=tuple(
                     replace(
                         video,
+                        path=_shown(video.path),
                         data=None if video.frames else _bytes(video.path, video.data),
-                        frames=tuple((path, _bytes(path, data)) for path, data in video.frames),
+                        frames=tuple((_shown(path), _bytes(path, data)) for path, data in video.frames),
                     )
                     for video in sample.videos
                 ),
@@ -42,6 +49,10 @@ def embedded(samples: Sequence[EncodedSample]) -> Iterator[list[EncodedSample]]:
             group, size = [], 0
     if group:
         yield group
+
+
+def _shown(path: str | None) -> str | None:
+    return None if path is None else storage.masked(path)
 
 
 def _bytes(path: str | None, data: bytes | None) -> bytes:

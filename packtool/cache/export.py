@@ -169,6 +169,7 @@ def _identity(config: ExportConfig, files: ModelFiles) -> Identity:
         model_type=files.model_type,
         tokenizer_hash=files.tokenizer_hash,
         template_hash=files.template_hash,
+        processor_hash=files.processor_hash,
         media_limits=family.limits if family is not None else MediaLimits(),
         seed=config.seed,
         split_dataset_ratio=config.split_dataset_ratio,

@@ -71,7 +71,7 @@ class Identity:
 
     Args:
         spec: the EncodeSpec as given.
-        model_type, tokenizer_hash, template_hash: of the model's files.
+        model_type, tokenizer_hash, template_hash, processor_hash: of the model's files.
         media_limits: resolved from processor settings, environment and options.
         seed, split_dataset_ratio, rows_per_shard: of the export.
     """
@@ -80,6 +80,7 @@ class Identity:
     model_type: str
     tokenizer_hash: str
     template_hash: str
+    processor_hash: str
     media_limits: MediaLimits
     seed: int
     split_dataset_ratio: float

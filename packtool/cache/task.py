@@ -157,7 +157,7 @@ def run_task(
     val_rows = frozenset(task.val_rows)
     position = 0
     try:
-        for group in _groups(_samples(task)):
+        for group in _groups(_samples(task, may_hold_secrets=encoder.spec.media == "embed")):
             kept: dict[str, list[EncodedSample]] = {name: [] for name in task.shards}
             num_dropped = 0
             for item in _encoded(group, encoder):
@@ -185,16 +185,32 @@ def _groups(rows: Iterator[Sample | Dropped]) -> Iterator[tuple[Sample | Dropped
         yield group
 
 
-def _samples(task: Task) -> Iterator[Sample | Dropped]:
+def _samples(task: Task, may_hold_secrets: bool) -> Iterator[Sample | Dropped]:
     for block in task.blocks:
         for number, row in read_block(task.source, block):
             if isinstance(row, Dropped):
                 yield row
                 continue
             try:
-                yield to_sample(row, task.source, number)
+                sample = to_sample(row, task.source, number)
             except RowProblem as problem:
                 yield Dropped(task.source.label, number, problem.reason, problem.detail)
+                continue
+            if not may_hold_secrets and (shown := _secret(sample)) is not None:
+                detail = (
+                    f"{shown}: the URL has a user, password or query, which the cache would keep; use --media embed"
+                )
+                yield Dropped(task.source.label, number, "media_secret", detail)
+                continue
+            yield sample
+
+
+def _secret(sample: Sample) -> str | None:
+    """A medium's address without what must not be kept of it, if there is such a thing in any."""
+    refs = [ref for group in (sample.images, sample.videos, sample.audios) for ref in group]
+    refs += [frame for ref in refs for frame in ref.frames]
+    paths = (ref.path for ref in refs if ref.path is not None and "://" in ref.path)
+    return next((storage.masked(path) for path in paths if storage.masked(path) != path), None)
 
 
 def _encoded(group: tuple[Sample | Dropped, ...], encoder: Encoder) -> Iterator[list[EncodedSample] | Dropped]:

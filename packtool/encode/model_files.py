@@ -101,6 +101,12 @@ class ModelFiles:
         """Of the chat template."""
         return _digest(self.chat_template.rstrip("\n"))
 
+    @cached_property
+    def processor_hash(self) -> str:
+        """Of the settings of all processors for media."""
+        settings = [self.processor, self.video_processor, self.audio_processor]
+        return _digest(json.dumps(settings, sort_keys=True))
+
     @property
     def template_variables(self) -> dict[str, str]:
         """``bos_token`` and its like, which chat templates may name."""

@@ -390,3 +390,42 @@ def test_memory_does_not_grow_with_the_rows(model: Path, tmp_path: Path) -> None
         assert process.returncode == 0
         peaks.append(peak)
     assert peaks[1] < peaks[0] + 60e6, peaks
+
+
+def test_media_in_a_store_are_measured_and_embedded_without_secrets(
+    run_export: Export, tmp_path: Path, model: Path
+) -> None:
+    import functools
+    import http.server
+    import threading
+
+    from PIL import Image
+
+    Image.new("RGB", (80, 60)).save(tmp_path / "far.png")
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        base = f"http://127.0.0.1:{server.server_port}"
+        turns = [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "!"}]
+        urls = [f"{base}/far.png", f"{base}/far.png?token=geheim", f"{base}/gone.png"]
+        lines = [json.dumps({"messages": turns, "images": [url]}) for url in urls]
+        (tmp_path / "far.jsonl").write_text("\n".join(lines))
+        linked = run_export("linked", dataset=(str(tmp_path / "far.jsonl"),))
+        assert linked.dropped == {"media_missing": 1, "media_secret": 1}
+        embedded = run_export("embedded", dataset=(str(tmp_path / "far.jsonl"),), media="embed")
+        assert embedded.dropped == {"media_missing": 1}
+        server.shutdown()
+    reader = CacheReader.open([str(tmp_path / "embedded")])
+    assert [reader.sample(i).images[0].data for i in range(2)] == [(tmp_path / "far.png").read_bytes()] * 2
+    for name in ("linked", "embedded"):
+        assert not any(b"geheim" in data for data in tree(tmp_path / name).values())
+
+
+def test_other_processor_settings_are_another_cache(run_export: Export, tmp_path: Path, model: Path) -> None:
+    run_export()
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    settings = json.loads((other / "preprocessor_config.json").read_text())
+    (other / "preprocessor_config.json").write_text(json.dumps({**settings, "image_mean": [0.1, 0.1, 0.1]}))
+    with pytest.raises(MismatchError, match="processor_hash"):
+        run_export(model=str(other))
