@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -44,11 +45,13 @@ def test_a_png_that_tells_its_orientation_behind_the_pixels(tmp_path: Path) -> N
     assert measure_image(MediaRef(str(path))) == (20, 10)
 
 
-def test_only_the_header_is_read(tmp_path: Path) -> None:
+def test_only_header_and_end_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = io.BytesIO()
     Image.effect_noise((600, 400), 50).save(whole, "JPEG")
-    path = tmp_path / "cut.jpg"
-    path.write_bytes(whole.getvalue()[:2000])
+    data = whole.getvalue()
+    path = tmp_path / "hollow.jpg"
+    path.write_bytes(data[:2000] + b"\0" * (len(data) - 2002) + data[-2:])
+    monkeypatch.setattr(Image.Image, "load", lambda *_: pytest.fail("decoded"))
     assert measure_image(MediaRef(str(path))) == (400, 600)
 
 
@@ -74,3 +77,16 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(MediaProblem, match=r"gone\.png") as caught:
         measure_image(MediaRef(str(tmp_path / "gone.png")))
     assert caught.value.reason == "media_missing"
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png"])
+def test_a_picture_that_is_cut_off_is_told_of(tmp_path: Path, suffix: str) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (120, 160, 3), dtype=np.uint8)
+    path = tmp_path / f"a.{suffix}"
+    Image.fromarray(noise).save(path)
+    data = path.read_bytes()
+    assert measure_image(MediaRef(str(path))) == (120, 160)
+    assert measure_image(MediaRef(None, data + b"\0" * 20)) == (120, 160)
+    for share in (0.3, 0.6, 0.9):
+        with pytest.raises(MediaProblem, match=r"truncated|broken|unrecognized"):
+            measure_image(MediaRef(None, data[: int(len(data) * share)]))
