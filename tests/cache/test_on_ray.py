@@ -29,10 +29,3 @@ def test_a_cluster_writes_the_same_bytes(
     done = exported(model, rows, tmp_path / "cluster")
     assert done.returncode == 0, done.stderr
     assert tree(tmp_path / "cluster") == tree(tmp_path / "local")
-
-
-def test_a_tasks_error_is_the_commands(model: Path, rows: Path, tmp_path: Path) -> None:
-    done = exported(model, rows, tmp_path / "strict", "--strict")
-    assert done.returncode == 3, done.stderr
-    assert "rows.jsonl, row" in done.stderr
-    assert "Traceback" not in done.stderr
