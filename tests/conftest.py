@@ -24,20 +24,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-# The files that take longest begin first, so that no process works on them alone at the end.
-_LONGEST = ("test_readme.py", "train/test_realdata.py", "cli/test_seed_commands.py", "train/test_videos_and_sounds.py")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest files first; the order within a file stays."""
-
-    def place(item: pytest.Item) -> int:
-        path = str(item.path)
-        return next((i for i, name in enumerate(_LONGEST) if path.endswith(f"tests/{name}")), len(_LONGEST))
-
-    items.sort(key=place)
-
-
 @pytest.fixture(scope="session")
 def repository() -> Path:
     """The checkout's root."""
