@@ -11,84 +11,34 @@ from typing import Any, Literal
 from packtool.packing_options import Balance as Balance
 from packtool.packing_options import PackingOptions as PackingOptions
 from packtool.packing_options import packing_problems
+from packtool.row_options import (
+    DATASET_HELP,
+    LOSS_SCALE_HELP,
+    OVERFLOW_HELP,
+    TRUNCATION_HELP,
+    image_limit_problems,
+)
+from packtool.row_options import ImageOptions as ImageOptions
+from packtool.row_options import MediaOptions as MediaOptions
+from packtool.row_options import MediaOverflow as MediaOverflow
+from packtool.row_options import RowOptions as RowOptions
+from packtool.row_options import TruncationStrategy as TruncationStrategy
 from packtool.settings import REQUIRED, option
 
-TruncationStrategy = Literal["delete", "left", "right", "split", "raise"]
-MediaOverflow = Literal["drop", "trim", "raise"]
 Executor = Literal["local", "ray"]
 MediaStorage = Literal["reference", "embed"]
 TrainType = Literal["lora", "full"]
+# Settings of a run that say something about rows, and nothing about a cache.
+ROWS_ONLY = (
+    "streaming",
+    "val_dataset",
+    "dataset_info",
+    "columns",
+    "system",
+    "split_dataset_ratio",
+    "strict",
+)
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageOptions:
-    """Limits on a picture's size. Unset ones come from the model's processor settings.
-
-    The environment variables are the ones of the Qwen processors: N tokens are N x (patch x merge)^2 pixels.
-    """
-
-    max_pixels: int | None = option(
-        None, "Most pixels of a picture; larger ones are shrunk.", panel="Pictures", env="MAX_PIXELS", minimum=1
-    )
-    min_pixels: int | None = option(
-        None, "Fewest pixels of a picture; smaller ones are enlarged.", panel="Pictures", env="MIN_PIXELS", minimum=1
-    )
-    image_max_token_num: int | None = option(
-        None, "Most tokens of a picture.", panel="Pictures", env="IMAGE_MAX_TOKEN_NUM", minimum=1
-    )
-    image_min_token_num: int | None = option(
-        None, "Fewest tokens of a picture.", panel="Pictures", env="IMAGE_MIN_TOKEN_NUM", minimum=1
-    )
-    resize: int = option(
-        0,
-        "Only 0, ms-swift's 'keep the pictures as they are', is known; limits are set with --max-pixels.",
-        panel="Pictures",
-        minimum=0,
-        maximum=0,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class MediaOptions(ImageOptions):
-    """Limits on all media. Unset ones come from the model's processor settings.
-
-    Names and meaning are those of the environment variables that Qwen's tools and ms-swift read.
-    """
-
-    fps: float | None = option(
-        None, "Frames a second to take of a video.", panel="Video and audio", env="FPS", minimum=0.001
-    )
-    fps_min_frames: int | None = option(
-        None, "Fewest frames to take of a video.", panel="Video and audio", env="FPS_MIN_FRAMES", minimum=1
-    )
-    fps_max_frames: int | None = option(
-        None, "Most frames to take of a video.", panel="Video and audio", env="FPS_MAX_FRAMES", minimum=1
-    )
-    video_max_pixels: int | None = option(
-        None, "Most pixels of a video's frame.", panel="Video and audio", env="VIDEO_MAX_PIXELS", minimum=1
-    )
-    video_min_pixels: int | None = option(
-        None, "Fewest pixels of a video's frame.", panel="Video and audio", env="VIDEO_MIN_PIXELS", minimum=1
-    )
-    video_total_pixels: int | None = option(
-        None, "Most pixels of all frames of a video.", panel="Video and audio", env="VIDEO_TOTAL_PIXELS", minimum=1
-    )
-    video_max_token_num: int | None = option(
-        None, "Most tokens of a video's frame.", panel="Video and audio", env="VIDEO_MAX_TOKEN_NUM", minimum=1
-    )
-    video_min_token_num: int | None = option(
-        None, "Fewest tokens of a video's frame.", panel="Video and audio", env="VIDEO_MIN_TOKEN_NUM", minimum=1
-    )
-    use_audio_in_video: bool | None = option(
-        None,
-        "Weave a video's sound track in between its frames (Omni models).",
-        panel="Video and audio",
-        env="USE_AUDIO_IN_VIDEO",
-    )
-    sampling_rate: int | None = option(
-        None, "Samples a second of sound.", panel="Video and audio", env="SAMPLING_RATE", minimum=1
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,50 +49,21 @@ class EncodeSpec(MediaOptions):
         REQUIRED, "Directory (or hub id) of the model: only its tokenizer, processor settings and config are read."
     )
     max_length: int = option(REQUIRED, "Most tokens of a sample.", minimum=2)
-    truncation_strategy: TruncationStrategy = option(
-        "delete",
-        "What becomes of a longer row: left out, cut on the left or right with its media kept whole, cut into pieces "
-        "(texts for pretraining only), or an error.",
-    )
-    media_overflow: MediaOverflow = option(
-        "drop",
-        "What becomes of a row whose media alone exceed --max-length: left out, its oldest media removed, or an error.",
-    )
-    loss_scale: str = option(
-        "default",
-        "Which tokens are trained, and how much: default (assistant turns), last_round or all, and further rules "
-        "behind a +, as in last_round+ignore_empty_think.",
-    )
+    truncation_strategy: TruncationStrategy = option("delete", TRUNCATION_HELP)
+    media_overflow: MediaOverflow = option("drop", OVERFLOW_HELP)
+    loss_scale: str = option("default", LOSS_SCALE_HELP)
     media: MediaStorage = option(
         "reference", "Keep the media's paths, or embed the encoded files' bytes into the cache."
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportConfig(EncodeSpec):
+class ExportConfig(RowOptions, EncodeSpec):
     """What ``packtool export`` needs to know."""
 
-    dataset: tuple[str, ...] = option(
-        REQUIRED,
-        "Rows: files (json, jsonl, csv, tsv, txt, parquet, arrow, also .gz and .zst), folders, patterns, ids of the "
-        "hub, or names in --dataset-info; several may follow, and #1000 behind one draws so many rows of it.",
-    )
-    val_dataset: tuple[str, ...] = option((), "Rows for the val split, named like --dataset.")
-    dataset_info: str | None = option(None, "JSON file that names sets of rows, in LLaMA-Factory's style.")
-    columns: tuple[str, ...] = option(
-        (), "Which column is which where names are unusual: query=title response=body, or a JSON object."
-    )
-    system: str | None = option(None, "System prompt of conversations that have none of their own.")
-    media_root: str | None = option(
-        None, "Folder in which relative paths of media are looked for before the rows' own.", env="ROOT_IMAGE_DIR"
-    )
+    dataset: tuple[str, ...] = option(REQUIRED, DATASET_HELP, panel="Rows")
     output_dir: str = option(REQUIRED, "Directory that becomes the cache.")
-    split_dataset_ratio: float = option(
-        0.0, "Share of the rows that goes to the val split.", minimum=0.0, maximum=0.999
-    )
     seed: int = option(42, "Seed of the split.", minimum=0)
-    strict: bool = option(False, "Stop at the first row that cannot be used, with exit code 3.")
-    dataset_num_proc: int = option(1, "Worker processes; the output is the same for any number.", minimum=1)
     rows_per_shard: int | None = option(
         None, "Rows that one shard holds, in steps of 64; by default total/64, between 256 and 16384.", minimum=1
     )
@@ -229,12 +150,14 @@ class PlanConfig(PackingOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(MediaOptions, PackingOptions):
+class TrainConfig(RowOptions, MediaOptions, PackingOptions):
     """What ``packtool train`` needs to know."""
 
     model: str = option(REQUIRED, "Directory (or hub id) of the model.", panel="Model and data")
     cached_dataset: tuple[str, ...] = option(
-        REQUIRED, "Caches that packtool export made; several may follow.", panel="Model and data"
+        (),
+        "Caches that packtool export made; several may follow. --dataset gives rows instead.",
+        panel="Model and data",
     )
     output_dir: str = option(REQUIRED, "Directory for checkpoints and figures.", panel="Model and data")
     cache_dir: str | None = option(
@@ -248,6 +171,20 @@ class TrainConfig(MediaOptions, PackingOptions):
         "Most that --cache-dir may hold, as in 200GB; copies of other caches go first. By default all the disk has.",
         panel="Model and data",
         env="PACKTOOL_CACHE_DIR_SIZE",
+    )
+    truncation_strategy: TruncationStrategy | None = option(None, TRUNCATION_HELP, panel="Rows")
+    media_overflow: MediaOverflow | None = option(None, OVERFLOW_HELP, panel="Rows")
+    loss_scale: str | None = option(None, LOSS_SCALE_HELP, panel="Rows")
+    streaming: bool = option(
+        False,
+        "Encode and pack the rows of --dataset while training, without a cache; needs --max-steps.",
+        panel="Streaming",
+    )
+    packing_interval: int = option(
+        1000, "Samples that streaming holds and packs at a time.", panel="Streaming", minimum=1
+    )
+    shuffle_buffer_size: int = option(
+        1000, "Samples that streaming draws the next one from; 1 keeps the order.", panel="Streaming", minimum=1
     )
     torch_dtype: DType = option("auto", "Precision of the weights; auto is the checkpoint's.", panel="Model and data")
 
@@ -304,7 +241,7 @@ class TrainConfig(MediaOptions, PackingOptions):
 
     def problems(self) -> list[str]:
         """Mistakes that only show when settings are seen together."""
-        found = [*image_limit_problems(self), *packing_problems(self, self.packing)]
+        found = [*image_limit_problems(self), *packing_problems(self, self.packing), *self._row_problems()]
         try:
             _ = self.cache_dir_bytes
         except ValueError as error:
@@ -313,6 +250,30 @@ class TrainConfig(MediaOptions, PackingOptions):
             found.append("--plan names a file of packs: it goes with --packing true")
         if self.freeze_vit and self.freeze_aligner and self.freeze_llm:
             found.append("--freeze-vit, --freeze-aligner and --freeze-llm together leave nothing to train")
+        return found
+
+    def _row_problems(self) -> list[str]:
+        """Mistakes about where the samples come from."""
+        found = []
+        if bool(self.cached_dataset) == bool(self.dataset):
+            found.append("give either --cached-dataset, made by packtool export, or --dataset with rows")
+        if not self.dataset:
+            given = [name for name in ROWS_ONLY if getattr(self, name)]
+            found += [f"--{name.replace('_', '-')} goes with --dataset: a cache stays as exported" for name in given]
+        if not self.streaming:
+            return found
+        if self.max_steps is None:
+            found.append("--max-steps is missing: --streaming true does not know how many rows there are")
+        if not self.packing:
+            found.append("--streaming true packs what it reads: it goes with --packing true")
+        if self.plan is not None:
+            found.append("--plan needs a cache: --streaming true plans while it reads")
+        if self.val_dataset or self.split_dataset_ratio:
+            found.append("--val-dataset and --split-dataset-ratio need a cache: leave out --streaming true")
+        if not float(self.num_train_epochs).is_integer() or self.num_train_epochs < 1:
+            found.append(f"--num-train-epochs {self.num_train_epochs}: streaming reads all rows each time")
+        if self.packing_window is not None:
+            found.append("--packing-window needs a cache: --packing-interval is streaming's window")
         return found
 
     @property
@@ -344,24 +305,3 @@ def num_bytes(text: str) -> int:
         raise ValueError(f"{text!r} is no size; write it as in 200GB")
     base = 1024 if match[3] else 1000
     return int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " "))
-
-
-def image_limit_problems(options: ImageOptions) -> list[str]:
-    """Limits that contradict each other."""
-    found = []
-    for kind, low, high in (
-        ("pixels", options.min_pixels, options.max_pixels),
-        ("tokens", options.image_min_token_num, options.image_max_token_num),
-    ):
-        if low is not None and high is not None and low > high:
-            found.append(f"the least {kind} of a picture ({low}) are more than the most ({high})")
-    for name, pixels, tokens in (
-        ("max", options.max_pixels, options.image_max_token_num),
-        ("min", options.min_pixels, options.image_min_token_num),
-    ):
-        if pixels is not None and tokens is not None:
-            found.append(
-                f"--{name}-pixels {pixels} and --image-{name}-token-num {tokens} (or {name.upper()}_PIXELS and "
-                f"IMAGE_{name.upper()}_TOKEN_NUM) set the same limit: give one of them"
-            )
-    return found

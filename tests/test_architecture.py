@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "packtool"
 
 # The way of the data: a folder imports only from those before it, and from the base.
 ORDER = ("rows", "media", "encode", "cache", "plan", "batch", "attention", "train", "report", "launch", "demo", "cli")
-BASE = {"errors", "constants", "progress", "config", "packing_options", "settings", "storage"}
+BASE = {"errors", "constants", "progress", "config", "packing_options", "row_options", "settings", "storage"}
 
 OWNERS = {
     "torch": {"batch", "attention", "train", "demo"},

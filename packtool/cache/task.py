@@ -20,11 +20,10 @@ from packtool.cache.embed import embedded
 from packtool.cache.schema import INDEX
 from packtool.cache.shard import ShardWriter, index_batch, index_part, num_targets
 from packtool.constants import TRAIN_SPLIT, VAL_SPLIT
+from packtool.encode.blocks import encode_samples, samples_of
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
 from packtool.errors import RowError
-from packtool.rows.forms import RowProblem, to_sample
-from packtool.rows.read import read_block
 from packtool.rows.sample import Dropped, Sample
 from packtool.rows.source import Block, Source
 
@@ -157,10 +156,10 @@ def run_task(
     val_rows = frozenset(task.val_rows)
     position = 0
     try:
-        for group in _groups(_samples(task, may_hold_secrets=encoder.spec.media == "embed")):
+        for group in _groups(samples_of(task.source, task.blocks, may_hold_secrets=encoder.spec.media == "embed")):
             kept: dict[str, list[EncodedSample]] = {name: [] for name in task.shards}
             num_dropped = 0
-            for item in _encoded(group, encoder):
+            for item in encode_samples(group, encoder):
                 split = VAL_SPLIT if position in val_rows or TRAIN_SPLIT not in task.shards else TRAIN_SPLIT
                 position += 1
                 if not isinstance(item, Dropped):
@@ -183,41 +182,6 @@ def run_task(
 def _groups(rows: Iterator[Sample | Dropped]) -> Iterator[tuple[Sample | Dropped, ...]]:
     while group := tuple(islice(rows, BATCH_ROWS)):
         yield group
-
-
-def _samples(task: Task, may_hold_secrets: bool) -> Iterator[Sample | Dropped]:
-    for block in task.blocks:
-        for number, row in read_block(task.source, block):
-            if isinstance(row, Dropped):
-                yield row
-                continue
-            try:
-                sample = to_sample(row, task.source, number)
-            except RowProblem as problem:
-                yield Dropped(task.source.label, number, problem.reason, problem.detail)
-                continue
-            if not may_hold_secrets and (shown := _secret(sample)) is not None:
-                detail = (
-                    f"{shown}: the URL has a user, password or query, which the cache would keep; use --media embed"
-                )
-                yield Dropped(task.source.label, number, "media_secret", detail)
-                continue
-            yield sample
-
-
-def _secret(sample: Sample) -> str | None:
-    """A medium's address without what must not be kept of it, if there is such a thing in any."""
-    refs = [ref for group in (sample.images, sample.videos, sample.audios) for ref in group]
-    refs += [frame for ref in refs for frame in ref.frames]
-    paths = (ref.path for ref in refs if ref.path is not None and "://" in ref.path)
-    return next((storage.masked(path) for path in paths if storage.masked(path) != path), None)
-
-
-def _encoded(group: tuple[Sample | Dropped, ...], encoder: Encoder) -> Iterator[list[EncodedSample] | Dropped]:
-    """Results in the order of the rows."""
-    encoded = iter(encoder.encode([item for item in group if isinstance(item, Sample)]))
-    for item in group:
-        yield next(encoded) if isinstance(item, Sample) else item
 
 
 class _Outputs:

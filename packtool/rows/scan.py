@@ -6,12 +6,13 @@ Nothing is kept of the rows but one entry for each block of them; a source of an
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import chain, groupby, islice
+from typing import BinaryIO
 
 from packtool import storage
-from packtool.errors import DataError
+from packtool.errors import ConfigError, DataError
 from packtool.rows.forms.columns import Layout, detect
 from packtool.rows.json_array import find_elements
 from packtool.rows.kinds import KNOWN, kind_of
@@ -20,9 +21,10 @@ from packtool.rows.opened import Hashed, close_readers, open_text
 from packtool.rows.read import read_block
 from packtool.rows.records import find_records
 from packtool.rows.sampling import draw
-from packtool.rows.source import Blocks, ScannedSource, Source, SourceSpec
+from packtool.rows.source import Block, Blocks, ScannedSource, Source, SourceSpec
 
 _FIRST_BYTES = 4096
+_FIRST_BLOCKS = 4
 
 
 def scan_sources(
@@ -58,6 +60,27 @@ def scan(spec: SourceSpec, seed: int = 42) -> ScannedSource:
         StorageError: if it cannot be read.
     """
     return scan_sources([spec], seed)[0]
+
+
+def follow(spec: SourceSpec) -> tuple[Source, Iterator[Block]]:
+    """A source and its blocks as they are found, front to back, with only the first of them read at once.
+
+    Raises:
+        ConfigError: if a sample of it is asked for, which needs to know all rows.
+        DataError, StorageError: as ``scan``; while blocks are taken, too.
+    """
+    if spec.num_sampled is not None:
+        raise ConfigError(
+            f"--dataset {spec.name}: a sample can only be drawn of rows that were counted",
+            "Leave out --streaming true, or the number behind #.",
+        )
+    source = _source(spec)
+    source, _, found = _finder(source)
+    blocks = iter(found)
+    first = list(islice(blocks, _FIRST_BLOCKS))
+    if (form := _form(spec, source, first)) is not None:
+        source = replace(source, form=form.form, columns=form.columns)
+    return source, chain(first, blocks)
 
 
 def _sampled(members: list[ScannedSource], seed: int) -> list[ScannedSource]:
@@ -117,23 +140,41 @@ def _holds_lines(source: Source) -> bool:
 
 def _found(source: Source) -> tuple[str, Blocks, Source]:
     """Digest, blocks, and the source with what its file's head says."""
+    source, digest, found = _finder(source)
+    blocks = Blocks.of(found)
+    return digest(), blocks, source
+
+
+def _finder(source: Source) -> tuple[Source, Callable[[], str], Iterator[Block]]:
+    """The source with what its file's head says, its digest when all blocks are found, and the blocks."""
     if source.kind in ("parquet", "arrow"):
         from packtool.rows.tables import find_table_rows  # here, because text needs no pyarrow
 
         digest, rows = find_table_rows(source)
-        return digest, Blocks.of(rows), source
-    with open_text(source.path, source.compression) as file:
-        hashed = Hashed(file)
+        return source, lambda: digest, rows
+    file = open_text(source.path, source.compression)
+    hashed = Hashed(file)
+    try:
         if source.kind in ("csv", "tsv"):
             header, found = find_records(source.label, hashed, source.kind)
             source = replace(source, header=header)
         else:
             found = (find_elements if source.kind == "json" else find_lines)(source.label, hashed)
-        blocks = Blocks.of(found)
-        return hashed.digest, blocks, source
+    except BaseException:
+        file.close()
+        raise
+    return source, lambda: hashed.digest, _closing(file, found)
 
 
-def _form(spec: SourceSpec, source: Source, blocks: Blocks) -> Layout | None:
+def _closing(file: BinaryIO, found: Iterator[Block]) -> Iterator[Block]:
+    try:
+        yield from found
+    except BaseException:
+        file.close()
+        raise
+
+
+def _form(spec: SourceSpec, source: Source, blocks: Iterable[Block]) -> Layout | None:
     """The form of the first rows that can be parsed; None if none can."""
     if source.kind == "txt":
         return detect([{"text": ""}], (), None, source.label)

@@ -1,0 +1,54 @@
+"""Blocks of rows become samples: what export's tasks and streaming do alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from packtool import storage
+from packtool.encode.encoded import EncodedSample
+from packtool.encode.encoder import Encoder
+from packtool.rows.forms import RowProblem, to_sample
+from packtool.rows.read import read_block
+from packtool.rows.sample import Dropped, Sample
+from packtool.rows.source import Block, Source
+
+
+def samples_of(source: Source, blocks: Iterable[Block], *, may_hold_secrets: bool) -> Iterator[Sample | Dropped]:
+    """One item for every row, in order.
+
+    Args:
+        may_hold_secrets: False drops rows with a medium whose URL holds what must not be written down.
+
+    Raises:
+        DataError: if the file is no longer what was scanned.
+        StorageError: if it cannot be read.
+    """
+    for block in blocks:
+        for number, row in read_block(source, block):
+            yield row if isinstance(row, Dropped) else _sample(row, source, number, may_hold_secrets)
+
+
+def encode_samples(group: Sequence[Sample | Dropped], encoder: Encoder) -> Iterator[list[EncodedSample] | Dropped]:
+    """What becomes of each, in order."""
+    encoded = iter(encoder.encode([item for item in group if isinstance(item, Sample)]))
+    for item in group:
+        yield next(encoded) if isinstance(item, Sample) else item
+
+
+def _sample(row: dict[str, object], source: Source, number: int, may_hold_secrets: bool) -> Sample | Dropped:
+    try:
+        sample = to_sample(row, source, number)
+    except RowProblem as problem:
+        return Dropped(source.label, number, problem.reason, problem.detail)
+    if not may_hold_secrets and (shown := _secret(sample)) is not None:
+        detail = f"{shown}: the URL has a user, password or query, which would be kept; export with --media embed"
+        return Dropped(source.label, number, "media_secret", detail)
+    return sample
+
+
+def _secret(sample: Sample) -> str | None:
+    """A medium's address without what must not be kept of it, if there is such a thing in any."""
+    refs = [ref for group in (sample.images, sample.videos, sample.audios) for ref in group]
+    refs += [frame for ref in refs for frame in ref.frames]
+    paths = (ref.path for ref in refs if ref.path is not None and "://" in ref.path)
+    return next((storage.masked(path) for path in paths if storage.masked(path) != path), None)

@@ -1,0 +1,148 @@
+"""What decides which rows there are and what they become: options of export, and of training without a cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from packtool.settings import option
+
+TruncationStrategy = Literal["delete", "left", "right", "split", "raise"]
+MediaOverflow = Literal["drop", "trim", "raise"]
+
+DATASET_HELP = (
+    "Rows: files (json, jsonl, csv, tsv, txt, parquet, arrow, also .gz and .zst), folders, patterns, ids of the "
+    "hub, or names in --dataset-info; several may follow, and #1000 behind one draws so many rows of it."
+)
+TRUNCATION_HELP = (
+    "What becomes of a longer row: left out, cut on the left or right with its media kept whole, cut into pieces "
+    "(texts for pretraining only), or an error."
+)
+OVERFLOW_HELP = (
+    "What becomes of a row whose media alone exceed --max-length: left out, its oldest media removed, or an error."
+)
+LOSS_SCALE_HELP = (
+    "Which tokens are trained, and how much: default (assistant turns), last_round or all, and further rules "
+    "behind a +, as in last_round+ignore_empty_think."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowOptions:
+    """What decides which rows there are."""
+
+    dataset: tuple[str, ...] = option((), DATASET_HELP, panel="Rows")
+    val_dataset: tuple[str, ...] = option((), "Rows for the val split, named like --dataset.", panel="Rows")
+    dataset_info: str | None = option(
+        None, "JSON file that names sets of rows, in LLaMA-Factory's style.", panel="Rows"
+    )
+    columns: tuple[str, ...] = option(
+        (),
+        "Which column is which where names are unusual: query=title response=body, or a JSON object.",
+        panel="Rows",
+    )
+    system: str | None = option(None, "System prompt of conversations that have none of their own.", panel="Rows")
+    media_root: str | None = option(
+        None,
+        "Folder in which relative paths of media are looked for before the rows' own.",
+        panel="Rows",
+        env="ROOT_IMAGE_DIR",
+    )
+    split_dataset_ratio: float = option(
+        0.0, "Share of the rows that goes to the val split.", panel="Rows", minimum=0.0, maximum=0.999
+    )
+    strict: bool = option(False, "Stop at the first row that cannot be used, with exit code 3.", panel="Rows")
+    dataset_num_proc: int = option(
+        1, "Worker processes that encode; the output is the same for any number.", panel="Rows", minimum=1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageOptions:
+    """Limits on a picture's size. Unset ones come from the model's processor settings.
+
+    The environment variables are the ones of the Qwen processors: N tokens are N x (patch x merge)^2 pixels.
+    """
+
+    max_pixels: int | None = option(
+        None, "Most pixels of a picture; larger ones are shrunk.", panel="Pictures", env="MAX_PIXELS", minimum=1
+    )
+    min_pixels: int | None = option(
+        None, "Fewest pixels of a picture; smaller ones are enlarged.", panel="Pictures", env="MIN_PIXELS", minimum=1
+    )
+    image_max_token_num: int | None = option(
+        None, "Most tokens of a picture.", panel="Pictures", env="IMAGE_MAX_TOKEN_NUM", minimum=1
+    )
+    image_min_token_num: int | None = option(
+        None, "Fewest tokens of a picture.", panel="Pictures", env="IMAGE_MIN_TOKEN_NUM", minimum=1
+    )
+    resize: int = option(
+        0,
+        "Only 0, ms-swift's 'keep the pictures as they are', is known; limits are set with --max-pixels.",
+        panel="Pictures",
+        minimum=0,
+        maximum=0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaOptions(ImageOptions):
+    """Limits on all media. Unset ones come from the model's processor settings.
+
+    Names and meaning are those of the environment variables that Qwen's tools and ms-swift read.
+    """
+
+    fps: float | None = option(
+        None, "Frames a second to take of a video.", panel="Video and audio", env="FPS", minimum=0.001
+    )
+    fps_min_frames: int | None = option(
+        None, "Fewest frames to take of a video.", panel="Video and audio", env="FPS_MIN_FRAMES", minimum=1
+    )
+    fps_max_frames: int | None = option(
+        None, "Most frames to take of a video.", panel="Video and audio", env="FPS_MAX_FRAMES", minimum=1
+    )
+    video_max_pixels: int | None = option(
+        None, "Most pixels of a video's frame.", panel="Video and audio", env="VIDEO_MAX_PIXELS", minimum=1
+    )
+    video_min_pixels: int | None = option(
+        None, "Fewest pixels of a video's frame.", panel="Video and audio", env="VIDEO_MIN_PIXELS", minimum=1
+    )
+    video_total_pixels: int | None = option(
+        None, "Most pixels of all frames of a video.", panel="Video and audio", env="VIDEO_TOTAL_PIXELS", minimum=1
+    )
+    video_max_token_num: int | None = option(
+        None, "Most tokens of a video's frame.", panel="Video and audio", env="VIDEO_MAX_TOKEN_NUM", minimum=1
+    )
+    video_min_token_num: int | None = option(
+        None, "Fewest tokens of a video's frame.", panel="Video and audio", env="VIDEO_MIN_TOKEN_NUM", minimum=1
+    )
+    use_audio_in_video: bool | None = option(
+        None,
+        "Weave a video's sound track in between its frames (Omni models).",
+        panel="Video and audio",
+        env="USE_AUDIO_IN_VIDEO",
+    )
+    sampling_rate: int | None = option(
+        None, "Samples a second of sound.", panel="Video and audio", env="SAMPLING_RATE", minimum=1
+    )
+
+
+def image_limit_problems(options: ImageOptions) -> list[str]:
+    """Limits that contradict each other."""
+    found = []
+    for kind, low, high in (
+        ("pixels", options.min_pixels, options.max_pixels),
+        ("tokens", options.image_min_token_num, options.image_max_token_num),
+    ):
+        if low is not None and high is not None and low > high:
+            found.append(f"the least {kind} of a picture ({low}) are more than the most ({high})")
+    for name, pixels, tokens in (
+        ("max", options.max_pixels, options.image_max_token_num),
+        ("min", options.min_pixels, options.image_min_token_num),
+    ):
+        if pixels is not None and tokens is not None:
+            found.append(
+                f"--{name}-pixels {pixels} and --image-{name}-token-num {tokens} (or {name.upper()}_PIXELS and "
+                f"IMAGE_{name.upper()}_TOKEN_NUM) set the same limit: give one of them"
+            )
+    return found
