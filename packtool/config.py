@@ -276,6 +276,20 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions):
             found.append("--packing-window needs a cache: --packing-interval is streaming's window")
         return found
 
+    def export_config(self, output_dir: str, max_length: int) -> ExportConfig:
+        """The export that turns the rows of ``--dataset`` into a cache."""
+        names = {field.name for base in (RowOptions, MediaOptions) for field in dataclasses.fields(base)}
+        return ExportConfig(
+            **{name: getattr(self, name) for name in names},
+            model=self.model,
+            max_length=max_length,
+            truncation_strategy=self.truncation_strategy or "delete",
+            media_overflow=self.media_overflow or "drop",
+            loss_scale=self.loss_scale or "default",
+            seed=self.seed,
+            output_dir=output_dir,
+        )
+
     @property
     def cache_dir_bytes(self) -> int | None:
         """The limit of the directory of copies, or None."""

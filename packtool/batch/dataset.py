@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -62,28 +62,55 @@ class PlannedMicroBatches(Dataset["Batch | PacktoolError"]):
             return error
 
 
+class GivenMicroBatches(Dataset["Batch | PacktoolError"]):
+    """Its "indices" are the samples themselves, for micro-batches that no plan numbers.
+
+    Args:
+        spec: the model they are collated for.
+    """
+
+    def __init__(self, spec: InputSpec) -> None:
+        self.spec = spec
+
+    def __getitem__(self, samples: Sequence[EncodedSample]) -> Batch | PacktoolError:
+        """The micro-batch, or the error that it met."""
+        try:
+            return collate_packs(samples, self.spec)
+        except PacktoolError as error:
+            return error
+
+
 def load_micro_batches(
-    dataset: PlannedMicroBatches, *, start: int = 0, num_workers: int = 0, pin_memory: bool = False
+    dataset: Dataset[Any], indices: Iterable[Any], *, num_workers: int = 0, pin_memory: bool = False
 ) -> Iterator[Batch]:
-    """Micro-batches from ``start`` on, made ahead of time by ``num_workers`` processes.
+    """The micro-batches at some indices, made ahead of time by ``num_workers`` processes.
 
     Raises:
-        PacktoolError: the one that a micro-batch met, once that micro-batch is reached.
+        PacktoolError: the one that a micro-batch met, once that micro-batch is reached; or a worker died.
     """
     loader = DataLoader(
         dataset,
         batch_size=None,
-        sampler=range(start, len(dataset)),
+        sampler=indices,
         num_workers=num_workers,
         collate_fn=_as_it_is,  # given one item, not a list, when there is no batch size
         pin_memory=pin_memory,
         # A generator of its own: the loader would otherwise draw from torch's, which dropout shares.
         generator=torch.Generator().manual_seed(0),
     )
-    for item in loader:
-        if isinstance(item, PacktoolError):
-            raise item
-        yield item
+    try:
+        for item in loader:
+            if isinstance(item, PacktoolError):
+                raise item
+            yield item
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise PacktoolError(
+            f"a process that loads pictures died (killed, or out of memory?): {error}",
+            "--resume-from-checkpoint true goes on from the newest checkpoint; --dataloader-num-workers 0 loads in the "
+            "training process.",
+        ) from error
 
 
 def _as_it_is(item: Any) -> Any:

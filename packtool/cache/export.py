@@ -72,7 +72,7 @@ def export(config: ExportConfig, progress: Progress) -> ExportSummary:
     """
     started = time.perf_counter()
     files = ModelFiles.load(config.model)
-    identity = _identity(config, files)
+    identity = identity_of(config, files)
     specs = sources_of(config)
     directory = None if config.dry_run else storage.normalize(config.output_dir)
     if directory is not None:
@@ -162,7 +162,12 @@ def _part(
     )
 
 
-def _identity(config: ExportConfig, files: ModelFiles) -> Identity:
+def identity_of(config: ExportConfig, files: ModelFiles) -> Identity:
+    """What decides the content of the cache that an export makes.
+
+    Raises:
+        ConfigError: if the limits on media contradict the model's.
+    """
     family = family_of(files, config)
     return Identity(
         spec=dataclasses.asdict(config.encode_spec),

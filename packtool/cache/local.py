@@ -103,7 +103,7 @@ class LocalCopies:
         try:
             while not _is_there(place, size):
                 os.makedirs(os.path.dirname(place), exist_ok=True)
-                with _locked(place + _UNFINISHED) as file:
+                with locked(place + _UNFINISHED) as file:
                     if not _is_there(place, size) and _is_at(file, place + _UNFINISHED):
                         self._fetch(path, place, file, size, sha256)
             with suppress(FileNotFoundError):
@@ -140,7 +140,7 @@ class LocalCopies:
 
     def _make_room(self, file: BinaryIO, size: int) -> None:
         """Remove copies of other caches until ``size`` more bytes fit, and claim these bytes."""
-        with _locked(os.path.join(self.directory, _LOCK_NAME)):
+        with locked(os.path.join(self.directory, _LOCK_NAME)):
             copies = list(self._copies())
             used = sum(state.st_size for _, _, state in copies)
             excess = size + _SPARE_BYTES - shutil.disk_usage(self.directory).free
@@ -184,7 +184,7 @@ def _download(path: str, file: BinaryIO) -> tuple[int, str]:
 
 
 @contextmanager
-def _locked(path: str) -> Iterator[BinaryIO]:
+def locked(path: str) -> Iterator[BinaryIO]:
     """A file, made if need be, that this process alone holds the lock of."""
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -72,7 +72,7 @@ def run_tasks(
             for future in done:
                 yield _result(future, futures)
     except BaseException:
-        _kill(pool)
+        kill(pool)
         raise
     pool.shutdown()
 
@@ -89,7 +89,7 @@ def _result(future: Future[TaskResult], futures: Sequence[Future[TaskResult]]) -
         ) from None
 
 
-def _kill(pool: ProcessPoolExecutor) -> None:
+def kill(pool: ProcessPoolExecutor) -> None:
     """End workers at once: what they were writing has no marker and will be written again."""
     processes = list((getattr(pool, "_processes", None) or {}).values())
     for process in processes:
@@ -104,13 +104,13 @@ def _start_worker(work: Work, counts: Any) -> None:
     global _worker
     # Ctrl-C reaches the whole group; the parent is the one that answers it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     # The workers are the parallelism.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker = work, Encoder(work.spec, ModelFiles.load(work.spec.model)), counts
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """A worker whose parent was killed would wait for its next task for ever."""
     parent = multiprocessing.parent_process()
     if parent is not None:

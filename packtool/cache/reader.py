@@ -106,7 +106,7 @@ class CacheReader:
         self._shard = np.concatenate([part["shard"] for part in parts])
         self._row_in_shard = np.concatenate([part["row_in_shard"] for part in parts])
         self.index = _join(parts, manifests)
-        self._open: OrderedDict[tuple[int, int], _Shard] = OrderedDict()
+        self._open: OrderedDict[tuple[int, int], ShardFile] = OrderedDict()
 
     @classmethod
     def open(
@@ -158,7 +158,7 @@ class CacheReader:
             raise IndexError(f"sample {position} of {len(self)}")
         return int(np.searchsorted(self._starts, position, side="right")) - 1, int(self._shard[position])
 
-    def _shard_file(self, cache: int, shard: int) -> _Shard:
+    def _shard_file(self, cache: int, shard: int) -> ShardFile:
         key = cache, shard
         if key not in self._open:
             self._open[key] = self._open_shard(cache, shard)
@@ -167,11 +167,11 @@ class CacheReader:
         self._open.move_to_end(key)
         return self._open[key]
 
-    def _open_shard(self, cache: int, shard: int) -> _Shard:
+    def _open_shard(self, cache: int, shard: int) -> ShardFile:
         path = self._local_shard(cache, shard)
         if storage.is_remote(self.directories[cache]) and not os.path.exists(path):
             path = self._local_shard(cache, shard)  # another run has just made room
-        return _Shard(path)
+        return ShardFile(path)
 
     def _local_shard(self, cache: int, shard: int) -> str:
         """The shard's path on this machine."""
@@ -214,7 +214,7 @@ class CacheReader:
         return {**self.__dict__, "_open": OrderedDict()}
 
 
-class _Shard:
+class ShardFile:
     """A mapped data file."""
 
     def __init__(self, path: str) -> None:
@@ -224,7 +224,11 @@ class _Shard:
             raise MismatchError(f"{path} cannot be read: {error}", "Export the cache again.") from error
         self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
 
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
     def sample(self, row: int) -> EncodedSample:
+        """The sample in a row."""
         number = int(np.searchsorted(self._starts, row, side="right")) - 1
         batch, i = self._batches[number], row - int(self._starts[number])
         return EncodedSample(

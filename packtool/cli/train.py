@@ -6,12 +6,16 @@ import dataclasses
 import json
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import typer
 
 from packtool.config import TrainConfig
 from packtool.errors import EXIT_INTERRUPTED
 from packtool.launch import Processes, is_launched, launch_if_asked, share_cores_politely
+
+if TYPE_CHECKING:
+    from packtool.train.world import World
 
 # What the command was called with, so that torchrun can call it again in every process.
 invocation: Sequence[str] = ()
@@ -27,11 +31,9 @@ def run_train(config: TrainConfig, as_json: bool) -> None:
 
     world = World.from_environment()
     if not is_launched(os.environ):
-        from packtool.train.prepare import prepare_run
-
         world = World(0, Processes.from_environment(os.environ).total)
         if world.size > 1 and not config.dry_run:
-            prepare_run(config, world)
+            _prepare(config, world)
             launch_if_asked(invocation)
     from packtool.report.statistics import train_lines
     from packtool.report.terminal import TerminalProgress, print_table
@@ -53,3 +55,18 @@ def run_train(config: TrainConfig, as_json: bool) -> None:
         print_table("planned, nothing trained (--dry-run)", train_lines(result))
     else:
         print_table(f"trained: {result.checkpoint}", train_lines(result))
+
+
+def _prepare(config: TrainConfig, world: World) -> None:
+    """Find mistakes, and make the cache of rows, before processes are started."""
+    from packtool.report.terminal import TerminalProgress
+    from packtool.train.from_rows import with_cache
+    from packtool.train.prepare import prepare_run
+    from packtool.train.prepare_stream import prepare_stream
+
+    if config.streaming:
+        prepare_stream(config, world)
+        return
+    with TerminalProgress() as progress:
+        config = with_cache(config, progress)
+    prepare_run(config, world)

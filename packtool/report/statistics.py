@@ -55,9 +55,15 @@ def export_lines(summary: ExportSummary) -> list[Line]:
 
 def train_lines(result: TrainResult) -> list[Line]:
     """What ``packtool train`` prints at its end, or instead of training."""
-    lines = [
-        ("samples", f"{result.num_samples:,}"),
-        ("  filtered by length", f"{result.filtered:,}"),
+    if result.streaming and not result.num_samples:
+        return [("optimizer steps, at most", f"{result.steps:,}"), ("packing length", f"{result.packing_length:,}")]
+    lines = [("samples", f"{result.num_samples:,}")]
+    if result.streaming:
+        lines.append(("rows dropped", f"{sum(result.dropped.values()):,}"))
+        lines += [(f"  {reason}", f"{count:,}") for reason, count in result.dropped.items()]
+    else:
+        lines.append(("  filtered by length", f"{result.filtered:,}"))
+    lines += [
         ("packs" if result.packing else "padded rows", f"{result.num_packs:,}"),
         ("  samples each", f"{result.samples_per_pack:.2f}"),
         ("  fill", f"{result.fill:.2%}"),

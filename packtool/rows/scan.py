@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from itertools import chain, groupby, islice
-from typing import BinaryIO
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import groupby, islice
 
 from packtool import storage
 from packtool.errors import ConfigError, DataError
@@ -74,13 +74,12 @@ def follow(spec: SourceSpec) -> tuple[Source, Iterator[Block]]:
             f"--dataset {spec.name}: a sample can only be drawn of rows that were counted",
             "Leave out --streaming true, or the number behind #.",
         )
-    source = _source(spec)
-    source, _, found = _finder(source)
-    blocks = iter(found)
-    first = list(islice(blocks, _FIRST_BLOCKS))
+    finder = _Finder.of(_source(spec))
+    source = finder.source
+    first = list(islice(finder.blocks, _FIRST_BLOCKS))
     if (form := _form(spec, source, first)) is not None:
         source = replace(source, form=form.form, columns=form.columns)
-    return source, chain(first, blocks)
+    return source, finder.then_close(first)
 
 
 def _sampled(members: list[ScannedSource], seed: int) -> list[ScannedSource]:
@@ -94,7 +93,10 @@ def _sampled(members: list[ScannedSource], seed: int) -> list[ScannedSource]:
 
 def _scan(spec: SourceSpec) -> ScannedSource:
     source = _source(spec)
-    digest, blocks, source = _found(source)
+    finder = _Finder.of(source)
+    with closing(finder):
+        blocks, source = Blocks.of(finder.blocks), finder.source
+        digest = finder.digest()
     if (form := _form(spec, source, blocks)) is not None:
         source = replace(source, form=form.form, columns=form.columns)
     return ScannedSource(spec, source, source.size, source.modified, digest, blocks)
@@ -138,40 +140,49 @@ def _holds_lines(source: Source) -> bool:
     return start.startswith(b"{")
 
 
-def _found(source: Source) -> tuple[str, Blocks, Source]:
-    """Digest, blocks, and the source with what its file's head says."""
-    source, digest, found = _finder(source)
-    blocks = Blocks.of(found)
-    return digest(), blocks, source
+@dataclass(frozen=True)
+class _Finder:
+    """A file whose rows are being found.
 
+    Args:
+        source: with what the file's head says.
+        blocks: as they are found.
+        digest: of the content, once all blocks are.
+        close: lets go of the file.
+    """
 
-def _finder(source: Source) -> tuple[Source, Callable[[], str], Iterator[Block]]:
-    """The source with what its file's head says, its digest when all blocks are found, and the blocks."""
-    if source.kind in ("parquet", "arrow"):
-        from packtool.rows.tables import find_table_rows  # here, because text needs no pyarrow
+    source: Source
+    blocks: Iterator[Block]
+    digest: Callable[[], str]
+    close: Callable[[], None]
 
-        digest, rows = find_table_rows(source)
-        return source, lambda: digest, rows
-    file = open_text(source.path, source.compression)
-    hashed = Hashed(file)
-    try:
-        if source.kind in ("csv", "tsv"):
-            header, found = find_records(source.label, hashed, source.kind)
-            source = replace(source, header=header)
-        else:
-            found = (find_elements if source.kind == "json" else find_lines)(source.label, hashed)
-    except BaseException:
-        file.close()
-        raise
-    return source, lambda: hashed.digest, _closing(file, found)
+    @classmethod
+    def of(cls, source: Source) -> _Finder:
+        if source.kind in ("parquet", "arrow"):
+            from packtool.rows.tables import find_table_rows  # here, because text needs no pyarrow
 
+            digest, rows = find_table_rows(source)
+            return cls(source, rows, lambda: digest, lambda: None)
+        file = open_text(source.path, source.compression)
+        hashed = Hashed(file)
+        try:
+            if source.kind in ("csv", "tsv"):
+                header, found = find_records(source.label, hashed, source.kind)
+                source = replace(source, header=header)
+            else:
+                found = (find_elements if source.kind == "json" else find_lines)(source.label, hashed)
+        except BaseException:
+            file.close()
+            raise
+        return cls(source, found, lambda: hashed.digest, file.close)
 
-def _closing(file: BinaryIO, found: Iterator[Block]) -> Iterator[Block]:
-    try:
-        yield from found
-    except BaseException:
-        file.close()
-        raise
+    def then_close(self, first: list[Block]) -> Iterator[Block]:
+        """The first blocks, which were taken already, and all others."""
+        try:
+            yield from first
+            yield from self.blocks
+        finally:
+            self.close()
 
 
 def _form(spec: SourceSpec, source: Source, blocks: Iterable[Block]) -> Layout | None:

@@ -12,8 +12,11 @@ from accelerate import PartialState
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from packtool.progress import Progress
+from packtool.stream.state import write_state as write_stream
 from packtool.train.checkpoint import PREFIX, RunState, copy_processor, discard_state, remove_oldest, write_state
+from packtool.train.prepare_stream import OpenSchedule
 from packtool.train.schedule import Schedule
+from packtool.train.stream_loader import StreamLoader
 
 METRICS_NAME = "metrics.jsonl"
 
@@ -21,7 +24,7 @@ METRICS_NAME = "metrics.jsonl"
 class PlanCallback(TrainerCallback):
     """Keeps the Trainer's idea of epochs right: for it the whole run is one."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule | OpenSchedule) -> None:
         self.schedule = schedule
 
     def on_step_end(
@@ -34,10 +37,36 @@ class PlanCallback(TrainerCallback):
         return control
 
 
+class StreamCallback(TrainerCallback):
+    """Ends a run when its rows end, and adds to a checkpoint where every rank's stream stands.
+
+    Must come before ``CheckpointCallback``, which waits for all ranks.
+    """
+
+    def __init__(self, loader: StreamLoader) -> None:
+        self.loader = loader
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """The step that was given last may be the last there is."""
+        if self.loader.is_last:
+            control.should_log = control.should_save = control.should_training_stop = True
+        return control
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Every rank writes its own part."""
+        checkpoint = os.path.join(str(args.output_dir), f"{PREFIX}{state.global_step}")
+        os.makedirs(checkpoint, exist_ok=True)
+        write_stream(checkpoint, self.loader.run.world.rank, self.loader.state_after(state.global_step))
+
+
 class CheckpointCallback(TrainerCallback):
     """Adds to a checkpoint what is packtool's, and declares it finished when all ranks have written their part."""
 
-    def __init__(self, run: RunState, schedule: Schedule, model_directory: str, save_total_limit: int | None) -> None:
+    def __init__(
+        self, run: RunState, schedule: Schedule | OpenSchedule, model_directory: str, save_total_limit: int | None
+    ) -> None:
         self.run = run
         self.schedule = schedule
         self.model_directory = model_directory

@@ -39,6 +39,7 @@ class RunState:
         seed: of the plans of all epochs.
         step: optimizer steps done.
         epoch, step_in_epoch: the same, as the place where training goes on.
+        streaming: what decides the packs of a stream; empty for a run on caches.
         saved_at: seconds since 1970.
     """
 
@@ -52,6 +53,7 @@ class RunState:
     world_size: int
     gradient_accumulation_steps: int
     per_device_train_batch_size: int
+    streaming: str = ""
     step: int = 0
     epoch: int = 0
     step_in_epoch: int = 0

@@ -14,30 +14,33 @@ from packtool.attention.support import refuse_unsupported
 from packtool.batch.spec import InputSpec
 from packtool.progress import Progress
 from packtool.train.arguments import training_arguments
-from packtool.train.callbacks import CheckpointCallback, PlanCallback, ReportCallback
+from packtool.train.callbacks import CheckpointCallback, PlanCallback, ReportCallback, StreamCallback
 from packtool.train.checkpoint import PREFIX
 from packtool.train.loader import StepLoader
 from packtool.train.model import count_parameters, load_model, make_trainable, resolve_dtype, weights_dtype
 from packtool.train.prepare import PreparedRun
+from packtool.train.prepare_stream import PreparedStream
 from packtool.train.quiet import quiet_transformers
 from packtool.train.result import TrainResult
+from packtool.train.stream_loader import StreamLoader
 from packtool.train.trainer import PackTrainer
+from packtool.train.world import check_ranks_agree
 
 
-def load_spec(run: PreparedRun) -> InputSpec:
+def load_spec(run: PreparedRun | PreparedStream) -> InputSpec:
     """The model as collation sees it.
 
     Raises:
         ConfigError: for a multimodal model of an unknown family.
         UnsupportedModelError: for a model whose packed samples could not be kept apart.
     """
-    spec = InputSpec.load(run.files.directory, run.reader.manifests[0].identity.media_limits)
+    spec = InputSpec.load(run.files.directory, run.media_limits)
     if run.config.removes_padding:
         refuse_unsupported(spec.config)
     return spec
 
 
-def execute(run: PreparedRun, spec: InputSpec, result: TrainResult, progress: Progress) -> TrainResult:
+def execute(run: PreparedRun | PreparedStream, spec: InputSpec, result: TrainResult, progress: Progress) -> TrainResult:
     """Load, train, save.
 
     Args:
@@ -54,13 +57,21 @@ def execute(run: PreparedRun, spec: InputSpec, result: TrainResult, progress: Pr
         begin = time.perf_counter()
         trainer.train(resume_from_checkpoint=run.checkpoint)
         seconds = time.perf_counter() - begin
+    steps = trainer.state.global_step
+    if isinstance(trainer.loader, StreamLoader):
+        result = trainer.loader.counted(result)
+        if steps < result.steps:
+            progress.note(
+                f"the rows ended after step {steps:,} of {result.steps:,}; a larger --num-train-epochs reads them again"
+            )
     result = dataclasses.replace(
         result,
+        steps=steps,
         seconds=seconds,
         target_tokens_per_second=result.target_tokens / seconds,
         first_loss=report.first_loss,
         last_loss=report.last_loss,
-        checkpoint=os.path.join(run.config.output_dir, f"{PREFIX}{run.schedule.num_steps}"),
+        checkpoint=os.path.join(run.config.output_dir, f"{PREFIX}{steps}"),
         num_trainable_parameters=num_trainable,
         num_parameters=num_parameters,
     )
@@ -69,34 +80,43 @@ def execute(run: PreparedRun, spec: InputSpec, result: TrainResult, progress: Pr
     return result
 
 
-def make_trainer(run: PreparedRun, spec: InputSpec, progress: Progress) -> tuple[PackTrainer, ReportCallback]:
+def make_trainer(
+    run: PreparedRun | PreparedStream, spec: InputSpec, progress: Progress
+) -> tuple[PackTrainer, ReportCallback]:
     """The Trainer of this rank, and what it reports to."""
     config, on_gpu = run.config, torch.cuda.is_available()
     dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
     args = training_arguments(config, num_steps=run.schedule.num_steps, dtype=dtype, on_gpu=on_gpu)
+    check_ranks_agree(run.state, run.world)
     if run.world.is_first:
         os.makedirs(config.output_dir, exist_ok=True)
-    loader = StepLoader(
-        run.schedule,
-        run.reader,
-        spec,
-        run.world,
-        packing=config.removes_padding,
-        start=run.start,
-        num_workers=config.dataloader_num_workers,
-        pin_memory=on_gpu,
-    )
-    callbacks: list[TrainerCallback] = [
-        PlanCallback(run.schedule),
-        CheckpointCallback(run.state, run.schedule, run.files.directory, config.save_total_limit),
-    ]
+    loader = _make_loader(run, spec, on_gpu=on_gpu)
+    callbacks: list[TrainerCallback] = [PlanCallback(run.schedule)]
+    if isinstance(loader, StreamLoader):
+        callbacks.append(StreamCallback(loader))
+    callbacks.append(CheckpointCallback(run.state, run.schedule, run.files.directory, config.save_total_limit))
     report = ReportCallback(progress, config.output_dir, run.start)
     if run.world.is_first:
         callbacks.append(report)
     return PackTrainer(_make_model(run, spec, dtype), args, loader, callbacks), report
 
 
-def _make_model(run: PreparedRun, spec: InputSpec, dtype: torch.dtype) -> PreTrainedModel | PeftModel:
+def _make_loader(run: PreparedRun | PreparedStream, spec: InputSpec, *, on_gpu: bool) -> StepLoader | StreamLoader:
+    if isinstance(run, PreparedStream):
+        return StreamLoader(run, spec, pin_memory=on_gpu)
+    return StepLoader(
+        run.schedule,
+        run.reader,
+        spec,
+        run.world,
+        packing=run.config.removes_padding,
+        start=run.start,
+        num_workers=run.config.dataloader_num_workers,
+        pin_memory=on_gpu,
+    )
+
+
+def _make_model(run: PreparedRun | PreparedStream, spec: InputSpec, dtype: torch.dtype) -> PreTrainedModel | PeftModel:
     # Adapters are drawn at random: alike on every rank, and in every run with this seed.
     set_seed(run.config.seed)
     dtype = weights_dtype(dtype, run.config)

@@ -87,7 +87,7 @@ class StepLoader:
         dataset = PlannedMicroBatches(self.reader, plan, rank=self.world.rank, spec=self.spec, packing=self.packing)
         return load_micro_batches(
             dataset,
-            start=int(dataset.first[first_step]),
+            range(int(dataset.first[first_step]), len(dataset)),
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
         )

@@ -10,6 +10,7 @@ from typing import Any
 from packtool.cache.plan_file import read_plan
 from packtool.cache.reader import CacheReader
 from packtool.config import PackingOptions, TrainConfig
+from packtool.encode.families import MediaLimits
 from packtool.encode.model_files import ModelFiles
 from packtool.plan.cost import CostModel
 from packtool.plan.epoch import EpochPlan, PlanOptions, deal_packs, plan_epoch, reordered
@@ -71,6 +72,11 @@ class PreparedRun:
     state: RunState
     checkpoint: str | None
     start: int
+
+    @property
+    def media_limits(self) -> MediaLimits:
+        """That pixels and sounds are loaded with."""
+        return self.reader.manifests[0].identity.media_limits
 
 
 def prepare_run(config: TrainConfig, world: World) -> PreparedRun:

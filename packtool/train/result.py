@@ -6,9 +6,10 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
+from packtool.train.prepare_stream import PreparedStream
 from packtool.train.schedule import Schedule
 from packtool.train.world import World
 
@@ -36,6 +37,8 @@ class TrainResult:
         resumed_from: checkpoint that this run went on from.
         num_trainable_parameters, num_parameters: of the model with its adapters.
         output_dir: as given.
+        streaming: nothing was known of the samples beforehand; their figures are of those that were trained.
+        dropped: rows that could not be used, by reason; of a streaming run.
     """
 
     num_samples: int
@@ -60,6 +63,31 @@ class TrainResult:
     resumed_from: str | None = None
     num_trainable_parameters: int | None = None
     num_parameters: int | None = None
+    streaming: bool = False
+    dropped: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def expected(cls, run: PreparedStream) -> TrainResult:
+        """What is known of a streaming run before its first step: next to nothing."""
+        options = run.options
+        return cls(
+            num_samples=0,
+            filtered=0,
+            num_packs=0,
+            samples_per_pack=0.0,
+            fill=0.0,
+            packing=True,
+            max_length=run.spec.max_length,
+            packing_length=options.pack.capacity,
+            steps=run.schedule.num_steps,
+            steps_without_packing=0,
+            num_empty_micro_batches=0,
+            num_processes=run.world.size,
+            target_tokens=0,
+            output_dir=run.config.output_dir,
+            resumed_from=run.checkpoint,
+            streaming=True,
+        )
 
     @classmethod
     def planned(cls, schedule: Schedule, world: World, output_dir: str, start: int) -> TrainResult:
@@ -88,6 +116,21 @@ class TrainResult:
         with open(os.path.join(self.output_dir, RESULT_NAME), "w", encoding="utf-8") as file:
             json.dump(dataclasses.asdict(self), file, indent=1)
             file.write("\n")
+
+
+def stream_lines(run: PreparedStream) -> Iterator[str]:
+    """What is to be said of a streaming run before it begins."""
+    options, world = run.options, run.world
+    yield (
+        f"streaming {len(run.specs)} file{'s' if len(run.specs) > 1 else ''} of rows, samples of up to "
+        f"{run.spec.max_length:,} tokens; nobody has counted them"
+    )
+    yield (
+        f"packing length: {options.pack.capacity:,}, {options.interval:,} samples at a time, drawn from a buffer of "
+        f"{options.shuffle_buffer_size:,}; {world.size} process{'es' if world.size > 1 else ''} with "
+        f"{options.num_proc} worker{'s' if options.num_proc > 1 else ''} each"
+    )
+    yield f"optimizer steps: at most {run.schedule.num_steps:,}"
 
 
 def plan_lines(schedule: Schedule, result: TrainResult) -> Iterator[str]:

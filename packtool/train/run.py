@@ -1,4 +1,4 @@
-"""The second stage, as a recipe: caches and options must fit, the plan follows, then the model learns."""
+"""The second stage, as a recipe: caches (or rows) and options must fit, the plan follows, then the model learns."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import dataclasses
 
 from packtool.config import TrainConfig
 from packtool.progress import Progress, SilentProgress
-from packtool.train.prepare import prepare_run
-from packtool.train.result import TrainResult, plan_lines
+from packtool.train.from_rows import with_cache
+from packtool.train.prepare import PreparedRun, prepare_run
+from packtool.train.prepare_stream import PreparedStream, prepare_stream
+from packtool.train.result import TrainResult, plan_lines, stream_lines
 from packtool.train.world import World
 
 
 def train(config: TrainConfig, progress: Progress, world: World | None = None) -> TrainResult:
-    """Train a model on caches; every process of a torchrun job calls this.
+    """Train a model on caches or rows; every process of a torchrun job calls this.
 
     Args:
         config: the run's settings.
@@ -27,10 +29,17 @@ def train(config: TrainConfig, progress: Progress, world: World | None = None) -
     """
     world = world or World.from_environment()
     progress = progress if world.is_first else SilentProgress()
-    run = prepare_run(config, world)
-    result = TrainResult.planned(run.schedule, world, config.output_dir, run.start)
-    result = dataclasses.replace(result, resumed_from=run.checkpoint)
-    for line in plan_lines(run.schedule, result):
+    config = with_cache(config, progress)
+    run: PreparedRun | PreparedStream
+    if config.streaming:
+        run = prepare_stream(config, world)
+        result, lines = TrainResult.expected(run), stream_lines(run)
+    else:
+        run = prepare_run(config, world)
+        result = TrainResult.planned(run.schedule, world, config.output_dir, run.start)
+        result = dataclasses.replace(result, resumed_from=run.checkpoint)
+        lines = plan_lines(run.schedule, result)
+    for line in lines:
         progress.note(line)
     # From here on torch and transformers are needed; mistakes of the user should have been told by now.
     from packtool.train.execute import execute, load_spec

@@ -20,10 +20,11 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from packtool.train.loader import StepLoader, TrainingStep
 from packtool.train.loss import sum_of_losses, takes_logits_to_keep
+from packtool.train.stream_loader import StreamLoader
 
 
 class PackTrainer(Trainer):
-    """Trains what a ``StepLoader`` yields.
+    """Trains what a ``StepLoader`` or a ``StreamLoader`` yields.
 
     Args:
         model: on the host or the device; see ``make_trainable``.
@@ -33,7 +34,11 @@ class PackTrainer(Trainer):
     """
 
     def __init__(
-        self, model: nn.Module, args: TrainingArguments, loader: StepLoader, callbacks: list[TrainerCallback]
+        self,
+        model: nn.Module,
+        args: TrainingArguments,
+        loader: StepLoader | StreamLoader,
+        callbacks: list[TrainerCallback],
     ) -> None:
         settings = vars(model.config)
         had = settings.get("use_cache")

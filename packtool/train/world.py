@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from packtool.errors import ConfigError
+from packtool.errors import ConfigError, MismatchError
+from packtool.train.checkpoint import RunState
 
 
 @dataclass(frozen=True)
@@ -41,3 +44,28 @@ class World:
     def is_first(self) -> bool:
         """Whether this is the process that writes and reports."""
         return self.rank == 0
+
+
+def check_ranks_agree(state: RunState, world: World) -> None:
+    """Every rank has planned for itself; that all came to the same is proved by one exchange of hashes.
+
+    The process group must be there.
+
+    Raises:
+        MismatchError: on every rank, naming what differs.
+    """
+    if world.size == 1:
+        return
+    import torch.distributed as dist  # here, because plans are checked without torch
+
+    found: list[Any] = [None] * world.size
+    dist.all_gather_object(found, dataclasses.asdict(state))
+    first = found[0]
+    for rank, other in enumerate(found):
+        if other != first:
+            differing = [name for name in first if other[name] != first[name]]
+            lines = [f"  - {name}: {first[name]} on rank 0, {other[name]} there" for name in differing]
+            raise MismatchError(
+                f"rank {rank} would train something else than rank 0:\n" + "\n".join(lines),
+                "All machines must see the same caches, the same options and the same version of packtool.",
+            )

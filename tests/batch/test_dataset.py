@@ -107,7 +107,7 @@ def test_workers_change_nothing(num_workers: int, start: int, tmp_path: Path) ->
     reader = Samples([make_sample(30, ((40, 32),) * (n % 3), seed=n, limits=spec.limits.image) for n in range(8)])
     dataset = PlannedMicroBatches(reader, reader.plan(), rank=0, spec=spec)
     expected = [dataset[index] for index in range(start, len(dataset))]
-    found = list(load_micro_batches(dataset, start=start, num_workers=num_workers))
+    found = list(load_micro_batches(dataset, range(start, len(dataset)), num_workers=num_workers))
     assert len(found) == len(expected)
     for batch, other in zip(found, expected, strict=True):
         for name, wanted in contents(other).items():
@@ -134,7 +134,8 @@ def test_an_error_arrives_with_its_type_and_remedy_when_its_turn_comes(num_worke
     spec = reduced_spec("qwen3_vl")
     plan = reader.plan()
     position = [int(plan.samples(step, 0, 0)[0][0]) for step in range(3)].index(1)
-    batches = load_micro_batches(PlannedMicroBatches(reader, plan, rank=0, spec=spec), num_workers=num_workers)
+    dataset = PlannedMicroBatches(reader, plan, rank=0, spec=spec)
+    batches = load_micro_batches(dataset, range(len(dataset)), num_workers=num_workers)
     for _ in range(position):
         next(batches)
     with pytest.raises(DataError, match=r"row 1 of reduced\.jsonl: 1 image tokens") as caught:
@@ -147,6 +148,6 @@ def test_loading_draws_no_random_numbers_of_torch() -> None:
     reader = Samples.of_lengths([3, 4])
     dataset = PlannedMicroBatches(reader, reader.plan(), rank=0, spec=reduced_spec("qwen3"))
     before = torch.random.get_rng_state()
-    list(load_micro_batches(dataset))
-    list(load_micro_batches(dataset, num_workers=1))
+    list(load_micro_batches(dataset, range(len(dataset))))
+    list(load_micro_batches(dataset, range(len(dataset)), num_workers=1))
     assert torch.equal(torch.random.get_rng_state(), before)

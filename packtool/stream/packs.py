@@ -1,0 +1,246 @@
+"""Samples that come by are packed, so many at a time.
+
+An interval takes up to ``interval`` samples, packs them, and trains the packs in an order drawn from the seed. The one
+or two packs that are far from full are held back, and their samples packed once more with the next interval's. Memory
+is bounded by the interval and the shuffle buffer, whatever the rows; the price is a packer that knows a thousand
+samples and not all of them, and a few samples, short ones mostly, that are trained later than their neighbours.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+import numpy as np
+
+from packtool.cache.shard import num_targets
+from packtool.config import EncodeSpec
+from packtool.encode.encoded import EncodedSample
+from packtool.errors import RowError
+from packtool.plan.packing import PackOptions, PackPlan, pack
+from packtool.rows.sample import Dropped
+from packtool.rows.source import BLOCK_ROWS, SourceSpec
+from packtool.stream.reading import blocks_of_rank
+from packtool.stream.state import StreamState
+from packtool.stream.workers import EncodedBlock, encoded_blocks
+
+_FULL = 0.98
+_MOST_HELD_BACK = 2  # packs
+_SHARE_HELD_BACK = 0.25  # of the samples
+_STREAM = 12  # of random numbers; see packtool.plan.packing
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamOptions:
+    """What decides the packs of a stream.
+
+    Args:
+        pack: of one interval.
+        interval: samples that are packed at a time.
+        shuffle_buffer_size: samples from which the next one is drawn; 1 keeps the order.
+        num_proc: worker processes; they change nothing.
+        num_epochs: times that all rows are read.
+        strict: the first row that cannot be used is an error.
+    """
+
+    pack: PackOptions
+    interval: int = 1000
+    shuffle_buffer_size: int = 1000
+    num_proc: int = 1
+    num_epochs: int = 1
+    seed: int = 42
+    strict: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class StreamedPack:
+    """A pack, and the place right behind it.
+
+    Args:
+        state: from which a stream goes on with the next pack.
+    """
+
+    samples: list[EncodedSample]
+    state: StreamState
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all samples."""
+        return sum(sample.length for sample in self.samples)
+
+    @property
+    def num_targets(self) -> int:
+        """Labels that carry loss."""
+        return sum(num_targets(sample) for sample in self.samples)
+
+
+@dataclass
+class _Held:
+    """What a stream holds between two intervals."""
+
+    interval: int = 0
+    carried: list[EncodedSample] = field(default_factory=list)
+    shuffled: list[EncodedSample] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
+class PackStream:
+    """The packs of one data-parallel rank.
+
+    Args:
+        specs: files of all rows.
+        spec: how they are encoded.
+        rank, world_size: which of the rows are this rank's.
+        start: a state of an earlier stream with the same arguments, to go on from.
+        log: told of every row that is dropped, once.
+
+    Raises (while packs are taken):
+        PacktoolError: what reading or encoding met, or that a worker died.
+        RowError: in strict mode.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[SourceSpec],
+        spec: EncodeSpec,
+        options: StreamOptions,
+        *,
+        rank: int,
+        world_size: int,
+        start: StreamState | None = None,
+        log: Callable[[Dropped], None],
+    ) -> None:
+        self._specs, self._spec, self._options = specs, spec, options
+        self._rank, self._world_size = rank, world_size
+        self._log = log
+        self._start = start or StreamState()
+        self._held = _Held(
+            self._start.interval,
+            list(self._start.carried),
+            list(self._start.shuffled),
+            Counter(self._start.dropped),
+        )
+        self._random = np.random.default_rng((options.seed, rank, _STREAM))
+        if self._start.random is not None:
+            self._random.bit_generator.state = self._start.random
+        # Where the next sample comes from: a place, and samples of the block behind it that were taken already.
+        self._place, self._num_taken, self._ended = self._start.place, self._start.num_taken, self._start.ended
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Rows that were dropped so far, by reason."""
+        return self._held.dropped
+
+    def __iter__(self) -> Iterator[StreamedPack]:
+        samples = self._shuffled(self._samples())
+        packs_done = self._start.packs_done
+        while True:
+            before = self._state()
+            new = list(islice(samples, self._options.interval - len(self._held.carried)))
+            waiting = [*self._held.carried, *new]
+            ended = len(waiting) < self._options.interval
+            if not waiting:
+                return
+            plan = self._packed(waiting)
+            held_back = [] if ended else _held_back(plan, self._options.interval)
+            self._held.carried = [waiting[i] for number in held_back for i in plan.pack(number)]
+            self._held.interval += 1
+            given = [number for number in range(plan.num_packs) if number not in held_back]
+            for done, number in enumerate(given[packs_done:], packs_done + 1):
+                state = replace(before, packs_done=done) if done < len(given) else self._state()
+                yield StreamedPack([waiting[i] for i in plan.pack(number)], state)
+            packs_done = 0
+
+    def _packed(self, samples: Sequence[EncodedSample]) -> PackPlan:
+        lengths = np.array([sample.length for sample in samples], np.int32)
+        media = np.array([sample.num_media_tokens for sample in samples], np.int32)
+        return pack(lengths, self._options.pack, seed=self._options.seed, epoch=self._held.interval, media_tokens=media)
+
+    def _state(self) -> StreamState:
+        held = self._held
+        return StreamState(
+            place=self._place,
+            num_taken=self._num_taken,
+            ended=self._ended,
+            interval=held.interval,
+            random=dict(self._random.bit_generator.state),
+            carried=tuple(held.carried),
+            shuffled=tuple(held.shuffled),
+            dropped=dict(held.dropped),
+        )
+
+    def _shuffled(self, samples: Iterator[EncodedSample]) -> Iterator[EncodedSample]:
+        """Each drawn from a buffer, whose place the next one takes."""
+        buffer = self._held.shuffled
+        for sample in samples:
+            buffer.append(sample)
+            if len(buffer) >= self._options.shuffle_buffer_size:
+                yield self._drawn(buffer)
+        while buffer:
+            yield self._drawn(buffer)
+
+    def _drawn(self, buffer: list[EncodedSample]) -> EncodedSample:
+        """Taken from the buffer."""
+        if len(buffer) == 1:
+            return buffer.pop()
+        if self._options.shuffle_buffer_size == 1:
+            return buffer.pop(0)
+        at = int(self._random.integers(len(buffer)))
+        buffer[at], buffer[-1] = buffer[-1], buffer[at]
+        return buffer.pop()
+
+    def _samples(self) -> Iterator[EncodedSample]:
+        """All samples of this rank from the start on, in the order of their rows."""
+        if self._ended:
+            return
+        skipped, most = self._num_taken, self._options.pack.max_media_tokens
+        for block in self._blocks():
+            self._place = block.place
+            if not skipped:
+                self._note(block.dropped)
+            for number, sample in enumerate(block.samples[skipped:], skipped + 1):
+                self._num_taken = number
+                if most is not None and sample.num_media_tokens > most:
+                    detail = f"{sample.num_media_tokens} media tokens, --max-media-tokens-per-pack allows {most}"
+                    self._note([Dropped(sample.source, sample.row, "media_budget", detail)])
+                else:
+                    yield sample
+            skipped = 0
+        self._ended = True
+
+    def _blocks(self) -> Iterator[EncodedBlock]:
+        options = self._options
+        blocks = blocks_of_rank(
+            self._specs,
+            rank=self._rank,
+            world_size=self._world_size,
+            num_epochs=options.num_epochs,
+            seed=options.seed,
+            shuffle=options.pack.shuffle,
+            start=self._place,
+        )
+        # While the packs of an interval are trained, the samples of the next one are made.
+        ahead = 2 * options.num_proc + -(-options.interval // BLOCK_ROWS)
+        return encoded_blocks(blocks, self._spec, num_proc=options.num_proc, num_ahead=ahead)
+
+    def _note(self, dropped: Sequence[Dropped]) -> None:
+        for item in dropped:
+            if self._options.strict:
+                raise RowError(item.source, item.row, item.reason, item.detail)
+            self._held.dropped[item.reason] += 1
+            self._log(item)
+
+
+def _held_back(plan: PackPlan, interval: int) -> list[int]:
+    """Packs that wait for the next interval: the emptiest, if they are not full."""
+    tokens = plan.tokens_per_pack()
+    emptiest = np.argsort(tokens, kind="stable")[:_MOST_HELD_BACK].tolist()
+    room = int(_SHARE_HELD_BACK * interval)
+    found = []
+    for number in emptiest:
+        room -= len(plan.pack(number))
+        if tokens[number] < _FULL * plan.capacity and room >= 0:
+            found.append(number)
+    return found

@@ -1,0 +1,77 @@
+"""Rows given to ``packtool train``: what they are encoded as, and the cache that is made of them once.
+
+CACHE_DIR/exports/<fingerprint of rows, model and options>/       a cache like any other
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from packtool import storage
+from packtool.cache.export import export, identity_of
+from packtool.cache.local import LocalCopies, locked
+from packtool.config import ExportConfig, RowOptions, TrainConfig
+from packtool.encode.model_files import ModelFiles
+from packtool.progress import Progress
+from packtool.rows.source import SourceSpec
+from packtool.rows.sources import sources_of
+
+_EXPORTS = "exports"
+_LONGEST = 8192
+
+
+def length_of_rows(config: TrainConfig, files: ModelFiles) -> int:
+    """Most tokens of a sample: ``--max-length``, else ``--packing-length``, else the model's, but at most 8,192."""
+    text = files.config.get("text_config") or files.config.get("thinker_config", {}).get("text_config") or files.config
+    models = min(int(text.get("max_position_embeddings", _LONGEST)), _LONGEST)
+    return config.max_length or config.packing_length or models
+
+
+def with_cache(config: TrainConfig, progress: Progress) -> TrainConfig:
+    """A run on rows as a run on their cache, which is made if it is not there yet; other runs are what they were.
+
+    One process of the machine makes it while the others wait, and a run that was broken off is gone on with.
+
+    Raises:
+        ConfigError, DataError, RowError, StorageError: as ``cache.export.export``.
+    """
+    if not config.dataset or config.streaming:
+        return config
+    files = ModelFiles.load(config.model)
+    asked = config.export_config("", length_of_rows(config, files))
+    root = os.path.join(config.cache_dir or LocalCopies.default().directory, _EXPORTS)
+    directory = os.path.join(root, rows_fingerprint(asked, files, sources_of(asked)))
+    os.makedirs(root, exist_ok=True)
+    with locked(directory + ".lock"):
+        summary = export(dataclasses.replace(asked, output_dir=directory), progress)
+    dropped = sum(summary.dropped.values())
+    found = "found" if summary.already_finished else "made"
+    progress.note(
+        f"cache {found}: {directory} ({summary.kept:,} samples of {summary.rows:,} rows, {dropped:,} dropped)"
+    )
+    plain: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(RowOptions)}
+    return dataclasses.replace(config, **plain, cached_dataset=(directory,))
+
+
+def rows_fingerprint(
+    asked: ExportConfig, files: ModelFiles, specs: Sequence[SourceSpec], *, with_times: bool = True
+) -> str:
+    """Names rows and what becomes of them: options, model, and each file's path, size and tag.
+
+    Args:
+        asked: ``output_dir`` and the number of processes say nothing.
+        with_times: of the last change to files of this machine; other machines have other clocks.
+    """
+    identity = identity_of(asked, files).as_dict()
+    identity["spec"] = {name: value for name, value in identity["spec"].items() if name != "model"}
+    states = [(spec, storage.stat(spec.path)) for spec in specs]
+    plain = [
+        (spec.path, spec.settings, state.size, state.modified if with_times or storage.is_remote(spec.path) else "")
+        for spec, state in states
+    ]
+    return hashlib.sha256(json.dumps([identity, plain], sort_keys=True).encode()).hexdigest()[:16]

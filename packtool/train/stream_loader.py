@@ -1,0 +1,205 @@
+"""The training steps of a stream, as one rank sees them: no plan tells what a step holds, so ranks add it up.
+
+Before a step each rank tells the others, by one sum of five numbers over gloo, what its packs hold and whether more
+will come. A rank whose rows have ended trains empty micro-batches, with zero loss, until all have; the loss stays the
+mean over the true target tokens of the step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from packtool.batch.dataset import GivenMicroBatches, load_micro_batches
+from packtool.batch.spec import InputSpec
+from packtool.encode.encoded import EncodedSample
+from packtool.errors import DataError
+from packtool.rows.sample import Dropped
+from packtool.stream.packs import PackStream, StreamedPack
+from packtool.stream.state import StreamState
+from packtool.train.loader import TrainingStep
+from packtool.train.prepare_stream import PreparedStream
+from packtool.train.result import TrainResult
+
+_SUMS = ("target_tokens", "tokens", "packs", "samples", "more")
+
+
+@dataclass(frozen=True)
+class _OwnStep:
+    """What this rank's packs of a step hold.
+
+    Args:
+        counts: as in ``_SUMS``.
+        after: where the stream stands behind them.
+    """
+
+    counts: tuple[int, ...]
+    after: StreamState
+
+
+class StreamLoader:
+    """What transformers' Trainer takes for its dataloader; see ``StepLoader``.
+
+    Args:
+        run: of this rank.
+        spec: the model that micro-batches are collated for.
+        pin_memory: for a GPU.
+    """
+
+    def __init__(self, run: PreparedStream, spec: InputSpec, *, pin_memory: bool = False) -> None:
+        self.run = run
+        self.spec = spec
+        self.pin_memory = pin_memory
+        self.totals: Counter[str] = Counter()
+        self.is_last = False  # the step that was given last
+        self._own = deque[_OwnStep]()
+        self._after: dict[int, StreamState] = {}
+        self._log = DropLog(run)
+        self._stream = PackStream(
+            run.specs,
+            run.spec,
+            run.options,
+            rank=run.world.rank,
+            world_size=run.world.size,
+            start=run.stream,
+            log=self._log,
+        )
+        self._group: Any = None
+
+    def __len__(self) -> int:
+        return self.run.schedule.num_steps
+
+    def __iter__(self) -> Iterator[TrainingStep]:
+        config = self.run.config
+        self._log.begin()
+        self._group = _gloo_group(self.run.world.size)
+        batches = load_micro_batches(
+            GivenMicroBatches(self.spec),
+            self._micro_batches(),
+            num_workers=config.dataloader_num_workers,
+            pin_memory=self.pin_memory,
+        )
+        for step in range(self.run.start, self.run.schedule.num_steps):
+            # The first micro-batch of a step is not made before the packs of the whole step are known.
+            first = next(batches)
+            own = self._own.popleft()
+            sums = dict(zip(_SUMS, self._summed(own.counts), strict=True))
+            if not sums["packs"]:
+                raise DataError("no sample is left of the rows", self._look_at_drops())
+            more = sums.pop("more")
+            self.totals.update(sums)
+            self._after = {step: self._after.get(step, own.after), step + 1: own.after}
+            self.is_last = not more
+            rest = islice(batches, config.gradient_accumulation_steps - 1)
+            yield TrainingStep(sums["target_tokens"], config.gradient_accumulation_steps, chain([first], rest))
+            if not more:
+                return
+
+    def state_after(self, step: int) -> StreamState:
+        """Where this rank's stream stands after so many steps: the last one that was given, or the one before."""
+        return self._after[step]
+
+    def counted(self, result: TrainResult) -> TrainResult:
+        """The result with what was read, over all ranks."""
+        dropped: Counter[str] = Counter()
+        for counts in self._gathered(dict(self._stream.dropped)):
+            dropped.update(counts)
+        totals, options = self.totals, self.run.options
+        each = result.num_processes * self.run.config.gradient_accumulation_steps
+        each *= self.run.config.per_device_train_batch_size
+        return dataclasses.replace(
+            result,
+            num_samples=totals["samples"],
+            num_packs=totals["packs"],
+            samples_per_pack=totals["samples"] / max(totals["packs"], 1),
+            fill=totals["tokens"] / max(totals["packs"] * options.pack.capacity, 1),
+            target_tokens=totals["target_tokens"],
+            steps_without_packing=-(-totals["samples"] // each),
+            dropped=dict(sorted(dropped.items())),
+        )
+
+    def _micro_batches(self) -> Iterator[list[EncodedSample]]:
+        """Samples of each micro-batch; of a whole step at a time, and without end."""
+        config = self.run.config
+        each = config.per_device_train_batch_size
+        packs = iter(self._stream)
+        ahead = next(packs, None)
+        after = self.run.stream or StreamState()
+        while True:
+            taken: list[StreamedPack] = []
+            while ahead is not None and len(taken) < each * config.gradient_accumulation_steps:
+                taken.append(ahead)
+                after = ahead.state
+                ahead = next(packs, None)
+            counts = (
+                sum(pack.num_targets for pack in taken),
+                sum(pack.num_tokens for pack in taken),
+                len(taken),
+                sum(len(pack.samples) for pack in taken),
+                int(ahead is not None),
+            )
+            self._own.append(_OwnStep(counts, after))
+            for micro in range(config.gradient_accumulation_steps):
+                yield [sample for pack in taken[micro * each : (micro + 1) * each] for sample in pack.samples]
+
+    def _summed(self, counts: tuple[int, ...]) -> list[int]:
+        """Over all ranks."""
+        if self.run.world.size == 1:
+            return list(counts)
+        sums = torch.tensor(counts, dtype=torch.int64)
+        dist.all_reduce(sums, group=self._group)
+        return [int(number) for number in sums.tolist()]
+
+    def _gathered(self, value: dict[str, int]) -> list[dict[str, int]]:
+        if self.run.world.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.run.world.size
+        dist.all_gather_object(found, value, group=self._group)
+        return found
+
+    def _look_at_drops(self) -> str:
+        return f"Rows that were dropped are listed in {self._log.path}."
+
+
+class DropLog:
+    """``OUTPUT_DIR/dropped-00000.jsonl``: a line for each row that a rank could not use.
+
+    Args:
+        run: of this rank; the lines of an earlier run that it goes on from stay, those behind its checkpoint go.
+    """
+
+    def __init__(self, run: PreparedStream) -> None:
+        self.path = os.path.join(run.config.output_dir, f"dropped-{run.world.rank:05d}.jsonl")
+        self._kept = sum(run.stream.dropped.values()) if run.stream is not None else 0
+
+    def __call__(self, item: Dropped) -> None:
+        """Append a line."""
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(dataclasses.asdict(item), ensure_ascii=False) + "\n")
+
+    def begin(self) -> None:
+        """Keep the lines of rows that this run does not meet again, and no others."""
+        os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        lines = []
+        if self._kept and os.path.exists(self.path):
+            with open(self.path, encoding="utf-8") as file:
+                lines = list(islice(file, self._kept))
+        if lines or os.path.exists(self.path):
+            with open(self.path, "w", encoding="utf-8") as file:
+                file.writelines(lines)
+
+
+def _gloo_group(world_size: int) -> Any:
+    """A group for numbers on the host; None is the default one."""
+    if world_size == 1 or dist.get_backend() == "gloo":
+        return None
+    return dist.new_group(backend="gloo")
