@@ -7,7 +7,8 @@ of 5.23]. Nothing else says where a document ends, so a call without it is an er
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from packtool.attention.choose import AUTO, KERNELS, choose
-from packtool.attention.varlen import Varlen
+from packtool.attention.recurrent import (
+    has_recurrent_layers,
+    isolate_recurrent_layers,
+    recurrent_layers,
+    release_recurrent_layers,
+)
+from packtool.attention.varlen import LeakError, Varlen
 from packtool.errors import ConfigError, UnsupportedModelError
 
 ATTENTION_NAME = "packtool"
@@ -52,8 +59,20 @@ def attention_for(config: PreTrainedConfig, impl: str = AUTO) -> str | dict[str,
     """The ``attn_implementation`` that routes a model's text tower, and only it, through a kernel.
 
     A vision tower separates its pictures itself, and does so with boundaries of its own.
+
+    Raises:
+        UnsupportedModelError: for a model with recurrent layers, which a name does not reach: ``set_attention`` does.
     """
-    name = attention_name(impl)
+    if has_recurrent_layers(config):
+        raise UnsupportedModelError(
+            f"{config.model_type} has recurrent layers: an attention function alone does not keep packed samples apart",
+            _NO_PACKING,
+        )
+    return route(config, attention_name(impl))
+
+
+def route(config: PreTrainedConfig, name: str) -> str | dict[str, str]:
+    """``attention_for`` for any name that transformers knows."""
     towers = [tower for tower in config.sub_configs if getattr(config, tower, None) is not None]
     if "text_config" not in towers:
         return name
@@ -61,10 +80,11 @@ def attention_for(config: PreTrainedConfig, impl: str = AUTO) -> str | dict[str,
 
 
 def set_attention(model: PreTrainedModel, impl: str = AUTO) -> None:
-    """Route the text tower of a loaded model through a kernel: the one line that packed training needs.
+    """Make a loaded model keep packed samples apart: the one line that packed training needs.
 
-    The kernel must be there for the model's device and precision (``choose`` asks); a model may be moved or cast
-    afterwards, and is asked again at each call.
+    Its text tower is routed through a kernel, and its recurrent layers start anew with every document. The kernel must
+    be there for the model's device and precision (``choose`` tells); each call asks again, so the model may still be
+    moved or cast.
 
     Args:
         model: bare, not yet wrapped in adapters.
@@ -74,7 +94,27 @@ def set_attention(model: PreTrainedModel, impl: str = AUTO) -> None:
         ConfigError: if there is no such kernel.
     """
     register()
-    model.set_attn_implementation(attention_for(model.config, impl))
+    model.set_attn_implementation(route(model.config, attention_name(impl)))
+    isolate_recurrent_layers(model)
+
+
+@contextmanager
+def own_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, the model computes as transformers would by itself: its SDPA attention, its own recurrent layers.
+
+    For comparisons; what was set before is set again afterwards.
+    """
+    text: Any = model.config.get_text_config()
+    name = text._attn_implementation
+    isolated = any("forward" in vars(layer) for layer in recurrent_layers(model))
+    model.set_attn_implementation(route(model.config, "sdpa"))
+    release_recurrent_layers(model)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(route(model.config, name))
+        if isolated:
+            isolate_recurrent_layers(model)
 
 
 def packed_attention(
@@ -103,7 +143,7 @@ def packed_attention(
 
     Raises:
         UnsupportedModelError: the layer asks for something that would silently be left out.
-        RuntimeError: the call does not say where the documents end; a bug in the caller.
+        LeakError: the call does not say where the documents end, or there is a mask or a cache.
     """
     _refuse_leaks(module, query, key, attention_mask, kwargs)
     window = _window(module, kwargs)
@@ -119,7 +159,8 @@ def packed_attention(
 def _as_autocast(*tensors: Tensor) -> list[Tensor]:
     """In the precision of an autocast that is on: torch casts for its own attention only."""
     device_type = tensors[0].device.type
-    if not torch.is_autocast_enabled(device_type) or tensors[0].dtype == torch.float64:
+    is_known = torch.amp.is_autocast_available(device_type)
+    if not is_known or not torch.is_autocast_enabled(device_type) or tensors[0].dtype == torch.float64:
         return list(tensors)
     dtype = torch.get_autocast_dtype(device_type)
     return [tensor.to(dtype) for tensor in tensors]
@@ -131,13 +172,13 @@ def _refuse_leaks(
     """Raise on any call in which one document could see another. Not asserts: ``python -O`` must not open the door."""
     name = type(module).__name__
     if kwargs.get("cu_seq_lens_q") is None:
-        raise RuntimeError(f"{name} was called without cu_seq_lens_q: the documents of a pack could not be told apart")
+        raise LeakError(f"{name} was called without cu_seq_lens_q: the documents of a pack could not be told apart")
     if attention_mask is not None:
-        raise RuntimeError(f"{name} was given a mask; packed documents are told apart by cu_seq_lens_q alone")
+        raise LeakError(f"{name} was given a mask; packed documents are told apart by cu_seq_lens_q alone")
     if query.shape[0] != 1:
-        raise RuntimeError(f"{name} was given {query.shape[0]} rows; a packed micro-batch is one row")
+        raise LeakError(f"{name} was given {query.shape[0]} rows; a packed micro-batch is one row")
     if query.shape[2] != key.shape[2]:
-        raise RuntimeError(f"{name} sees {key.shape[2]} keys for {query.shape[2]} queries: a key-value cache is on")
+        raise LeakError(f"{name} sees {key.shape[2]} keys for {query.shape[2]} queries: a key-value cache is on")
 
 
 def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:

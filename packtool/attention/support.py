@@ -1,17 +1,38 @@
-"""Which models can be packed without leaks, told from their configuration before any weight is read."""
+"""Which models can be packed without leaks, told before any weight is read; and which inputs could not.
+
+Three looks at a model, the cheapest first: the types of its layers, settings that are known to need more than causal
+attention, and a trial with two documents on the meta device, where nothing is computed but every call is made. The
+trial finds what no setting tells: sinks, a cache, attention that is not asked for by its interface, or without the
+boundaries.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
-from packtool.errors import UnsupportedModelError
+from packtool.attention.recurrent import ISOLATED_MODEL_TYPES, RECURRENT_LAYER
+from packtool.attention.trial import refuse_after_trial
+from packtool.errors import MismatchError, UnsupportedModelError
 
 ISOLATED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 """Layers whose only mixing along the sequence is attention that ``packed_attention`` computes."""
 
+_WHY = {
+    RECURRENT_LAYER: "carry a state along the row (Mamba, a gated delta net or another linear attention)",
+    "conv": "convolve along the row",
+    "chunked_attention": "attend within chunks that are counted from the row's beginning",
+    "hybrid": "carry a state along the row beside their attention",
+    "hybrid_sliding": "carry a state along the row beside their attention",
+    "indexed_attention": "choose keys from the whole row",
+    "compressed_sparse_attention": "attend to summaries of the row",
+    "heavily_compressed_attention": "attend to summaries of the row",
+    "minimax_m3_sparse": "choose keys from the whole row",
+}
 _RECURRENT_SETTING = re.compile(
     r"(^|_)(mamba|ssm|conv_l_cache|linear_(num|key|value|conv)|lru|rwkv|block_types?)", re.I
 )
@@ -19,10 +40,10 @@ _REMEDY = "Train it with --packing false, or another model."
 
 
 def refuse_unsupported(config: PreTrainedConfig) -> None:
-    """Raise if packed samples of this model could not be kept apart.
+    """Raise if packed samples of this model could not be kept apart by ``set_attention``.
 
     Raises:
-        UnsupportedModelError: with the setting of ``config`` that stands in the way.
+        UnsupportedModelError: with the setting of ``config``, or the call, that stands in the way.
     """
     name = config.model_type
     model_class = _model_class(config)
@@ -33,21 +54,10 @@ def refuse_unsupported(config: PreTrainedConfig) -> None:
         )
     text = config.get_text_config()
     settings: dict[str, Any] = text.to_dict()
-    foreign = sorted(set(settings.get("layer_types") or ()) - ISOLATED_LAYER_TYPES)
-    if foreign:
-        raise UnsupportedModelError(
-            f"{name} has layers of type {', '.join(foreign)}, which mix along the whole row and would leak from one "
-            "packed sample into the next",
-            _REMEDY,
-        )
-    recurrent = sorted(key for key in settings if _RECURRENT_SETTING.search(key))
-    if recurrent:
-        raise UnsupportedModelError(
-            f"{name} has recurrent or convolutional layers ({recurrent[0]}), which would leak from one packed sample "
-            "into the next",
-            _REMEDY,
-        )
-    if not getattr(model_class, "_supports_attention_backend", False):
+    _refuse_layers(name, text.model_type, settings)
+    # Hybrids do not claim it for the sake of their recurrent layers, which is what the trial is for.
+    is_hybrid = text.model_type in ISOLATED_MODEL_TYPES
+    if not is_hybrid and not getattr(model_class, "_supports_attention_backend", False):
         raise UnsupportedModelError(
             f"{model_class.__name__} does not take its attention function from transformers' attention interface, "
             "so packed samples cannot be kept apart",
@@ -57,10 +67,92 @@ def refuse_unsupported(config: PreTrainedConfig) -> None:
         raise UnsupportedModelError(f"{name} attends in both directions; packed attention is causal", _REMEDY)
     if settings.get("attn_logit_softcapping"):
         raise UnsupportedModelError(f"{name} uses soft-capped scores, which packed attention does not compute", _REMEDY)
+    refuse_after_trial(config, model_class)
 
 
-def _model_class(config: PreTrainedConfig) -> type | None:
-    """The class with a language head that ``config`` belongs to."""
+def _refuse_layers(name: str, text_type: str, settings: Mapping[str, Any]) -> None:
+    """Raise on layers that mix along the sequence, unless they are run for each sample alone."""
+    is_isolated = text_type in ISOLATED_MODEL_TYPES
+    known = ISOLATED_LAYER_TYPES | ({RECURRENT_LAYER} if is_isolated else set())
+    foreign = sorted(set(settings.get("layer_types") or ()) - known)
+    if foreign:
+        why = "; ".join(
+            f"{kind} layers {_WHY.get(kind, 'mix along the row in a way of their own')}" for kind in foreign
+        )
+        raise UnsupportedModelError(
+            f"{name} cannot be packed: its {why}. One packed sample would leak into the next", _REMEDY
+        )
+    recurrent = sorted(key for key in settings if _RECURRENT_SETTING.search(key))
+    if recurrent and not is_isolated:
+        raise UnsupportedModelError(
+            f"{name} has recurrent or convolutional layers ({recurrent[0]}), which would leak from one packed sample "
+            "into the next",
+            _REMEDY,
+        )
+
+
+def refuse_leaky_inputs(inputs: Mapping[str, Any]) -> None:
+    """Raise on keyword arguments of a forward pass with which packed samples could see each other.
+
+    What ``PackedBatch.model_inputs`` makes passes; this is for inputs that were made or changed elsewhere.
+
+    Raises:
+        MismatchError: listing everything that is wrong.
+    """
+    found = []
+    if inputs.get("use_cache") is not False:
+        found.append("the key-value cache is on, which lets transformers' attention see the whole row: use_cache=False")
+    if inputs.get("past_key_values") is not None:
+        found.append("past_key_values go from one sample into the next: leave them out")
+    if inputs.get("attention_mask") is not None:
+        found.append("an attention_mask, even of ones, hides the samples' boundaries: leave it out")
+    found += _problems_of_boundaries(inputs) or _problems_of_positions(inputs)
+    if found:
+        lines = "\n".join(f"  - {problem}" for problem in found)
+        raise MismatchError(f"packed samples could see each other:\n{lines}")
+
+
+def _problems_of_boundaries(inputs: Mapping[str, Any]) -> list[str]:
+    """What is wrong with where the documents end."""
+    bounds = inputs.get("cu_seq_lens_q")
+    if bounds is None:
+        return ["cu_seq_lens_q is missing: nothing else says where a sample ends"]
+    num_rows, num_tokens = inputs["input_ids"].shape
+    starts: list[int] = bounds.tolist()
+    lengths = [stop - start for start, stop in pairwise(starts)]
+    if num_rows != 1:
+        return [f"{num_rows} rows; packed samples lie in one"]
+    if starts[0] != 0 or starts[-1] != num_tokens or min(lengths, default=0) < 0:
+        return [f"cu_seq_lens_q runs from {starts[0]} to {starts[-1]} for {num_tokens} tokens"]
+    found = []
+    if inputs.get("max_length_q") != max(lengths, default=0):
+        found.append(f"max_length_q is {inputs.get('max_length_q')}, the longest sample has {max(lengths, default=0)}")
+    told = inputs.get("document_lengths")
+    if told is not None and list(told) != lengths:
+        found.append("document_lengths are not those of cu_seq_lens_q")
+    return found
+
+
+def _problems_of_positions(inputs: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the position ids."""
+    positions = inputs.get("position_ids")
+    if positions is None:
+        return ["position_ids are missing: positions would run on from one sample into the next"]
+    if positions.ndim == 3 and positions.shape[0] != 4:
+        return [
+            f"position_ids have {positions.shape[0]} rows; with four, [text, t, h, w], samples are told apart, with "
+            "three they leak"
+        ]
+    text = positions[0, 0] if positions.ndim == 3 else positions[0]
+    starts = inputs["cu_seq_lens_q"].long()
+    starts = starts[:-1][starts.diff() > 0]
+    if text[starts].any():
+        return ["position_ids do not begin at 0 in every sample"]
+    return []
+
+
+def _model_class(config: PreTrainedConfig) -> Any:
+    """The class with a language head that ``config`` belongs to, or None."""
     for auto in (AutoModelForImageTextToText, AutoModelForCausalLM):
         if type(config) in auto._model_mapping:
             found = auto._model_mapping[type(config)]

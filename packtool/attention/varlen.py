@@ -25,6 +25,10 @@ import torch
 from torch import Tensor
 
 
+class LeakError(RuntimeError):
+    """A call in which one document of a pack could see another: a bug in the caller, or a model that is not known."""
+
+
 @dataclass(frozen=True, eq=False)
 class Varlen:
     """Where the documents of a packed row lie.

@@ -1,10 +1,15 @@
-"""Models whose layers mix along the packed row are refused from their configuration alone."""
+"""Models that cannot be packed are refused from their configuration alone, and leaking inputs before a forward pass."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
+from torch import nn
 from transformers import (
     Gemma2Config,
+    GptOssConfig,
     JambaConfig,
     Lfm2Config,
     Llama4TextConfig,
@@ -14,48 +19,146 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen2VLConfig,
+    Qwen3_5Config,
     Qwen3Config,
     Qwen3NextConfig,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
+    StableLmConfig,
     ViTConfig,
 )
+from transformers.models.llama import modeling_llama
 
-from packtool.attention.support import refuse_unsupported
-from packtool.errors import UnsupportedModelError
+from packtool.attention.support import refuse_leaky_inputs, refuse_unsupported
+from packtool.errors import EXIT_MISMATCH, MismatchError, UnsupportedModelError
+from tests.attention.hybrids import HYBRIDS, hybrid_config
+from tests.batch.reduced import TEXT_MODELS, VISION_MODELS, reduced_config
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.mark.parametrize("name", [*TEXT_MODELS, *VISION_MODELS, *HYBRIDS])
+def test_models_that_can_be_isolated_pass(name: str) -> None:
+    config = hybrid_config(name) if name in HYBRIDS else reduced_config(name)
+    before = config.to_json_string(use_diff=False)
+    refuse_unsupported(config)
+    assert config.to_json_string(use_diff=False) == before
 
 
 @pytest.mark.parametrize(
-    "config",
-    [
-        Qwen2Config(),
-        Qwen2Config(use_sliding_window=True, sliding_window=8, max_window_layers=1, num_hidden_layers=3),
-        Qwen3Config(),
-        LlamaConfig(),
-        Qwen2VLConfig(),
-        Qwen2_5_VLConfig(),
-        Qwen3VLConfig(),
-        Qwen3VLMoeConfig(),
-    ],
-    ids=lambda config: config.model_type,
+    "config_class",
+    [Qwen2Config, Qwen3Config, LlamaConfig, Qwen2VLConfig, Qwen2_5_VLConfig, Qwen3VLConfig, Qwen3VLMoeConfig],
 )
-def test_attention_only_models_pass(config: PreTrainedConfig) -> None:
-    refuse_unsupported(config)
+def test_so_do_they_in_full_size(config_class: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the trial, which takes half a second each."""
+    monkeypatch.setattr("packtool.attention.support.refuse_after_trial", lambda *args: None)
+    refuse_unsupported(config_class())
+    for hybrid in (Qwen3NextConfig(), Qwen3_5Config()):
+        refuse_unsupported(hybrid)
 
 
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (Qwen3NextConfig(), "linear_attention"),
-        (Llama4TextConfig(), "chunked_attention"),
-        (JambaConfig(), "mamba|recurrent"),
-        (Lfm2Config(), "conv_L_cache"),
-        (Mamba2Config(), "recurrent|attention interface"),
+        (Llama4TextConfig(), "chunked_attention layers attend within chunks"),
+        (JambaConfig(), "carry a state along the row|recurrent"),
+        (Lfm2Config(), "conv layers convolve along the row|conv_L_cache"),
+        (Mamba2Config(), "recurrent|attention interface|carry a state"),
         (Gemma2Config(), "soft-capped"),
         (ViTConfig(), "no class"),
+        (StableLmConfig(**SMALL), "attention interface"),
+        (GptOssConfig(**SMALL, num_local_experts=2), "sinks"),
+        (Qwen2Config(**SMALL, layer_types=["full_attention", "conv"]), "conv layers convolve along the row"),
+        (Qwen2Config(**SMALL, is_causal=False), "both directions"),
     ],
     ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",
 )
-def test_others_are_refused_with_the_reason(config: PreTrainedConfig, reason: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=reason):
+def test_others_are_refused_with_the_reason_and_the_remedy(config: PreTrainedConfig, reason: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason) as error:
         refuse_unsupported(config)
+    assert error.value.exit_code == EXIT_MISMATCH
+    assert error.value.remedy
+
+
+def _forward_without_boundaries(self: Any, hidden_states: Any, position_embeddings: Any, **kwargs: Any) -> Any:
+    kwargs.pop("cu_seq_lens_q")
+    return _llama_attention(self, hidden_states, position_embeddings, **kwargs)
+
+
+def _forward_of_its_own(self: Any, hidden_states: Any, position_embeddings: Any, **kwargs: Any) -> Any:
+    return nn.functional.softmax(hidden_states.cumsum(1), dim=-1), None
+
+
+_llama_attention = modeling_llama.LlamaAttention.forward
+
+
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [
+        (_forward_without_boundaries, "called without cu_seq_lens_q"),
+        (_forward_of_its_own, "only 0 of the 2 layers"),
+    ],
+)
+def test_the_trial_finds_what_no_setting_tells(forward: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_unsupported(LlamaConfig(**SMALL))
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        refuse_unsupported(LlamaConfig(**SMALL))
+
+
+def test_a_model_that_takes_no_boundaries_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: Any, input_ids: Any, use_cache: bool) -> Any:
+        """No further arguments."""
+
+    monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "forward", forward)
+    with pytest.raises(UnsupportedModelError, match="cannot be told where packed samples end"):
+        refuse_unsupported(LlamaConfig(**SMALL))
+
+
+def inputs(**changes: Any) -> dict[str, Any]:
+    given: dict[str, Any] = {
+        "input_ids": torch.zeros(1, 6, dtype=torch.int64),
+        "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1]]).expand(4, 1, 6),
+        "use_cache": False,
+        "cu_seq_lens_q": torch.tensor([0, 4, 6], dtype=torch.int32),
+        "max_length_q": 4,
+        "document_lengths": (4, 2),
+    }
+    return given | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"use_cache": True}, "cache is on"),
+        ({"use_cache": None}, "cache is on"),
+        ({"past_key_values": object()}, "past_key_values"),
+        ({"attention_mask": torch.ones(1, 6)}, "attention_mask, even of ones"),
+        ({"cu_seq_lens_q": None}, "cu_seq_lens_q is missing"),
+        ({"cu_seq_lens_q": torch.tensor([0, 4])}, "runs from 0 to 4 for 6 tokens"),
+        ({"cu_seq_lens_q": torch.tensor([0, 5, 4, 6])}, "runs from"),
+        ({"max_length_q": 3}, "max_length_q is 3"),
+        ({"document_lengths": (2, 4)}, "document_lengths"),
+        ({"input_ids": torch.zeros(2, 6)}, "2 rows"),
+        ({"position_ids": None}, "position_ids are missing"),
+        ({"position_ids": torch.arange(6)[None]}, "do not begin at 0"),
+        ({"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1]]).expand(3, 1, 6)}, "three they leak"),
+    ],
+)
+def test_inputs_that_could_leak_are_refused(changes: dict[str, Any], reason: str) -> None:
+    refuse_leaky_inputs(inputs())
+    with pytest.raises(MismatchError, match=reason):
+        refuse_leaky_inputs(inputs(**changes))
+
+
+def test_all_that_is_wrong_is_told_at_once() -> None:
+    with pytest.raises(MismatchError) as error:
+        refuse_leaky_inputs(inputs(use_cache=True, attention_mask=torch.ones(1, 6), max_length_q=1))
+    assert str(error.value).count("  - ") == 3

@@ -1,0 +1,161 @@
+"""Layers that carry a state along the sequence, run so that the state starts anew with every document.
+
+A gated delta net (Qwen3-Next, Qwen3.5) mixes along the row twice: a short convolution over the last few tokens, and a
+recurrence over all before. Both must know where documents begin::
+
+    row          a0 a1 a2 | b0 b1 b2 b3
+    convolution  .. .. ..   .. .. .. ..      a window of 4 would show a1 and a2 to b0 and b1
+    recurrence   S1 S2 S3   S4 S5 S6 S7      S3 would be the state that b0 starts from
+
+transformers hands ``cu_seqlens`` to the recurrence and ``seq_idx`` to the convolution, and only the kernels of
+flash-linear-attention and causal-conv1d heed them. Without the first, 5.17 leaks and 5.23 raises; the convolution leaks
+in both unless somebody passes ``seq_idx``, which the models do not [read in modeling_qwen3_5 and hub_kernels]. So each
+layer is *tried* once on a device: if a change of one document moves the other in the least, or the two are not what
+they are alone, every document is run through the layer on its own.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from packtool.attention.varlen import LeakError, Varlen
+
+RECURRENT_LAYER = "linear_attention"
+"""The layer type, in a config's ``layer_types``, of what is isolated here (and of others, which are not)."""
+
+ISOLATED_CLASSES = frozenset({"Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"})
+"""Modules whose forward takes (hidden_states, cache_params, attention_mask, **boundaries) and mixes nothing else."""
+
+ISOLATED_MODEL_TYPES = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
+"""Text towers whose recurrent layers are all of these classes."""
+
+_TRIED_LENGTHS = (70, 9)
+"""Longer than a chunk of the recurrence (64), and long enough for the convolution to reach back."""
+
+_SAME_AS_ALONE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+"""How far a document in company may be from itself alone, relative to the largest number: other blocks, other sums."""
+
+_tried: dict[tuple[type, str, torch.dtype], bool] = {}
+
+
+def has_recurrent_layers(config: PreTrainedConfig) -> bool:
+    """Whether the text tower has layers that only ``isolate_recurrent_layers`` keeps apart."""
+    return RECURRENT_LAYER in (getattr(config.get_text_config(), "layer_types", None) or ())
+
+
+def isolate_recurrent_layers(model: nn.Module) -> int:
+    """Make every recurrent layer of a model start anew with each document; may be called again.
+
+    Only the instances are changed, not their classes, and neither weights nor names: checkpoints and copies are as
+    before. Afterwards the model can only be called with boundaries, as ``PackedBatch.model_inputs`` has them.
+
+    Returns:
+        how many layers there are.
+    """
+    layers = recurrent_layers(model)
+    for layer in layers:
+        # A bound method, which a deep copy binds to the copy.
+        layer.forward = types.MethodType(_forward, layer)
+    return len(layers)
+
+
+def release_recurrent_layers(model: nn.Module) -> None:
+    """Give the layers their own forward back."""
+    for layer in recurrent_layers(model):
+        layer.__dict__.pop("forward", None)
+
+
+def recurrent_layers(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model that ``isolate_recurrent_layers`` changes."""
+    return [module for module in model.modules() if type(module).__name__ in ISOLATED_CLASSES]
+
+
+def _forward(
+    layer: nn.Module,
+    hidden_states: Tensor,
+    cache_params: Any = None,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """The layer's forward on a packed row.
+
+    Args:
+        hidden_states: (1, T, hidden).
+        cache_params, attention_mask: must be None.
+        kwargs: ``cu_seq_lens_q`` int32 (S + 1,), ``max_length_q``, optionally ``document_lengths``, as for attention.
+
+    Returns:
+        (1, T, hidden).
+
+    Raises:
+        LeakError: on a call in which one document could see another.
+    """
+    name = type(layer).__name__
+    if kwargs.get("cu_seq_lens_q") is None:
+        raise LeakError(f"{name} was called without cu_seq_lens_q: the documents of a pack could not be told apart")
+    if cache_params is not None:
+        raise LeakError(f"{name} was given a cache, whose state would go from one document into the next")
+    if attention_mask is not None:
+        raise LeakError(f"{name} was given a mask; packed documents are told apart by cu_seq_lens_q alone")
+    if hidden_states.shape[0] != 1:
+        raise LeakError(f"{name} was given {hidden_states.shape[0]} rows; a packed micro-batch is one row")
+    varlen = Varlen(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("document_lengths"))
+    lengths = varlen.host_lengths()
+    if keeps_documents_apart(layer, hidden_states):
+        return _at_once(layer, hidden_states, lengths)
+    return torch.cat(list(_one_by_one(layer, hidden_states, varlen)), dim=1)
+
+
+def keeps_documents_apart(layer: nn.Module, like: Tensor) -> bool:
+    """Whether the layer's own forward honours boundaries; tried once for its class, device and precision.
+
+    Args:
+        like: a tensor on the device and in the precision in question.
+    """
+    key = type(layer), like.device.type, like.dtype
+    if key not in _tried:
+        # Numbers on the meta device tell nothing.
+        _tried[key] = like.device.type != "meta" and _try(layer, like)
+    return _tried[key]
+
+
+@torch.no_grad()
+def _try(layer: nn.Module, like: Tensor) -> bool:
+    # Drawn on the CPU by a generator of its own: the run's random numbers stay as they would have been.
+    generator = torch.Generator().manual_seed(0)
+    first, last = _TRIED_LENGTHS
+    row, other = (torch.randn(1, first + last, like.shape[-1], generator=generator).to(like) for _ in range(2))
+    changed = torch.cat([other[:, :first], row[:, first:]], dim=1)
+    try:
+        before, after = (_at_once(layer, hidden, _TRIED_LENGTHS) for hidden in (row, changed))
+    except Exception:  # whatever a layer says to boundaries that it does not know, it does not honour them
+        return False
+    if torch.equal(before[:, :first], after[:, :first]) or not torch.equal(before[:, first:], after[:, first:]):
+        return False
+    varlen = Varlen.of_lengths(_TRIED_LENGTHS, like.device)
+    alone = torch.cat(list(_one_by_one(layer, row, varlen)), dim=1)
+    return bool((before - alone).abs().max() <= _SAME_AS_ALONE[before.dtype] * alone.abs().max())
+
+
+def _at_once(layer: nn.Module, hidden_states: Tensor, lengths: Sequence[int]) -> Tensor:
+    """One call for the whole row, which tells the boundaries to the recurrence and to the convolution."""
+    device = hidden_states.device
+    bounds = Varlen.of_lengths(lengths, device).cu_seqlens
+    numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    seq_idx = numbers.to(device, torch.int32).unsqueeze(0)
+    # The forward of the class: the instance's is this module's.
+    forward: Any = type(layer).forward
+    return forward(layer, hidden_states, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, seq_idx=seq_idx)
+
+
+def _one_by_one(layer: nn.Module, hidden_states: Tensor, varlen: Varlen) -> Iterator[Tensor]:
+    """The price: as many calls as there are documents."""
+    forward: Any = type(layer).forward
+    for document in varlen.documents(hidden_states.shape[1]):
+        yield forward(layer, hidden_states[:, document])

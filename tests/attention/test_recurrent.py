@@ -1,0 +1,221 @@
+"""Hybrids are packed right where no kernel honours boundaries: every document starts with an empty state."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import packtool.attention.recurrent as recurrent
+from packtool.attention.recurrent import keeps_documents_apart, recurrent_layers
+from packtool.attention.register import attention_for, own_attention, set_attention
+from packtool.attention.varlen import LeakError
+from packtool.batch.collate import collate_packs
+from packtool.batch.spec import InputSpec
+from packtool.encode.encoded import EncodedSample
+from packtool.encode.families import MediaLimits
+from packtool.errors import UnsupportedModelError
+from packtool.train.loss import sum_of_losses
+from packtool.train.model import _enable_checkpointing
+from tests.attention.hybrids import HYBRIDS, hybrid_config, hybrid_model
+from tests.batch.reduced import make_sample, reduced_limits, save_image_processor
+
+torch.set_num_threads(1)
+Setting = tuple[PreTrainedModel, InputSpec, list[EncodedSample]]
+
+
+@pytest.fixture(scope="module", params=HYBRIDS)
+def setting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Setting:
+    name = request.param
+    config, directory = hybrid_config(name), ""
+    limits = reduced_limits(config)
+    if limits is not None:
+        directory = str(tmp_path_factory.mktemp(name))
+        save_image_processor("qwen3_vl", directory)
+    # Longer than a chunk of 64, shorter, and than the convolution.
+    samples = [make_sample(length, seed=length) for length in (70, 1, 9, 2)]
+    if limits is not None:
+        samples.insert(1, make_sample(7, ((40, 32),), seed=1, limits=limits))
+    return hybrid_model(name), InputSpec(directory, config, MediaLimits(limits)), samples
+
+
+@pytest.fixture(autouse=True)
+def _isolated(setting: Setting) -> None:
+    set_attention(setting[0])
+
+
+@torch.no_grad()
+def logits_of(model: PreTrainedModel, spec: InputSpec, samples: list[EncodedSample]) -> list[Tensor]:
+    batch = collate_packs(samples, spec)
+    return list(model(**batch.model_inputs()).logits[0].split(batch.lengths))[: len(samples)]
+
+
+def test_packed_logits_equal_each_samples_own(setting: Setting) -> None:
+    """Their own by transformers' code alone: its attention, its recurrence, no boundaries."""
+    model, spec, samples = setting
+    for sample, packed in zip(samples, logits_of(model, spec, samples), strict=True):
+        inputs = collate_packs([sample], spec).model_inputs()
+        plain = {name: inputs[name] for name in ("input_ids", "pixel_values", "image_grid_thw") if name in inputs}
+        if sample.images:
+            plain["mm_token_type_ids"] = (plain["input_ids"] == spec.image_pad_id).int()
+        elif spec.sees:
+            plain["input_ids"] = plain["input_ids"][:, : sample.length]
+            plain = {"input_ids": plain["input_ids"]}
+        with own_attention(model), torch.no_grad():
+            alone = model(**plain).logits[0]
+        torch.testing.assert_close(packed, alone, rtol=0, atol=1e-5)
+
+
+def test_a_changed_sample_moves_no_other(setting: Setting) -> None:
+    model, spec, samples = setting
+    before = logits_of(model, spec, samples)
+    for changed in range(len(samples)):
+        ids = samples[changed].input_ids
+        altered = dataclasses.replace(samples[changed], input_ids=((ids + 7 * (ids < 80)).astype("int32")))
+        after = logits_of(model, spec, [*samples[:changed], altered, *samples[changed + 1 :]])
+        moved = [not torch.equal(a, b) for a, b in zip(after, before, strict=True)]
+        assert moved == [number == changed for number in range(len(samples))]
+
+
+def test_gradients_of_the_pack_are_the_sum_over_its_samples(setting: Setting) -> None:
+    model, spec, samples = setting
+
+    def gradients(packs: list[list[EncodedSample]]) -> dict[str, Tensor]:
+        model.zero_grad()
+        for pack in packs:
+            sum_of_losses(model, collate_packs(pack, spec), label_logits_only=True).backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    packed, alone = gradients([samples]), gradients([[sample] for sample in samples])
+    assert packed.keys() == alone.keys()
+    assert any("linear_attn.conv1d" in name for name in packed)
+    for name, gradient in packed.items():
+        torch.testing.assert_close(gradient, alone[name], rtol=1e-4, atol=5e-5, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_without_isolation_it_would_leak(setting: Setting) -> None:
+    """The check itself is checked: transformers' own layers, asked without boundaries, do move."""
+    model = setting[0]
+    layer = recurrent_layers(model)[0]
+    with own_attention(model), torch.no_grad():
+        hidden = torch.randn(1, 20, 32)
+        changed = torch.cat([torch.randn(1, 8, 32), hidden[:, 8:]], dim=1)
+        assert float((layer(hidden)[:, 8:] - layer(changed)[:, 8:]).abs().max()) > 1e-3
+
+
+def test_copies_are_isolated_with_their_own_weights(setting: Setting) -> None:
+    model, spec, samples = setting
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for layer in recurrent_layers(copied):
+            layer.out_proj.weight.zero_()
+    before = logits_of(model, spec, samples)
+    assert not torch.equal(before[0], logits_of(copied, spec, samples)[0])
+    assert torch.equal(before[0], logits_of(model, spec, samples)[0])
+    assert copied.state_dict().keys() == model.state_dict().keys()
+
+
+def test_gradient_checkpointing_reaches_the_same(setting: Setting) -> None:
+    model, spec, samples = setting
+    batch = collate_packs(samples, spec)
+    losses = []
+    for enabled in (False, True):
+        model.train()
+        if enabled:
+            _enable_checkpointing(model)
+        model.zero_grad()
+        loss = sum_of_losses(model, batch, label_logits_only=True)
+        loss.backward()
+        losses.append((loss.item(), recurrent_layers(model)[0].conv1d.weight.grad.norm().item()))
+    model.eval()  # which switches it off
+    assert losses[0] == pytest.approx(losses[1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cu_seq_lens_q": None}, "without cu_seq_lens_q"),
+        ({"cache_params": object()}, "cache"),
+        ({"attention_mask": torch.ones(1, 6)}, "given a mask"),
+        ({"hidden_states": torch.zeros(2, 6, 32)}, "2 rows"),
+    ],
+)
+def test_refuses_calls_that_could_leak(setting: Setting, changes: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"hidden_states": torch.zeros(1, 6, 32), "max_length_q": 4}
+    given["cu_seq_lens_q"] = torch.tensor([0, 4, 6], dtype=torch.int32)
+    layer = recurrent_layers(setting[0])[0]
+    assert layer(**given).shape == (1, 6, 32)
+    with pytest.raises(LeakError, match=message):
+        layer(**given | changes)
+
+
+def test_a_name_alone_is_refused(setting: Setting) -> None:
+    with pytest.raises(UnsupportedModelError, match="recurrent"):
+        attention_for(setting[0].config)
+
+
+class Recurrence(nn.Module):
+    """A running mean that honours boundaries as far as its class says."""
+
+    honours_state = honours_convolution = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, hidden_states: Tensor, cache_params: Any = None, **kwargs: Any) -> Tensor:
+        length = hidden_states.shape[1]
+        bounds = kwargs.get("cu_seq_lens_q") if self.honours_state else None
+        bounds = [0, length] if bounds is None else bounds.tolist()
+        pieces = [hidden_states[:, a:b].cumsum(1) for a, b in pairwise(bounds)]
+        before = torch.cat([torch.zeros_like(hidden_states[:, :1]), hidden_states[:, :-1]], dim=1)
+        numbers = kwargs.get("seq_idx") if self.honours_convolution else None
+        if numbers is not None:
+            same = torch.cat([torch.zeros_like(numbers[:, :1]), numbers.diff() == 0], dim=1)
+            before = before * same.unsqueeze(-1)
+        return self.weight * (torch.cat(pieces, dim=1) + before)
+
+
+class LeakingState(Recurrence):
+    honours_state = False
+
+
+class LeakingConvolution(Recurrence):
+    honours_convolution = False
+
+
+class Raising(Recurrence):
+    def forward(self, hidden_states: Tensor, cache_params: Any = None, **kwargs: Any) -> Tensor:
+        if "cu_seq_lens_q" in kwargs:
+            raise ValueError("can't keep packed sequences apart")
+        return super().forward(hidden_states)
+
+
+@pytest.mark.parametrize(
+    ("layer_class", "honours"),
+    [(Recurrence, True), (LeakingState, False), (LeakingConvolution, False), (Raising, False)],
+)
+def test_layers_are_tried_and_not_believed(
+    layer_class: type[Recurrence], honours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With kernels that heed both boundaries there is one call for all documents, else one for each."""
+    monkeypatch.setattr(recurrent, "ISOLATED_CLASSES", {layer_class.__name__})
+    layer, calls = layer_class(), []
+    state = torch.get_rng_state()
+    assert keeps_documents_apart(layer, torch.zeros(1, 3)) is honours
+    assert torch.equal(torch.get_rng_state(), state)
+    recurrent.isolate_recurrent_layers(layer)
+    real = layer_class.forward
+    monkeypatch.setattr(layer_class, "forward", lambda *args, **kwargs: calls.append(1) or real(*args, **kwargs))
+    hidden = torch.randn(1, 9, 3)
+    bounds = torch.tensor([0, 4, 4, 9], dtype=torch.int32)
+    out = layer(hidden, cu_seq_lens_q=bounds, max_length_q=5)
+    assert len(calls) == (1 if honours else 2)
+    alone = torch.cat([real(layer, hidden[:, :4]), real(layer, hidden[:, 4:])], dim=1)
+    torch.testing.assert_close(out, alone)
