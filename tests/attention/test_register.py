@@ -9,9 +9,17 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3VLConfig
 
-from packtool.attention.reference import reference_attention
-from packtool.attention.register import ATTENTION_NAME, attention_for, packed_attention, register
-from packtool.errors import UnsupportedModelError
+from packtool.attention.choose import KERNELS
+from packtool.attention.register import (
+    ATTENTION_NAME,
+    attention_for,
+    attention_name,
+    packed_attention,
+    register,
+    set_attention,
+)
+from packtool.attention.varlen import Varlen
+from packtool.errors import ConfigError, UnsupportedModelError
 
 
 class Layer(nn.Module):
@@ -37,7 +45,7 @@ def test_returns_tokens_before_heads_as_transformers_wants() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)
     heads = [tensor[0].transpose(0, 1) for tensor in (q, k, v)]
-    expected, _ = reference_attention(*heads, torch.tensor([0, 4, 6]), scale=0.3)
+    expected, _ = KERNELS["reference"].fwd(*heads, Varlen.of_lengths([4, 2]), scale=0.3)
     torch.testing.assert_close(call(scaling=0.3)[0].double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -90,3 +98,72 @@ def test_a_model_run_without_boundaries_fails_instead_of_leaking() -> None:
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention_for(config))
     with pytest.raises(RuntimeError, match="without cu_seq_lens_q"):
         model(input_ids=torch.arange(6).unsqueeze(0), use_cache=False)
+
+
+def tiny_model(**settings: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 50,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 1,
+    }
+    return AutoModelForCausalLM.from_config(Qwen2Config(**sizes, num_attention_heads=2, **settings))
+
+
+@pytest.mark.parametrize("impl", ["auto", "sdpa", "reference"])
+def test_an_unmodified_model_runs_through_the_kernel_of_that_name(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    set_attention(model, impl)
+    used = []
+    for kernel in KERNELS.values():
+        monkeypatch.setattr(kernel, "attend", _noted(kernel.name, kernel.attend, used))
+    inputs = {"input_ids": torch.arange(6)[None], "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1]])}
+    bounds = {"cu_seq_lens_q": torch.tensor([0, 4, 6], dtype=torch.int32), "max_length_q": 4}
+    packed = model(**inputs, **bounds, use_cache=False).logits[0]
+    assert used == ["sdpa" if impl == "auto" else impl] * 2
+    model.set_attn_implementation("sdpa")
+    alone = [model(input_ids=torch.arange(6)[None, part]).logits[0] for part in (slice(0, 4), slice(4, 6))]
+    torch.testing.assert_close(packed, torch.cat(alone), rtol=0, atol=1e-6)
+
+
+def _noted(name: str, attend: Any, used: list[str]) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        used.append(name)
+        return attend(*args, **kwargs)
+
+    return call
+
+
+def test_names_are_not_taken_for_transformers_own() -> None:
+    """A name with "flash" in it would bring flash attention's masks; one with a slash, a kernel from the hub."""
+    names = [attention_name(impl) for impl in ("auto", *KERNELS)]
+    assert len(set(names)) == len(names)
+    assert not any(part in name for name in names for part in ("flash", "/", "|"))
+    with pytest.raises(ConfigError, match="no such attention"):
+        attention_name("fastest")
+
+
+def test_a_kernel_that_is_not_there_is_named_by_its_option() -> None:
+    model = tiny_model()
+    set_attention(model, "varlen")
+    with pytest.raises(ConfigError, match="--attn-impl varlen"):
+        model(input_ids=torch.arange(6)[None], cu_seq_lens_q=torch.tensor([0, 6]), max_length_q=6, use_cache=False)
+
+
+def test_dropout_is_left_to_a_kernel_that_has_it() -> None:
+    model = tiny_model(attention_dropout=0.5).train()
+    set_attention(model)
+    inputs = {"input_ids": torch.arange(6)[None], "cu_seq_lens_q": torch.tensor([0, 6]), "max_length_q": 6}
+    first, second = (model(**inputs, use_cache=False).logits for _ in range(2))
+    assert not torch.equal(first, second)
+    set_attention(model, "reference")
+    with pytest.raises(ConfigError, match="attention_dropout"):
+        model(**inputs, use_cache=False)
+
+
+def test_autocast_reaches_the_kernel() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert call().dtype == torch.bfloat16
+    assert call().dtype == torch.float32

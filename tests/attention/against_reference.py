@@ -1,0 +1,73 @@
+"""One comparison for all kernels: output, lse and every gradient against float64."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from packtool.attention.choose import KERNELS
+from packtool.attention.kernel import Kernel
+from packtool.attention.varlen import Varlen
+
+HEADS = [(4, 4), (4, 2), (4, 1), (6, 3), (5, 1), (7, 7)]
+"""Query heads and heads of K and V: as many, grouped, one for all, and numbers that no power of two divides."""
+LENGTHS = {
+    "one": [37],
+    "single tokens": [1] * 20,
+    "many tiny": [1, 2, 1, 3] * 25,
+    "uneven": [70, 1, 19, 2, 44],
+    "with empty ones": [0, 3, 0, 9, 0],
+}
+WINDOWS = (None, 1, 5, 16, 1000)
+
+
+def random_heads(
+    num_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+) -> list[Tensor]:
+    """Q, K and V that want gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((num_heads, head_dim), (num_kv_heads, head_dim), (num_kv_heads, head_dim))
+    made = [torch.randn(num_tokens, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return [tensor.to(dtype or torch.float32).requires_grad_() for tensor in made]
+
+
+def check_kernel(
+    kernel: Kernel, heads: list[Tensor], varlen: Varlen, *, scale: float | None = None, window: int | None = None
+) -> float:
+    """Compare ``fwd`` and ``attend`` with the reference; the tolerance is some roundings of the type.
+
+    Returns:
+        the largest difference found.
+    """
+    wants_gradients = heads[0].requires_grad
+    lse_tolerance = 2e-5  # never of more than 32 bits, but in the reference
+    tolerance = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 6e-3}[heads[0].dtype]
+    expected, expected_lse = KERNELS["reference"].fwd(*heads, varlen, scale=scale, window=window)
+    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    weight = weight.to(heads[0].device)
+    wanted = torch.autograd.grad((expected * weight).sum(), heads) if wants_gradients else ()
+    worst = 0.0
+    out, lse = kernel.fwd(*heads, varlen, scale=scale, window=window)
+    assert lse.dtype == (torch.float64 if kernel.name == "reference" else torch.float32)
+    assert kernel.name == "reference" or not lse.requires_grad
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=max(tolerance, lse_tolerance))
+    pairs = []
+    for result in (out, kernel.attend(*heads, varlen, scale=scale, window=window)):
+        assert result.shape == heads[0].shape
+        pairs.append((result.double(), expected))
+        if wants_gradients:
+            gradients = torch.autograd.grad((result.double() * weight).sum(), heads, retain_graph=True)
+            pairs += [(found.double(), other.double()) for found, other in zip(gradients, wanted, strict=True)]
+    for found, other in pairs:
+        assert found.shape == other.shape
+        # Gradients are sums over many tokens: their size sets what a rounding is.
+        unit = max([1.0, *other.detach().abs().flatten().tolist()])
+        torch.testing.assert_close(found, other, rtol=0, atol=tolerance * unit)
+        worst = max([worst, *(found - other).detach().abs().flatten().tolist()])
+    return worst

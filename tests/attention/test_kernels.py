@@ -1,0 +1,169 @@
+"""Every kernel that runs here against the float64 reference, and the reference against the definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packtool.attention.choose import KERNELS
+from packtool.attention.kernel import Kernel
+from packtool.attention.sdpa import SdpaKernel
+from packtool.attention.varlen import Varlen
+from tests.attention.against_reference import HEADS, LENGTHS, WINDOWS, check_kernel, random_heads
+
+torch.set_num_threads(1)
+
+
+class SdpaElsewhere(SdpaKernel):
+    """SDPA as it runs where torch tells no lse: the function that asks for one is taken away."""
+
+    def fwd(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        import packtool.attention.sdpa as module
+
+        real, module._has_cpu_flash = module._has_cpu_flash, lambda q, v: False
+        try:
+            return super().fwd(*args, **kwargs)
+        finally:
+            module._has_cpu_flash = real
+
+
+HERE: dict[str, Kernel] = {
+    "sdpa": KERNELS["sdpa"],
+    "sdpa elsewhere": SdpaElsewhere(),
+    "reference": KERNELS["reference"],
+}
+
+
+def test_the_reference_is_a_dense_causal_softmax() -> None:
+    """One document, against torch's own attention in float64."""
+    heads = random_heads(11, 4, 2, 8, dtype=torch.float64)
+    out, lse = KERNELS["reference"].fwd(*heads, Varlen.of_lengths([11]))
+    q, k, v = (tensor.transpose(0, 1).repeat_interleave(4 // tensor.shape[1], 0) for tensor in heads)
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1))
+    assert float(lse[:, 0].detach().sub((q[:, 0] * k[:, 0]).sum(-1).detach() / 8**0.5).abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("name", ["sdpa", "sdpa elsewhere"])
+def test_equals_the_reference(name: str, lengths: list[int]) -> None:
+    varlen = Varlen.of_lengths(lengths)
+    for num_heads, num_kv_heads in HEADS if len(lengths) < 10 else HEADS[1:2]:
+        for window in WINDOWS:
+            check_kernel(HERE[name], random_heads(sum(lengths), num_heads, num_kv_heads, 8), varlen, window=window)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 33), min_size=1, max_size=8),
+    groups=st.integers(1, 3),
+    num_kv_heads=st.integers(1, 3),
+    head_dim=st.sampled_from([4, 7, 16]),
+    window=st.one_of(st.none(), st.integers(1, 40)),
+    scale=st.one_of(st.none(), st.floats(0.05, 1.0)),
+    seed=st.integers(0, 2**16),
+)
+def test_equals_the_reference_on_anything(
+    lengths: list[int],
+    groups: int,
+    num_kv_heads: int,
+    head_dim: int,
+    window: int | None,
+    scale: float | None,
+    seed: int,
+) -> None:
+    heads = random_heads(sum(lengths), groups * num_kv_heads, num_kv_heads, head_dim, seed=seed)
+    for kernel in HERE.values():
+        check_kernel(kernel, heads, Varlen.of_lengths(lengths), scale=scale, window=window)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_in_other_precisions(dtype: torch.dtype) -> None:
+    heads = random_heads(60, 4, 2, 16, dtype=dtype)
+    for kernel in (HERE["sdpa"], HERE["sdpa elsewhere"]):
+        for window in (None, 7):
+            check_kernel(kernel, heads, Varlen.of_lengths([41, 1, 18]), window=window)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(("num_kv_heads", "window"), [(4, None), (2, 5), (1, 1000)])
+def test_flex_computes_the_same_where_it_has_no_gradients(num_kv_heads: int, window: int | None) -> None:
+    heads = [tensor.detach() for tensor in random_heads(44, 4, num_kv_heads, 16)]
+    check_kernel(KERNELS["flex"], heads, Varlen.of_lengths([30, 1, 13]), window=window, scale=0.3)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("name", ["sdpa", "flex"])
+def test_a_document_does_not_see_another_at_all(name: str) -> None:
+    heads = [tensor.detach() for tensor in random_heads(12, 2, 2, 16)]
+    varlen = Varlen.of_lengths([5, 7])
+    before, lse_before = KERNELS[name].fwd(*heads, varlen)
+    changed = [torch.cat([tensor[:5], tensor[5:] + 100.0]) for tensor in heads]
+    after, lse_after = KERNELS[name].fwd(*changed, varlen)
+    assert torch.equal(before[:5], after[:5])
+    assert torch.equal(lse_before[:, :5], lse_after[:, :5])
+    assert not torch.equal(before[5:], after[5:])
+
+
+def test_values_may_be_narrower_than_keys() -> None:
+    q, k, v = random_heads(9, 4, 2, 16)
+    narrow = v[..., :6].detach().requires_grad_()
+    varlen = Varlen.of_lengths([4, 5])
+    expected, expected_lse = KERNELS["reference"].fwd(q, k, narrow, varlen)
+    out, lse = KERNELS["sdpa"].fwd(q, k, narrow, varlen)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=1e-5)
+
+
+def test_no_tokens_at_all() -> None:
+    heads = random_heads(0, 4, 2, 8)
+    for kernel in HERE.values():
+        out, lse = kernel.fwd(*heads, Varlen.of_lengths([0]))
+        assert out.shape == (0, 4, 8)
+        assert lse.shape == (4, 0)
+        assert kernel.attend(*heads, Varlen.of_lengths([0])).shape == (0, 4, 8)
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "sdpa elsewhere"])
+def test_the_sliding_window_builds_no_full_mask(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import packtool.attention.sdpa as module
+
+    sizes = []
+    real = module._blocks
+
+    def spy(*args):  # type: ignore[no-untyped-def]
+        for queries, keys, mask in real(*args):
+            sizes.append((queries.stop - queries.start) * (keys.stop - keys.start))
+            yield queries, keys, mask
+
+    monkeypatch.setattr(module, "_blocks", spy)
+    heads = random_heads(1000, 1, 1, 4)
+    HERE[kernel].fwd(*heads, Varlen.of_lengths([1000]), window=50)
+    HERE[kernel].attend(*heads, Varlen.of_lengths([1000]), window=50)
+    assert len(sizes) == 40
+    assert max(sizes) <= 50 * 99
+
+
+def test_grouped_heads_are_not_copied() -> None:
+    """K and V of 16 MB for 16 groups: a copy would allocate 16 times that."""
+    q, k, v = (torch.zeros(4096, heads, 64) for heads in (16, 1, 1))
+    allocated = []
+
+    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            result = func(*args, **(kwargs or {}))
+            known = {tensor.untyped_storage().data_ptr() for tensor in (q, k, v)}
+            for tensor in result if isinstance(result, (tuple, list)) else (result,):
+                if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in known:
+                    allocated.append(tensor.untyped_storage().nbytes())
+            return result
+
+    varlen = Varlen.of_lengths([1024] * 4)
+    with Spy():
+        KERNELS["sdpa"].fwd(q, k, v, varlen)
+        KERNELS["sdpa"].attend(q, k, v, varlen)
+    assert allocated
+    # The whole output is the largest thing that is made, and no K or V of all heads for a document is among the others.
+    assert max(allocated) <= q.nbytes

@@ -1,0 +1,32 @@
+"""Every kernel that a GPU has, against the reference there; skipped where there is none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from packtool.attention.choose import KERNELS, choose
+from packtool.attention.varlen import Varlen
+from tests.attention.against_reference import HEADS, LENGTHS, check_kernel, random_heads
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+GPU = torch.device("cuda")
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("name", KERNELS)
+def test_equals_the_reference(name: str, lengths: list[int]) -> None:
+    kernel, dtype = KERNELS[name], torch.bfloat16
+    missing = kernel.unavailable(GPU, dtype)
+    if missing is not None:
+        pytest.skip(missing.reason)
+    varlen = Varlen.of_lengths([length for length in lengths if length], GPU)
+    for num_heads, num_kv_heads in HEADS:
+        for window in (None, 5):
+            made = random_heads(sum(lengths), num_heads, num_kv_heads, 64, dtype=dtype)
+            heads = [tensor.detach().to(GPU).requires_grad_() for tensor in made]
+            check_kernel(kernel, heads, varlen, window=window)
+
+
+def test_auto_takes_more_than_sdpa() -> None:
+    assert choose("auto", GPU, torch.bfloat16).name != "sdpa"

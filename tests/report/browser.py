@@ -1,0 +1,173 @@
+"""Headless Chromium, spoken to over two pipes: what a page looks like to a reader, without any further package."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import fcntl
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+_FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--remote-debugging-pipe",
+)
+_TIMEOUT = 60.0  # seconds for an answer: a browser that starts on a busy machine
+
+
+def find() -> str | None:
+    """A browser in PATH that starts (Ubuntu has one that only says how to install it), or None."""
+    for path in filter(None, map(shutil.which, _NAMES)):
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            if subprocess.run([path, "--version"], capture_output=True, timeout=_TIMEOUT, check=False).returncode == 0:
+                return path
+    return None
+
+
+class Browser:
+    """One tab of a browser.
+
+    Args:
+        path: of the program.
+        profile: an empty folder.
+
+    Raises:
+        RuntimeError: from any method, if the browser refuses, ends or does not answer.
+    """
+
+    def __init__(self, path: str, profile: Path) -> None:
+        self._id = 0
+        self._rest = b""
+        self._session: str | None = None
+        self.events: list[dict[str, Any]] = []
+        theirs, self._out = _pipe(reader=True)
+        self._in, answers = _pipe(reader=False)
+        # The browser reads from 3 and writes to 4.
+        shell = 'exec 3<&"$1" 4>&"$2"; shift 2; exec "$@"'
+        command = ["bash", "-c", shell, "browser", str(theirs), str(answers), path, *_FLAGS]
+        with (profile / "browser.log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [*command, f"--user-data-dir={profile}", "about:blank"],
+                pass_fds=(theirs, answers),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        os.close(theirs)
+        os.close(answers)
+
+    def attach(self) -> None:
+        """Take hold of the tab and listen to all that it reports."""
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """One command and its answer; what is reported meanwhile is kept in ``events``."""
+        self._id += 1
+        message: dict[str, Any] = {"id": self._id, "method": method, "params": parameters}
+        if self._session is not None:
+            message["sessionId"] = self._session
+        os.write(self._out, json.dumps(message).encode() + b"\0")
+        while (answer := self._next()).get("id") != self._id:
+            self.events.append(answer)
+        if "error" in answer:
+            raise RuntimeError(f"{method}: {answer['error']}")
+        return answer["result"]
+
+    def open(self, url: str, width: int, height: int = 800, dark: bool = False, media: str = "screen") -> None:
+        """Load a page as a screen of this size (CSS pixels) and colour scheme shows it."""
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", media=media, features=[scheme])
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
+        self.events.clear()
+        self.call("Page.navigate", url=url)
+        while not any(event["method"] == "Page.loadEventFired" for event in self.events):
+            self.events.append(self._next())
+
+    def evaluate(self, script: str) -> Any:
+        """A script's value, as JSON has it."""
+        found = self.call("Runtime.evaluate", expression=script, returnByValue=True)
+        if "exceptionDetails" in found:
+            raise RuntimeError(str(found["exceptionDetails"]))
+        return found["result"].get("value")
+
+    def errors(self) -> list[str]:
+        """What the page has logged since it was opened, warnings included."""
+        kinds = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
+        return [json.dumps(event["params"]) for event in self.events if event["method"] in kinds]
+
+    def requests(self) -> list[str]:
+        """Addresses that the page has asked for since it was opened, its own first."""
+        sent = (event for event in self.events if event["method"] == "Network.requestWillBeSent")
+        return [event["params"]["request"]["url"] for event in sent]
+
+    def screenshot(self) -> bytes:
+        """The whole page as PNG."""
+        found = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+        return base64.b64decode(found["data"])
+
+    def close(self) -> None:
+        """End the browser and all its processes."""
+        self._session = None
+        with contextlib.suppress(RuntimeError, OSError):
+            self.call("Browser.close")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        os.close(self._in)
+        os.close(self._out)
+
+    def _next(self) -> dict[str, Any]:
+        end = time.monotonic() + _TIMEOUT
+        while b"\0" not in self._rest:
+            if not select.select([self._in], [], [], max(end - time.monotonic(), 0))[0]:
+                raise RuntimeError(f"the browser says nothing for {_TIMEOUT:.0f} s")
+            data = os.read(self._in, 1 << 20)
+            if not data:
+                raise RuntimeError("the browser has ended")
+            self._rest += data
+        line, self._rest = self._rest.split(b"\0", 1)
+        return json.loads(line)
+
+
+@contextlib.contextmanager
+def started(path: str, profile: Path) -> Iterator[Browser]:
+    """A browser that is ended in any case."""
+    browser = Browser(path, profile)
+    try:
+        browser.attach()
+        yield browser
+    finally:
+        browser.close()
+
+
+def _pipe(reader: bool) -> tuple[int, int]:
+    """A pipe whose end for the browser is a high number, so that 3 and 4 are free for it."""
+    read, write = os.pipe()
+    theirs = read if reader else write
+    high = fcntl.fcntl(theirs, fcntl.F_DUPFD, 64)
+    os.close(theirs)
+    return (high, write) if reader else (read, high)

@@ -1,0 +1,43 @@
+"""Contents of pages, for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from packtool.report.drawing import Histogram
+from packtool.report.page import PageContent
+
+
+def content(
+    title: str = "cache",
+    reason: str = "media_over_limit",
+    command: str = "packtool plan cache --html plan.html",
+    packs: Sequence[Sequence[int]] = ((600, 400, 24), (1000,), (300, 300, 300, 4)),
+    lengths: Sequence[int] = (2, 3, 2, 0, 1),
+    fills: Sequence[int] = (0, 0, 0, 1, 2),
+    rows: Sequence[tuple[str, int]] | None = None,
+    steps: int = 3,
+    scale: int = 1,
+) -> PageContent:
+    """A small plan with packs of 1,024 tokens.
+
+    Args:
+        reason: why most rows were dropped.
+        packs, lengths, fills: sample lengths of packs, and counts of the histograms.
+        steps: whose balance is told; 0 is for a single rank.
+        scale: that counts are multiplied with.
+    """
+    before, after = [1.2 + i / 100 for i in range(steps)], [1.01] * (steps - 1) + [3.0]
+    return PageContent(
+        title=title,
+        headline=[("99.1%", "of every pack is used", "68% padding without"), (f"{3 * scale:,}", "packs", "of 1,024")],
+        rows=rows or [("in the plan", 8 * scale), (f"dropped at export: {reason}", 5 * scale), ("longer", 1)],
+        lengths=Histogram(range(0, 200 * len(lengths) + 1, 200), [count * scale for count in lengths]),
+        capacity=1024,
+        fills=Histogram(range(0, 20 * len(fills) + 1, 20), [count * scale for count in fills]),
+        packs=packs,
+        padded=[],
+        balance=(before, after) if steps else None,
+        figures=[("samples", f"{8 * scale:,}"), ("  filtered by length", "0"), ("plan", "0123456789abcdef" * 4)],
+        commands=[("This page was made by", command)],
+    )

@@ -1,0 +1,159 @@
+"""Pages of plans as a reader sees them, in headless Chromium where one is installed."""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from packtool.cli.main import run
+from packtool.report.page import page
+from tests.report.browser import Browser, find, started
+from tests.report.contents import content
+
+DESK, PHONE, SMALL_PHONE = 1280, 390, 320  # CSS pixels
+
+# Everything that has a place: drawings with what they hold, words with where they end, and the colours.
+LOOK = """(() => {
+    const box = e => { const b = e.getBoundingClientRect(); return [b.left, b.right, b.width, b.height]; };
+    const all = (query, root = document) => [...root.querySelectorAll(query)];
+    const colour = (query, name) => getComputedStyle(document.querySelector(query))[name];
+    return {
+        width: document.documentElement.scrollWidth,
+        height: document.documentElement.scrollHeight,
+        drawings: all('svg').map(e => ({kind: e.getAttribute('class'), box: box(e),
+            shapes: all('rect, path', e).map(s => s.getBBox()).filter(b => b.width + b.height > 0).length})),
+        boxes: all('body *').filter(e => !e.closest('svg')).map(e => [e.tagName + ' ' + e.textContent, ...box(e)]),
+        labels: all('.plot').map(e => all('.x', e).map(box)),
+        text: document.body.innerText,
+        colours: {back: colour('section', 'backgroundColor'), body: colour('body', 'backgroundColor'),
+            ink: colour('h1', 'color'), soft: colour('.note', 'color'), accent: colour('.tool', 'color')},
+    };
+})()"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    path = find()
+    if path is None:
+        pytest.skip("no Chromium in PATH")
+    profile = tmp_path_factory.mktemp("profile")
+    with started(path, profile) as found:
+        yield found
+    shutil.rmtree(profile, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a plan of 20,000 lengths; some are too long."""
+    folder = tmp_path_factory.mktemp("page")
+    lengths = np.random.default_rng(0).lognormal(np.log(500), 1.0, 20_000).astype(int) + 1
+    np.save(folder / "lengths.npy", lengths)
+    words = ["plan", "--lengths", str(folder / "lengths.npy"), "--packing-length", "4096", "--world-size", "4"]
+    assert run([*words, "--gradient-accumulation-steps", "2", "--html", str(folder / "plan.html"), "--json"]) == 0
+    return folder / "plan.html"
+
+
+@pytest.fixture
+def shown(browser: Browser, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Opens a page and looks at it: it must have asked for nothing but itself and have logged nothing."""
+
+    def look(what: Path | str, width: int, **options: Any) -> dict[str, Any]:
+        path = what if isinstance(what, Path) else tmp_path / "page.html"
+        if isinstance(what, str):
+            path.write_text(what)
+        browser.open(path.as_uri(), width, **options)
+        found = browser.evaluate(LOOK)
+        assert browser.errors() == []
+        assert browser.requests() == [path.as_uri()]
+        return found
+
+    return look
+
+
+@pytest.mark.parametrize("width", [DESK, PHONE])
+def test_a_plan_is_drawn(width: int, planned: Path, browser: Browser, shown: Callable[..., dict[str, Any]]) -> None:
+    found = shown(planned, width)
+    kinds = [drawing["kind"] for drawing in found["drawings"]]
+    assert kinds == ["sign", "share", "drawn", "drawn", "packed", "padded", "drawn"]
+    for drawing in found["drawings"]:
+        *_, wide, tall = drawing["box"]
+        assert wide >= (10 if drawing["kind"] == "sign" else 200), drawing
+        assert tall >= 10, drawing
+        assert drawing["shapes"] >= 2, drawing
+    assert found["width"] <= width
+    for words in ("20 packs to scale", "as many tokens to compute", "Fingerprint of the plan", "longer than"):
+        assert words in found["text"]
+    picture = Image.open(io.BytesIO(browser.screenshot())).convert("RGB")
+    assert picture.height >= found["height"]
+    colours = sorted(picture.getcolors(1 << 24) or [], reverse=True)
+    painted = sum(count for count, _ in colours[2:]) / (picture.width * picture.height)
+    assert 0.05 < painted < 0.9, "neither blank nor flooded"
+
+
+CONTENTS = {
+    "dropped": content(),
+    "not packed": content(packs=[[900], [40], [700]], fills=[0, 1, 0, 0, 2], lengths=[1, 0, 0, 2, 0]),
+    "one sample": content(packs=[[7]], fills=[1], lengths=[1], rows=[("in the plan", 1)], steps=0),
+    "long words": content(title="/a/very/long/path" * 12, reason="x" * 80, command="packtool " + "y" * 300),
+    "large numbers": content(scale=40_000_000),
+    "hundreds of steps": content(steps=300),
+}
+
+
+@pytest.mark.parametrize("width", [DESK, PHONE, SMALL_PHONE])
+@pytest.mark.parametrize("name", CONTENTS)
+def test_nothing_sticks_out(name: str, width: int, shown: Callable[..., dict[str, Any]]) -> None:
+    found = shown(page(CONTENTS[name]), width)
+    assert found["width"] <= width
+    for words, left, right, wide, _ in found["boxes"]:
+        assert left >= -0.5, words
+        assert right <= width + 0.5, words
+        assert wide > 0, words
+    for labels in found["labels"]:
+        for (_, end, *_), (start, *_) in pairwise(labels):
+            assert end < start, "labels of an axis do not touch"
+
+
+def test_light_and_dark(planned: Path, shown: Callable[..., dict[str, Any]]) -> None:
+    light, dark = (shown(planned, DESK, dark=dark)["colours"] for dark in (False, True))
+    assert luminance(light["body"]) > 0.8
+    assert luminance(dark["body"]) < 0.05
+    for colours in (light, dark):
+        for name in ("ink", "soft", "accent"):
+            for back in ("back", "body"):
+                assert contrast(colours[name], colours[back]) >= 4.5, f"{name} on {back}: WCAG's AA for text"
+    printed = shown(planned, DESK, dark=True, media="print")["colours"]
+    assert luminance(printed["body"]) == pytest.approx(1)
+    assert printed["ink"] == light["ink"]
+
+
+def test_mistakes_would_be_noticed(browser: Browser, tmp_path: Path) -> None:
+    path = tmp_path / "bad.html"
+    path.write_text("<p style='width:2000px'>a</p><script>console.log(1); nowhere()</script><img src=gone.png>")
+    browser.open(path.as_uri(), PHONE)
+    assert browser.evaluate("document.documentElement.scrollWidth") > 2000
+    assert any("nowhere is not defined" in error for error in browser.errors())
+    assert any("console" in error or '"log"' in error for error in browser.errors())
+    assert [url.rpartition("/")[2] for url in browser.requests()] == ["bad.html", "gone.png"]
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of ``rgb(r, g, b)``, as WCAG 2 defines it."""
+    shares = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+    linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(first: str, second: str) -> float:
+    """Contrast ratio of two colours, as WCAG 2 defines it."""
+    low, high = sorted((luminance(first), luminance(second)))
+    return (high + 0.05) / (low + 0.05)
