@@ -11,7 +11,21 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "packtool"
 
 # The way of the data: a folder imports only from those before it, and from the base.
-ORDER = ("rows", "media", "encode", "cache", "plan", "stream", "batch", "attention", "train", "report", "launch", "demo", "cli")
+ORDER = (
+    "rows",
+    "media",
+    "encode",
+    "cache",
+    "plan",
+    "stream",
+    "batch",
+    "attention",
+    "train",
+    "report",
+    "launch",
+    "demo",
+    "cli",
+)
 BASE = {"errors", "constants", "progress", "config", "packing_options", "row_options", "settings", "storage"}
 
 OWNERS = {

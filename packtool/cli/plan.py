@@ -28,21 +28,22 @@ def run_plan(config: PlanConfig, as_json: bool) -> None:
         return
     found = preview(config)
     figures = found.figures(config.tflops, config.mfu)
+    name = " ".join(config.cached_dataset) or str(config.lengths)
     if config.save is not None:
         save_plan(found, config)
     if config.html is not None:
         from packtool import storage
         from packtool.report.page import page
 
-        storage.publish(config.html, page(content_of(found, figures, _command(config))).encode())
+        storage.publish(config.html, page(content_of(found, figures, _command(config), name)).encode())
     if as_json:
         typer.echo(json.dumps(figures))
         return
-    print_table(f"plan for {' '.join(config.cached_dataset) or config.lengths}", plan_lines(figures))
+    print_table(f"plan for {name}", plan_lines(figures))
     _print_histograms(found)
-    for name in (config.save, config.html):
-        if name is not None:
-            typer.echo(f"written: {name}")
+    for written in (config.save, config.html):
+        if written is not None:
+            typer.echo(f"written: {written}")
 
 
 def _sweep(config: PlanConfig, as_json: bool) -> None:

@@ -40,7 +40,6 @@ class PageContent:
         capacity: tokens of a pack.
         fills: of packs, in percent.
         packs: sample lengths of some packs.
-        padded: not drawn any more: the page lays the samples of ``packs`` out as plain batches itself.
         balance: (before, after) max/mean work of steps in their order, or None.
         figures: (what, value), for the table at the end; long hexadecimal values are fingerprints.
         commands: that lead to and from here.
@@ -53,7 +52,6 @@ class PageContent:
     capacity: int
     fills: Histogram
     packs: Sequence[Sequence[int]]
-    padded: Sequence[Sequence[int]]
     balance: tuple[Sequence[float], Sequence[float]] | None
     figures: Sequence[tuple[str, str]]
     commands: Sequence[tuple[str, str]]

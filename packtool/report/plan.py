@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from packtool.report.drawing import Histogram
 from packtool.report.page import PageContent
@@ -43,9 +44,12 @@ def plan_lines(figures: Mapping[str, Any]) -> list[Line]:
 
 def length_counts(found: Preview) -> tuple[list[int], int]:
     """Samples in equal bins of tokens, and where the last one ends."""
-    most = max(int(found.plan.packs.lengths.max(initial=1)), 1)
-    counts, _ = np.histogram(found.plan.packs.lengths, bins=_BINS, range=(0, most))
-    return counts.tolist(), most
+    longest = max(int(found.plan.packs.lengths.max(initial=1)), 1)
+    # Whole tokens: bins of unequal size would look like lengths that are rare.
+    width = -(-longest // _BINS)
+    num_bins = -(-longest // width)
+    counts, _ = np.histogram(found.plan.packs.lengths - 1, bins=num_bins, range=(0, num_bins * width))
+    return counts.tolist(), num_bins * width
 
 
 def fill_counts(found: Preview) -> tuple[list[int], int]:
@@ -55,25 +59,27 @@ def fill_counts(found: Preview) -> tuple[list[int], int]:
     return counts.tolist(), 100
 
 
-def content_of(found: Preview, figures: Mapping[str, Any], command: str) -> PageContent:
-    """What the page of a plan shows."""
+def content_of(found: Preview, figures: Mapping[str, Any], command: str, title: str) -> PageContent:
+    """What the page of a plan shows.
+
+    Args:
+        title: what was planned for.
+    """
     packs = found.plan.packs
     counts, most = length_counts(found)
     fills, _ = np.histogram(packs.tokens_per_pack() / packs.capacity * 100, bins=50, range=(0, 100))
     drawn = [packs.lengths[packs.offsets[i] : packs.offsets[i + 1]].tolist() for i in range(_drawn(packs.num_packs))]
-    singles = [length for pack in drawn for length in pack][:_DRAWN_PACKS]
-    before, after = found.step_balance()
-    every = -(-len(after) // _DRAWN_STEPS)
-    names = " ".join(found.reader.directories) if found.reader is not None else "lengths of a file"
+    before, after = (_worst_of_each(steps) for steps in found.step_balance())
+    rows = "packs" if figures["waste_tokens"] is not None else "padded rows"
     return PageContent(
-        title=names,
+        title=title,
         headline=(
             (
-                f"{figures['fill']:.1%}",
-                "of every pack is used",
-                f"{figures['padding_of_plain_batches']:.0%} padding without",
+                _percent(figures["fill"]),
+                "of every pack is used" if rows == "packs" else "of the batches is not padding",
+                f"{figures['padding_of_plain_batches']:.0%} padding in plain batches",
             ),
-            (f"{figures['packs']:,}", "packs", f"of {figures['capacity']:,} tokens"),
+            (f"{figures['packs']:,}", rows, f"of {figures['capacity']:,} tokens"),
             (
                 f"{figures['steps_per_epoch']:,}",
                 "steps an epoch",
@@ -86,11 +92,22 @@ def content_of(found: Preview, figures: Mapping[str, Any], command: str) -> Page
         capacity=packs.capacity,
         fills=Histogram(np.linspace(0, 100, 51).tolist(), fills.tolist()),
         packs=drawn,
-        padded=[[length] for length in singles],
-        balance=(before[::every].tolist(), after[::every].tolist()) if found.options.world_size > 1 else None,
+        balance=(before, after) if found.options.world_size > 1 else None,
         figures=[*plan_lines(figures), *_fingerprints(figures)],
         commands=[("This page was made by", command)],
     )
+
+
+def _percent(share: float) -> str:
+    """With as many places as tell it from the whole."""
+    text = f"{share:.1%}"
+    return f"{int(share * 10000) / 100:.2f}%" if text == "100.0%" and share < 1 else text
+
+
+def _worst_of_each(steps: npt.NDArray[np.float64]) -> list[float]:
+    """The largest of every few steps, so that no more than can be drawn are left and the worst is among them."""
+    every = -(-len(steps) // _DRAWN_STEPS)
+    return [float(value) for value in np.maximum.reduceat(steps, np.arange(0, len(steps), every))] if len(steps) else []
 
 
 def _drawn(num_packs: int) -> int:

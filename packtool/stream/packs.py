@@ -144,7 +144,7 @@ class PackStream:
             if not waiting:
                 return
             plan = self._packed(waiting)
-            held_back = [] if ended else _held_back(plan, self._options.interval)
+            held_back = [] if ended else _held_back(plan, self._options)
             self._held.carried = [waiting[i] for number in held_back for i in plan.pack(number)]
             self._held.interval += 1
             given = [number for number in range(plan.num_packs) if number not in held_back]
@@ -233,13 +233,14 @@ class PackStream:
             self._log(item)
 
 
-def _held_back(plan: PackPlan, interval: int) -> list[int]:
-    """Packs that wait for the next interval: the emptiest, if they are not full."""
+def _held_back(plan: PackPlan, options: StreamOptions) -> list[int]:
+    """Packs that wait for the next interval: the emptiest, if they are not full; where order is kept, the last."""
     tokens = plan.tokens_per_pack()
+    keeps_order = options.pack.algorithm == "sequential" or not options.pack.shuffle
     emptiest = np.argsort(tokens, kind="stable")[:_MOST_HELD_BACK].tolist()
-    room = int(_SHARE_HELD_BACK * interval)
+    room = int(_SHARE_HELD_BACK * options.interval)
     found = []
-    for number in emptiest:
+    for number in [plan.num_packs - 1] if keeps_order else emptiest:
         room -= len(plan.pack(number))
         if tokens[number] < _FULL * plan.capacity and room >= 0:
             found.append(number)

@@ -99,7 +99,8 @@ def prepare_run(config: TrainConfig, world: World) -> PreparedRun:
 
     def plan_of(epoch: int) -> EpochPlan:
         if saved is not None:
-            packs = reordered(packs_of(saved), seed=config.seed, epoch=epoch)
+            packs = packs_of(saved)
+            packs = reordered(packs, seed=config.seed, epoch=epoch) if config.shuffle else packs
             return deal_packs(packs, index.target_tokens, options, media_tokens=index.media_tokens)
         return plan_epoch(
             index.length,

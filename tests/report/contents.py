@@ -36,7 +36,6 @@ def content(
         capacity=1024,
         fills=Histogram(range(0, 20 * len(fills) + 1, 20), [count * scale for count in fills]),
         packs=packs,
-        padded=[],
         balance=(before, after) if steps else None,
         figures=[("samples", f"{8 * scale:,}"), ("  filtered by length", "0"), ("plan", "0123456789abcdef" * 4)],
         commands=[("This page was made by", command)],

@@ -37,6 +37,9 @@ ONE_PROCESS: dict[str, dict[str, Any]] = {
     "packed-shorter": {"packing_length": 128, "per_device_train_batch_size": 5, "gradient_accumulation_steps": 4},
     "packed-workers": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "dataloader_num_workers": 2},
     "packed-checkpointed": {"per_device_train_batch_size": 8, "gradient_checkpointing": True},
+    "dynamic": {"packing": False, "per_device_train_batch_size": 40, "dynamic_batch_tokens": 300},
+    "grouped": {"packing": False, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 5}
+    | {"group_by_length": True},
     "padded-g1": {"packing": False, "per_device_train_batch_size": 40},
     "padded-g4": {"packing": False, "per_device_train_batch_size": 10, "gradient_accumulation_steps": 4},
 }
@@ -45,6 +48,9 @@ TWO_PROCESSES: dict[str, dict[str, Any]] = {
     "packed-g1": {"per_device_train_batch_size": 4},
     "packed-g4": {"gradient_accumulation_steps": 4},
     "packed-uneven": {"packing_length": 320, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 7},
+    "balanced": {"balance": "window", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+    "dynamic": {"packing": False, "per_device_train_batch_size": 20, "dynamic_batch_tokens": 200}
+    | {"dynamic_max_batch_size": 3},
     "padded-g1": {"packing": False, "per_device_train_batch_size": 20},
     "padded-g4": {"packing": False, "per_device_train_batch_size": 5, "gradient_accumulation_steps": 4},
     "padded-single": {"packing": False, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 21},
@@ -95,6 +101,14 @@ def two_processes(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> 
     ]
     whole = root / "whole"
     jobs.append((str(whole), RESUMED))
+    # All rows are in one block, so the second rank has none: its packs are empty, and the mean is over true targets.
+    jobs.append((str(root / "streamed"), DESCENT | tiny.streamed() | {"gradient_accumulation_steps": 12}))
+    rows = root / "rows.jsonl"
+    write_lines(tiny, rows, 5)
+    streamed = tiny.streamed(str(rows)) | {"save_steps": 2, "gradient_accumulation_steps": 2, "train_type": "lora"}
+    jobs.append((str(root / "stream"), streamed))
+    checkpoint = str(root / "stream" / "checkpoint-4")
+    jobs.append((str(root / "stream-resumed"), streamed | {"resume_from_checkpoint": checkpoint}))
     for step in (1, 3):
         jobs.append((str(root / f"resumed-{step}"), RESUMED | {"resume_from_checkpoint": f"{whole}/checkpoint-{step}"}))
     (root / "jobs.json").write_text(json.dumps({"world": dataclasses.asdict(tiny), "jobs": jobs}))
@@ -119,6 +133,27 @@ def run_two_processes(jobs: Path) -> None:
 @pytest.mark.parametrize("name", TWO_PROCESSES)
 def test_two_processes(name: str, two_processes: Path, reference: Path) -> None:
     check_same_step(two_processes / name, reference)
+
+
+def write_lines(tiny: TinyWorld, path: Path, copies: int) -> None:
+    """The tiny world's rows so many times, one a line, with the pictures where they are."""
+    rows = json.loads(Path(tiny.rows).read_text())
+    folder = Path(tiny.rows).parent
+    for row in rows:
+        row["images"] = [str(folder / image) for image in row["images"]]
+    path.write_text("\n".join(json.dumps(row) for row in rows * copies))
+
+
+def test_a_rank_without_rows_changes_nothing(two_processes: Path, reference: Path) -> None:
+    check_same_step(two_processes / "streamed", reference)
+
+
+def test_two_streams_resume_exactly_and_end_together(two_processes: Path) -> None:
+    """Four blocks of rows, of which the last has eight: one rank ends before the other."""
+    check_same_rest(two_processes / "stream", two_processes / "stream-resumed", 4)
+    result = json.loads((two_processes / "stream" / "packtool_train.json").read_text())
+    assert (result["num_samples"], result["num_processes"], result["dropped"]) == (200, 2, {})
+    assert 4 < result["steps"] < 1000
 
 
 def test_uneven_shares_were_tried(two_processes: Path) -> None:

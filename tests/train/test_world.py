@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import pytest
 
-from packtool.errors import ConfigError
-from packtool.train.world import World
+from packtool.errors import ConfigError, MismatchError
+from packtool.train.checkpoint import RunState
+from packtool.train.world import World, check_ranks_agree
 
 
 def test_alone_without_torchrun() -> None:
@@ -22,3 +26,30 @@ def test_one_of_many() -> None:
 def test_nonsense_is_refused(environ: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="RANK="):
         World.from_environment(environ)
+
+
+@pytest.mark.parametrize("plan_of_rank_1", ["abc", "abd"])
+def test_ranks_that_planned_differently_are_told_apart(monkeypatch: pytest.MonkeyPatch, plan_of_rank_1: str) -> None:
+    """The exchange itself happens in every test with two processes."""
+    state = RunState(
+        plan="abc",
+        cache="c",
+        seed=1,
+        train_type="full",
+        packing=True,
+        max_length=10,
+        packing_length=10,
+        world_size=2,
+        gradient_accumulation_steps=1,
+        per_device_train_batch_size=1,
+    )
+
+    def gather(found: list[Any], mine: dict[str, Any]) -> None:
+        found[:] = [mine, dataclasses.asdict(dataclasses.replace(state, plan=plan_of_rank_1))]
+
+    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+    if plan_of_rank_1 == "abc":
+        check_ranks_agree(state, World(0, 2))
+    else:
+        with pytest.raises(MismatchError, match="plan: abc on rank 0, abd there"):
+            check_ranks_agree(state, World(0, 2))

@@ -59,6 +59,11 @@ class TinyWorld:
         }
         return TrainConfig(**given | settings)
 
+    def streamed(self, *rows: str) -> dict[str, Any]:
+        """Settings of a run that streams rows, by default those of the cache."""
+        given = {"cached_dataset": (), "dataset": rows or (self.rows,), "max_length": MAX_LENGTH}
+        return given | {"streaming": True, "max_steps": 1000, "packing_interval": 25, "shuffle_buffer_size": 10}
+
 
 def make_tiny_world(root: Path) -> TinyWorld:
     """Write everything below ``root``; takes a second or two."""

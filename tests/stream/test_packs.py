@@ -1,0 +1,192 @@
+"""Packs of a stream: every sample once, full enough, the same for any number of workers, and resumed at any pack."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from packtool.config import EncodeSpec
+from packtool.encode.encoded import EncodedSample
+from packtool.errors import MismatchError, PacktoolError, RowError
+from packtool.plan.packing import PackOptions
+from packtool.rows.sample import Dropped
+from packtool.rows.source import SourceSpec
+from packtool.stream.packs import PackStream, StreamedPack, StreamOptions
+from packtool.stream.state import StreamState, read_state, write_state
+from tests.cache.conftest import model as model
+
+CAPACITY = 512
+NUM_ROWS, NUM_BROKEN, NUM_LONG = 900, 3, 9
+
+
+@pytest.fixture(scope="module")
+def specs(tmp_path_factory: pytest.TempPathFactory) -> list[SourceSpec]:
+    """900 rows in three files; three lines are broken and nine rows too long."""
+    folder = tmp_path_factory.mktemp("rows")
+    random = np.random.default_rng(0)
+    for part, count in enumerate((500, 300, 100)):
+        lines = []
+        for i in range(count):
+            length = 900 if i % 100 == 50 else int(random.integers(1, 200))
+            messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x" * length}]
+            lines.append("{broken" if i == 70 else json.dumps({"messages": messages, "channel": f"{part}"}))
+        (folder / f"{part}.jsonl").write_text("\n".join(lines) + "\n")
+    return [SourceSpec(str(path)) for path in sorted(folder.iterdir())]
+
+
+def options(**settings: Any) -> StreamOptions:
+    pack = PackOptions(capacity=CAPACITY, **settings.pop("pack", {}))
+    return StreamOptions(**{"interval": 100, "shuffle_buffer_size": 50, **settings}, pack=pack)
+
+
+def stream(
+    specs: Sequence[SourceSpec], model: Path, chosen: StreamOptions, *, rank: int = 0, world_size: int = 1, **more: Any
+) -> PackStream:
+    spec = EncodeSpec(model=str(model), max_length=CAPACITY)
+    given: dict[str, Any] = {"log": lambda item: None, **more}
+    return PackStream(specs, spec, chosen, rank=rank, world_size=world_size, **given)
+
+
+def names(samples: Sequence[EncodedSample]) -> list[tuple[str, int]]:
+    return [(sample.source, sample.row) for sample in samples]
+
+
+def contents(packs: Sequence[StreamedPack]) -> list[list[tuple[str, int]]]:
+    return [names(pack.samples) for pack in packs]
+
+
+def test_every_row_is_in_one_pack_or_told_of(specs: list[SourceSpec], model: Path) -> None:
+    told: list[Dropped] = []
+    found = []
+    for rank in range(2):
+        ours = stream(specs, model, options(), rank=rank, world_size=2, log=told.append)
+        packs = list(ours)
+        assert all(pack.num_tokens <= CAPACITY for pack in packs)
+        assert all(pack.samples for pack in packs)
+        found += [name for pack in contents(packs) for name in pack]
+        assert sum(pack.num_targets for pack in packs) > 0
+    reasons = Counter(item.reason for item in told)
+    assert reasons == {"invalid_json": NUM_BROKEN, "over_max_length": NUM_LONG}
+    everything = found + [(item.source, item.row) for item in told]
+    assert len(everything) == len(set(everything)) == NUM_ROWS
+
+
+def test_the_number_of_workers_changes_nothing(specs: list[SourceSpec], model: Path) -> None:
+    one, three = (list(stream(specs, model, options(num_proc=count))) for count in (1, 3))
+    assert contents(one) == contents(three)
+
+
+@pytest.fixture(scope="module", params=["shuffled", "in order", "small buffer"])
+def whole(request: pytest.FixtureRequest, specs: list[SourceSpec], model: Path) -> tuple[StreamOptions, Any, Any]:
+    chosen = {
+        "shuffled": options(num_epochs=2),
+        "in order": options(shuffle_buffer_size=1, pack={"shuffle": False, "algorithm": "sequential"}),
+        "small buffer": options(interval=7, shuffle_buffer_size=3),
+    }[request.param]
+    told: list[Dropped] = []
+    return chosen, list(stream(specs, model, chosen, log=told.append)), told
+
+
+@pytest.mark.parametrize("share", [0.0, 0.17, 0.5, 0.73, 1.0])
+def test_the_rest_is_the_same_from_any_pack_on(
+    share: float,
+    whole: tuple[StreamOptions, list[StreamedPack], list[Dropped]],
+    specs: Any,
+    model: Path,
+    tmp_path: Path,
+) -> None:
+    """Through the file that a checkpoint keeps, with the rows that are dropped told of once."""
+    chosen, packs, told = whole
+    at = min(int(share * len(packs)), len(packs) - 1)
+    write_state(str(tmp_path), 3, packs[at].state)
+    state = read_state(str(tmp_path), 3)
+    before = sum(state.dropped.values())
+    again: list[Dropped] = []
+    rest = list(stream(specs, model, chosen, start=state, log=again.append))
+    assert contents(rest) == contents(packs[at + 1 :])
+    for ours, theirs in zip(rest, packs[at + 1 :], strict=True):
+        for a, b in zip(ours.samples, theirs.samples, strict=True):
+            assert np.array_equal(a.input_ids, b.input_ids)
+            assert np.array_equal(a.labels, b.labels)
+    assert told[:before] + again == told
+
+
+def test_every_epoch_has_other_companions(specs: list[SourceSpec], model: Path) -> None:
+    packs = contents(list(stream(specs, model, options(num_epochs=2))))
+    counts = Counter(name for pack in packs for name in pack)
+    assert set(counts.values()) == {2}
+    together = Counter(tuple(sorted(pack)) for pack in packs if len(pack) > 1)
+    # Blocks of 64 rows stay together, so that with so few rows chance may bring some samples together twice.
+    assert sum(count - 1 for count in together.values()) <= 0.02 * len(packs)
+
+
+def test_order_is_kept_where_it_should_be(specs: list[SourceSpec], model: Path) -> None:
+    chosen = options(shuffle_buffer_size=1, pack={"shuffle": False, "algorithm": "sequential", "look_ahead": 0})
+    found = [name for pack in contents(list(stream(specs, model, chosen))) for name in pack]
+    positions = {spec.path: number for number, spec in enumerate(specs)}
+    keys = [(positions[source], row) for source, row in found]
+    assert keys == sorted(keys)
+
+
+@pytest.mark.parametrize("budget", ["max_samples", "max_media_tokens"])
+def test_budgets_are_kept(specs: list[SourceSpec], model: Path, budget: str) -> None:
+    packs = list(stream(specs, model, options(pack={budget: 3})))
+    most = max(len(pack.samples) for pack in packs)
+    assert most == 3 if budget == "max_samples" else most > 3
+
+
+def test_strict_stops_at_the_first_bad_row(specs: list[SourceSpec], model: Path) -> None:
+    with pytest.raises(RowError, match="row 5"):
+        list(stream(specs, model, options(strict=True)))
+
+
+def test_a_dead_worker_is_an_error(specs: list[SourceSpec], model: Path) -> None:
+    packs = iter(stream(specs * 40, model, options(num_proc=2)))
+    next(packs)
+    workers = [child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())]
+    assert len(workers) == 2
+    workers[0].kill()
+    with pytest.raises(PacktoolError, match="a worker process that encodes rows died"):
+        list(packs)
+    assert not any(worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE for worker in workers)
+
+
+def test_workers_end_with_the_stream(specs: list[SourceSpec], model: Path) -> None:
+    packs = iter(stream(specs, model, options()))
+    next(packs)
+    workers = [child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())]
+    assert workers
+    del packs
+    assert not any(worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE for worker in workers)
+
+
+def test_a_damaged_state_is_told(tmp_path: Path) -> None:
+    with pytest.raises(MismatchError, match="stream of rank 0"):
+        read_state(str(tmp_path), 0)
+    write_state(str(tmp_path), 0, StreamState())
+    (tmp_path / "stream-00000.json").write_text("{")
+    with pytest.raises(MismatchError, match="Give another checkpoint"):
+        read_state(str(tmp_path), 0)
+
+
+@pytest.mark.parametrize("capacity", [2048, 4096])
+def test_fill_on_mixed_real_rows(realdata: Path, capacity: int) -> None:
+    """At the default of a thousand samples at a time."""
+    files = (
+        "mm_mathvision_a.jsonl",
+        "mm_xtuner_coco_zh.jsonl",
+        "text_gpteacher_toolformer.jsonl",
+        "tool_reasoning_50.jsonl",
+    )
+    specs = [SourceSpec(str(realdata / name)) for name in files]
+    spec = EncodeSpec(model=str(realdata / "tokenizers" / "qwen3-vl"), max_length=capacity, image_max_token_num=512)
+    chosen = StreamOptions(pack=PackOptions(capacity=capacity))
+    packs = list(PackStream(specs, spec, chosen, rank=0, world_size=1, log=lambda item: None))
+    assert sum(pack.num_tokens for pack in packs) >= 0.98 * capacity * len(packs)

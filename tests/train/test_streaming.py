@@ -1,0 +1,194 @@
+"""Training on rows: streamed without a cache, resumed to the last bit, or by way of a cache of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from packtool.config import TrainConfig
+from packtool.errors import ConfigError, DataError, MismatchError
+from packtool.progress import SilentProgress
+from packtool.train.from_rows import with_cache
+from packtool.train.prepare_stream import prepare_stream
+from packtool.train.result import TrainResult
+from packtool.train.run import train
+from packtool.train.world import World
+from tests.train.test_gradients import write_lines
+from tests.train.tiny import TinyWorld, check_same_rest, read_metrics
+
+
+@pytest.fixture(scope="module")
+def rows(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """80 rows, one of them broken and one too long."""
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    write_lines(tiny, path, 2)
+    long = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "a" * 500}]}
+    path.write_text("{broken\n" + json.dumps(long) + "\n" + path.read_text())
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def whole(tiny: TinyWorld, rows: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TrainResult]:
+    """Both passes of a stream, with a checkpoint of every step; adapters draw dropout masks."""
+    output_dir = tmp_path_factory.mktemp("whole")
+    return output_dir, train(tiny.config(output_dir, **settings(tiny, rows)), SilentProgress())
+
+
+def settings(tiny: TinyWorld, rows: str, **changes: Any) -> dict[str, Any]:
+    given = {"num_train_epochs": 2.0, "save_steps": 1, "train_type": "lora", "lora_dropout": 0.3}
+    return tiny.streamed(rows) | given | {"gradient_accumulation_steps": 3, "dataloader_num_workers": 1} | changes
+
+
+def test_the_rows_are_trained_and_the_run_ends_with_them(whole: tuple[Path, TrainResult]) -> None:
+    output_dir, result = whole
+    assert (result.streaming, result.num_samples) == (True, 160)
+    assert result.dropped == {"invalid_json": 2, "over_max_length": 2}
+    assert result.steps < 1000
+    assert result.checkpoint == str(output_dir / f"checkpoint-{result.steps}")
+    assert result.target_tokens == sum(line["target_tokens"] for line in read_metrics(output_dir))
+    assert result.fill > 0.9
+    lines = [json.loads(line) for line in (output_dir / "dropped-00000.jsonl").read_text().splitlines()]
+    assert [(line["row"], line["reason"]) for line in lines] == [(0, "invalid_json"), (1, "over_max_length")] * 2
+
+
+@pytest.mark.parametrize("step", [1, 4, 5])
+def test_a_resumed_stream_goes_on_to_the_last_bit(
+    step: int, whole: tuple[Path, TrainResult], tiny: TinyWorld, rows: str, tmp_path: Path
+) -> None:
+    output_dir, result = whole
+    changes = {"resume_from_checkpoint": str(output_dir / f"checkpoint-{step}"), "dataset_num_proc": 2}
+    rest = train(tiny.config(tmp_path, **settings(tiny, rows, **changes)), SilentProgress())
+    check_same_rest(output_dir, tmp_path, step)
+    assert (rest.steps, rest.dropped) == (result.steps, result.dropped)
+
+
+def test_what_decides_the_packs_must_stay_when_resumed(
+    whole: tuple[Path, TrainResult], tiny: TinyWorld, rows: str, tmp_path: Path
+) -> None:
+    checkpoint = str(whole[0] / "checkpoint-1")
+    for change, told in (
+        ({"packing_interval": 26}, "packing_interval 26"),
+        ({"seed": 1}, "seed: 42 there, 1 now"),
+        ({"dataset": (tiny.rows,)}, "cache:"),
+        ({"max_length": 100}, "max_length: 128 there, 100 now"),
+    ):
+        config = tiny.config(tmp_path, **settings(tiny, rows, resume_from_checkpoint=checkpoint, **change))
+        with pytest.raises(MismatchError, match=told):
+            train(config, SilentProgress())
+    with pytest.raises(MismatchError, match="world_size: 1 there, 2 now"):
+        prepare_stream(tiny.config(tmp_path, **settings(tiny, rows, resume_from_checkpoint=checkpoint)), World(0, 2))
+
+
+def test_max_steps_is_the_end_as_well(tiny: TinyWorld, rows: str, tmp_path: Path) -> None:
+    result = train(tiny.config(tmp_path, **settings(tiny, rows, max_steps=2)), SilentProgress())
+    assert result.steps == 2
+    assert result.num_samples < 80
+
+
+def test_rows_of_which_nothing_is_left(tiny: TinyWorld, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("{\n{\n")
+    config = tiny.config(tmp_path / "out", **tiny.streamed(str(tmp_path / "rows.jsonl")))
+    with pytest.raises(DataError, match=r"no sample is left of the rows") as caught:
+        train(config, SilentProgress())
+    assert "dropped-00000.jsonl" in str(caught.value.remedy)
+
+
+def test_a_dead_encoder_ends_the_command_within_seconds(tiny: TinyWorld, rows: str, tmp_path: Path) -> None:
+    """As its user sees it: a cause, a remedy, exit 1."""
+    command = [sys.executable, "-m", "packtool", "train", "--model", tiny.model, "--dataset", *[rows] * 200]
+    command += ["--streaming", "true", "--packing", "true", "--max-steps", "100000", "--max-length", "128"]
+    command += ["--output-dir", str(tmp_path / "out"), "--packing-interval", "20", "--logging-steps", "1"]
+    process = subprocess.Popen(
+        command,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "out" / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    children = psutil.Process(process.pid).children(recursive=True)
+    workers = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    assert workers, process.poll()
+    workers[0].send_signal(signal.SIGKILL)
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == 1, told
+    assert "a worker process that encodes rows died" in told
+    assert "--resume-from-checkpoint" in told
+    assert "Traceback" not in told
+
+
+def test_mistakes_in_the_settings_are_told_together(tiny: TinyWorld) -> None:
+    config = TrainConfig(model="m", output_dir="o", dataset=("r.jsonl",), streaming=True, num_train_epochs=1.5)
+    told = "\n".join(config.problems())
+    for name in ("--max-steps is missing", "--packing true", "--num-train-epochs 1.5"):
+        assert name in told
+    both = TrainConfig(model="m", output_dir="o", dataset=("r",), cached_dataset=("c",)).problems()
+    neither = TrainConfig(model="m", output_dir="o").problems()
+    assert "either --cached-dataset" in both[0]
+    assert "either --cached-dataset" in neither[0]
+    wrong = TrainConfig(model="m", output_dir="o", cached_dataset=("c",), strict=True, system="s").problems()
+    assert any("--strict goes with --dataset" in line for line in wrong)
+    assert any("--system goes with --dataset" in line for line in wrong)
+
+
+class Told(SilentProgress):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, message: str) -> None:
+        self.notes.append(message)
+
+
+def test_rows_without_streaming_get_a_cache_once(tiny: TinyWorld, rows: str, tmp_path: Path) -> None:
+    rows = shutil.copy(rows, tmp_path / "rows.jsonl")
+
+    def run(**changes: Any) -> tuple[str, str]:
+        given = {
+            "cached_dataset": (),
+            "dataset": (str(rows),),
+            "max_length": 128,
+            "cache_dir": str(tmp_path / "copies"),
+        }
+        told = Told()
+        found = with_cache(tiny.config(tmp_path / "out", **given | changes), told)
+        assert not found.dataset
+        return found.cached_dataset[0], told.notes[-1].partition(":")[0]
+
+    first, said = run()
+    assert said == "cache made"
+    assert run() == (first, "cache found")
+    assert run(dataset_num_proc=2) == (first, "cache found")
+    longer, said = run(max_length=600)
+    assert (longer != first, said) == (True, "cache made")
+    with open(rows, "a") as file:
+        file.write("\n")
+    changed, said = run()
+    assert (changed not in (first, longer), said) == (True, "cache made")
+
+
+def test_rows_without_streaming_are_planned_like_a_cache(tiny: TinyWorld, tmp_path: Path) -> None:
+    given = {"cached_dataset": (), "dataset": (tiny.rows,), "max_length": 128, "cache_dir": str(tmp_path / "copies")}
+    ours = train(tiny.config(tmp_path / "rows", max_steps=2, **given), SilentProgress())
+    train(tiny.config(tmp_path / "cache", max_steps=2), SilentProgress())
+    assert read_metrics(tmp_path / "rows") == read_metrics(tmp_path / "cache")
+    assert ours.num_samples == 40
+
+
+def test_a_missing_model_or_file_is_told_before_anything_starts(tiny: TinyWorld, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="there is no such file"):
+        train(tiny.config(tmp_path, **tiny.streamed(str(tmp_path / "gone.jsonl"))), SilentProgress())
+    with pytest.raises(ConfigError, match="a sample can only be drawn"):
+        train(tiny.config(tmp_path, **tiny.streamed(tiny.rows + "#3")), SilentProgress())
