@@ -39,6 +39,7 @@ ROWS_ONLY = (
     "strict",
 )
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+LossReduction = Literal["token", "sample"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +210,11 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions):
     max_grad_norm: float = option(
         1.0, "Gradient norm above which gradients are scaled down.", panel="Training", minimum=0.0
     )
+    loss_reduction: LossReduction = option(
+        "token",
+        "Mean over the target tokens of a step, or over its samples, each by its own mean.",
+        panel="Training",
+    )
     gradient_checkpointing: bool = option(False, "Recompute activations to save memory.", panel="Training")
 
     lora_rank: int = option(8, "Rank of the adapters.", panel="Parameters", minimum=1)
@@ -224,6 +230,9 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions):
     freeze_llm: bool = option(False, "Keep the language model as it is.", panel="Parameters")
 
     logging_steps: int = option(5, "Optimizer steps between two log lines.", panel="Run", minimum=1)
+    enable_channel_loss: bool = option(
+        False, "Log the loss and the accuracy of each of the rows' channels.", panel="Run"
+    )
     save_steps: int = option(500, "Optimizer steps between two checkpoints.", panel="Run", minimum=1)
     save_total_limit: int | None = option(None, "Checkpoints to keep.", panel="Run", minimum=1)
     dataloader_num_workers: int = option(

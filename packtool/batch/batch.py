@@ -25,6 +25,7 @@ class Batch:
             ``pixel_values`` and ``image_grid_thw``, ``pixel_values_videos`` and ``video_grid_thw``,
             ``input_features`` and ``feature_attention_mask``.
         loss_weights: float32 (B, T), of each label, shifted like them, or None when all weigh 1.
+        channels: of each document or row, a filler's is None.
         num_samples: samples in it; a filler document does not count.
         num_target_tokens: labels that are not -100.
     """
@@ -34,6 +35,7 @@ class Batch:
     position_ids: Tensor
     media: Mapping[str, Tensor]
     loss_weights: Tensor | None
+    channels: tuple[str | None, ...]
     num_samples: int
     num_target_tokens: int
 
@@ -46,6 +48,10 @@ class Batch:
     def image_grid_thw(self) -> Tensor | None:
         """int64 (pictures, 3), or None."""
         return self.media.get("image_grid_thw")
+
+    def documents_of(self, positions: Tensor) -> Tensor:
+        """Which document or row each position of the flattened micro-batch belongs to, int64 like ``positions``."""
+        return positions // self.input_ids.shape[1]
 
     def model_inputs(self) -> dict[str, Any]:
         """Keyword arguments of the model's forward; labels stay behind, for the loss is packtool's own."""
@@ -81,6 +87,10 @@ class PackedBatch(Batch):
     def max_seqlen(self) -> int:
         """Tokens of the longest document."""
         return max(self.lengths)
+
+    def documents_of(self, positions: Tensor) -> Tensor:
+        """See ``Batch``."""
+        return torch.bucketize(positions, self.cu_seqlens[1:].to(positions.dtype), right=True)
 
     def model_inputs(self) -> dict[str, Any]:
         """See ``Batch``; boundaries under the names that transformers hands to attention functions."""

@@ -26,6 +26,7 @@ from packtool.batch.pixels import load_pixels
 from packtool.batch.positions import sample_positions
 from packtool.batch.sounds import load_sounds
 from packtool.batch.spec import InputSpec
+from packtool.config import LossReduction
 from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedImage, EncodedSample
 from packtool.errors import DataError
@@ -52,13 +53,14 @@ def collate_packs(samples: Sequence[EncodedSample], spec: InputSpec) -> PackedBa
     else:
         positions = np.concatenate([np.arange(sample.length) for sample in documents], dtype=np.int64)[None]
     lengths = tuple(sample.length for sample in documents)
-    weights = _shifted_weights(documents)
+    weights = _shifted_weights(documents, spec)
     return PackedBatch(
         input_ids=torch.from_numpy(input_ids).unsqueeze(0),
         labels=torch.from_numpy(labels).unsqueeze(0),
         position_ids=_as_positions(positions),
         media=media,
         loss_weights=torch.from_numpy(np.concatenate(weights)).unsqueeze(0) if weights is not None else None,
+        channels=tuple(sample.channel for sample in documents),
         num_samples=len(samples),
         num_target_tokens=int(np.count_nonzero(labels != IGNORE_INDEX)),
         cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
@@ -83,7 +85,7 @@ def collate_padded(samples: Sequence[EncodedSample], spec: InputSpec) -> PaddedB
     found = [sample_positions(sample, spec) for sample in rows]
     input_ids, positions = np.zeros(shape, np.int64), np.zeros((4, *shape), np.result_type(*found))
     labels, mask = np.full(shape, IGNORE_INDEX, np.int64), np.zeros(shape, np.int64)
-    weights = _shifted_weights(rows)
+    weights = _shifted_weights(rows, spec)
     loss_weights = np.zeros(shape, np.float32)
     for row, sample in enumerate(rows):
         taken = slice(sample.length)
@@ -99,6 +101,7 @@ def collate_padded(samples: Sequence[EncodedSample], spec: InputSpec) -> PaddedB
         position_ids=_as_positions(positions if spec.sees else positions[0]),
         media=media,
         loss_weights=torch.from_numpy(loss_weights) if weights is not None else None,
+        channels=tuple(sample.channel for sample in rows),
         num_samples=len(samples),
         num_target_tokens=int(np.count_nonzero(labels != IGNORE_INDEX)),
         attention_mask=torch.from_numpy(mask),
@@ -110,14 +113,20 @@ def _shifted_labels(sample: EncodedSample) -> npt.NDArray[np.int32]:
     return np.append(sample.labels[1:], np.int32(IGNORE_INDEX))
 
 
-def _shifted_weights(samples: Sequence[EncodedSample]) -> list[npt.NDArray[np.float32]] | None:
+def _shifted_weights(samples: Sequence[EncodedSample], spec: InputSpec) -> list[npt.NDArray[np.float32]] | None:
     """float32 (L,) of each sample, shifted like its labels; None if all labels of all samples weigh 1."""
-    if all(sample.loss_scale is None for sample in samples):
+    if spec.loss_reduction == "token" and all(sample.loss_scale is None for sample in samples):
         return None
-    ones = (
-        np.ones(sample.length, np.float32) if sample.loss_scale is None else sample.loss_scale for sample in samples
-    )
-    return [np.append(weights[1:], np.float32(0)) for weights in ones]
+    return [_weights(sample, spec.loss_reduction) for sample in samples]
+
+
+def _weights(sample: EncodedSample, reduction: LossReduction) -> npt.NDArray[np.float32]:
+    scale = np.ones(sample.length, np.float32) if sample.loss_scale is None else sample.loss_scale
+    weights = np.append(scale[1:], np.float32(0))
+    if reduction == "sample":
+        # Each sample's mean counts as much as another's, however many targets it has.
+        weights /= max(int(np.count_nonzero(sample.labels[1:] != IGNORE_INDEX)), 1)
+    return weights
 
 
 def _as_positions(positions: npt.NDArray[Any]) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,16 +12,10 @@ from torch.utils.data import DataLoader, Dataset
 from packtool.batch.batch import Batch
 from packtool.batch.collate import collate_packs, collate_padded
 from packtool.batch.spec import InputSpec
+from packtool.cache.chosen import SampleReader
 from packtool.encode.encoded import EncodedSample
 from packtool.errors import PacktoolError
 from packtool.plan.epoch import EpochPlan
-
-
-class SampleReader(Protocol):
-    """Where samples come from: a ``CacheReader``, or a list in disguise. Must be picklable for worker processes."""
-
-    def sample(self, position: int) -> EncodedSample:
-        """The sample at a position of the plan's numbering."""
 
 
 class PlannedMicroBatches(Dataset["Batch | PacktoolError"]):

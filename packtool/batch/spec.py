@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from packtool.config import LossReduction
 from packtool.encode.families import MediaLimits, is_multimodal
 from packtool.encode.families.qwen_omni import MODEL_TYPES as OMNI_TYPES
 from packtool.encode.families.qwen_vl import MODEL_TYPES as VISION_TYPES
@@ -22,11 +23,13 @@ class InputSpec:
         model: directory (or hub id) whose processors make pixels and mel frames.
         config: the model's configuration; of an Omni model its thinker's.
         limits: bounds on media that the cache was made with.
+        loss_reduction: ``sample`` makes labels weigh so that each sample's mean counts once.
     """
 
     model: str
     config: PreTrainedConfig
     limits: MediaLimits
+    loss_reduction: LossReduction = "token"
 
     @classmethod
     def load(cls, model: str, limits: MediaLimits) -> InputSpec:

@@ -77,6 +77,11 @@ class StepPlan:
         self._check("step", step, self.num_steps)
         return int(self.target_tokens_per_step[step])
 
+    def sums_per_step(self, per_pack: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Sum over the packs of each step, (S,), of numbers (K,) of the packs."""
+        before = np.concatenate((np.zeros(1, per_pack.dtype), np.cumsum(per_pack[self.order])))
+        return np.diff(before[self.cell_offsets[self.step_offsets]])
+
     def rank_costs(self, costs: Costs) -> Costs:
         """Work of each rank in each step, (S, W), from ``costs`` (K,) of the packs."""
         sums = np.concatenate(([0.0], np.cumsum(costs[self.order])))

@@ -13,7 +13,9 @@ from packtool.cache.reader import CacheReader
 from packtool.config import EncodeSpec, MediaOptions, TrainConfig
 from packtool.constants import VAL_SPLIT
 from packtool.encode.families import ImageLimits, family_of
+from packtool.encode.loss_scale import parse_loss_scale
 from packtool.encode.model_files import ModelFiles
+from packtool.encode.relabel import TargetChoice
 from packtool.errors import MismatchError
 from packtool.plan.packing import PackPlan
 
@@ -36,6 +38,7 @@ def open_caches(config: TrainConfig, files: ModelFiles) -> CacheReader:
         check_limits(directory, manifest, config)
         check_video_and_audio(directory, manifest, config, files)
         check_length(directory, manifest, config)
+        check_policies(directory, manifest, config)
     return reader
 
 
@@ -105,6 +108,42 @@ def check_length(directory: str, manifest: Manifest, config: TrainConfig) -> Non
         f"Use --max-length {manifest.max_length}, or export again:\n"
         f"  {export_command(directory, manifest, max_length=config.max_length)}",
     )
+
+
+def check_policies(directory: str, manifest: Manifest, config: TrainConfig) -> None:
+    """What became of long rows was decided at export; given again, it must be the same."""
+    for name in ("truncation_strategy", "media_overflow"):
+        there, here = manifest.identity.spec.get(name), getattr(config, name)
+        if here not in (None, there):
+            raise MismatchError(
+                f"{directory} was exported with --{name.replace('_', '-')} {there}, and this run asks for {here}",
+                f"Leave it out, or export again:\n  {export_command(directory, manifest, **{name: here})}",
+            )
+
+
+def choice_of_targets(config: TrainConfig, reader: CacheReader, files: ModelFiles) -> TargetChoice | None:
+    """What ``--loss-scale`` makes targets, None if that is what the caches have.
+
+    Raises:
+        MismatchError: for what needs the rows again: rules that give parts of a text other weights.
+    """
+    if config.loss_scale is None:
+        return None
+    wanted = parse_loss_scale(config.loss_scale)
+    there = [str(manifest.identity.spec.get("loss_scale", "default")) for manifest in reader.manifests]
+    if all(parse_loss_scale(scale) == wanted for scale in there):
+        return None
+    for directory, manifest, scale in zip(reader.directories, reader.manifests, there, strict=True):
+        had = parse_loss_scale(scale)
+        narrows = had.base == "default" and wanted.base == "last_round"
+        if (had.rules or wanted.rules) and not (had.rules == wanted.rules and narrows):
+            raise MismatchError(
+                f"{directory} was exported with --loss-scale {scale}: {config.loss_scale} gives parts of texts other "
+                "weights, which only the rows can tell",
+                f"Leave --loss-scale out, or export again:\n"
+                f"  {export_command(directory, manifest, loss_scale=config.loss_scale)}",
+            )
+    return TargetChoice.of_config(wanted.base, files.config)
 
 
 def packs_of(saved: SavedPlan) -> PackPlan:

@@ -54,6 +54,8 @@ class RunState:
     gradient_accumulation_steps: int
     per_device_train_batch_size: int
     streaming: str = ""
+    loss_scale: str = ""
+    loss_reduction: str = "token"
     step: int = 0
     epoch: int = 0
     step_in_epoch: int = 0

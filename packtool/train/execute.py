@@ -35,6 +35,7 @@ def load_spec(run: PreparedRun | PreparedStream) -> InputSpec:
         UnsupportedModelError: for a model whose packed samples could not be kept apart.
     """
     spec = InputSpec.load(run.files.directory, run.media_limits)
+    spec = dataclasses.replace(spec, loss_reduction=run.config.loss_reduction)
     if run.config.removes_padding:
         refuse_unsupported(spec.config)
     return spec
@@ -90,7 +91,7 @@ def make_trainer(
     check_ranks_agree(run.state, run.world)
     if run.world.is_first:
         os.makedirs(config.output_dir, exist_ok=True)
-    loader = _make_loader(run, spec, on_gpu=on_gpu)
+    loader = _make_loader(run, spec)
     callbacks: list[TrainerCallback] = [PlanCallback(run.schedule)]
     if isinstance(loader, StreamLoader):
         callbacks.append(StreamCallback(loader))
@@ -98,21 +99,22 @@ def make_trainer(
     report = ReportCallback(progress, config.output_dir, run.start)
     if run.world.is_first:
         callbacks.append(report)
-    return PackTrainer(_make_model(run, spec, dtype), args, loader, callbacks), report
+    trainer = PackTrainer(_make_model(run, spec, dtype), args, loader, callbacks, by_channel=config.enable_channel_loss)
+    return trainer, report
 
 
-def _make_loader(run: PreparedRun | PreparedStream, spec: InputSpec, *, on_gpu: bool) -> StepLoader | StreamLoader:
+def _make_loader(run: PreparedRun | PreparedStream, spec: InputSpec) -> StepLoader | StreamLoader:
     if isinstance(run, PreparedStream):
-        return StreamLoader(run, spec, pin_memory=on_gpu)
+        return StreamLoader(run, spec)
     return StepLoader(
         run.schedule,
-        run.reader,
+        run.samples,
         spec,
         run.world,
+        samples=run.figures,
         packing=run.config.removes_padding,
         start=run.start,
         num_workers=run.config.dataloader_num_workers,
-        pin_memory=on_gpu,
     )
 
 

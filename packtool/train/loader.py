@@ -6,10 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
+import torch
+
 from packtool.batch.batch import Batch
-from packtool.batch.dataset import PlannedMicroBatches, SampleReader, load_micro_batches
+from packtool.batch.dataset import PlannedMicroBatches, load_micro_batches
 from packtool.batch.spec import InputSpec
+from packtool.cache.chosen import SampleReader
 from packtool.plan.epoch import EpochPlan
+from packtool.train.figures import SampleFigures, StepFigures, figures_of_steps
 from packtool.train.schedule import Schedule
 from packtool.train.world import World
 
@@ -19,12 +23,12 @@ class TrainingStep:
     """What one rank does in one optimizer step.
 
     Args:
-        target_tokens: over all ranks and micro-batches.
+        figures: over all ranks and micro-batches.
         num_micro_batches: of this rank, the same on every rank.
         micro_batches: read as they are needed, so that one at a time is held.
     """
 
-    target_tokens: int
+    figures: StepFigures
     num_micro_batches: int
     micro_batches: Iterator[Batch]
 
@@ -40,10 +44,10 @@ class StepLoader:
         reader: of the samples that its plans number.
         spec: the model that they are collated for.
         world: this rank.
+        samples: figures of all samples.
         packing: False pads.
         start: first step.
         num_workers: processes that make micro-batches ahead of time.
-        pin_memory: for a GPU.
     """
 
     def __init__(
@@ -53,19 +57,19 @@ class StepLoader:
         spec: InputSpec,
         world: World,
         *,
+        samples: SampleFigures,
         packing: bool,
         start: int = 0,
         num_workers: int = 0,
-        pin_memory: bool = False,
     ) -> None:
         self.schedule = schedule
         self.reader = reader
         self.spec = spec
         self.world = world
+        self.samples = samples
         self.packing = packing
         self.start = start
         self.num_workers = num_workers
-        self.pin_memory = pin_memory
 
     def __len__(self) -> int:
         return self.schedule.num_steps
@@ -77,10 +81,11 @@ class StepLoader:
             plan = self.schedule.plan_of(epoch)
             assert plan.steps.num_steps == self.schedule.steps_per_epoch, "epochs must have equally many steps"
             batches = self._micro_batches(plan, first)
+            figures = list(figures_of_steps(plan, self.samples, is_dynamic=self.packing and not plan.summary.packing))
             last = min(plan.steps.num_steps, first + self.schedule.num_steps - step)
             for step_in_epoch in range(first, last):
                 num = plan.steps.num_micro_batches(step_in_epoch)
-                yield TrainingStep(plan.steps.target_tokens(step_in_epoch), num, islice(batches, num))
+                yield TrainingStep(figures[step_in_epoch], num, islice(batches, num))
             step += last - first
 
     def _micro_batches(self, plan: EpochPlan, first_step: int) -> Iterator[Batch]:
@@ -89,5 +94,5 @@ class StepLoader:
             dataset,
             range(int(dataset.first[first_step]), len(dataset)),
             num_workers=self.num_workers,
-            pin_memory=self.pin_memory,
+            pin_memory=torch.cuda.is_available(),
         )

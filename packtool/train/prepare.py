@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from packtool.cache.chosen import ChosenTargets, SampleReader
 from packtool.cache.plan_file import read_plan
 from packtool.cache.reader import CacheReader
 from packtool.config import PackingOptions, TrainConfig
@@ -14,8 +17,9 @@ from packtool.encode.families import MediaLimits
 from packtool.encode.model_files import ModelFiles
 from packtool.plan.cost import CostModel
 from packtool.plan.epoch import EpochPlan, PlanOptions, deal_packs, plan_epoch, reordered
-from packtool.train.check import check_plan, open_caches, packs_of
+from packtool.train.check import check_plan, choice_of_targets, open_caches, packs_of
 from packtool.train.checkpoint import RunState, find_checkpoint, read_state
+from packtool.train.figures import SampleFigures
 from packtool.train.schedule import Schedule
 from packtool.train.world import World
 
@@ -58,6 +62,8 @@ class PreparedRun:
 
     Args:
         reader: of all caches.
+        samples: the same with their labels as ``--loss-scale`` chooses them.
+        figures: of all samples.
         schedule: all steps.
         state: what a checkpoint of this run says of it.
         checkpoint: the one to go on from, or None.
@@ -68,6 +74,8 @@ class PreparedRun:
     world: World
     files: ModelFiles
     reader: CacheReader
+    samples: SampleReader
+    figures: SampleFigures
     schedule: Schedule
     state: RunState
     checkpoint: str | None
@@ -88,6 +96,12 @@ def prepare_run(config: TrainConfig, world: World) -> PreparedRun:
     files = ModelFiles.load(config.model)
     reader = open_caches(config, files)
     index = reader.index
+    choice = choice_of_targets(config, reader, files)
+    samples: SampleReader = reader
+    targets = index.target_tokens
+    if choice is not None:
+        samples = chosen = ChosenTargets(reader, choice)
+        targets = chosen.target_tokens()
     saved = read_plan(config.plan) if config.plan is not None else None
     if saved is not None:
         check_plan(saved, config, reader)
@@ -101,10 +115,10 @@ def prepare_run(config: TrainConfig, world: World) -> PreparedRun:
         if saved is not None:
             packs = packs_of(saved)
             packs = reordered(packs, seed=config.seed, epoch=epoch) if config.shuffle else packs
-            return deal_packs(packs, index.target_tokens, options, media_tokens=index.media_tokens)
+            return deal_packs(packs, targets, options, media_tokens=index.media_tokens)
         return plan_epoch(
             index.length,
-            index.target_tokens,
+            targets,
             options,
             seed=config.seed,
             epoch=epoch,
@@ -112,9 +126,22 @@ def prepare_run(config: TrainConfig, world: World) -> PreparedRun:
         )
 
     schedule = Schedule(plan_of, num_epochs=config.num_train_epochs, max_steps=config.max_steps)
-    state = RunState(
+    state = _state(config, world, schedule, options, reader.fingerprint)
+    checkpoint = find_checkpoint(config.resume_from_checkpoint, config.output_dir)
+    start = 0
+    if checkpoint is not None:
+        before = read_state(checkpoint)
+        state.check_continues(checkpoint, before)
+        start = before.step
+    units = targets > 0 if config.loss_reduction == "sample" else targets
+    figures = SampleFigures(targets, index.media_tokens, units.astype(np.int64), options.cost)
+    return PreparedRun(config, world, files, reader, samples, figures, schedule, state, checkpoint, start)
+
+
+def _state(config: TrainConfig, world: World, schedule: Schedule, options: PlanOptions, cache: str) -> RunState:
+    return RunState(
         plan=schedule.plan_of(0).fingerprint,
-        cache=reader.fingerprint,
+        cache=cache,
         seed=config.seed,
         train_type=config.train_type,
         packing=config.packing,
@@ -123,11 +150,6 @@ def prepare_run(config: TrainConfig, world: World) -> PreparedRun:
         world_size=world.size,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         per_device_train_batch_size=config.per_device_train_batch_size,
+        loss_scale=config.loss_scale or "",
+        loss_reduction=config.loss_reduction,
     )
-    checkpoint = find_checkpoint(config.resume_from_checkpoint, config.output_dir)
-    start = 0
-    if checkpoint is not None:
-        before = read_state(checkpoint)
-        state.check_continues(checkpoint, before)
-        start = before.step
-    return PreparedRun(config, world, files, reader, schedule, state, checkpoint, start)

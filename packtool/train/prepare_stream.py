@@ -9,6 +9,7 @@ from packtool.config import EncodeSpec, TrainConfig
 from packtool.encode.encoder import Encoder
 from packtool.encode.families import MediaLimits, family_of
 from packtool.encode.model_files import ModelFiles
+from packtool.plan.cost import CostModel
 from packtool.plan.packing import PackOptions
 from packtool.rows.scan import follow
 from packtool.rows.source import SourceSpec
@@ -19,6 +20,7 @@ from packtool.stream.state import StreamState, read_state
 from packtool.train.checkpoint import RunState, find_checkpoint
 from packtool.train.checkpoint import read_state as read_run_state
 from packtool.train.from_rows import length_of_rows, rows_fingerprint
+from packtool.train.prepare import cost_of
 from packtool.train.world import World
 
 
@@ -54,6 +56,7 @@ class PreparedStream:
         state: what a checkpoint of this run says of it.
         checkpoint: the one to go on from, or None.
         start: first step to train.
+        cost: FLOPs of packs.
         stream: where this rank's packs go on; None for the beginning.
     """
 
@@ -68,6 +71,7 @@ class PreparedStream:
     state: RunState
     checkpoint: str | None
     start: int
+    cost: CostModel
     stream: StreamState | None
 
 
@@ -118,6 +122,7 @@ def prepare_stream(config: TrainConfig, world: World) -> PreparedStream:
         state,
         checkpoint,
         start,
+        cost_of(files.config),
         read_state(checkpoint, world.rank) if checkpoint is not None else None,
     )
 
@@ -154,5 +159,6 @@ def _settings(config: TrainConfig) -> str:
         "max_samples_per_pack",
         "max_media_tokens_per_pack",
         "num_train_epochs",
+        "loss_reduction",
     )
     return ", ".join(f"{name} {getattr(config, name)}" for name in names)

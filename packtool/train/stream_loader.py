@@ -1,6 +1,6 @@
 """The training steps of a stream, as one rank sees them: no plan tells what a step holds, so ranks add it up.
 
-Before a step each rank tells the others, by one sum of five numbers over gloo, what its packs hold and whether more
+Before a step each rank tells the others, by one sum of a few numbers over gloo, what its packs hold and whether more
 will come. A rank whose rows have ended trains empty micro-batches, with zero loss, until all have; the loss stays the
 mean over the true target tokens of the step.
 """
@@ -11,11 +11,12 @@ import dataclasses
 import json
 import os
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -26,11 +27,12 @@ from packtool.errors import DataError
 from packtool.rows.sample import Dropped
 from packtool.stream.packs import PackStream, StreamedPack
 from packtool.stream.state import StreamState
+from packtool.train.figures import StepFigures
 from packtool.train.loader import TrainingStep
 from packtool.train.prepare_stream import PreparedStream
 from packtool.train.result import TrainResult
 
-_SUMS = ("target_tokens", "tokens", "packs", "samples", "more")
+_SUMS = ("target_tokens", "tokens", "packs", "samples", "attended", "attended_dense", "media_tokens", "more")
 
 
 @dataclass(frozen=True)
@@ -52,13 +54,11 @@ class StreamLoader:
     Args:
         run: of this rank.
         spec: the model that micro-batches are collated for.
-        pin_memory: for a GPU.
     """
 
-    def __init__(self, run: PreparedStream, spec: InputSpec, *, pin_memory: bool = False) -> None:
+    def __init__(self, run: PreparedStream, spec: InputSpec) -> None:
         self.run = run
         self.spec = spec
-        self.pin_memory = pin_memory
         self.totals: Counter[str] = Counter()
         self.is_last = False  # the step that was given last
         self._own = deque[_OwnStep]()
@@ -86,7 +86,7 @@ class StreamLoader:
             GivenMicroBatches(self.spec),
             self._micro_batches(),
             num_workers=config.dataloader_num_workers,
-            pin_memory=self.pin_memory,
+            pin_memory=torch.cuda.is_available(),
         )
         for step in range(self.run.start, self.run.schedule.num_steps):
             # The first micro-batch of a step is not made before the packs of the whole step are known.
@@ -100,9 +100,22 @@ class StreamLoader:
             self._after = {step: self._after.get(step, own.after), step + 1: own.after}
             self.is_last = not more
             rest = islice(batches, config.gradient_accumulation_steps - 1)
-            yield TrainingStep(sums["target_tokens"], config.gradient_accumulation_steps, chain([first], rest))
+            yield TrainingStep(self._figures(sums), config.gradient_accumulation_steps, chain([first], rest))
             if not more:
                 return
+
+    def _figures(self, sums: Mapping[str, int]) -> StepFigures:
+        names = ("tokens", "attended", "media_tokens", "target_tokens")
+        cost = self.run.cost(*(np.array(sums[name]) for name in names))
+        return StepFigures(
+            target_tokens=sums["target_tokens"],
+            units=sums["samples" if self.run.config.loss_reduction == "sample" else "target_tokens"],
+            tokens=sums["tokens"],
+            computed_tokens=sums["packs"] * self.run.options.pack.capacity,
+            attended=sums["attended"],
+            attended_dense=sums["attended_dense"],
+            flops=float(cost),
+        )
 
     def state_after(self, step: int) -> StreamState:
         """Where this rank's stream stands after so many steps: the last one that was given, or the one before."""
@@ -145,6 +158,9 @@ class StreamLoader:
                 sum(pack.num_tokens for pack in taken),
                 len(taken),
                 sum(len(pack.samples) for pack in taken),
+                sum(sample.length**2 for pack in taken for sample in pack.samples),
+                sum(pack.num_tokens**2 for pack in taken),
+                sum(sample.num_media_tokens for pack in taken for sample in pack.samples),
                 int(ahead is not None),
             )
             self._own.append(_OwnStep(counts, after))

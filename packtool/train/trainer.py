@@ -18,8 +18,11 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from packtool.batch.batch import Batch
+from packtool.train.head_loss import HeadLoss
 from packtool.train.loader import StepLoader, TrainingStep
 from packtool.train.loss import sum_of_losses, takes_logits_to_keep
+from packtool.train.meter import Meter
 from packtool.train.stream_loader import StreamLoader
 
 
@@ -31,6 +34,7 @@ class PackTrainer(Trainer):
         args: from ``training_arguments``.
         loader: of this rank; ``loader.start`` must fit the checkpoint that is resumed from.
         callbacks: further ones.
+        by_channel: log losses and accuracies of each channel.
     """
 
     def __init__(
@@ -39,6 +43,8 @@ class PackTrainer(Trainer):
         args: TrainingArguments,
         loader: StepLoader | StreamLoader,
         callbacks: list[TrainerCallback],
+        *,
+        by_channel: bool = False,
     ) -> None:
         settings = vars(model.config)
         had = settings.get("use_cache")
@@ -49,12 +55,11 @@ class PackTrainer(Trainer):
         else:
             settings["use_cache"] = had
         self.loader = loader
+        self.head_loss = HeadLoss(model) if HeadLoss.applies_to(model) else None
         self.label_logits_only = takes_logits_to_keep(model)
         for printing in (PrinterCallback, ProgressCallback):
             self.remove_callback(printing)
-        # Steps and target tokens since the last log line.
-        self._num_unlogged_steps = 0
-        self._num_unlogged_targets = 0
+        self._meter = Meter(by_channel=by_channel)
 
     def get_train_dataloader(self) -> Any:
         """The steps as they are: already this rank's own, so accelerate must neither shard nor move them."""
@@ -72,19 +77,19 @@ class PackTrainer(Trainer):
         """Forward and backward of all micro-batches of a step; gradients are exchanged in the last one.
 
         Returns:
-            this rank's share of the sum of losses, times the number of ranks; ``log`` divides by the target tokens.
+            this rank's share of the sum of losses, times the number of ranks; ``log`` divides by what the steps hold.
         """
-        scale = self.args.world_size / max(inputs.target_tokens, 1)
+        scale = self.args.world_size / max(inputs.figures.units, 1)
         total = torch.zeros((), device=self.args.device)
-        for number, batch in enumerate(inputs.micro_batches, start=1):
+        batches = self._meter.waited_for(inputs.micro_batches)
+        for number, batch in enumerate(batches, start=1):
             is_last = number == inputs.num_micro_batches
             self.accelerator.gradient_state._set_sync_gradients(is_last)
             with contextlib.nullcontext() if is_last else self.accelerator.no_sync(model=model):
                 on_device = batch.to(self.args.device, non_blocking=True)
                 loss = super().training_step(model, {"batch": on_device, "scale": scale})
             total += loss
-        self._num_unlogged_steps += 1
-        self._num_unlogged_targets += inputs.target_tokens
+        self._meter.add(inputs.figures)
         return total / scale * self.args.world_size
 
     def compute_loss(
@@ -96,18 +101,20 @@ class PackTrainer(Trainer):
     ) -> Tensor:
         """A micro-batch's contribution to the mean over the target tokens of the whole step."""
         assert not return_outputs, "packtool evaluates by itself"
-        loss = sum_of_losses(model, inputs["batch"], label_logits_only=self.label_logits_only)
-        return loss * inputs["scale"]
+        batch: Batch = inputs["batch"]
+        if self.head_loss is None:
+            return sum_of_losses(model, batch, label_logits_only=self.label_logits_only) * inputs["scale"]
+        found = self.head_loss.losses(model, batch)
+        self._meter.see(found, batch)
+        return found.sum(batch.loss_weights) * inputs["scale"]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log lines with the exact mean loss over the target tokens since the last one."""
+        """Log lines with the exact mean loss over the steps since the last one, and what these steps held."""
         if "train_loss" in logs:
             # The Trainer's last words: averages of what training_step returned, which are no means.
             return
         if "loss" in logs:
-            logs["loss"] *= self._num_unlogged_steps / max(self._num_unlogged_targets, 1)
-            logs["target_tokens"] = self._num_unlogged_targets
-            self._num_unlogged_steps = self._num_unlogged_targets = 0
+            logs.update(self._meter.logged(logs["loss"], self.accelerator))
         super().log(logs, start_time)
 
     def floating_point_ops(self, inputs: Any) -> int:

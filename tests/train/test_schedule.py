@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from packtool.plan.epoch import EpochPlan, PlanOptions, plan_epoch
+from packtool.train.figures import SampleFigures
 from packtool.train.loader import StepLoader
 from packtool.train.schedule import Schedule
 from packtool.train.world import World
@@ -34,13 +35,15 @@ def make_schedule(num_epochs: float = 3.0, max_steps: int | None = None, world_s
 
 def load(schedule: Schedule, start: int, world: World | None = None) -> list[tuple[int, list[list[list[int]]]]]:
     """(target tokens, documents of each micro-batch) of every step."""
-    loader = StepLoader(schedule, READER, reduced_spec("qwen3"), world or World(), packing=True, start=start)
+    figures = SampleFigures(TARGETS, np.zeros_like(TARGETS), TARGETS, None)
+    spec = reduced_spec("qwen3")
+    loader = StepLoader(schedule, READER, spec, world or World(), samples=figures, packing=True, start=start)
     assert len(loader) == schedule.num_steps
     steps = []
     for step in loader:
         batches = list(step.micro_batches)
         assert len(batches) == step.num_micro_batches
-        steps.append((step.target_tokens, [documents(batch) for batch in batches]))
+        steps.append((step.figures.target_tokens, [documents(batch) for batch in batches]))
     return steps
 
 

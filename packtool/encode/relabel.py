@@ -1,0 +1,79 @@
+"""Targets chosen anew: which turns of an encoded sample are trained, without encoding its row again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from packtool.constants import IGNORE_INDEX
+from packtool.encode.encoded import EncodedSample
+from packtool.encode.loss_scale import Base
+
+_OPENING = ("vision_start_token_id", "audio_start_token_id")
+_CLOSING = ("vision_end_token_id", "audio_end_token_id")
+_PADS = ("image_token_id", "video_token_id", "audio_token_id", "image_token_index", "video_token_index")
+
+
+@dataclass(frozen=True)
+class TargetChoice:
+    """Which tokens of a sample are targets.
+
+    ``default``: the assistant's turns; ``last_round``: the last one that is left; ``all``: every token that is not a
+    medium's. A turn that its row's ``loss: false`` leaves out stays out of the first two. Weights of labels that were
+    targets before stay; new ones weigh 1.
+
+    Args:
+        base: see above.
+        opening, closing, pads: tokens around media and in them.
+    """
+
+    base: Base
+    opening: frozenset[int]
+    closing: frozenset[int]
+    pads: frozenset[int]
+
+    @classmethod
+    def of_config(cls, base: Base, config: Mapping[str, Any]) -> TargetChoice:
+        """With the tokens that a ``config.json`` names."""
+        inner = config.get("thinker_config") or config
+        opening, closing, pads = (
+            frozenset(int(inner[name]) for name in names if inner.get(name) is not None)
+            for names in (_OPENING, _CLOSING, _PADS)
+        )
+        return cls(base, opening, closing, pads)
+
+    def targets(self, sample: EncodedSample) -> npt.NDArray[np.bool_]:
+        """Which tokens are targets, bool (L,); the first is none, for nothing comes before it."""
+        trained = np.zeros(sample.length, bool)
+        if self.base == "all":
+            trained[:] = True
+        else:
+            spans = sample.turns.reshape(-1, 2)
+            for start, end in spans[-1:] if self.base == "last_round" else spans:
+                trained[start:end] = True
+        trained &= ~self._in_media(sample.input_ids)
+        if sample.num_truncated:
+            trained[:1] = False
+        return trained
+
+    def __call__(self, sample: EncodedSample) -> EncodedSample:
+        """The sample with its labels, and their weights, chosen so."""
+        trained = self.targets(sample)
+        scale = sample.loss_scale
+        if scale is not None:
+            scale = np.where(trained, np.where(sample.labels != IGNORE_INDEX, scale, np.float32(1)), np.float32(0))
+        labels = np.where(trained, sample.input_ids, np.int32(IGNORE_INDEX))
+        return dataclasses.replace(sample, labels=labels, loss_scale=scale)
+
+    def _in_media(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """Pads, and all from a medium's opening mark to its closing one: timestamps of a video lie between."""
+        if not self.pads:
+            return np.zeros(len(ids), bool)
+        opens, closes = np.isin(ids, list(self.opening)), np.isin(ids, list(self.closing))
+        depth = np.cumsum(opens.astype(np.int32) - np.concatenate(([0], closes[:-1].astype(np.int32))))
+        return (depth > 0) | np.isin(ids, list(self.pads))
