@@ -28,6 +28,7 @@ from packtool.settings import REQUIRED, option
 Executor = Literal["local", "ray"]
 MediaStorage = Literal["reference", "embed"]
 TrainType = Literal["lora", "full"]
+FSDP_WORDS = ("full_shard", "shard_grad_op", "auto_wrap", "offload")
 # Settings of a run that say something about rows, and nothing about a cache.
 ROWS_ONLY = (
     "streaming",
@@ -200,6 +201,12 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions):
     learning_rate: float | None = option(
         None, "Peak learning rate; by default 1e-4 with lora and 1e-5 with full.", panel="Training", minimum=0.0
     )
+    vit_lr: float | None = option(
+        None, "Peak learning rate of the vision tower; by default --learning-rate.", panel="Training", minimum=0.0
+    )
+    aligner_lr: float | None = option(
+        None, "Peak learning rate of the aligner; by default --learning-rate.", panel="Training", minimum=0.0
+    )
     weight_decay: float = option(0.1, "AdamW's weight decay.", panel="Training", minimum=0.0)
     warmup_ratio: float = option(
         0.05, "Share of the steps in which the learning rate rises.", panel="Training", minimum=0.0, maximum=1.0
@@ -216,6 +223,18 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions):
         panel="Training",
     )
     gradient_checkpointing: bool = option(False, "Recompute activations to save memory.", panel="Training")
+
+    deepspeed: str | None = option(
+        None,
+        "DeepSpeed: zero0, zero1, zero2, zero3, zero2_offload, zero3_offload, or a JSON file of its settings.",
+        panel="Training",
+    )
+    fsdp: tuple[str, ...] = option(
+        (),
+        "FSDP2: full_shard, or shard_grad_op to keep weights whole between forward and backward; and offload.",
+        panel="Training",
+    )
+    use_liger_kernel: bool = option(False, "Liger's kernels for norms, RoPE and SwiGLU.", panel="Training")
 
     lora_rank: int = option(8, "Rank of the adapters.", panel="Parameters", minimum=1)
     lora_alpha: int = option(32, "Scale of the adapters.", panel="Parameters", minimum=1)
@@ -234,6 +253,9 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions):
         False, "Log the loss and the accuracy of each of the rows' channels.", panel="Run"
     )
     save_steps: int = option(500, "Optimizer steps between two checkpoints.", panel="Run", minimum=1)
+    report_to: tuple[str, ...] = option(
+        (), "Also log to tensorboard, wandb, swanlab, mlflow, ...; metrics.jsonl is always written.", panel="Run"
+    )
     save_total_limit: int | None = option(None, "Checkpoints to keep.", panel="Run", minimum=1)
     dataloader_num_workers: int = option(
         1, "Processes a rank that load pictures ahead of the step.", panel="Run", minimum=0
@@ -257,6 +279,9 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions):
             found.append(f"--cache-dir-size: {error}")
         if self.plan is not None and not self.packing:
             found.append("--plan names a file of packs: it goes with --packing true")
+        if self.deepspeed is not None and self.fsdp:
+            found.append("--deepspeed and --fsdp are two ways to shard: give one of them")
+        found += [f"--fsdp {word}: known are {', '.join(FSDP_WORDS)}" for word in self.fsdp if word not in FSDP_WORDS]
         if self.freeze_vit and self.freeze_aligner and self.freeze_llm:
             found.append("--freeze-vit, --freeze-aligner and --freeze-llm together leave nothing to train")
         return found

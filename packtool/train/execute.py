@@ -18,6 +18,7 @@ from packtool.train.callbacks import CheckpointCallback, PlanCallback, ReportCal
 from packtool.train.checkpoint import PREFIX
 from packtool.train.loader import StepLoader
 from packtool.train.model import count_parameters, load_model, make_trainable, resolve_dtype, weights_dtype
+from packtool.train.part_rates import PartRates
 from packtool.train.prepare import PreparedRun
 from packtool.train.prepare_stream import PreparedStream
 from packtool.train.quiet import quiet_transformers
@@ -99,7 +100,15 @@ def make_trainer(
     report = ReportCallback(progress, config.output_dir, run.start)
     if run.world.is_first:
         callbacks.append(report)
-    trainer = PackTrainer(_make_model(run, spec, dtype), args, loader, callbacks, by_channel=config.enable_channel_loss)
+    model = _make_model(run, spec, dtype)
+    trainer = PackTrainer(
+        model,
+        args,
+        loader,
+        callbacks,
+        by_channel=config.enable_channel_loss,
+        part_rates=PartRates.of(config, model),
+    )
     return trainer, report
 
 

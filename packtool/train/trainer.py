@@ -23,6 +23,7 @@ from packtool.train.head_loss import HeadLoss
 from packtool.train.loader import StepLoader, TrainingStep
 from packtool.train.loss import sum_of_losses, takes_logits_to_keep
 from packtool.train.meter import Meter
+from packtool.train.part_rates import PartRates, split_groups
 from packtool.train.stream_loader import StreamLoader
 
 
@@ -34,6 +35,7 @@ class PackTrainer(Trainer):
         args: from ``training_arguments``.
         loader: of this rank; ``loader.start`` must fit the checkpoint that is resumed from.
         callbacks: further ones.
+        part_rates: learning rates of parts of the model that have their own.
         by_channel: log losses and accuracies of each channel.
     """
 
@@ -45,6 +47,7 @@ class PackTrainer(Trainer):
         callbacks: list[TrainerCallback],
         *,
         by_channel: bool = False,
+        part_rates: PartRates | None = None,
     ) -> None:
         settings = vars(model.config)
         had = settings.get("use_cache")
@@ -59,7 +62,19 @@ class PackTrainer(Trainer):
         self.label_logits_only = takes_logits_to_keep(model)
         for printing in (PrinterCallback, ProgressCallback):
             self.remove_callback(printing)
+        self.part_rates = part_rates
         self._meter = Meter(by_channel=by_channel)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The Trainer's, with parts of the model that have learning rates of their own in groups of their own."""
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if is_new and self.part_rates:
+            whole = model or self.model
+            assert whole is not None
+            names = {id(parameter): name for name, parameter in whole.named_parameters()}
+            optimizer.param_groups[:] = list(split_groups(optimizer.param_groups, names, self.part_rates))
+        return optimizer
 
     def get_train_dataloader(self) -> Any:
         """The steps as they are: already this rank's own, so accelerate must neither shard nor move them."""

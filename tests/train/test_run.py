@@ -14,7 +14,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from packtool.errors import ConfigError, DataError, UnsupportedModelError
+from packtool.errors import ConfigError, DataError, MismatchError, UnsupportedModelError
 from packtool.progress import SilentProgress
 from packtool.train.result import RESULT_NAME
 from packtool.train.run import train
@@ -221,3 +221,71 @@ def test_settings_of_transformers_pass_through(tiny: TinyWorld, tmp_path: Path) 
     train(config, SilentProgress())
     args = torch.load(tmp_path / "checkpoint-1" / "training_args.bin", weights_only=False)
     assert (args.optim, args.adam_beta2) == ("adafactor", 0.95)
+
+
+def test_parts_have_learning_rates_of_their_own(tiny: TinyWorld, tmp_path: Path) -> None:
+    """With a rate of nothing a part stays as it was; with adapters, too."""
+    before = load_file(Path(tiny.model) / "model.safetensors")
+    given: dict[str, Any] = {"vit_lr": 0.0, "aligner_lr": 1e-2, "learning_rate": 1e-3, "warmup_ratio": 0.0}
+    train(tiny.config(tmp_path / "full", max_steps=1, weight_decay=0.0, **given), SilentProgress())
+    after = load_file(tmp_path / "full" / "checkpoint-1" / "model.safetensors")
+    moved = {name: float((weight - before[name]).abs().max()) for name, weight in after.items()}
+    aligner = [name for name in moved if "merger" in name]
+    vision = [name for name in moved if "visual" in name and name not in aligner]
+    assert aligner
+    assert vision
+    # Adam's first step is as large as the rate.
+    assert max(moved[name] for name in vision) == 0.0
+    assert max(moved[name] for name in aligner) == pytest.approx(1e-2, rel=0.01)
+    others = max(moved[name] for name in moved if name not in vision + aligner)
+    assert others == pytest.approx(1e-3, rel=0.01)
+    config = tiny.config(tmp_path / "lora", max_steps=2, train_type="lora", **given)
+    train(config, SilentProgress())
+    adapters = load_file(tmp_path / "lora" / "checkpoint-2" / "adapter_model.safetensors")
+    halves = {name: weight.abs().max() for name, weight in adapters.items() if "lora_B" in name}
+    assert all((value > 0) == ("visual" not in name or "merger" in name) for name, value in halves.items())
+
+
+def test_log_lines_tell_what_the_steps_held(tiny: TinyWorld, tmp_path: Path) -> None:
+    train(tiny.config(tmp_path, enable_channel_loss=True, max_steps=3), SilentProgress())
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 3
+    for line in lines:
+        assert line["tokens"] <= 256
+        assert line["fill"] == pytest.approx(line["tokens"] / 256)
+        assert 0 < line["efficient_attn_ratio"] < 1
+        assert 0 <= line["data_wait"] < 1
+        assert line["memory_gib"] > 0
+        assert line["loss_none"] == pytest.approx(line["loss"], rel=1e-5)
+        assert 0 <= line["token_accuracy"] == line["token_accuracy_none"] <= 1
+
+
+def test_the_reduction_by_samples_gives_each_sample_one_voice(tiny: TinyWorld, tmp_path: Path) -> None:
+    """The same step packed, padded and accumulated, and another one than the mean over tokens."""
+    given: dict[str, Any] = {"loss_reduction": "sample", "max_steps": 1, "learning_rate": 1e-3}
+    kinds: dict[str, dict[str, Any]] = {
+        "padded": {"packing": False, "per_device_train_batch_size": 40},
+        "packed": {"gradient_accumulation_steps": 8},
+        "tokens": {"gradient_accumulation_steps": 8, "loss_reduction": "token"},
+    }
+    for name, settings in kinds.items():
+        train(tiny.config(tmp_path / name, **given | settings), SilentProgress())
+    (padded,), (packed,), (tokens,) = (read_metrics(tmp_path / name) for name in kinds)
+    assert packed["loss"] == pytest.approx(padded["loss"], rel=1e-5)
+    assert packed["grad_norm"] == pytest.approx(padded["grad_norm"], rel=1e-4)
+    assert packed["loss"] != pytest.approx(tokens["loss"], rel=1e-3)
+
+
+def test_targets_are_chosen_without_another_export(tiny: TinyWorld, tmp_path: Path) -> None:
+    """``--loss-scale`` of a run on a cache that has all turns is that of a cache that was exported so."""
+    export_rows(tiny, tmp_path / "cache", loss_scale="last_round")
+    exported = train(tiny.config(tmp_path / "a", cached_dataset=(str(tmp_path / "cache"),)), SilentProgress())
+    chosen = train(tiny.config(tmp_path / "b", loss_scale="last_round"), SilentProgress())
+    assert exported.target_tokens == chosen.target_tokens
+    assert read_metrics(tmp_path / "a")[-1]["loss"] == pytest.approx(read_metrics(tmp_path / "b")[-1]["loss"], rel=1e-4)
+    everything = train(tiny.config(tmp_path / "c", loss_scale="all", dry_run=True), SilentProgress())
+    assert everything.target_tokens > chosen.target_tokens
+    with pytest.raises(MismatchError, match="gives parts of texts other weights"):
+        train(tiny.config(tmp_path / "d", loss_scale="last_round+react"), SilentProgress())
+    with pytest.raises(MismatchError, match="--truncation-strategy delete, and this run asks for left"):
+        train(tiny.config(tmp_path / "d", truncation_strategy="left"), SilentProgress())
