@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from typing import Any
 
 import torch
@@ -12,6 +10,7 @@ from transformers import TrainingArguments
 
 from packtool.config import TrainConfig
 from packtool.errors import ConfigError
+from packtool.train.sharding import sharding_arguments
 
 # Decided by the plan, by packtool's own options, or without effect because packtool does that part itself.
 _TAKEN = frozenset(
@@ -46,61 +45,6 @@ _TAKEN = frozenset(
 _TAKEN_PREFIXES = ("dataloader_", "eval_", "hub_", "push_to_")
 
 
-def _sharding(config: TrainConfig) -> dict[str, Any]:
-    """DeepSpeed or FSDP2, as transformers and accelerate drive them."""
-    if config.deepspeed is not None:
-        return {"deepspeed": deepspeed_settings(config.deepspeed)}
-    if not config.fsdp:
-        return {}
-    settings: dict[str, Any] = {"reshard_after_forward": "shard_grad_op" not in config.fsdp}
-    settings["cpu_offload"] = "offload" in config.fsdp
-    settings["state_dict_type"] = "FULL_STATE_DICT"
-    return {"fsdp": True, "fsdp_config": settings}
-
-
-def deepspeed_settings(given: str) -> dict[str, Any]:
-    """DeepSpeed's settings: a file's, or those behind a name.
-
-    ``zeroN`` shards optimizer states (1), gradients too (2), weights too (3); ``_offload`` keeps optimizer states (and
-    with 3 weights) in the machine's memory.
-
-    Raises:
-        ConfigError: for neither.
-    """
-    match = re.fullmatch(r"zero([0-3])(_offload)?", given)
-    if match is None:
-        return _deepspeed_file(given)
-    stage, offload = int(match[1]), match[2] is not None
-    if offload and stage < 2:
-        raise ConfigError(f"--deepspeed {given}: only zero2 and zero3 can be offloaded")
-    zero: dict[str, Any] = {"stage": stage, "overlap_comm": False, "contiguous_gradients": True}
-    if stage == 3:
-        zero |= {"reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
-        zero |= {"stage3_param_persistence_threshold": "auto", "stage3_gather_16bit_weights_on_model_save": True}
-    if offload:
-        zero |= {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
-        zero |= {"offload_param": {"device": "cpu", "pin_memory": True}} if stage == 3 else {}
-    settings: dict[str, Any] = {"zero_optimization": zero, "zero_allow_untested_optimizer": True}
-    settings |= {name: {"enabled": "auto"} for name in ("bf16", "fp16")}
-    automatic = (
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-    )
-    return settings | dict.fromkeys(automatic, "auto")
-
-
-def _deepspeed_file(path: str) -> dict[str, Any]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            return dict(json.load(file))
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"--deepspeed {path}: {error}", "Give zero0, zero1, zero2, zero3, or a JSON file of DeepSpeed's settings."
-        ) from error
-
-
 def training_arguments(config: TrainConfig, *, num_steps: int, dtype: torch.dtype, on_gpu: bool) -> TrainingArguments:
     """What the Trainer needs to know; see ``trainer`` for why a step is its batch and the run its epoch.
 
@@ -132,7 +76,7 @@ def training_arguments(config: TrainConfig, *, num_steps: int, dtype: torch.dtyp
         "liger_kernel_config": {"fused_linear_cross_entropy": False, "cross_entropy": False}
         if config.use_liger_kernel
         else None,
-        **_sharding(config),
+        **sharding_arguments(config),
         "disable_tqdm": True,
         "remove_unused_columns": False,
         "ignore_data_skip": True,

@@ -23,6 +23,7 @@ from packtool.train.prepare import PreparedRun
 from packtool.train.prepare_stream import PreparedStream
 from packtool.train.quiet import quiet_transformers
 from packtool.train.result import TrainResult
+from packtool.train.sharding import shard_on_cpus
 from packtool.train.stream_loader import StreamLoader
 from packtool.train.trainer import PackTrainer
 from packtool.train.world import check_ranks_agree
@@ -90,6 +91,8 @@ def make_trainer(
     dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
     args = training_arguments(config, num_steps=run.schedule.num_steps, dtype=dtype, on_gpu=on_gpu)
     check_ranks_agree(run.state, run.world)
+    if run.world.size == 1 and (config.fsdp or config.deepspeed):
+        progress.note("one process has nothing to share: NPROC_PER_NODE=8 in front starts eight")
     if run.world.is_first:
         os.makedirs(config.output_dir, exist_ok=True)
     loader = _make_loader(run, spec)
@@ -101,6 +104,7 @@ def make_trainer(
     if run.world.is_first:
         callbacks.append(report)
     model = _make_model(run, spec, dtype)
+    shard_on_cpus(config)
     trainer = PackTrainer(
         model,
         args,

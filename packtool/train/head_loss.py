@@ -65,7 +65,7 @@ class HeadLoss:
         self._forward_of_head: Callable[[Tensor], Tensor] = head.forward
         self._chunk_logits = chunk_logits
         self._labels: Tensor | None = None
-        self._found: TargetLosses | None = None
+        self._found: tuple[Tensor, Tensor] | None = None
         head.forward = self._forward
 
     @staticmethod
@@ -87,11 +87,15 @@ class HeadLoss:
             returned = model(**batch.model_inputs()).logits
         finally:
             self._labels = None
-        found: TargetLosses | None = self._found
-        self._found = None
-        if found is None or returned.shape != (1, len(found.losses), 1):
+        seen, self._found = self._found, None
+        if seen is None or returned.shape[::2] != (1, 1):
             raise RuntimeError(f"the head of {type(model).__name__} is not what makes its logits")
-        return found
+        # As they were returned: FSDP waits for gradients at what a module returns.
+        positions, hits = seen
+        losses = returned.flatten()
+        if len(positions):
+            return TargetLosses(losses, hits, positions, losses.new_zeros(()))
+        return TargetLosses(losses[:0], hits, positions, losses.sum())
 
     def _forward(self, hidden: Tensor) -> Tensor:
         if self._labels is None:
@@ -101,13 +105,12 @@ class HeadLoss:
         rows = hidden.flatten(0, 1)
         if len(positions):
             losses, hits = self._chunked(rows[positions], labels[positions])
-            nothing = losses.new_zeros(())
         else:
             # Every parameter takes part in every backward pass, or ranks would wait for each other.
-            nothing = self._forward_of_head(rows[:1]).float().sum() * 0.0
-            losses, hits = rows.new_zeros(0, dtype=torch.float32), labels.new_zeros(0, dtype=torch.bool)
-        self._found = TargetLosses(losses, hits, positions, nothing)
-        return (losses if len(positions) else losses + nothing).view(1, -1, 1)
+            losses = self._forward_of_head(rows[:1]).float().sum(-1) * 0.0
+            hits = labels.new_zeros(0, dtype=torch.bool)
+        self._found = positions, hits
+        return losses[None, :, None].clone()
 
     def _chunked(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Cross-entropies and hits of rows (N, D)."""

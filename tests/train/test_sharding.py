@@ -1,0 +1,54 @@
+"""DeepSpeed's settings behind their names; FSDP2 itself is tried by ``test_gradients``, in two processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from packtool.config import TrainConfig
+from packtool.errors import ConfigError
+from packtool.train.sharding import deepspeed_settings, sharding_arguments
+
+
+def config(**settings: Any) -> TrainConfig:
+    return TrainConfig(model="m", cached_dataset=("c",), output_dir="o", **settings)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_stages(stage: int) -> None:
+    settings = deepspeed_settings(f"zero{stage}")
+    assert settings["zero_optimization"]["stage"] == stage
+    assert settings["gradient_accumulation_steps"] == "auto"
+    assert "offload_optimizer" not in settings["zero_optimization"]
+
+
+def test_offloading() -> None:
+    assert "offload_param" not in deepspeed_settings("zero2_offload")["zero_optimization"]
+    assert deepspeed_settings("zero3_offload")["zero_optimization"]["offload_param"]["device"] == "cpu"
+    with pytest.raises(ConfigError, match="only zero2 and zero3"):
+        deepspeed_settings("zero1_offload")
+
+
+def test_a_file_of_settings(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}}))
+    assert deepspeed_settings(str(tmp_path / "ds.json")) == {"zero_optimization": {"stage": 1}}
+    (tmp_path / "broken.json").write_text("{")
+    for name in ("broken.json", "gone.json"):
+        with pytest.raises(ConfigError, match="Give zero0, zero1, zero2, zero3, or a JSON file"):
+            deepspeed_settings(str(tmp_path / name))
+
+
+def test_what_the_trainer_is_told() -> None:
+    assert sharding_arguments(config()) == {}
+    full = sharding_arguments(config(fsdp=("full_shard", "offload")))
+    assert full["fsdp"] is True
+    assert (full["fsdp_config"]["reshard_after_forward"], full["fsdp_config"]["cpu_offload"]) == (True, True)
+    assert sharding_arguments(config(fsdp=("shard_grad_op",)))["fsdp_config"]["reshard_after_forward"] is False
+
+
+def test_contradictions() -> None:
+    assert any("give one of them" in line for line in config(fsdp=("full_shard",), deepspeed="zero2").problems())
+    assert any("--fsdp no_shard: known are" in line for line in config(fsdp=("no_shard",)).problems())
