@@ -162,6 +162,29 @@ def verify_cheaply(
         return [check_isolation(pack_under_test, _CHANGES_BEFORE_TRAINING), check_loss(pack_under_test)]
 
 
+def verify_first_pack(
+    model: nn.Module,
+    reader: CacheReader,
+    positions: Sequence[int],
+    spec: InputSpec,
+    *,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """``verify_cheaply`` on a few samples of a run's first pack; one line before the first step.
+
+    Args:
+        model, spec, dtype: as for ``verify_cheaply``; the model where it will be trained.
+        reader: of the run.
+        positions: in its caches, of the samples of a pack; nothing is compared if there are fewer than two.
+
+    Raises:
+        MismatchError: if packed samples are not what they are alone, exit code 4.
+    """
+    samples = few_samples(reader, positions)
+    if len(samples) > 1:
+        raise_if_failed(verify_cheaply(model, samples, spec, dtype=dtype))
+
+
 def few_samples(reader: CacheReader, positions: Sequence[int], most: int = _FEW) -> list[EncodedSample]:
     """The shortest of some samples of a cache, in their order, for ``verify_cheaply``.
 

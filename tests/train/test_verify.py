@@ -18,7 +18,15 @@ from packtool.batch.spec import InputSpec
 from packtool.cache.reader import CacheReader
 from packtool.encode.families import MediaLimits
 from packtool.errors import ConfigError, DataError, MismatchError
-from packtool.train.verify import choose_packs, few_samples, raise_if_failed, verify, verify_cheaply
+from packtool.train.model import load_model
+from packtool.train.verify import (
+    choose_packs,
+    few_samples,
+    raise_if_failed,
+    verify,
+    verify_cheaply,
+    verify_first_pack,
+)
 from packtool.train.verify_checks import Check, PackUnderTest, check_isolation, worst_of
 from packtool.verify_options import VerifyConfig
 from tests.attention.hybrids import hybrid_config, hybrid_model
@@ -68,7 +76,7 @@ def test_a_model_that_isolates_passes(tiny: TinyWorld) -> None:
 
 
 def test_so_it_does_in_16_bits_with_other_tolerances(tiny: TinyWorld) -> None:
-    report = verify(config(tiny, torch_dtype="bfloat16", num_packs=1))
+    report = verify(config(tiny, torch_dtype="bfloat16", num_packs=1, packing_length=128))
     assert report.passed
     assert report.dtype == "bfloat16"
     assert report.checks[1].allowed > 1e-2
@@ -152,6 +160,18 @@ def test_few_samples_are_the_shortest_in_their_order(tiny: TinyWorld) -> None:
     shortest = sorted(lengths, key=lambda position: lengths[position])[:3]
     expected = [reader.sample(position).row for position in lengths if position in shortest]
     assert [sample.row for sample in found] == expected
+
+
+def test_one_line_before_the_first_step(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = CacheReader.open([tiny.cache])
+    spec = InputSpec.load(tiny.model, reader.manifests[0].identity.media_limits)
+    model = load_model(tiny.model, spec.config, dtype=torch.float32, packing=True)
+    verify_first_pack(model, reader, [], spec)
+    verify_first_pack(model, reader, [4, 9, 2], spec)
+    monkeypatch.setattr("packtool.train.verify.verify_cheaply", lambda *args, **kwargs: [Check("loss", 1.0, 0.1, "")])
+    verify_first_pack(model, reader, [4], spec)
+    with pytest.raises(MismatchError, match="the loss of a pack is not that of its samples alone"):
+        verify_first_pack(model, reader, [4, 9, 2], spec)
 
 
 def test_a_recurrent_layer_that_leaks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
