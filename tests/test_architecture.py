@@ -26,7 +26,10 @@ ORDER = (
     "demo",
     "cli",
 )
-BASE = {"errors", "constants", "progress", "config", "packing_options", "row_options", "settings", "storage"}
+BASE = {
+    *("errors", "constants", "progress", "config", "packing_options", "row_options", "verify_options", "settings"),
+    "storage",
+}
 
 OWNERS = {
     "torch": {"batch", "attention", "train", "demo"},

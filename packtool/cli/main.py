@@ -16,8 +16,10 @@ from packtool.cli.export import run_export
 from packtool.cli.inspect import InspectConfig, run_inspect
 from packtool.cli.options import command_of, option_kinds
 from packtool.cli.plan import run_plan
+from packtool.cli.verify import run_verify
 from packtool.config import ExportConfig, PlanConfig, TrainConfig
 from packtool.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_UNEXPECTED, EXIT_USAGE, PacktoolError
+from packtool.verify_options import VerifyConfig
 
 app = typer.Typer(
     name="packtool",
@@ -39,6 +41,9 @@ app.command("demo", help="Watch both stages work on a small world made on the sp
 
 app.command("inspect", help="Look into a cache: its figures, a sample, a pack.")(command_of(InspectConfig, run_inspect))
 app.command("plan", help="Look at a whole schedule before paying for it.")(command_of(PlanConfig, run_plan))
+app.command("verify", help="Show that packed samples are what they are alone, with your model and data.")(
+    command_of(VerifyConfig, run_verify)
+)
 
 _SETTINGS = {
     "export": ExportConfig,
@@ -46,6 +51,7 @@ _SETTINGS = {
     "sft": TrainConfig,
     "inspect": InspectConfig,
     "plan": PlanConfig,
+    "verify": VerifyConfig,
     "demo": DemoConfig,
 }
 _NAMELESS = {"inspect": "--directory", "plan": "--cached-dataset"}

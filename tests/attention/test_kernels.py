@@ -55,7 +55,7 @@ def test_equals_the_reference(name: str, lengths: list[int]) -> None:
             check_kernel(HERE[name], random_heads(sum(lengths), num_heads, num_kv_heads, 8), varlen, window=window)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 33), min_size=1, max_size=8),
     groups=st.integers(1, 3),
@@ -88,7 +88,7 @@ def test_in_other_precisions(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize(("num_kv_heads", "window"), [(4, None), (2, 5), (1, 1000)])
+@pytest.mark.parametrize(("num_kv_heads", "window"), [(4, 1000), (2, 5), (1, None)])
 def test_flex_computes_the_same_where_it_has_no_gradients(num_kv_heads: int, window: int | None) -> None:
     heads = [tensor.detach() for tensor in random_heads(44, 4, num_kv_heads, 16)]
     check_kernel(KERNELS["flex"], heads, Varlen.of_lengths([30, 1, 13]), window=window, scale=0.3)

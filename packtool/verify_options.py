@@ -1,0 +1,37 @@
+"""What ``packtool verify`` needs to know, and the names of the attention kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from packtool.settings import REQUIRED, option
+
+AttnImpl = Literal["auto", "sdpa", "varlen", "flash_attention_2", "flash_attention_3", "flex"]
+ATTN_IMPL_HELP = (
+    "Kernel of the packed attention: auto takes flash attention if it is installed, torch's own varlen on CUDA, and "
+    "SDPA for each sample elsewhere."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyConfig:
+    """What ``packtool verify`` needs to know."""
+
+    model: str = option(REQUIRED, "Directory (or hub id) of the model.")
+    cached_dataset: tuple[str, ...] = option(
+        REQUIRED, "Caches that packtool export made; several may follow. Their samples are packed and compared."
+    )
+    packing_length: int | None = option(
+        None, "Tokens that a pack holds at most; by default the export's --max-length.", minimum=2
+    )
+    num_packs: int = option(2, "Packs to look at.", minimum=1)
+    attn_impl: AttnImpl = option("auto", ATTN_IMPL_HELP)
+    torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "Precision of the weights; auto is the checkpoint's on a GPU, and float32 on the CPU."
+    )
+    seed: int = option(42, "Seed of the packing.", minimum=0)
+
+    def problems(self) -> list[str]:
+        """None are possible."""
+        return []

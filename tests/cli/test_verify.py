@@ -1,0 +1,100 @@
+"""``packtool verify`` on the command line: the report, its JSON, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3NextForCausalLM, Qwen3VLConfig
+
+from packtool.attention.choose import KERNELS
+from packtool.attention.varlen import Varlen
+from packtool.cli.main import run
+from packtool.errors import EXIT_MISMATCH, EXIT_OK, EXIT_USAGE
+from tests.attention.hybrids import hybrid_config
+from tests.train.conftest import tiny as tiny
+from tests.train.tiny import TinyWorld, export_rows
+
+
+def words(tiny: TinyWorld, *more: str) -> list[str]:
+    given = ["verify", "--model", tiny.model, "--cached-dataset", tiny.cache, "--packing_length", "256"]
+    return [*given, "--num-packs", "1", *more]
+
+
+def test_the_report(tiny: TinyWorld, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(words(tiny)) == EXIT_OK
+    told = capsys.readouterr().out
+    assert "packed samples are what they are alone" in told
+    for word in ("moves no other", "logits", "loss", "gradients", "allowed", "float32", "sdpa", "ok"):
+        assert word in told
+
+
+def test_one_json_document(tiny: TinyWorld, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(words(tiny, "--json", "--attn-impl", "sdpa")) == EXIT_OK
+    document = json.loads(capsys.readouterr().out)
+    assert document["passed"] is True
+    assert document["attention"] == "sdpa"
+    assert [check["name"] for check in document["checks"]] == ["isolation", "logits", "loss", "gradients"]
+    assert all(check["error"] <= check["allowed"] and check["passed"] for check in document["checks"])
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_leak_is_exit_4_and_is_named(
+    as_json: bool, tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The attention is registered, and heeds no boundaries."""
+    attend = KERNELS["sdpa"].attend
+
+    def leak(q: Any, k: Any, v: Any, varlen: Varlen, **kwargs: Any) -> Any:
+        return attend(q, k, v, Varlen.of_lengths([len(q)]), **kwargs)
+
+    monkeypatch.setattr(KERNELS["sdpa"], "attend", leak)
+    assert run(words(tiny, *(["--json"] if as_json else []))) == EXIT_MISMATCH
+    told = capsys.readouterr()
+    assert "packed samples leak: a change of sample 0 (" in told.err
+    assert "moved sample" in told.err
+    assert "--packing false" in told.err
+    if as_json:
+        document = json.loads(told.out)
+        assert document["passed"] is False
+        assert document["checks"][0]["where"].startswith("a change of sample 0")
+    else:
+        assert "NOT" in told.out
+        assert told.out.count("FAILED") == 4
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "told"),
+    [
+        (["--attn-impl", "varlen"], EXIT_USAGE, "CUDA"),
+        (["--attn-impl", "fastest"], EXIT_USAGE, "none of auto, sdpa"),
+        (["--packing-length", "1"], EXIT_USAGE, "below 2"),
+        (["--torch-dtype", "float16"], EXIT_USAGE, "needs a GPU"),
+        (["--cached-dataset", "nowhere"], EXIT_MISMATCH, "no finished cache"),
+    ],
+)
+def test_wrong_options(
+    more: list[str], code: int, told: str, tiny: TinyWorld, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(words(tiny, *more)) == code
+    assert told in capsys.readouterr().err
+
+
+def test_a_hybrid_is_isolated(tiny: TinyWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A Qwen3-Next in the same folder of tokenizer and template, with the rows that have no pictures."""
+    vocabulary = Qwen3VLConfig.from_pretrained(tiny.model).text_config.vocab_size
+    config = hybrid_config("qwen3_next")
+    config.vocab_size = vocabulary
+    torch.manual_seed(0)
+    Qwen3NextForCausalLM(config).save_pretrained(tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / "model" / name).write_text((Path(tiny.model) / name).read_text())
+    rows = [row for row in json.loads(Path(tiny.rows).read_text()) if not row["images"]]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    hybrid = TinyWorld(str(tmp_path / "model"), str(tmp_path / "cache"), str(tmp_path / "rows.json"))
+    export_rows(hybrid, hybrid.cache)
+    assert run(words(hybrid, "--json")) == EXIT_OK
+    assert json.loads(capsys.readouterr().out)["passed"] is True
