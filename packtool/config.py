@@ -24,6 +24,7 @@ from packtool.row_options import MediaOverflow as MediaOverflow
 from packtool.row_options import RowOptions as RowOptions
 from packtool.row_options import TruncationStrategy as TruncationStrategy
 from packtool.settings import REQUIRED, option
+from packtool.verify_options import ATTN_IMPL_HELP, AttnImpl
 
 Executor = Literal["local", "ray"]
 MediaStorage = Literal["reference", "embed"]
@@ -191,6 +192,12 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions):
     torch_dtype: DType = option("auto", "Precision of the weights; auto is the checkpoint's.", panel="Model and data")
 
     packing: bool = option(False, "Pack samples without padding.", panel="Packing")
+    attn_impl: AttnImpl = option("auto", ATTN_IMPL_HELP, panel="Packing")
+    verify_packing: bool = option(
+        True,
+        "Before the first step, show on a few samples that packed ones compute what they do alone.",
+        panel="Packing",
+    )
     plan: str | None = option(None, "Train the packs of this file, which packtool plan --save wrote.", panel="Packing")
 
     train_type: TrainType = option(

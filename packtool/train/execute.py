@@ -8,8 +8,10 @@ import time
 
 import torch
 from peft import PeftModel
+from torch import nn
 from transformers import PreTrainedModel, TrainerCallback, set_seed
 
+from packtool.attention.choose import choose
 from packtool.attention.support import refuse_unsupported
 from packtool.batch.spec import InputSpec
 from packtool.progress import Progress
@@ -20,12 +22,13 @@ from packtool.train.loader import StepLoader
 from packtool.train.model import count_parameters, load_model, make_trainable, resolve_dtype, weights_dtype
 from packtool.train.part_rates import PartRates
 from packtool.train.prepare import PreparedRun
-from packtool.train.prepare_stream import PreparedStream
+from packtool.train.prepare_stream import PreparedStream, first_samples
 from packtool.train.quiet import quiet_transformers
 from packtool.train.result import TrainResult
 from packtool.train.sharding import shard_on_cpus
 from packtool.train.stream_loader import StreamLoader
 from packtool.train.trainer import PackTrainer
+from packtool.train.verify import few_samples, raise_if_failed, verify_cheaply
 from packtool.train.world import check_ranks_agree
 
 
@@ -40,6 +43,9 @@ def load_spec(run: PreparedRun | PreparedStream) -> InputSpec:
     spec = dataclasses.replace(spec, loss_reduction=run.config.loss_reduction)
     if run.config.removes_padding:
         refuse_unsupported(spec.config)
+        on_gpu = torch.cuda.is_available()
+        device = torch.device("cuda" if on_gpu else "cpu")
+        choose(run.config.attn_impl, device, resolve_dtype(spec.config, run.config, on_gpu=on_gpu))
     return spec
 
 
@@ -57,6 +63,7 @@ def execute(run: PreparedRun | PreparedStream, spec: InputSpec, result: TrainRes
         assert trainer.model is not None
         num_trainable, num_parameters = count_parameters(trainer.model)
         progress.note(f"parameters: {num_parameters:,}, of them trained: {num_trainable:,} ({run.config.train_type})")
+        verify_packing(run, trainer.model, spec, progress)
         begin = time.perf_counter()
         trainer.train(resume_from_checkpoint=run.checkpoint)
         seconds = time.perf_counter() - begin
@@ -81,6 +88,29 @@ def execute(run: PreparedRun | PreparedStream, spec: InputSpec, result: TrainRes
     if run.world.is_first:
         result.write()
     return result
+
+
+def verify_packing(run: PreparedRun | PreparedStream, model: nn.Module, spec: InputSpec, progress: Progress) -> None:
+    """Look at a few samples of the first pack before the first step.
+
+    Raises:
+        MismatchError: if they do not compute in the pack what they compute alone.
+    """
+    config, on_gpu = run.config, torch.cuda.is_available()
+    if not (config.removes_padding and config.verify_packing):
+        return
+    if on_gpu and (config.fsdp or config.deepspeed):
+        progress.note("packing is not verified before weights are sharded; packtool verify does it on one device")
+        return
+    dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
+    if isinstance(run, PreparedRun):
+        epoch, step = run.schedule.locate(run.start)
+        packs = run.schedule.plan_of(epoch).samples(step, run.world.rank, 0)
+        samples = few_samples(run.reader, [int(position) for pack in packs for position in pack])
+    else:
+        samples = first_samples(run)
+    if len(samples) > 1:
+        raise_if_failed(verify_cheaply(model, samples, spec, dtype=dtype))
 
 
 def make_trainer(
@@ -135,5 +165,7 @@ def _make_model(run: PreparedRun | PreparedStream, spec: InputSpec, dtype: torch
     # Adapters are drawn at random: alike on every rank, and in every run with this seed.
     set_seed(run.config.seed)
     dtype = weights_dtype(dtype, run.config)
-    model = load_model(run.config.model, spec.config, dtype=dtype, packing=run.config.removes_padding)
+    model = load_model(
+        run.config.model, spec.config, dtype=dtype, packing=run.config.removes_padding, attn_impl=run.config.attn_impl
+    )
     return make_trainable(model, run.config)

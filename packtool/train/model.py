@@ -10,7 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
-from packtool.attention.register import attention_for, register
+from packtool.attention.register import set_attention
 from packtool.attention.support import refuse_unsupported
 from packtool.config import TrainConfig
 from packtool.errors import ConfigError, MismatchError
@@ -45,21 +45,21 @@ def weights_dtype(dtype: torch.dtype, run: TrainConfig) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 and run.train_type == "full" else dtype
 
 
-def load_model(model: str, config: PreTrainedConfig, *, dtype: torch.dtype, packing: bool) -> PreTrainedModel:
+def load_model(
+    model: str, config: PreTrainedConfig, *, dtype: torch.dtype, packing: bool, attn_impl: str = "auto"
+) -> PreTrainedModel:
     """Read a model's weights.
 
     Args:
         packing: route the text tower through packed attention; False leaves transformers' own.
+        attn_impl: kernel of the packed attention.
 
     Raises:
         UnsupportedModelError: before any weight is read, if packed samples could not be kept apart.
         MismatchError: if the checkpoint lacks weights, which would otherwise be random.
     """
-    attention: str | dict[str, str] = "sdpa"
     if packing:
         refuse_unsupported(config)
-        register()
-        attention = attention_for(config)
     auto: Any = (
         AutoModelForImageTextToText
         if type(config) in AutoModelForImageTextToText._model_mapping
@@ -67,7 +67,7 @@ def load_model(model: str, config: PreTrainedConfig, *, dtype: torch.dtype, pack
     )
     # A copy: loading writes the choice of attention into the config, and collation's meta model must not inherit it.
     loaded, info = auto.from_pretrained(
-        model, config=copy.deepcopy(config), dtype=dtype, attn_implementation=attention, output_loading_info=True
+        model, config=copy.deepcopy(config), dtype=dtype, attn_implementation="sdpa", output_loading_info=True
     )
     if missing := sorted(info["missing_keys"]):
         shown = ", ".join(missing[:_SHOWN_NAMES]) + (", ..." if len(missing) > _SHOWN_NAMES else "")
@@ -75,6 +75,8 @@ def load_model(model: str, config: PreTrainedConfig, *, dtype: torch.dtype, pack
             f"{model} lacks {len(missing)} weights of a {type(loaded).__name__}: {shown}",
             "Check that --model is a complete checkpoint with a language head.",
         )
+    if packing:
+        set_attention(loaded, attn_impl)
     return loaded
 
 

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from packtool.config import EncodeSpec, TrainConfig
+from packtool.encode.blocks import encode_samples, samples_of
+from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
 from packtool.encode.families import MediaLimits, family_of
 from packtool.encode.model_files import ModelFiles
 from packtool.plan.cost import CostModel
 from packtool.plan.packing import PackOptions
+from packtool.rows.sample import Dropped
 from packtool.rows.scan import follow
 from packtool.rows.source import SourceSpec
 from packtool.rows.sources import sources_of
@@ -125,6 +128,17 @@ def prepare_stream(config: TrainConfig, world: World) -> PreparedStream:
         cost_of(files.config),
         read_state(checkpoint, world.rank) if checkpoint is not None else None,
     )
+
+
+def first_samples(run: PreparedStream, most: int = 4) -> list[EncodedSample]:
+    """The shortest samples of the first block of the first file, to look at before a run."""
+    source, blocks = follow(run.specs[0])
+    block = next(iter(blocks), None)
+    if block is None:
+        return []
+    group = list(samples_of(source, [block], may_hold_secrets=False))
+    found = [item for item in encode_samples(group, Encoder(run.spec, run.files)) if not isinstance(item, Dropped)]
+    return sorted((sample for samples in found for sample in samples), key=lambda sample: sample.length)[:most]
 
 
 def _options(config: TrainConfig, packing_length: int) -> StreamOptions:
