@@ -10,7 +10,7 @@ from packtool.config import TrainConfig
 from packtool.errors import ConfigError
 from packtool.plan.packing import PackOptions
 from packtool.settings import resolve
-from packtool.train.prepare import plan_options
+from packtool.train.planner import plan_options
 
 TRAIN = {"model": "m", "cached_dataset": ("c",), "output_dir": "o", "packing": "true"}
 

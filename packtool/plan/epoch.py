@@ -15,6 +15,7 @@ from packtool.packing_options import Balance, PackingAlgorithm
 from packtool.plan.balance import imbalance
 from packtool.plan.cost import CostModel
 from packtool.plan.dynamic import rearrange
+from packtool.plan.pack_plan import with_packs_in_order
 from packtool.plan.packing import PackOptions, PackPlan, pack, pack_singletons
 from packtool.plan.shuffle import seeded_order
 from packtool.plan.steps import StepPlan, plan_steps, step_plan
@@ -231,12 +232,7 @@ def reordered(packs: PackPlan, *, seed: int, epoch: int) -> PackPlan:
     """The same packs in another order, as a saved plan is trained in its later epochs; epoch 0 leaves it."""
     if epoch == 0:
         return packs
-    order = seeded_order(packs.num_packs, seed=seed, epoch=epoch, stream=_SAVED_ORDER)
-    sizes = np.diff(packs.offsets)[order]
-    offsets = np.zeros(len(order) + 1, np.int64)
-    np.cumsum(sizes, out=offsets[1:])
-    taken = np.arange(packs.num_samples) - np.repeat(offsets[:-1] - packs.offsets[:-1][order], sizes)
-    return PackPlan(packs.samples[taken], offsets, packs.lengths[taken], packs.capacity)
+    return with_packs_in_order(packs, seeded_order(packs.num_packs, seed=seed, epoch=epoch, stream=_SAVED_ORDER))
 
 
 def pack_costs(

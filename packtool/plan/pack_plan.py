@@ -142,10 +142,10 @@ def plan_of(order: Int64Array, sizes: npt.NDArray[np.integer[Any]], lengths: Int
 
 
 def with_packs_in_order(plan: PackPlan, order: Int64Array) -> PackPlan:
-    """The same packs, those of ``order`` (K,) one after the other."""
+    """The packs of ``order`` one after the other: all K of them, or some."""
     sizes = np.diff(plan.offsets)[order]
     offsets = offsets_of(sizes)
-    taken = np.arange(plan.num_samples) - np.repeat(offsets[:-1] - plan.offsets[:-1][order], sizes)
+    taken = np.arange(offsets[-1]) - np.repeat(offsets[:-1] - plan.offsets[:-1][order], sizes)
     return PackPlan(plan.samples[taken], offsets, plan.lengths[taken], plan.capacity)
 
 

@@ -34,7 +34,10 @@ class RunState:
     """Everything that must be the same for a resumed run to train exactly what is left.
 
     Args:
-        plan: fingerprint of the first epoch's plan.
+        plan: fingerprint of the first epoch's packs.
+        steps: fingerprint of how they are dealt to steps and ranks.
+        dealings: [first step, world size, gradient accumulation, batch size] of each time that packs were dealt anew,
+            because a resumed run had other processes.
         cache: fingerprint of the caches.
         seed: of the plans of all epochs.
         step: optimizer steps done.
@@ -53,6 +56,8 @@ class RunState:
     world_size: int
     gradient_accumulation_steps: int
     per_device_train_batch_size: int
+    steps: str = ""
+    dealings: tuple[tuple[int, int, int, int], ...] = ()
     streaming: str = ""
     loss_scale: str = ""
     loss_reduction: str = "token"
@@ -61,18 +66,31 @@ class RunState:
     step_in_epoch: int = 0
     saved_at: float = 0.0
 
+    @property
+    def dealing(self) -> tuple[int, int, int]:
+        """World size, gradient accumulation and batch size: what a step's packs are dealt to."""
+        return self.world_size, self.gradient_accumulation_steps, self.per_device_train_batch_size
+
+    def is_dealt_anew_after(self, other: RunState) -> bool:
+        """Whether what a checkpoint with that state left is to be dealt to another number of processes."""
+        return not self.streaming and self.world_size != other.world_size
+
     def check_continues(self, checkpoint: str, other: RunState) -> None:
         """Raise unless a run with this state may go on from a checkpoint with that one.
+
+        With another world size the packs must be the same, but not the steps: they are dealt anew.
 
         Raises:
             MismatchError: naming every difference.
         """
-        place = {"step", "epoch", "step_in_epoch", "saved_at"}
+        place = {"step", "epoch", "step_in_epoch", "saved_at", "dealings"}
+        if self.is_dealt_anew_after(other):
+            place |= {"steps", "world_size", "gradient_accumulation_steps", "per_device_train_batch_size"}
         mine, theirs = dataclasses.asdict(self), dataclasses.asdict(other)
         different = [name for name in mine if name not in place and mine[name] != theirs[name]]
-        # The plan follows from the rest: alone it would say little, beside another difference it says nothing.
-        if len(different) > 1 and "plan" in different:
-            different.remove("plan")
+        # Plan and steps follow from the rest: alone they would say little, beside another difference nothing.
+        told = [name for name in different if name not in ("plan", "steps")]
+        different = told or different
         if different:
             lines = "\n".join(f"  - {name}: {theirs[name]} there, {mine[name]} now" for name in different)
             raise MismatchError(
@@ -90,7 +108,9 @@ def read_state(checkpoint: str) -> RunState:
     path = os.path.join(checkpoint, STATE_NAME)
     try:
         with open(path, encoding="utf-8") as file:
-            return RunState(**json.load(file))
+            values = json.load(file)
+            values["dealings"] = tuple(tuple(dealing) for dealing in values.get("dealings", ()))
+            return RunState(**values)
     except (OSError, ValueError, TypeError) as error:
         raise MismatchError(
             f"{checkpoint} is no finished checkpoint of packtool: {STATE_NAME} cannot be read ({error})",

@@ -79,7 +79,6 @@ class StepLoader:
         while step < self.schedule.num_steps:
             epoch, first = self.schedule.locate(step)
             plan = self.schedule.plan_of(epoch)
-            assert plan.steps.num_steps == self.schedule.steps_per_epoch, "epochs must have equally many steps"
             batches = self._micro_batches(plan, first)
             figures = list(figures_of_steps(plan, self.samples, is_dynamic=self.packing and not plan.summary.packing))
             last = min(plan.steps.num_steps, first + self.schedule.num_steps - step)

@@ -23,7 +23,7 @@ from packtool.stream.state import StreamState, read_state
 from packtool.train.checkpoint import RunState, find_checkpoint
 from packtool.train.checkpoint import read_state as read_run_state
 from packtool.train.from_rows import length_of_rows, rows_fingerprint
-from packtool.train.prepare import cost_of
+from packtool.train.planner import cost_of
 from packtool.train.world import World
 
 
@@ -76,6 +76,7 @@ class PreparedStream:
     start: int
     cost: CostModel
     stream: StreamState | None
+    notes: tuple[str, ...] = ()
 
 
 def prepare_stream(config: TrainConfig, world: World) -> PreparedStream:

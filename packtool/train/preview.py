@@ -20,7 +20,7 @@ from packtool.errors import ConfigError, DataError
 from packtool.plan.balance import imbalance
 from packtool.plan.cost import CostModel
 from packtool.plan.epoch import EpochPlan, PlanOptions, deal_packs, pack_costs, padded_fill, plan_epoch
-from packtool.train.prepare import cost_of, plan_options
+from packtool.train.planner import cost_of, plan_options
 
 
 @dataclass(frozen=True, eq=False)

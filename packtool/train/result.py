@@ -92,7 +92,7 @@ class TrainResult:
     @classmethod
     def planned(cls, schedule: Schedule, world: World, output_dir: str, start: int) -> TrainResult:
         """What is known before the first step."""
-        summary = schedule.plan_of(0).summary
+        summary = schedule.first.summary
         epochs = schedule.num_steps / schedule.steps_per_epoch
         return cls(
             num_samples=summary.num_samples,
@@ -135,7 +135,7 @@ def stream_lines(run: PreparedStream) -> Iterator[str]:
 
 def plan_lines(schedule: Schedule, result: TrainResult) -> Iterator[str]:
     """What is to be said of the plan before it is trained."""
-    summary = schedule.plan_of(0).summary
+    summary = schedule.first.summary
     left_out = f"; {summary.num_filtered:,} longer than {summary.max_length:,} tokens are left out"
     yield f"samples in the caches: {summary.num_cached:,}{left_out if summary.num_filtered else ''}"
     num = f"{summary.num_samples:,}"
@@ -159,7 +159,7 @@ def plan_lines(schedule: Schedule, result: TrainResult) -> Iterator[str]:
 
 def last_step_line(schedule: Schedule) -> str | None:
     """A remark on an epoch's last step where it is smaller than the others."""
-    steps = schedule.plan_of(0).steps
+    steps = schedule.first.steps
     packs_before = steps.cell_offsets[steps.step_offsets]
     full, last = int(packs_before[1]), int(packs_before[-1] - packs_before[-2])
     if last == full and not steps.num_empty_micro_batches:

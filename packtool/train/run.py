@@ -39,7 +39,7 @@ def train(config: TrainConfig, progress: Progress, world: World | None = None) -
         result = TrainResult.planned(run.schedule, world, config.output_dir, run.start)
         result = dataclasses.replace(result, resumed_from=run.checkpoint)
         lines = plan_lines(run.schedule, result)
-    for line in lines:
+    for line in (*lines, *run.notes):
         progress.note(line)
     # From here on torch and transformers are needed; mistakes of the user should have been told by now.
     from packtool.train.execute import execute, load_spec

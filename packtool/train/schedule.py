@@ -4,9 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+
 from packtool.plan.epoch import EpochPlan
+from packtool.plan.pack_plan import PackPlan, with_packs_in_order
+
+
+@dataclass(frozen=True, eq=False)
+class Rest:
+    """What was left of an epoch when a run was resumed with another number of processes.
+
+    Args:
+        step: the first that is dealt anew.
+        epoch: that it lies in.
+        plan: the packs that were not trained yet, dealt to the processes there are now.
+    """
+
+    step: int
+    epoch: int
+    plan: EpochPlan
 
 
 class Schedule:
@@ -16,17 +35,39 @@ class Schedule:
         plan_of: the plan of an epoch; all epochs have as many steps.
         num_epochs: may have a fraction.
         max_steps: fewer or more steps than the epochs have; None for as many.
+        rest: stands for the part of its epoch that was left; earlier steps are not to be asked for.
     """
 
-    def __init__(self, plan_of: Callable[[int], EpochPlan], *, num_epochs: float, max_steps: int | None) -> None:
+    def __init__(
+        self, plan_of: Callable[[int], EpochPlan], *, num_epochs: float, max_steps: int | None, rest: Rest | None = None
+    ) -> None:
         # A plan of millions of samples is tens of megabytes: keep the current one and the first, which is asked again.
-        self.plan_of = lru_cache(maxsize=2)(plan_of)
-        self.steps_per_epoch = self.plan_of(0).steps.num_steps
-        self.num_steps = max_steps or math.ceil(num_epochs * self.steps_per_epoch)
+        cached = lru_cache(maxsize=2)(plan_of)
+        self.first = cached(0)
+        self.steps_per_epoch = self.first.steps.num_steps
+        self._rest = rest
+        if rest is None:
+            self.plan_of: Callable[[int], EpochPlan] = cached
+            self.num_steps = max_steps or math.ceil(num_epochs * self.steps_per_epoch)
+            return
+        self.plan_of = lambda epoch: rest.plan if epoch == rest.epoch else cached(epoch)
+        # The same share of the epochs, in steps of another size.
+        share = min(num_epochs - rest.epoch, 1.0)
+        left = math.ceil(max(share * self.steps_per_epoch - (self.steps_per_epoch - rest.plan.steps.num_steps), 0))
+        later = math.ceil(max(num_epochs - rest.epoch - 1, 0.0) * self.steps_per_epoch)
+        self.num_steps = max_steps or rest.step + left + later
 
     def locate(self, step: int) -> tuple[int, int]:
         """Epoch and step within it."""
-        return divmod(step, self.steps_per_epoch)
+        if self._rest is None:
+            return divmod(step, self.steps_per_epoch)
+        step -= self._rest.step
+        assert step >= 0, "steps before the rest were dealt by another schedule"
+        num_left = self._rest.plan.steps.num_steps
+        if step < num_left:
+            return self._rest.epoch, step
+        epochs, step_in_epoch = divmod(step - num_left, self.steps_per_epoch)
+        return self._rest.epoch + 1 + epochs, step_in_epoch
 
     def target_tokens(self, step: int) -> int:
         """Labels that carry loss in a step, over all ranks."""
@@ -35,17 +76,35 @@ class Schedule:
 
     def sum_of_target_tokens(self, start: int) -> int:
         """Labels that carry loss in all steps from ``start`` on."""
-        return self._targets_before(self.num_steps) - self._targets_before(start)
-
-    def _targets_before(self, step: int) -> int:
-        """Every epoch has the same samples, so only the epoch that ``step`` lies in must be looked at closely."""
-        epoch, step_in_epoch = self.locate(step)
-        total = epoch * int(self.plan_of(0).steps.target_tokens_per_step.sum())
-        if step_in_epoch:
-            total += int(self.plan_of(epoch).steps.target_tokens_per_step[:step_in_epoch].sum())
+        total, step = 0, start
+        whole = int(self.first.steps.target_tokens_per_step.sum())
+        while step < self.num_steps:
+            epoch, first = self.locate(step)
+            is_rest = self._rest is not None and epoch == self._rest.epoch
+            num_steps = self._rest.plan.steps.num_steps if self._rest is not None and is_rest else self.steps_per_epoch
+            last = min(num_steps, first + self.num_steps - step)
+            # Every epoch has the same samples, so only one that is not trained whole must be looked at closely.
+            if (first, last) == (0, self.steps_per_epoch) and not is_rest:
+                total += whole
+            else:
+                total += int(self.plan_of(epoch).steps.target_tokens_per_step[first:last].sum())
+            step += last - first
         return total
 
     def num_empty_micro_batches(self) -> int:
         """Micro-batches without samples in the whole run, over all ranks; they lie in the last steps of epochs."""
-        num_whole_epochs, _ = self.locate(self.num_steps)
-        return num_whole_epochs * self.plan_of(0).steps.num_empty_micro_batches
+        num_whole_epochs = self.num_steps // self.steps_per_epoch
+        return num_whole_epochs * self.first.steps.num_empty_micro_batches
+
+
+def rest_of(schedule: Schedule, step: int, deal: Callable[[PackPlan], EpochPlan]) -> Rest:
+    """What a schedule has not trained after so many steps of the epoch that it is in, dealt anew.
+
+    Args:
+        deal: packs to the ranks that there are now.
+    """
+    epoch, done = schedule.locate(step)
+    plan = schedule.plan_of(epoch)
+    steps = plan.steps
+    left = np.sort(steps.order[steps.cell_offsets[steps.step_offsets[done]] :])
+    return Rest(step, epoch, deal(with_packs_in_order(plan.packs, left)))

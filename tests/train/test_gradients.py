@@ -57,6 +57,8 @@ TWO_PROCESSES: dict[str, dict[str, Any]] = {
     "padded-g4": {"packing": False, "per_device_train_batch_size": 5, "gradient_accumulation_steps": 4},
     "padded-single": {"packing": False, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 21},
 }
+# 8 packs an epoch, two a step: of one process, or of two with half the accumulation.
+ALONE: dict[str, Any] = {"num_train_epochs": 2.0, "save_steps": 1, "gradient_accumulation_steps": 1}
 FSDP_RESUMED: dict[str, Any] = {"fsdp": ["full_shard"], "max_steps": 3, "save_steps": 1}
 RESUMED: dict[str, Any] = {"num_train_epochs": 2.0, "save_steps": 1, "gradient_accumulation_steps": 2}
 
@@ -98,7 +100,15 @@ def test_the_step_moved_every_part_of_the_model(tiny: TinyWorld, reference: Path
 
 
 @pytest.fixture(scope="module")
-def two_processes(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def alone(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one process, whose checkpoints two processes go on from."""
+    output_dir = tmp_path_factory.mktemp("alone")
+    train(tiny.config(output_dir, **ALONE | {"gradient_accumulation_steps": 2}), SilentProgress())
+    return output_dir
+
+
+@pytest.fixture(scope="module")
+def two_processes(tiny: TinyWorld, alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All jobs of two processes, in one start of torchrun."""
     root = tmp_path_factory.mktemp("two")
     jobs: list[tuple[str, dict[str, Any]]] = [
@@ -117,6 +127,9 @@ def two_processes(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> 
     jobs.append((str(root / "sharded"), FSDP_RESUMED))
     checkpoint = str(root / "sharded" / "checkpoint-2")
     jobs.append((str(root / "sharded-resumed"), FSDP_RESUMED | {"resume_from_checkpoint": checkpoint}))
+    jobs.append((str(root / "dealt-anew"), ALONE | {"resume_from_checkpoint": f"{alone}/checkpoint-1"}))
+    larger = ALONE | {"gradient_accumulation_steps": 2, "resume_from_checkpoint": f"{alone}/checkpoint-3"}
+    jobs.append((str(root / "dealt-to-larger-steps"), larger))
     for step in (1, 3):
         jobs.append((str(root / f"resumed-{step}"), RESUMED | {"resume_from_checkpoint": f"{whole}/checkpoint-{step}"}))
     (root / "jobs.json").write_text(json.dumps({"world": dataclasses.asdict(tiny), "jobs": jobs}))
@@ -162,6 +175,20 @@ def test_two_streams_resume_exactly_and_end_together(two_processes: Path) -> Non
     result = json.loads((two_processes / "stream" / "packtool_train.json").read_text())
     assert (result["num_samples"], result["num_processes"], result["dropped"]) == (200, 2, {})
     assert 4 < result["steps"] < 1000
+
+
+def test_what_is_left_is_dealt_to_other_processes(alone: Path, two_processes: Path) -> None:
+    """With the same packs in a step, the same steps; the sums alone may be added in another order."""
+    whole, rest = read_metrics(alone), read_metrics(two_processes / "dealt-anew")
+    assert [line["step"] for line in rest] == list(range(2, len(whole) + 1))
+    for line, expected in zip(rest, whole[1:], strict=True):
+        assert line["target_tokens"] == expected["target_tokens"]
+        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+    state = json.loads((two_processes / "dealt-anew" / "checkpoint-8" / "packtool_state.json").read_text())
+    assert state["dealings"] == [[0, 1, 2, 1], [1, 2, 1, 1]]
+    larger = read_metrics(two_processes / "dealt-to-larger-steps")
+    assert [line["step"] for line in larger] == [4, 5, 6]
+    assert sum(line["target_tokens"] for line in larger) == sum(line["target_tokens"] for line in whole[3:])
 
 
 def test_two_sharded_processes_resume_exactly(two_processes: Path) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from packtool.plan.epoch import EpochPlan, PlanOptions, plan_epoch
+from packtool.plan.epoch import EpochPlan, PlanOptions, deal_packs, plan_epoch
 from packtool.train.figures import SampleFigures
 from packtool.train.loader import StepLoader
-from packtool.train.schedule import Schedule
+from packtool.train.schedule import Schedule, rest_of
 from packtool.train.world import World
 from tests.batch.reduced import reduced_spec
 from tests.batch.test_dataset import Samples, documents
@@ -107,3 +109,43 @@ def test_locating() -> None:
     per_epoch = schedule.steps_per_epoch
     assert schedule.locate(0) == (0, 0)
     assert schedule.locate(2 * per_epoch + 1) == (2, 1)
+
+
+def dealt(world_size: int) -> Any:
+    options = PlanOptions(
+        max_length=64, packing_length=64, world_size=world_size, gradient_accumulation_steps=2, packs_per_micro_batch=1
+    )
+    return lambda packs: deal_packs(packs, TARGETS, options)
+
+
+def packs_trained(schedule: Schedule, first: int, last: int) -> list[tuple[int, tuple[int, ...]]]:
+    """(epoch, samples of a pack) of steps [first, last)."""
+    found = []
+    for step in range(first, last):
+        epoch, at = schedule.locate(step)
+        plan = schedule.plan_of(epoch)
+        for rank in range(plan.steps.world_size):
+            for micro in range(plan.steps.num_micro_batches(at)):
+                found += [(epoch, tuple(pack.tolist())) for pack in plan.samples(at, rank, micro)]
+    return found
+
+
+@pytest.mark.parametrize("step", range(0, 16, 3))
+@pytest.mark.parametrize("world_sizes", [(1, 2), (2, 1), (1, 3)])
+def test_every_pack_is_trained_once_whatever_the_processes(step: int, world_sizes: tuple[int, int]) -> None:
+    """In each of three epochs, also when the number of processes changes a second time."""
+    before, after = world_sizes
+    whole = make_schedule(world_size=before)
+    step = min(step, whole.num_steps - 1)
+    rest = rest_of(whole, step, dealt(after))
+    resumed = Schedule(make_schedule(world_size=after).plan_of, num_epochs=3.0, max_steps=None, rest=rest)
+    expected = sorted(packs_trained(whole, 0, whole.num_steps))
+    done = packs_trained(whole, 0, step)
+    assert sorted(done + packs_trained(resumed, step, resumed.num_steps)) == expected
+    targets = sum(resumed.target_tokens(number) for number in range(step, resumed.num_steps))
+    assert resumed.sum_of_target_tokens(step) == targets
+    again = min(step + 1, resumed.num_steps - 1)
+    last = rest_of(resumed, again, dealt(before))
+    third = Schedule(whole.plan_of, num_epochs=3.0, max_steps=None, rest=last)
+    middle = packs_trained(resumed, step, again)
+    assert sorted(done + middle + packs_trained(third, again, third.num_steps)) == expected
