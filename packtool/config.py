@@ -267,6 +267,11 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions):
     dataloader_num_workers: int = option(
         1, "Processes a rank that load pictures ahead of the step.", panel="Run", minimum=0
     )
+    on_bad_media: Literal["raise", "skip"] = option(
+        "raise",
+        "What media that cannot be loaded do: stop the run, or leave their sample out, counted and listed.",
+        panel="Run",
+    )
     resume_from_checkpoint: str | None = option(
         None, "true for the newest checkpoint in --output-dir, or the directory of one.", panel="Run"
     )
@@ -286,6 +291,8 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions):
             found.append(f"--cache-dir-size: {error}")
         if self.plan is not None and not self.packing:
             found.append("--plan names a file of packs: it goes with --packing true")
+        if self.deepspeed is not None and self.on_bad_media == "skip":
+            found.append("--on-bad-media skip corrects gradients before they are applied, which DeepSpeed does itself")
         if self.deepspeed is not None and self.fsdp:
             found.append("--deepspeed and --fsdp are two ways to shard: give one of them")
         found += [f"--fsdp {word}: known are {', '.join(FSDP_WORDS)}" for word in self.fsdp if word not in FSDP_WORDS]

@@ -3,7 +3,8 @@
     PacktoolError                    1
     ├── ConfigError                  2   an option, a YAML key or an environment variable is wrong
     ├── DataError                    3   rows cannot be read, strict mode met a bad row, nothing is left
-    │   └── RowError                 3   one row, named by source and number
+    │   ├── RowError                 3   one row, named by source and number
+    │   └── MediaError               3   a picture, video or sound is gone, changed or broken since the export
     ├── MismatchError                4   a cache, a plan, a checkpoint and a run do not fit each other
     │   └── UnsupportedModelError    4   a model whose layers cannot be isolated under packing
     └── StorageError                 5   a local or remote file system said no
@@ -91,6 +92,10 @@ class RowError(DataError):
         self.row = row
         self.reason = reason
         self.detail = detail
+
+
+class MediaError(DataError):
+    """A picture, video or sound cannot be loaded, or is not what it was when it was measured."""
 
 
 class MismatchError(PacktoolError):

@@ -145,3 +145,29 @@ def test_the_exit_code_is_that_of_the_process_that_failed_first(tmp_path: Path) 
     )
     assert done.returncode == 4
     assert "Traceback" not in done.stderr
+
+
+def test_a_rank_that_was_killed_is_named_and_ends_the_others(tmp_path: Path) -> None:
+    """Without a word of its own, as the kernel does it when memory runs out; the other rank waits in a collective."""
+    script = tmp_path / "dies.py"
+    script.write_text(
+        textwrap.dedent("""
+            import os, signal, torch, torch.distributed as dist
+            dist.init_process_group("gloo")
+            dist.barrier()
+            if os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.all_reduce(torch.zeros(1))
+        """)
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "packtool.train.elastic", "--standalone", "--nproc-per-node", "2", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 128 + 9
+    assert "rank 1 (process" in done.stderr
+    assert "was ended by SIGKILL (out of memory?)" in done.stderr

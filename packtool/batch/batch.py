@@ -13,6 +13,22 @@ from torch import Tensor
 B = TypeVar("B", bound="Batch")
 
 
+@dataclass(frozen=True)
+class SkippedSample:
+    """A sample whose media could not be loaded, left out by ``--on-bad-media skip``.
+
+    Args:
+        source, row: where it came from.
+        message: what was wrong.
+        num_target_tokens: labels that left the loss with it.
+    """
+
+    source: str
+    row: int
+    message: str
+    num_target_tokens: int
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Batch:
     """What both kinds of micro-batch hold. B rows of T tokens; a packed one has a single row.
@@ -28,6 +44,7 @@ class Batch:
         channels: of each document or row, a filler's is None.
         num_samples: samples in it; a filler document does not count.
         num_target_tokens: labels that are not -100.
+        skipped: samples that should be in it and could not be loaded.
     """
 
     input_ids: Tensor
@@ -38,6 +55,7 @@ class Batch:
     channels: tuple[str | None, ...]
     num_samples: int
     num_target_tokens: int
+    skipped: tuple[SkippedSample, ...] = ()
 
     @property
     def pixel_values(self) -> Tensor | None:

@@ -137,9 +137,7 @@ def _as_positions(positions: npt.NDArray[Any]) -> Tensor:
 
 def _with_filler(samples: Sequence[EncodedSample], spec: InputSpec) -> tuple[list[EncodedSample], dict[str, Tensor]]:
     """The samples, a filler where one is needed, and what the towers take of all of them."""
-    media = load_pixels(samples, spec)
-    if spec.hears:
-        media |= load_sounds(samples, spec)
+    media = load_media(samples, spec)
     if media.keys() & {"pixel_values", "pixel_values_videos"} or (samples and not spec.sees):
         return list(samples), media
     if not spec.sees:
@@ -150,6 +148,16 @@ def _with_filler(samples: Sequence[EncodedSample], spec: InputSpec) -> tuple[lis
     filler = _filler([config.vision_start_token_id, spec.pad_ids["image"], config.vision_end_token_id], (picture,))
     pixels = {"pixel_values": torch.zeros(side * side, spec.patch_dim), "image_grid_thw": torch.tensor([picture.grid])}
     return [*samples, filler], media | pixels
+
+
+def load_media(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
+    """What the towers take of some samples, by the model's names.
+
+    Raises:
+        MediaError: naming a file that cannot be read or has changed.
+    """
+    media = load_pixels(samples, spec)
+    return media | load_sounds(samples, spec) if spec.hears else media
 
 
 def _filler(input_ids: list[int], images: tuple[EncodedImage, ...]) -> EncodedSample:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from packtool.batch.batch import Batch
-from packtool.batch.collate import collate_packs, collate_padded
+from packtool.batch.batch import Batch, SkippedSample
+from packtool.batch.collate import collate_packs, collate_padded, load_media
 from packtool.batch.spec import InputSpec
 from packtool.cache.chosen import SampleReader
+from packtool.cache.shard import num_targets
 from packtool.encode.encoded import EncodedSample
-from packtool.errors import PacktoolError
+from packtool.errors import MediaError, PacktoolError
 from packtool.plan.epoch import EpochPlan
 
 
@@ -27,16 +29,25 @@ class PlannedMicroBatches(Dataset["Batch | PacktoolError"]):
         rank: data-parallel rank.
         spec: the model they are collated for.
         packing: False pads one sample a row instead.
+        skip_bad_media: leave samples out whose media cannot be loaded.
     """
 
     def __init__(
-        self, reader: SampleReader, plan: EpochPlan, *, rank: int, spec: InputSpec, packing: bool = True
+        self,
+        reader: SampleReader,
+        plan: EpochPlan,
+        *,
+        rank: int,
+        spec: InputSpec,
+        packing: bool = True,
+        skip_bad_media: bool = False,
     ) -> None:
         self.reader = reader
         self.plan = plan
         self.rank = rank
         self.spec = spec
         self.packing = packing
+        self.skip_bad_media = skip_bad_media
         # The same number on every rank, so cells divide evenly: step s begins at micro-batch first[s] of this rank.
         self.first = plan.steps.step_offsets // plan.steps.world_size
 
@@ -51,7 +62,8 @@ class PlannedMicroBatches(Dataset["Batch | PacktoolError"]):
         packs = self.plan.samples(step, self.rank, index - int(self.first[step]))
         try:
             samples = [self.reader.sample(int(position)) for pack in packs for position in pack]
-            return collate_packs(samples, self.spec) if self.packing else collate_padded(samples, self.spec)
+            collate = collate_packs if self.packing else collate_padded
+            return _collated(samples, self.spec, collate, skip_bad_media=self.skip_bad_media)
         except PacktoolError as error:
             return error
 
@@ -61,15 +73,17 @@ class GivenMicroBatches(Dataset["Batch | PacktoolError"]):
 
     Args:
         spec: the model they are collated for.
+        skip_bad_media: leave samples out whose media cannot be loaded.
     """
 
-    def __init__(self, spec: InputSpec) -> None:
+    def __init__(self, spec: InputSpec, *, skip_bad_media: bool = False) -> None:
         self.spec = spec
+        self.skip_bad_media = skip_bad_media
 
     def __getitem__(self, samples: Sequence[EncodedSample]) -> Batch | PacktoolError:
         """The micro-batch, or the error that it met."""
         try:
-            return collate_packs(samples, self.spec)
+            return _collated(samples, self.spec, collate_packs, skip_bad_media=self.skip_bad_media)
         except PacktoolError as error:
             return error
 
@@ -105,6 +119,37 @@ def load_micro_batches(
             "--resume-from-checkpoint true goes on from the newest checkpoint; --dataloader-num-workers 0 loads in the "
             "training process.",
         ) from error
+
+
+def _collated(
+    samples: Sequence[EncodedSample],
+    spec: InputSpec,
+    collate: Callable[[Sequence[EncodedSample], InputSpec], Batch],
+    *,
+    skip_bad_media: bool,
+) -> Batch:
+    try:
+        return collate(samples, spec)
+    except MediaError:
+        if not skip_bad_media:
+            raise
+    good, skipped = [], []
+    for sample in samples:
+        try:
+            load_media([sample], spec)
+            good.append(sample)
+        except MediaError as error:
+            skipped.append(SkippedSample(sample.source, sample.row, error.message, num_targets(sample)))
+    return dataclasses.replace(collate(good, spec), skipped=tuple(skipped))
+
+
+def is_bad(sample: EncodedSample, spec: InputSpec) -> bool:
+    """Whether a sample's media cannot be loaded."""
+    try:
+        load_media([sample], spec)
+    except MediaError:
+        return True
+    return False
 
 
 def _as_it_is(item: Any) -> Any:

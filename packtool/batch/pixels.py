@@ -12,7 +12,7 @@ from transformers import AutoImageProcessor, AutoVideoProcessor
 
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedImage, EncodedSample, EncodedVideo
-from packtool.errors import DataError
+from packtool.errors import MediaError
 from packtool.media.load import load_image
 from packtool.media.video import load_video
 
@@ -25,7 +25,7 @@ def load_pixels(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, 
         ``pixel_values_videos`` and ``video_grid_thw`` likewise; what there is none of is left out.
 
     Raises:
-        DataError: naming a file that cannot be read, or whose size is no longer the one that was exported.
+        MediaError: naming a file that cannot be read, or whose size is no longer the one that was exported.
     """
     images = [(image, sample) for sample in samples for image in sample.images]
     videos = [(video, sample) for sample in samples for video in sample.videos]
@@ -69,10 +69,10 @@ def _videos(videos: Sequence[tuple[EncodedVideo, EncodedSample]], spec: InputSpe
     return {"pixel_values_videos": torch.cat(pixels), "video_grid_thw": torch.cat(grids)}
 
 
-def _changed(medium: EncodedImage | EncodedVideo, sample: EncodedSample, now: str) -> DataError:
+def _changed(medium: EncodedImage | EncodedVideo, sample: EncodedSample, now: str) -> MediaError:
     kind = "picture" if isinstance(medium, EncodedImage) else "video"
     name = medium.path if medium.path is not None else f"a {kind} of {len(medium.data or b'')} bytes"
-    return DataError(
+    return MediaError(
         f"{name} (row {sample.row} of {sample.source}) has changed since the export: it was "
         f"{medium.width}x{medium.height} pixels in patches of {medium.grid}, now it is {now}",
         "Put the file back, or run packtool export again with --overwrite.",

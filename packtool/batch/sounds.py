@@ -13,7 +13,7 @@ from transformers import AutoFeatureExtractor
 
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedAudio, EncodedSample
-from packtool.errors import DataError
+from packtool.errors import MediaError
 from packtool.media.audio import load_audio
 
 
@@ -25,7 +25,7 @@ def load_sounds(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, 
         to the longest; nothing if there is no sound.
 
     Raises:
-        DataError: naming a file that cannot be read, or is no longer as long as it was.
+        MediaError: naming a file that cannot be read, or is no longer as long as it was.
     """
     found = [
         _features(sound, path, data, sample, spec)
@@ -68,7 +68,7 @@ def _features(
     )
     count = int(made["attention_mask"].sum())
     if count != sound.num_features:
-        raise DataError(
+        raise MediaError(
             f"{path or 'an embedded sound'} (row {sample.row} of {sample.source}) has changed since the export: it had "
             f"{sound.num_features} mel frames, now it has {count}",
             "Put the file back, or run packtool export again with --overwrite.",

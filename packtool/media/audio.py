@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool import storage
-from packtool.errors import DataError
+from packtool.errors import MediaError
 from packtool.media.opening import MediaProblem, label, open_medium
 from packtool.rows.sample import MediaRef
 
@@ -49,14 +49,14 @@ def load_audio(
         num_samples: as measured; the sound is cut or padded by a quarter of a second at most. None takes what comes.
 
     Raises:
-        DataError: if the file is gone, cannot be decoded, or is not as long as it was, naming it.
+        MediaError: if the file is gone, cannot be decoded, or is not as long as it was, naming it.
     """
     ref = MediaRef(path, data)
     try:
         with _container(ref) as container:
             parts = list(_decoded(container, _stream(container, ref), sampling_rate))
     except MediaProblem as problem:
-        raise DataError(
+        raise MediaError(
             f"{problem.detail} ({problem.reason})",
             "The file was readable when the cache was made: restore it, or export again.",
         ) from problem
@@ -64,7 +64,7 @@ def load_audio(
     if num_samples is None:
         return sound
     if abs(len(sound) - num_samples) > _TOLERANCE_SECONDS * sampling_rate:
-        raise DataError(
+        raise MediaError(
             f"{label(ref)} has changed since the export: it had {num_samples / sampling_rate:.2f} s of sound, "
             f"now it has {len(sound) / sampling_rate:.2f} s",
             "Put the file back, or run packtool export again with --overwrite.",

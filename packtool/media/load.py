@@ -7,20 +7,20 @@ import io
 from PIL import Image, ImageOps
 
 from packtool import storage
-from packtool.errors import DataError
+from packtool.errors import MediaError
 
 
 def load_image(path: str | None, data: bytes | None = None) -> Image.Image:
     """The picture in RGB with its EXIF orientation applied.
 
     Raises:
-        DataError: if the file is gone or cannot be decoded, naming it.
+        MediaError: if the file is gone or cannot be decoded, naming it.
     """
     try:
         with Image.open(_file(path, data)) as picture:
             return ImageOps.exif_transpose(picture).convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError(
+        raise MediaError(
             f"{path or 'an embedded picture'} cannot be loaded: {error}",
             "The file was readable when the cache was made: restore it, or export again.",
         ) from error

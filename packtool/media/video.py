@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool import storage
-from packtool.errors import DataError
+from packtool.errors import MediaError
 from packtool.media.load import load_image
 from packtool.media.measure import measure_image
 from packtool.media.opening import MediaProblem, label, open_medium
@@ -86,7 +86,7 @@ def load_video(
         indices: numbers of the frames, ascending.
 
     Raises:
-        DataError: if the file is gone, cannot be decoded, or has fewer frames, naming it.
+        MediaError: if the file is gone, cannot be decoded, or has fewer frames, naming it.
     """
     if frames:
         return np.stack([np.asarray(load_image(*frames[i])) for i in indices])
@@ -104,12 +104,12 @@ def load_video(
                 if number >= max(wanted, default=0):
                     break
     except MediaProblem as problem:
-        raise DataError(
+        raise MediaError(
             f"{problem.detail} ({problem.reason})",
             "The file was readable when the cache was made: restore it, or export again.",
         ) from problem
     if len(found) < len(wanted):
-        raise DataError(
+        raise MediaError(
             f"{label(ref)} has changed since the export: frame {max(wanted - found.keys())} is missing",
             "Put the file back, or run packtool export again with --overwrite.",
         )

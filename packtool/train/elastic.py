@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -29,8 +30,21 @@ def run(arguments: Sequence[str]) -> int:
     try:
         torchrun(list(arguments))
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
+        rank, failure = error.get_first_failure()
+        # The others fail for want of one that was killed, perhaps before anybody notices that it is gone.
+        for other, each in error.failures.items():
+            if each.exitcode < 0 and each.exitcode != -signal.SIGTERM:
+                rank, failure = other, each
         code = int(failure.exitcode)
+        if code < 0:
+            # It had no time to say anything.
+            name = signal.Signals(-code).name
+            hint = " (out of memory?)" if name == "SIGKILL" else ""
+            print(
+                f"packtool: rank {rank} (process {failure.pid}) was ended by {name}{hint}; all others were stopped.\n"
+                "--resume-from-checkpoint true goes on from the newest checkpoint.",
+                file=sys.stderr,
+            )
         return _SIGNAL_BASE - code if code < 0 else code or EXIT_UNEXPECTED
     except SignalException as error:
         return _SIGNAL_BASE + int(error.sigval)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, TrainerCallback, set_seed
 
 from packtool.attention.choose import choose
 from packtool.attention.support import refuse_unsupported
+from packtool.batch.dataset import is_bad
 from packtool.batch.spec import InputSpec
 from packtool.progress import Progress
 from packtool.train.arguments import training_arguments
@@ -26,6 +27,7 @@ from packtool.train.prepare_stream import PreparedStream, first_samples
 from packtool.train.quiet import quiet_transformers
 from packtool.train.result import TrainResult
 from packtool.train.sharding import shard_on_cpus
+from packtool.train.skipped import all_skipped, skipped_lines, write_skipped
 from packtool.train.stream_loader import StreamLoader
 from packtool.train.trainer import PackTrainer
 from packtool.train.verify import few_samples, raise_if_failed, verify_cheaply
@@ -74,8 +76,12 @@ def execute(run: PreparedRun | PreparedStream, spec: InputSpec, result: TrainRes
             progress.note(
                 f"the rows ended after step {steps:,} of {result.steps:,}; a larger --num-train-epochs reads them again"
             )
+    skipped = all_skipped(trainer.skipped, run.world)
+    for line in skipped_lines(skipped):
+        progress.note(line)
     result = dataclasses.replace(
         result,
+        num_skipped=len(skipped),
         steps=steps,
         seconds=seconds,
         target_tokens_per_second=result.target_tokens / seconds,
@@ -87,6 +93,7 @@ def execute(run: PreparedRun | PreparedStream, spec: InputSpec, result: TrainRes
     )
     if run.world.is_first:
         result.write()
+        write_skipped(run.config.output_dir, skipped)
     return result
 
 
@@ -109,6 +116,8 @@ def verify_packing(run: PreparedRun | PreparedStream, model: nn.Module, spec: In
         samples = few_samples(run.reader, [int(position) for pack in packs for position in pack])
     else:
         samples = first_samples(run)
+    if config.on_bad_media == "skip":
+        samples = [sample for sample in samples if not is_bad(sample, spec)]
     if len(samples) > 1:
         raise_if_failed(verify_cheaply(model, samples, spec, dtype=dtype))
 
@@ -141,6 +150,8 @@ def make_trainer(
         loader,
         callbacks,
         by_channel=config.enable_channel_loss,
+        by_samples=config.loss_reduction == "sample",
+        skips=config.on_bad_media == "skip",
         part_rates=PartRates.of(config, model),
     )
     return trainer, report
@@ -155,9 +166,8 @@ def _make_loader(run: PreparedRun | PreparedStream, spec: InputSpec) -> StepLoad
         spec,
         run.world,
         samples=run.figures,
-        packing=run.config.removes_padding,
+        config=run.config,
         start=run.start,
-        num_workers=run.config.dataloader_num_workers,
     )
 
 

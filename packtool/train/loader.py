@@ -12,6 +12,7 @@ from packtool.batch.batch import Batch
 from packtool.batch.dataset import PlannedMicroBatches, load_micro_batches
 from packtool.batch.spec import InputSpec
 from packtool.cache.chosen import SampleReader
+from packtool.config import TrainConfig
 from packtool.plan.epoch import EpochPlan
 from packtool.train.figures import SampleFigures, StepFigures, figures_of_steps
 from packtool.train.schedule import Schedule
@@ -45,9 +46,8 @@ class StepLoader:
         spec: the model that they are collated for.
         world: this rank.
         samples: figures of all samples.
-        packing: False pads.
+        config: how micro-batches are made.
         start: first step.
-        num_workers: processes that make micro-batches ahead of time.
     """
 
     def __init__(
@@ -58,18 +58,16 @@ class StepLoader:
         world: World,
         *,
         samples: SampleFigures,
-        packing: bool,
+        config: TrainConfig,
         start: int = 0,
-        num_workers: int = 0,
     ) -> None:
         self.schedule = schedule
         self.reader = reader
         self.spec = spec
         self.world = world
         self.samples = samples
-        self.packing = packing
+        self.config = config
         self.start = start
-        self.num_workers = num_workers
 
     def __len__(self) -> int:
         return self.schedule.num_steps
@@ -80,7 +78,11 @@ class StepLoader:
             epoch, first = self.schedule.locate(step)
             plan = self.schedule.plan_of(epoch)
             batches = self._micro_batches(plan, first)
-            figures = list(figures_of_steps(plan, self.samples, is_dynamic=self.packing and not plan.summary.packing))
+            figures = list(
+                figures_of_steps(
+                    plan, self.samples, is_dynamic=self.config.removes_padding and not plan.summary.packing
+                )
+            )
             last = min(plan.steps.num_steps, first + self.schedule.num_steps - step)
             for step_in_epoch in range(first, last):
                 num = plan.steps.num_micro_batches(step_in_epoch)
@@ -88,10 +90,17 @@ class StepLoader:
             step += last - first
 
     def _micro_batches(self, plan: EpochPlan, first_step: int) -> Iterator[Batch]:
-        dataset = PlannedMicroBatches(self.reader, plan, rank=self.world.rank, spec=self.spec, packing=self.packing)
+        dataset = PlannedMicroBatches(
+            self.reader,
+            plan,
+            rank=self.world.rank,
+            spec=self.spec,
+            packing=self.config.removes_padding,
+            skip_bad_media=self.config.on_bad_media == "skip",
+        )
         return load_micro_batches(
             dataset,
             range(int(dataset.first[first_step]), len(dataset)),
-            num_workers=self.num_workers,
+            num_workers=self.config.dataloader_num_workers,
             pin_memory=torch.cuda.is_available(),
         )

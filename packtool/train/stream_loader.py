@@ -83,7 +83,7 @@ class StreamLoader:
         self._log.begin()
         self._group = _gloo_group(self.run.world.size)
         batches = load_micro_batches(
-            GivenMicroBatches(self.spec),
+            GivenMicroBatches(self.spec, skip_bad_media=config.on_bad_media == "skip"),
             self._micro_batches(),
             num_workers=config.dataloader_num_workers,
             pin_memory=torch.cuda.is_available(),

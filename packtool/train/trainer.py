@@ -9,6 +9,7 @@ What is left to it is what it is good at: devices, wrapping, optimizer, clipping
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from packtool.batch.batch import Batch
+from packtool.batch.batch import Batch, SkippedSample
 from packtool.train.head_loss import HeadLoss
 from packtool.train.loader import StepLoader, TrainingStep
 from packtool.train.loss import sum_of_losses, takes_logits_to_keep
@@ -37,6 +38,8 @@ class PackTrainer(Trainer):
         callbacks: further ones.
         part_rates: learning rates of parts of the model that have their own.
         by_channel: log losses and accuracies of each channel.
+        by_samples: the loss is divided by samples.
+        skips: micro-batches may lack samples that could not be loaded.
     """
 
     def __init__(
@@ -47,6 +50,8 @@ class PackTrainer(Trainer):
         callbacks: list[TrainerCallback],
         *,
         by_channel: bool = False,
+        by_samples: bool = False,
+        skips: bool = False,
         part_rates: PartRates | None = None,
     ) -> None:
         settings = vars(model.config)
@@ -62,7 +67,8 @@ class PackTrainer(Trainer):
         self.label_logits_only = takes_logits_to_keep(model)
         for printing in (PrinterCallback, ProgressCallback):
             self.remove_callback(printing)
-        self.part_rates = part_rates
+        self.part_rates, self.by_samples, self.skips = part_rates, by_samples, skips
+        self.skipped: list[SkippedSample] = []
         self._meter = Meter(by_channel=by_channel)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -95,7 +101,7 @@ class PackTrainer(Trainer):
             this rank's share of the sum of losses, times the number of ranks; ``log`` divides by what the steps hold.
         """
         scale = self.args.world_size / max(inputs.figures.units, 1)
-        total = torch.zeros((), device=self.args.device)
+        total, num_skipped = torch.zeros((), device=self.args.device), 0
         batches = self._meter.waited_for(inputs.micro_batches)
         for number, batch in enumerate(batches, start=1):
             is_last = number == inputs.num_micro_batches
@@ -104,8 +110,25 @@ class PackTrainer(Trainer):
                 on_device = batch.to(self.args.device, non_blocking=True)
                 loss = super().training_step(model, {"batch": on_device, "scale": scale})
             total += loss
-        self._meter.add(inputs.figures)
+            self.skipped += batch.skipped
+            num_skipped += sum(1 if self.by_samples else sample.num_target_tokens for sample in batch.skipped)
+        units = inputs.figures.units
+        if self.skips:
+            units = self._without_skipped(num_skipped, inputs.figures.units)
+        self._meter.add(dataclasses.replace(inputs.figures, units=units))
         return total / scale * self.args.world_size
+
+    def _without_skipped(self, num_skipped: int, units: int) -> int:
+        """What a step's loss is divided by without the samples that no rank could load; mends the gradients, too."""
+        count = torch.tensor(num_skipped, device=self.args.device)
+        if self.args.world_size > 1:
+            torch.distributed.all_reduce(count)
+        left = units - int(count)
+        if left != units and left > 0:
+            for parameter in self.model.parameters():  # type: ignore[union-attr]
+                if parameter.grad is not None:
+                    parameter.grad.mul_(units / left)
+        return left
 
     def compute_loss(
         self,

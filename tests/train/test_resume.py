@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -215,3 +219,29 @@ def test_tokenizer_and_processor_files_are_copied_and_nothing_else(tiny: TinyWor
     assert not copied & {*others, "config.json", "generation_config.json", "model.safetensors"}
     for name in copied:
         assert (tmp_path / "checkpoint" / name).read_bytes() == (source / name).read_bytes()
+
+
+def test_killed_while_a_checkpoint_was_being_written(tiny: TinyWorld, tmp_path: Path) -> None:
+    """``kill -9`` between the weights and the state: the checkpoint before is the newest that is taken."""
+    settings = SETTINGS | {"save_steps": 1}
+    train(tiny.config(tmp_path / "whole", **settings), SilentProgress())
+    jobs = {"world": dataclasses.asdict(tiny), "jobs": [[str(tmp_path / "killed"), settings]]}
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.train.two_processes", str(tmp_path / "jobs.json")],
+        cwd=Path(__file__).parents[2],
+        stderr=subprocess.DEVNULL,
+    )
+    third = tmp_path / "killed" / "checkpoint-3"
+    deadline = time.monotonic() + 120
+    while not (third / "config.json").exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.0005)
+    process.kill()
+    process.wait()
+    assert third.exists()
+    done = [Path(path).name for path in finished_checkpoints(str(tmp_path / "killed"))]
+    assert "checkpoint-2" in done
+    assert "checkpoint-4" not in done
+    train(tiny.config(tmp_path / "killed", **settings, resume_from_checkpoint="true"), SilentProgress())
+    assert read_metrics(tmp_path / "killed") == read_metrics(tmp_path / "whole")
+    check_same_rest(tmp_path / "whole", tmp_path / "killed", 0)

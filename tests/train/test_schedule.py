@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from packtool.config import TrainConfig
 from packtool.plan.epoch import EpochPlan, PlanOptions, deal_packs, plan_epoch
 from packtool.train.figures import SampleFigures
 from packtool.train.loader import StepLoader
@@ -17,6 +18,7 @@ from tests.batch.test_dataset import Samples, documents
 
 LENGTHS = [40] * 5 + [30] * 7 + [20] * 4
 READER = Samples.of_lengths(LENGTHS)
+CONFIG = TrainConfig(model="m", cached_dataset=("c",), output_dir="o", packing=True, dataloader_num_workers=0)
 TARGETS = np.array([(sample.labels[1:] != -100).sum() for sample in READER.samples], np.int32)
 
 
@@ -39,7 +41,7 @@ def load(schedule: Schedule, start: int, world: World | None = None) -> list[tup
     """(target tokens, documents of each micro-batch) of every step."""
     figures = SampleFigures(TARGETS, np.zeros_like(TARGETS), TARGETS, None)
     spec = reduced_spec("qwen3")
-    loader = StepLoader(schedule, READER, spec, world or World(), samples=figures, packing=True, start=start)
+    loader = StepLoader(schedule, READER, spec, world or World(), samples=figures, config=CONFIG, start=start)
     assert len(loader) == schedule.num_steps
     steps = []
     for step in loader:

@@ -1,0 +1,84 @@
+"""A picture that cannot be loaded: the run stops and names it, or goes on as if its sample had never been there."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from packtool.errors import MediaError
+from packtool.progress import SilentProgress
+from packtool.train.run import train
+from tests.train.test_gradients import DESCENT, check_same_step
+from tests.train.tiny import TinyWorld, export_rows, make_tiny_rows
+
+BAD_ROWS = (1, 10)
+
+
+@pytest.fixture(scope="module")
+def broken(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyWorld, TinyWorld]:
+    """A cache of which one picture is gone by now and one was exchanged, and one that never had these two rows."""
+    root = tmp_path_factory.mktemp("broken")
+    make_tiny_rows(root / "rows")
+    rows = json.loads((root / "rows" / "train.json").read_text())
+    (root / "rows" / "rest.json").write_text(json.dumps([row for i, row in enumerate(rows) if i not in BAD_ROWS]))
+    worlds = []
+    for name in ("train", "rest"):
+        world = TinyWorld(tiny.model, str(root / name), str(root / "rows" / f"{name}.json"))
+        export_rows(world, world.cache)
+        worlds.append(world)
+    first, second = (root / "rows" / rows[number]["images"][0] for number in BAD_ROWS)
+    os.remove(first)
+    second.write_bytes((root / "rows" / rows[2]["images"][0]).read_bytes())
+    return worlds[0], worlds[1]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_run_stops_and_names_it(broken: tuple[TinyWorld, TinyWorld], packing: bool, tmp_path: Path) -> None:
+    with pytest.raises(MediaError, match=r"pictures/\d+\.png"):
+        train(broken[0].config(tmp_path, packing=packing), SilentProgress())
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "packed": {"gradient_accumulation_steps": 8},
+    "workers": {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "dataloader_num_workers": 1},
+    "padded": {"packing": False, "per_device_train_batch_size": 10, "gradient_accumulation_steps": 4},
+    "by samples": {"gradient_accumulation_steps": 8, "loss_reduction": "sample"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_skipped_samples_leave_no_trace_in_the_step(
+    kind: str, broken: tuple[TinyWorld, TinyWorld], tmp_path: Path
+) -> None:
+    with_bad, without = broken
+    settings = KINDS[kind]
+    whole = {
+        "packing": False,
+        "per_device_train_batch_size": 38,
+        "loss_reduction": settings.get("loss_reduction", "token"),
+    }
+    train(without.config(tmp_path / "without", **DESCENT, **whole), SilentProgress())
+    given = DESCENT | settings | {"on_bad_media": "skip"}
+    result = train(with_bad.config(tmp_path / "skipped", **given), SilentProgress())
+    assert result.num_skipped == 2
+    lines = [json.loads(line) for line in (tmp_path / "skipped" / "skipped.jsonl").read_text().splitlines()]
+    assert sorted(line["row"] for line in lines) == list(BAD_ROWS)
+    assert all("png" in line["message"] for line in lines)
+    figures = json.loads((tmp_path / "skipped" / "metrics.jsonl").read_text())
+    expected = json.loads((tmp_path / "without" / "metrics.jsonl").read_text())
+    assert figures["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    check_weights(tmp_path / "skipped", tmp_path / "without")
+
+
+def check_weights(output_dir: Path, reference: Path) -> None:
+    """The step's gradient, whatever the log line says of target tokens."""
+    lines = [json.loads((folder / "metrics.jsonl").read_text()) for folder in (output_dir, reference)]
+    for folder in (output_dir, reference):
+        (folder / "metrics.jsonl").write_text(
+            json.dumps({**lines[1], "grad_norm": lines[folder == reference]["grad_norm"]}) + "\n"
+        )
+    check_same_step(output_dir, reference)
