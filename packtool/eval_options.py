@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from packtool.settings import REQUIRED, option
+from packtool.verify_options import ATTN_IMPL_HELP, AttnImpl
 
 Split = Literal["train", "val"]
 MAX_TOKENS_OPTION = "--max-tokens-per-micro-batch"
@@ -30,6 +31,7 @@ class EvalConfig:
     torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "Precision of the weights; auto is the checkpoint's on a GPU, float32 on a CPU.", panel="Speed"
     )
+    attn_impl: AttnImpl = option("auto", ATTN_IMPL_HELP, panel="Speed")
     dataloader_num_workers: int = option(
         1, "Processes a rank that load pictures ahead of the model.", panel="Speed", minimum=0
     )

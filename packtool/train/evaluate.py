@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from packtool.attention.support import refuse_unsupported
 from packtool.batch.collate import collate_packs
 from packtool.batch.spec import InputSpec
 from packtool.cache.reader import CacheReader
@@ -16,10 +15,9 @@ from packtool.constants import IGNORE_INDEX, TRAIN_SPLIT
 from packtool.encode.encoded import EncodedSample
 from packtool.plan.packing import pack_best_fit
 from packtool.progress import Progress, SilentProgress
-from packtool.train.loss import takes_logits_to_keep
 from packtool.train.model import checkpoint_dtype
 from packtool.train.quiet import quiet_transformers
-from packtool.train.scoring import evaluating, token_scores
+from packtool.train.scoring import evaluating
 from packtool.train.trained import TrainedModel
 
 
@@ -73,20 +71,19 @@ def exact_match(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     trained = TrainedModel.find(model)
     spec = InputSpec.load(trained.base, reader.manifests[0].identity.media_limits)
-    refuse_unsupported(spec.config)
+    dtype = checkpoint_dtype(spec.config) if device == "cuda" else torch.float32
     with quiet_transformers():
-        loaded = trained.load(spec, checkpoint_dtype(spec.config) if device == "cuda" else torch.float32).to(device)
-    only_labels = takes_logits_to_keep(loaded)
+        loaded = trained.load(spec, dtype).to(device)
     lengths = reader.index.length
     plan = pack_best_fit(lengths, max(packing_length, int(lengths.max(initial=1))), seed=0)
     found: dict[int, list[bool]] = {}
     progress.start("evaluate", plan.num_packs)
-    with evaluating(loaded, packed=True):
+    with evaluating(loaded, packed=True) as scorer:
         for number in range(plan.num_packs):
             positions = [int(position) for position in plan.pack(number)]
             samples = [reader.sample(position) for position in positions]
             batch = collate_packs(samples, spec).to(device)
-            _, hits = token_scores(loaded, batch, label_logits_only=only_labels)
+            _, hits = scorer(batch)
             right = (hits | (batch.labels == IGNORE_INDEX))[0].cpu().numpy()
             for position, sample, start in zip(positions, samples, batch.cu_seqlens.tolist(), strict=False):
                 found[position] = _exact_turns(sample, right[start : start + sample.length])

@@ -22,9 +22,10 @@ from torch.utils.data import Dataset
 
 from packtool.batch.batch import Batch
 from packtool.batch.collate import collate_packs, collate_padded
-from packtool.batch.dataset import SampleReader, load_micro_batches
+from packtool.batch.dataset import load_micro_batches
 from packtool.batch.padding import align_sample
 from packtool.batch.spec import InputSpec
+from packtool.cache.chosen import SampleReader
 from packtool.cache.reader import CacheReader
 from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedSample
@@ -32,17 +33,16 @@ from packtool.errors import MismatchError, PacktoolError
 from packtool.plan.dynamic import Int64Array
 from packtool.plan.evaluation import EvaluationPlan
 from packtool.progress import Progress, SilentProgress
-from packtool.train.loss import takes_logits_to_keep
 from packtool.train.scores import Evaluation
 from packtool.train.scoring import (
     SCORES,
     Rows,
+    Scorer,
     bare_model,
     can_be_packed,
     evaluating,
     is_packed,
     sample_scores,
-    token_scores,
 )
 from packtool.train.world import World
 
@@ -127,6 +127,7 @@ def evaluate(
     world: World | None = None,
     progress: Progress | None = None,
     num_workers: int = 0,
+    samples: SampleReader | None = None,
 ) -> Evaluation:
     """Evaluate the first ``len(plan.lengths)`` samples of caches; every rank calls this, and every rank has the result.
 
@@ -140,6 +141,7 @@ def evaluate(
         world: this rank; the process group must be there if there are several.
         progress: told of this rank's micro-batches.
         num_workers: processes that load pictures ahead of the model.
+        samples: where the samples come from, if not straight from the reader: ``ChosenTargets``.
 
     Raises:
         DataError: naming a picture that cannot be read.
@@ -153,10 +155,10 @@ def evaluate(
         progress.note(f"samples of a {spec.config.model_type} model cannot be kept apart: evaluated one by one")
         plan = plan.alone()
     _check_plans_agree(plan, world)
-    with evaluating(bare, packed=packed):
-        mine = plan.micro_batches(world.rank)
-        dataset = EvaluationMicroBatches(reader, spec, mine, alignment=plan.alignment, packed=packed)
-        share = _score_all(bare, dataset, progress, num_workers)
+    mine = plan.micro_batches(world.rank)
+    dataset = EvaluationMicroBatches(samples or reader, spec, mine, alignment=plan.alignment, packed=packed)
+    with evaluating(bare, packed=packed) as scorer:
+        share = _score_all(scorer, next(bare.parameters()).device, dataset, progress, num_workers)
     return _joined(_all_gather(share, world), plan, reader)
 
 
@@ -168,6 +170,7 @@ def evaluate_in_training(
     *,
     world: World,
     num_workers: int = 0,
+    samples: SampleReader | None = None,
 ) -> dict[str, float]:
     """``evaluate`` between two training steps, as figures for a log line; every rank calls this.
 
@@ -179,7 +182,7 @@ def evaluate_in_training(
         DataError, MismatchError: see ``evaluate``.
     """
     # No progress: the terminal's bar is the training's.
-    return evaluate(model, reader, spec, plan, world=world, num_workers=num_workers).metrics()
+    return evaluate(model, reader, spec, plan, world=world, num_workers=num_workers, samples=samples).metrics()
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,10 +200,10 @@ class _Share:
     names: tuple[str, ...]
 
 
-def _score_all(model: nn.Module, dataset: EvaluationMicroBatches, progress: Progress, num_workers: int) -> _Share:
+def _score_all(
+    scorer: Scorer, device: torch.device, dataset: EvaluationMicroBatches, progress: Progress, num_workers: int
+) -> _Share:
     """Run all micro-batches of this rank."""
-    device = next(model.parameters()).device
-    only_labels = takes_logits_to_keep(model)
     scores = [np.zeros((0, len(SCORES)))]
     origins: list[tuple[int, int, int]] = []
     names: dict[str, int] = {}
@@ -208,7 +211,7 @@ def _score_all(model: nn.Module, dataset: EvaluationMicroBatches, progress: Prog
     progress.start("evaluate", len(dataset))
     for item in cast(Iterator[EvaluationBatch], loaded):
         batch = item.batch.to(device)
-        losses, right = token_scores(model, batch, label_logits_only=only_labels)
+        losses, right = scorer(batch)
         scores.append(sample_scores(item.rows.to(device), batch.labels[:1], losses, right).cpu().numpy())
         origins += [
             (tokens, names.setdefault(source, len(names)), row)

@@ -76,17 +76,22 @@ def _evaluate(prepared: PreparedEvaluation, progress: Progress) -> tuple[Evaluat
     import torch
     from accelerate import PartialState
 
+    from packtool.attention.choose import choose
     from packtool.batch.spec import InputSpec
     from packtool.train.evaluation import evaluate
     from packtool.train.model import resolve_dtype
     from packtool.train.quiet import quiet_transformers
+    from packtool.train.scoring import can_be_packed
 
     config, on_gpu = prepared.config, torch.cuda.is_available()
     spec = InputSpec.load(prepared.trained.base, prepared.reader.manifests[0].identity.media_limits)
     dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
+    packing = can_be_packed(spec.config)
+    if packing:
+        choose(config.attn_impl, torch.device("cuda" if on_gpu else "cpu"), dtype)  # says what is missing
     device = PartialState(cpu=not on_gpu).device  # which starts the process group, too
     with quiet_transformers():
-        model = prepared.trained.load(spec, dtype).to(device)
+        model = prepared.trained.load(spec, dtype, packing=packing, attn_impl=config.attn_impl).to(device)
         begin = time.perf_counter()
         evaluation = evaluate(
             model,

@@ -25,13 +25,14 @@ from packtool.batch.batch import Batch
 from packtool.batch.padding import restore_padding
 from packtool.constants import IGNORE_INDEX
 from packtool.errors import UnsupportedModelError
-from packtool.train.loss import label_positions, target_logits
+from packtool.train.head_loss import HeadLoss, head_of
+from packtool.train.loss import label_positions, takes_logits_to_keep, target_logits
 
 SCORES = ("sum of losses", "target tokens", "right ones", "first wrong position or -1")
 """Columns of what ``sample_scores`` returns."""
 
 _TARGETS_AT_ONCE = 1024
-"""Positions whose logits are turned into float32 together: 600 MB with 150,000 tokens in the vocabulary."""
+"""Positions whose logits are turned into float32 together, where logits are all made at once."""
 
 _CELLS_AT_ONCE = 1 << 22
 """Entries of the restored rows that are summed together, so that one long sample does not make many wide rows."""
@@ -60,30 +61,42 @@ class Rows:
         return Rows(self.seqlens.to(device), self.cu_seqlens.to(device), self.prompts.to(device))
 
 
-def token_scores(model: nn.Module, batch: Batch, *, label_logits_only: bool) -> tuple[Tensor, Tensor]:
-    """Of the first row of a micro-batch: each position's loss, and whether its label is the most likely token.
+class Scorer:
+    """A model that scores the tokens of micro-batches; ``evaluating`` makes it.
 
     Args:
-        label_logits_only: see ``loss.takes_logits_to_keep``.
-
-    Returns:
-        float32 (1, T) in nats and bool (1, T); 0 and False where there is no label.
+        model: bare, or with adapters.
+        head_loss: what makes losses in the model's head; None for a model whose head does not allow it.
     """
-    num_tokens = batch.labels.shape[1]
-    logits, labels = target_logits(model, batch, label_logits_only=label_logits_only)
-    losses = torch.zeros(num_tokens, device=logits.device)
-    right = torch.zeros(num_tokens, dtype=torch.bool, device=logits.device)
-    kept = label_positions(batch) if label_logits_only else torch.arange(num_tokens, device=logits.device)
-    for start in range(0, len(kept), _TARGETS_AT_ONCE):
-        some = slice(start, start + _TARGETS_AT_ONCE)
-        piece, wanted, positions = logits[0, some], labels[0, some], kept[some]
-        losses[positions] = F.cross_entropy(piece.float(), wanted, ignore_index=IGNORE_INDEX, reduction="none")
-        right[positions] = piece.argmax(-1) == wanted
-    return losses[None], right[None]
+
+    def __init__(self, model: nn.Module, head_loss: HeadLoss | None) -> None:
+        self._model, self._head_loss = model, head_loss
+        self._label_logits_only = takes_logits_to_keep(model)
+
+    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Of the first row of a micro-batch: each position's loss, and whether its label is the most likely token.
+
+        Returns:
+            float32 (1, T) in nats and bool (1, T); 0 and False where there is no label.
+        """
+        num_tokens, device = batch.labels.shape[1], batch.labels.device
+        losses, right = torch.zeros(num_tokens, device=device), torch.zeros(num_tokens, dtype=torch.bool, device=device)
+        if self._head_loss is not None:
+            found = self._head_loss.losses(self._model, batch)
+            losses[found.positions], right[found.positions] = found.losses, found.hits
+            return losses[None], right[None]
+        logits, labels = target_logits(self._model, batch, label_logits_only=self._label_logits_only)
+        kept = label_positions(batch) if self._label_logits_only else torch.arange(num_tokens, device=device)
+        for start in range(0, len(kept), _TARGETS_AT_ONCE):
+            some = slice(start, start + _TARGETS_AT_ONCE)
+            piece, wanted = logits[0, some], labels[0, some]
+            losses[kept[some]] = F.cross_entropy(piece.float(), wanted, ignore_index=IGNORE_INDEX, reduction="none")
+            right[kept[some]] = piece.argmax(-1) == wanted
+        return losses[None], right[None]
 
 
 def sample_scores(rows: Rows, labels: Tensor, losses: Tensor, right: Tensor) -> Tensor:
-    """What ``token_scores`` found, sample by sample.
+    """What a ``Scorer`` found, sample by sample.
 
     Args:
         rows: S samples in a row of T tokens.
@@ -140,8 +153,8 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
 
 
 @contextmanager
-def evaluating(model: nn.Module, *, packed: bool) -> Iterator[None]:
-    """Inside, a model has neither dropout nor gradients; afterwards it is as it was, each of its modules.
+def evaluating(model: nn.Module, *, packed: bool) -> Iterator[Scorer]:
+    """Inside, a model has neither dropout nor gradients and can score; afterwards it is as it was, each of its modules.
 
     Args:
         model: bare, or with adapters.
@@ -157,8 +170,8 @@ def evaluating(model: nn.Module, *, packed: bool) -> Iterator[None]:
     model.eval()
     try:
         # Not inference mode: what a model remembers of a forward pass must be fit for the next training step.
-        with torch.no_grad():
-            yield
+        with torch.no_grad(), _losses_of_head(model) as head_loss:
+            yield Scorer(model, head_loss)
     finally:
         for module, was_training in modes:
             module.training = was_training
@@ -166,6 +179,24 @@ def evaluating(model: nn.Module, *, packed: bool) -> Iterator[None]:
             inner.set_attn_implementation(route(inner.config, str(name)))
             if not was_isolated:
                 release_recurrent_layers(inner)
+
+
+@contextmanager
+def _losses_of_head(model: nn.Module) -> Iterator[HeadLoss | None]:
+    """The Trainer's, if the model is being trained; else one that is gone afterwards; None where there can be none."""
+    head: Any = head_of(model)
+    theirs = getattr(getattr(head, "forward", None), "__self__", None)
+    if isinstance(theirs, HeadLoss) or not HeadLoss.applies_to(model):
+        yield theirs if isinstance(theirs, HeadLoss) else None
+        return
+    before = vars(head).get("forward")
+    try:
+        yield HeadLoss(model)
+    finally:
+        if before is None:
+            del head.forward
+        else:
+            head.forward = before
 
 
 def _attention_of(model: PreTrainedModel) -> str | None:

@@ -52,17 +52,21 @@ class TrainedModel:
             )
         return cls(base, model)
 
-    def load(self, spec: InputSpec, dtype: torch.dtype) -> nn.Module:
-        """Read the weights; attention is transformers' own: ``scoring.evaluating`` sees to packing.
+    def load(self, spec: InputSpec, dtype: torch.dtype, *, packing: bool = True, attn_impl: str = "auto") -> nn.Module:
+        """Read the weights.
+
+        Args:
+            packing: keep packed samples apart, with the kernel ``attn_impl``.
 
         Raises:
+            UnsupportedModelError: for a model that cannot be packed.
             MismatchError: if the checkpoint lacks weights, which would otherwise be random.
         """
         from peft import PeftModel
 
         from packtool.train.model import load_model
 
-        loaded: nn.Module = load_model(self.base, spec.config, dtype=dtype, packing=False)
+        loaded: nn.Module = load_model(self.base, spec.config, dtype=dtype, packing=packing, attn_impl=attn_impl)
         if self.adapter is not None:
             loaded = PeftModel.from_pretrained(loaded, self.adapter)
         return loaded

@@ -162,6 +162,13 @@ def test_what_does_not_fit_is_refused_before_the_model_is_loaded(
         assert (found, message in err) == (code, True), (words, given, err)
 
 
+def test_a_kernel_that_is_not_there_is_refused(told: Any) -> None:
+    code, _, err, output = told("--attn-impl", "varlen", "--torch-dtype", "float32")
+    assert code == EXIT_USAGE
+    assert "--attn-impl varlen" in err
+    assert not output.exists()
+
+
 def test_a_picture_that_is_gone_leaves_no_file(told: Any, tiny: TinyWorld, tmp_path: Path) -> None:
     rows = shutil.copytree(Path(tiny.rows).parent, tmp_path / "rows")
     moved = dataclasses.replace(tiny, rows=str(rows / "train.json"), cache=str(tmp_path / "cache"))

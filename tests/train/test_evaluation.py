@@ -24,6 +24,7 @@ from packtool.errors import DataError
 from packtool.progress import SilentProgress
 from packtool.train import evaluation as module
 from packtool.train.evaluation import evaluate, evaluate_in_training
+from packtool.train.head_loss import HeadLoss, head_of
 from packtool.train.model import load_model, make_trainable
 from packtool.train.prepare_eval import plan_of_samples
 from packtool.train.run import train
@@ -152,10 +153,12 @@ def test_a_model_that_cannot_be_packed_is_evaluated_one_by_one(
     assert len(seen) == 40
 
 
-def test_all_logits_where_a_model_makes_no_others(
-    case: Case, reference: list[dict[str, float]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("label_logits_only", [True, False])
+def test_logits_where_a_head_allows_no_losses(
+    label_logits_only: bool, case: Case, reference: list[dict[str, float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "takes_logits_to_keep", lambda model: False)
+    monkeypatch.setattr(HeadLoss, "applies_to", lambda model: False)
+    monkeypatch.setattr("packtool.train.scoring.takes_logits_to_keep", lambda model: label_logits_only)
     monkeypatch.setattr("packtool.train.scoring._TARGETS_AT_ONCE", 7)
     monkeypatch.setattr("packtool.train.scoring._CELLS_AT_ONCE", 30)
     assert largest_error(case.evaluate(max_tokens=400), reference) <= 1e-5
@@ -261,6 +264,13 @@ def test_training_goes_on_as_if_nothing_had_been(in_training: nn.Module, case: C
     assert model.config.get_text_config()._attn_implementation == "sdpa"
     assert first == second
     assert torch.is_grad_enabled()
+    head: Any = head_of(model)
+    assert "forward" not in vars(head)
+    # With the Trainer's own losses in the head, which stay there.
+    theirs = HeadLoss(model)
+    assert evaluate_in_training(model, reader, case.spec, plan, world=World()) == first
+    assert head.forward.__self__ is theirs
+    del head.forward
     packed = load_model(case.checkpoint, case.spec.config, dtype=torch.float32, packing=True)
     without_adapter = evaluate(packed, reader, case.spec, plan).total.loss
     assert abs(first["eval_loss"] - without_adapter) > 1e-3
@@ -289,6 +299,7 @@ def test_two_processes_share_the_work_and_know_the_whole(case: Case, tmp_path: P
     assert first == second
     assert first["differing"] == "MismatchError"
     assert first["single"]["samples"] == 1
+    assert first["sharded"] == pytest.approx(first["single"])
     whole = case.evaluate()
     expected = whole.metrics()
     assert first["wrapped"].keys() == expected.keys()

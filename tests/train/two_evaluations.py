@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from packtool.batch.spec import InputSpec
@@ -71,6 +73,13 @@ def main(job: dict[str, Any], rank: int, port: int) -> None:
     assert model.training
     one = plan_of_samples(reader, world, limit=1)
     results["single"] = evaluate(wrapped, reader, spec, one, world=world).metrics("")
+    sharded = load_model(job["model"], spec.config, dtype=torch.float32, packing=True)
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in sharded.model.language_model.layers:
+        fully_shard(layer, mesh=mesh)
+    # Forward passes of sharded weights wait for one another: a rank without samples must have as many.
+    found = evaluate(fully_shard(sharded, mesh=mesh), reader, spec, one, world=world)
+    results["sharded"] = found.metrics("")
     try:
         evaluate(wrapped, reader, spec, plan_of_samples(reader, world, limit=2 + world.rank), world=world)
     except MismatchError as error:
