@@ -33,7 +33,7 @@ from packtool.train.world import World
 from tests.train.tiny import TinyWorld, export_rows, make_tiny_text_world
 from tests.train.two_evaluations import run_two_processes
 
-SETTINGS: dict[str, Any] = {"gradient_accumulation_steps": 4, "learning_rate": 5e-3, "num_train_epochs": 12.0}
+SETTINGS: dict[str, Any] = {"gradient_accumulation_steps": 4, "learning_rate": 1e-2, "num_train_epochs": 6.0}
 CHANNELS = ("pictures", "text", None)
 
 
