@@ -27,8 +27,8 @@ ORDER = (
     "cli",
 )
 BASE = {
-    *("errors", "constants", "progress", "config", "packing_options", "row_options", "verify_options", "settings"),
-    "storage",
+    *("errors", "constants", "progress", "settings", "storage"),
+    *("config", "packing_options", "row_options", "eval_options", "verify_options"),
 }
 
 OWNERS = {

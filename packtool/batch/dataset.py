@@ -89,9 +89,17 @@ class GivenMicroBatches(Dataset["Batch | PacktoolError"]):
 
 
 def load_micro_batches(
-    dataset: Dataset[Any], indices: Iterable[Any], *, num_workers: int = 0, pin_memory: bool = False
+    dataset: Dataset[Any],
+    indices: Iterable[Any],
+    *,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+    remedy: str = "--resume-from-checkpoint true goes on from the newest checkpoint",
 ) -> Iterator[Batch]:
     """The micro-batches at some indices, made ahead of time by ``num_workers`` processes.
+
+    Args:
+        remedy: what a user may do if one of these processes dies, beside doing without them.
 
     Raises:
         PacktoolError: the one that a micro-batch met, once that micro-batch is reached; or a worker died.
@@ -116,8 +124,7 @@ def load_micro_batches(
             raise
         raise PacktoolError(
             f"a process that loads pictures died (killed, or out of memory?): {error}",
-            "--resume-from-checkpoint true goes on from the newest checkpoint; --dataloader-num-workers 0 loads in the "
-            "training process.",
+            f"{remedy}; --dataloader-num-workers 0 loads in the process of the model.",
         ) from error
 
 

@@ -309,6 +309,16 @@ def _root(directory: str) -> str:
     return path
 
 
+def common_splits(directories: Sequence[str]) -> set[str]:
+    """Names of the splits that all of these caches have.
+
+    Raises:
+        MismatchError: if one is unfinished.
+        StorageError: if a remote one cannot be read.
+    """
+    return set.intersection(*(set(Manifest.read(_root(directory)).splits) for directory in directories))
+
+
 def check_sizes(root: str, manifest: Manifest, split: str) -> None:
     """Compare the data files with the manifest, in one listing. Web servers list nothing: there it waits for the copy.
 

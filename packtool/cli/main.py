@@ -12,6 +12,7 @@ from packtool import __version__
 from packtool.cli import train
 from packtool.cli.arguments import rewrite
 from packtool.cli.demo import DemoConfig, run_demo_command
+from packtool.cli.eval import run_eval
 from packtool.cli.export import run_export
 from packtool.cli.inspect import InspectConfig, run_inspect
 from packtool.cli.options import command_of, option_kinds
@@ -19,6 +20,7 @@ from packtool.cli.plan import run_plan
 from packtool.cli.verify import run_verify
 from packtool.config import ExportConfig, PlanConfig, TrainConfig
 from packtool.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_UNEXPECTED, EXIT_USAGE, PacktoolError
+from packtool.eval_options import EvalConfig
 from packtool.verify_options import VerifyConfig
 
 app = typer.Typer(
@@ -35,6 +37,9 @@ _TRAIN_HELP = "Train on packed samples; NPROC_PER_NODE=8 in front starts eight p
 app.command("export", help="Tokenize rows into a cache.")(command_of(ExportConfig, run_export))
 app.command("train", help=_TRAIN_HELP)(command_of(TrainConfig, train.run_train))
 app.command("sft", help="The same as train.")(command_of(TrainConfig, train.run_train))
+app.command("eval", help="Loss, perplexity and accuracy of every sample for itself, into a file.")(
+    command_of(EvalConfig, run_eval)
+)
 app.command("demo", help="Watch both stages work on a small world made on the spot.")(
     command_of(DemoConfig, run_demo_command)
 )
@@ -49,6 +54,7 @@ _SETTINGS = {
     "export": ExportConfig,
     "train": TrainConfig,
     "sft": TrainConfig,
+    "eval": EvalConfig,
     "inspect": InspectConfig,
     "plan": PlanConfig,
     "verify": VerifyConfig,

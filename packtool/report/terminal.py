@@ -10,6 +10,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 _PLAIN_SECONDS = 5.0
 
@@ -94,6 +95,20 @@ def print_table(title: str, lines: list[tuple[str, str]], console: Console | Non
     table.add_column(justify="right", overflow="fold")
     for what, value in lines:
         table.add_row(what, value)
+    console.print(title, markup=False, soft_wrap=True)
+    console.print(table)
+
+
+def print_columns(
+    title: str, header: tuple[str, ...], rows: list[tuple[str, ...]], console: Console | None = None
+) -> None:
+    """A table of several columns on stdout, the first one of names."""
+    console = console or Console(file=sys.stdout, highlight=False)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="")
+    for number, name in enumerate(header):
+        table.add_column(Text(name), justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
     console.print(title, markup=False, soft_wrap=True)
     console.print(table)
 

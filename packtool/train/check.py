@@ -17,6 +17,7 @@ from packtool.encode.loss_scale import parse_loss_scale
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.relabel import TargetChoice
 from packtool.errors import MismatchError
+from packtool.eval_options import EvalConfig
 from packtool.plan.packing import PackPlan
 
 _MEDIA_NAMES = frozenset(field.name for field in fields(MediaOptions))
@@ -42,7 +43,7 @@ def open_caches(config: TrainConfig, files: ModelFiles) -> CacheReader:
     return reader
 
 
-def check_model(directory: str, manifest: Manifest, files: ModelFiles, config: TrainConfig) -> None:
+def check_model(directory: str, manifest: Manifest, files: ModelFiles, config: TrainConfig | EvalConfig) -> None:
     """The tokens were made with this model's tokenizer and template, for a model of its type."""
     there = manifest.identity
     pairs = {
@@ -55,7 +56,7 @@ def check_model(directory: str, manifest: Manifest, files: ModelFiles, config: T
         lines = "\n".join(different)
         raise MismatchError(
             f"{directory} was exported for another model than {config.model}:\n{lines}",
-            f"Train the model it was exported for, or export it for this one:\n"
+            f"Take the model it was exported for, or export it for this one:\n"
             f"  {export_command(directory, manifest, model=config.model)}",
         )
 

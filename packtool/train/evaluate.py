@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from peft import PeftConfig, PeftModel
-from torch import Tensor, nn
 
-from packtool.batch.batch import PackedBatch
 from packtool.batch.collate import collate_packs
 from packtool.batch.spec import InputSpec
 from packtool.cache.reader import CacheReader
@@ -19,11 +15,10 @@ from packtool.constants import IGNORE_INDEX, TRAIN_SPLIT
 from packtool.encode.encoded import EncodedSample
 from packtool.plan.packing import pack_best_fit
 from packtool.progress import Progress, SilentProgress
-from packtool.train.loss import takes_logits_to_keep, target_logits
-from packtool.train.model import checkpoint_dtype, load_model
+from packtool.train.model import checkpoint_dtype
 from packtool.train.quiet import quiet_transformers
-
-_ADAPTER_FILE = "adapter_config.json"
+from packtool.train.scoring import evaluating
+from packtool.train.trained import TrainedModel
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +46,6 @@ class ExactMatch:
         return float(self.exact.mean()) if self.num_turns else 0.0
 
 
-@torch.no_grad()
 def exact_match(
     model: str,
     cached_dataset: str,
@@ -75,54 +69,32 @@ def exact_match(
     progress = progress or SilentProgress()
     reader = CacheReader.open([cached_dataset], split)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    trained = TrainedModel.find(model)
+    spec = InputSpec.load(trained.base, reader.manifests[0].identity.media_limits)
+    dtype = checkpoint_dtype(spec.config) if device == "cuda" else torch.float32
     with quiet_transformers():
-        loaded, spec = _load(model, reader, on_gpu=device == "cuda")
-    loaded = loaded.to(device).eval()
-    only_labels = takes_logits_to_keep(loaded)
+        loaded = trained.load(spec, dtype).to(device)
     lengths = reader.index.length
     plan = pack_best_fit(lengths, max(packing_length, int(lengths.max(initial=1))), seed=0)
     found: dict[int, list[bool]] = {}
     progress.start("evaluate", plan.num_packs)
-    for number in range(plan.num_packs):
-        positions = [int(position) for position in plan.pack(number)]
-        samples = [reader.sample(position) for position in positions]
-        batch = collate_packs(samples, spec).to(device)
-        right = _right_tokens(loaded, batch, only_labels)
-        for position, sample, start in zip(positions, samples, batch.cu_seqlens.tolist(), strict=False):
-            found[position] = _exact_turns(sample, right[start : start + sample.length])
-        progress.advance(1)
+    with evaluating(loaded, packed=True) as scorer:
+        for number in range(plan.num_packs):
+            positions = [int(position) for position in plan.pack(number)]
+            samples = [reader.sample(position) for position in positions]
+            batch = collate_packs(samples, spec).to(device)
+            _, hits = scorer(batch)
+            right = (hits | (batch.labels == IGNORE_INDEX))[0].cpu().numpy()
+            for position, sample, start in zip(positions, samples, batch.cu_seqlens.tolist(), strict=False):
+                found[position] = _exact_turns(sample, right[start : start + sample.length])
+            progress.advance(1)
     progress.finish()
     in_order = [(position, turn, exact) for position in sorted(found) for turn, exact in enumerate(found[position])]
     sample_ids, turns, exacts = zip(*in_order, strict=True) if in_order else ((), (), ())
     return ExactMatch(np.array(sample_ids, np.int64), np.array(turns, np.int64), np.array(exacts, np.bool_))
 
 
-def _right_tokens(model: nn.Module, batch: PackedBatch, only_labels: bool) -> npt.NDArray[np.bool_]:
-    """(T,): whether the most likely next token is the label; True where there is none."""
-    logits, labels = target_logits(model, batch, label_logits_only=only_labels)
-    hits: Tensor = (logits.argmax(-1) == labels) | (labels == IGNORE_INDEX)
-    right = torch.ones(batch.labels.shape[1], dtype=torch.bool, device=hits.device)
-    if only_labels:
-        if batch.num_target_tokens:
-            right[batch.labels[0] != IGNORE_INDEX] = hits[0]
-    else:
-        right = hits[0]
-    return right.cpu().numpy()
-
-
 def _exact_turns(sample: EncodedSample, right: npt.NDArray[np.bool_]) -> list[bool]:
     """Whether each turn is right at all of its targets; token i is predicted at position i - 1."""
     spans = sample.turns.reshape(-1, 2).tolist()
     return [bool(right[max(start - 1, 0) : end - 1].all()) for start, end in spans]
-
-
-def _load(model: str, reader: CacheReader, *, on_gpu: bool) -> tuple[nn.Module, InputSpec]:
-    """The model, with its adapter if ``model`` is one, and what collation must know of it."""
-    is_adapter = os.path.exists(os.path.join(model, _ADAPTER_FILE))
-    base = str(PeftConfig.from_pretrained(model).base_model_name_or_path) if is_adapter else model
-    spec = InputSpec.load(base, reader.manifests[0].identity.media_limits)
-    dtype = checkpoint_dtype(spec.config) if on_gpu else torch.float32
-    loaded: nn.Module = load_model(base, spec.config, dtype=dtype, packing=True)
-    if is_adapter:
-        loaded = PeftModel.from_pretrained(loaded, model)
-    return loaded, spec

@@ -14,12 +14,13 @@ from packtool.attention.register import set_attention
 from packtool.attention.support import refuse_unsupported
 from packtool.config import TrainConfig
 from packtool.errors import ConfigError, MismatchError
+from packtool.eval_options import EvalConfig
 from packtool.train.towers import Towers, frozen_parts, towers_of
 
 _SHOWN_NAMES = 4
 
 
-def resolve_dtype(config: PreTrainedConfig, run: TrainConfig, *, on_gpu: bool) -> torch.dtype:
+def resolve_dtype(config: PreTrainedConfig, run: TrainConfig | EvalConfig, *, on_gpu: bool) -> torch.dtype:
     """Precision of the computation: ``auto`` is the checkpoint's on a GPU, and float32 on a CPU.
 
     Raises:

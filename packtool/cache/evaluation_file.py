@@ -1,0 +1,78 @@
+"""The file of an evaluation: Parquet, one line for each sample, in the caches' order.
+
+| column | |
+|---|---|
+| sample | int64, position in the caches |
+| source, row | the dataset that the sample came from, and its 0-based row there |
+| channel | or null |
+| tokens, target_tokens | of the sample |
+| loss | mean over its target tokens in nats; null where it has none, as the next two |
+| perplexity | exp(loss) |
+| token_accuracy | share of its target tokens that are the most likely ones |
+| first_wrong | position among its tokens of the first one that is not; -1 if there is none |
+
+The metadata's ``packtool`` is a JSON object: model, caches, split, and totals of all samples and of each channel.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from packtool import storage
+
+_KEY = b"packtool"
+_SCHEMA = pa.schema(
+    [
+        ("sample", pa.int64()),
+        ("source", pa.string()),
+        ("row", pa.int64()),
+        ("channel", pa.string()),
+        ("tokens", pa.int32()),
+        ("target_tokens", pa.int32()),
+        ("loss", pa.float64()),
+        ("perplexity", pa.float64()),
+        ("token_accuracy", pa.float64()),
+        ("first_wrong", pa.int32()),
+    ]
+)
+
+
+def write_evaluation(path: str, columns: Mapping[str, Any], info: Mapping[str, Any]) -> None:
+    """Write the file, whole or not at all.
+
+    Args:
+        columns: by name, all of one length; numbers that are nan become null.
+        info: for the metadata; see ``plain_json``.
+
+    Raises:
+        StorageError: if it cannot be written.
+    """
+    # from_pandas takes nan for null.
+    arrays = [pa.array(columns[field.name], from_pandas=True).cast(field.type) for field in _SCHEMA]
+    schema = _SCHEMA.with_metadata({_KEY: json.dumps(plain_json(info)).encode()})
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_arrays(arrays, schema=schema), sink)
+    storage.publish(path, sink.getvalue())
+
+
+def read_evaluation(path: str) -> tuple[dict[str, list[Any]], dict[str, Any]]:
+    """Columns and metadata of such a file.
+
+    Raises:
+        StorageError: if it cannot be read.
+    """
+    table = pq.read_table(pa.BufferReader(storage.read_bytes(path)))
+    return table.to_pydict(), json.loads(table.schema.metadata[_KEY])
+
+
+def plain_json(value: Any) -> Any:
+    """The same, with None for every number that is nan or infinite: JSON has no word for these."""
+    if isinstance(value, Mapping):
+        return {name: plain_json(item) for name, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

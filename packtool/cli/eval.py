@@ -1,0 +1,43 @@
+"""``packtool eval``."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import typer
+
+from packtool.cli import train
+from packtool.eval_options import EvalConfig
+from packtool.launch import Processes, is_launched, launch_if_asked, share_cores_politely
+
+
+def run_eval(config: EvalConfig, as_json: bool) -> None:
+    """Start under torchrun if the environment asks for it, else evaluate and print the totals.
+
+    What does not fit is told here, once and at once, before any process is started.
+    """
+    share_cores_politely()
+    from packtool.train.world import World
+
+    world = World.from_environment()
+    if not is_launched(os.environ):
+        world = World(0, Processes.from_environment(os.environ).total)
+        if world.size > 1:
+            from packtool.train.prepare_eval import prepare_evaluation
+
+            prepare_evaluation(config, world)
+            launch_if_asked(train.invocation)
+    from packtool.report.evaluation import evaluation_json, print_evaluation
+    from packtool.report.terminal import TerminalProgress
+    from packtool.train.run_eval import evaluate_caches
+
+    with TerminalProgress(enabled=world.is_first) as progress:
+        result = evaluate_caches(config, progress, world)
+    if not world.is_first:
+        return
+    if as_json:
+        typer.echo(json.dumps(evaluation_json(result)))
+        return
+    print_evaluation(result)
+    typer.echo(f"written: {result.output}")

@@ -1,0 +1,65 @@
+"""What ``packtool eval`` needs to know, and the options that evaluation has elsewhere too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from packtool.settings import REQUIRED, option
+from packtool.verify_options import ATTN_IMPL_HELP, AttnImpl
+
+Split = Literal["train", "val"]
+MAX_TOKENS_OPTION = "--max-tokens-per-micro-batch"
+MAX_TOKENS_HELP = (
+    "Most tokens of a forward pass of evaluation: a hard limit, also for a single sample. By default 8192, or the "
+    "longest sample if that is longer."
+)
+_SUFFIX = ".parquet"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """What ``packtool eval`` needs to know."""
+
+    model: str = option(REQUIRED, "Directory (or hub id) of a model, or of an adapter whose base model is there.")
+    cached_dataset: tuple[str, ...] = option(REQUIRED, "Caches that packtool export made; several may follow.")
+    output: str = option(REQUIRED, "File to write a line for each sample to, ending in .parquet.")
+    split: Split | None = option(None, "Split to evaluate; by default val if all caches have one, else train.")
+    max_tokens_per_micro_batch: int | None = option(None, MAX_TOKENS_HELP, panel="Speed", minimum=1)
+    max_samples_per_micro_batch: int | None = option(None, "Most samples of a forward pass.", panel="Speed", minimum=1)
+    limit: int | None = option(None, "Evaluate only so many samples, the first ones.", minimum=1)
+    torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "Precision of the weights; auto is the checkpoint's on a GPU, float32 on a CPU.", panel="Speed"
+    )
+    attn_impl: AttnImpl = option("auto", ATTN_IMPL_HELP, panel="Speed")
+    dataloader_num_workers: int = option(
+        1, "Processes a rank that load pictures ahead of the model.", panel="Speed", minimum=0
+    )
+    cache_dir: str | None = option(
+        None,
+        "Directory of this machine for copies of remote caches; by default packtool in ~/.cache.",
+        env="PACKTOOL_CACHE_DIR",
+    )
+    cache_dir_size: str | None = option(
+        None,
+        "Most that --cache-dir may hold, as in 200GB; copies of other caches go first. By default all the disk has.",
+        env="PACKTOOL_CACHE_DIR_SIZE",
+    )
+
+    def problems(self) -> list[str]:
+        """Mistakes that only show when settings are seen together."""
+        found = []
+        if not self.output.endswith(_SUFFIX):
+            found.append(f"--output {self.output}: the file's name must end in {_SUFFIX}, for that is what is written")
+        try:
+            _ = self.cache_dir_bytes
+        except ValueError as error:
+            found.append(f"--cache-dir-size: {error}")
+        return found
+
+    @property
+    def cache_dir_bytes(self) -> int | None:
+        """The limit of the directory of copies, or None."""
+        from packtool.config import num_bytes  # here, so that train's settings can build on these
+
+        return None if self.cache_dir_size is None else num_bytes(self.cache_dir_size)

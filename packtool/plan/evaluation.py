@@ -1,0 +1,133 @@
+"""Who evaluates which samples together: dynamic micro-batches under a token cap, and the way back to the old order.
+
+The samples are cut into windows of a thousand or more that follow one another, so that reading stays local; within one
+``dynamic.rearrange`` makes micro-batches, equally many for every rank, and remembers where each sample went::
+
+    lengths    7 1 1 5 2 3 | 4 4     cap 8, 2 ranks
+    rank 0     [7] [3 4]             its results: 7 3 4
+    rank 1     [1 1 5] [2 4]         its results: 1 1 5 2 4
+    order      7 3 4 1 1 5 2 4       all results, rank by rank; results[inverse] have the samples' own order
+
+The cap holds for what a forward pass really sees: tokens with the pads that align each sample.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from packtool.plan.dynamic import DynamicBatches, Int64Array, rearrange
+
+DEFAULT_MAX_TOKENS = 8192
+"""Tokens of a micro-batch where nobody sets a cap; a longer sample raises it."""
+
+_LEAST_SAMPLES, _MOST_SAMPLES = 1 << 10, 1 << 16
+_BATCHES_A_RANK, _MOST_BATCHES = 32, 1 << 12
+"""Of a window: enough that its last micro-batches, of which every rank gets one, cost little; placing a sample takes as
+long as there are micro-batches."""
+
+
+@dataclass(frozen=True, eq=False)
+class EvaluationPlan:
+    """Micro-batches of all ranks.
+
+    Args:
+        lengths: (K,), tokens of the samples, in their order.
+        max_tokens: of a micro-batch, pads of the alignment included.
+        num_ranks: data-parallel ranks that share the work.
+        alignment: each sample is padded to a multiple of it.
+        max_samples: of a micro-batch, or None.
+    """
+
+    lengths: npt.NDArray[np.integer[Any]]
+    max_tokens: int
+    num_ranks: int
+    alignment: int = 1
+    max_samples: int | None = None
+
+    @cached_property
+    def batches(self) -> DynamicBatches:
+        """The samples, rearranged."""
+        return rearrange(
+            aligned_lengths(self.lengths, self.alignment),
+            samples_per_step=self._window,
+            num_ranks=self.num_ranks,
+            max_tokens=self.max_tokens,
+            max_samples=self.max_samples,
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the plan, so that ranks can prove that they have the same one."""
+        digest = hashlib.sha256(f"{self.max_tokens} {self.num_ranks} {self.alignment}".encode())
+        for part in (self.batches.order, self.batches.cell_sizes):
+            digest.update(part.tobytes())
+        return digest.hexdigest()[:16]
+
+    def micro_batches(self, rank: int) -> list[Int64Array]:
+        """The samples of each micro-batch of a rank; one may be empty, for all ranks have equally many."""
+        batches = self.batches
+        offsets = np.append(0, np.cumsum(batches.cell_sizes))
+        return [batches.order[offsets[cell] : offsets[cell + 1]] for cell in np.flatnonzero(self._rank_of_cell == rank)]
+
+    def places(self, rank: int) -> Int64Array:
+        """Where in ``batches.order`` the samples of a rank's micro-batches are, one after the other."""
+        return np.flatnonzero(np.repeat(self._rank_of_cell, self.batches.cell_sizes) == rank)
+
+    def alone(self) -> EvaluationPlan:
+        """The same samples, each in a micro-batch of its own."""
+        return dataclasses.replace(self, max_samples=1)
+
+    @property
+    def _window(self) -> int:
+        """Samples of a window."""
+        num_batches = min(_BATCHES_A_RANK * self.num_ranks, _MOST_BATCHES)
+        mean = float(self.lengths.mean()) if len(self.lengths) else 1.0
+        samples_of_a_batch = min(self.max_tokens / mean, self.max_samples or self.max_tokens)
+        return min(max(int(num_batches * samples_of_a_batch), _LEAST_SAMPLES), _MOST_SAMPLES)
+
+    @cached_property
+    def _rank_of_cell(self) -> Int64Array:
+        """int64 (C,): within a window the cells of rank 0 come first, then those of rank 1."""
+        cells = self.batches.cells_per_step
+        first = np.cumsum(cells) - cells
+        return (np.arange(cells.sum()) - np.repeat(first, cells)) // np.repeat(cells // self.num_ranks, cells)
+
+
+def plan_evaluation(
+    lengths: npt.NDArray[np.integer[Any]],
+    *,
+    num_ranks: int,
+    max_tokens: int | None = None,
+    max_samples: int | None = None,
+    alignment: int = 1,
+) -> EvaluationPlan:
+    """Share out samples.
+
+    Args:
+        lengths: (K,), tokens of the samples.
+        num_ranks: data-parallel ranks.
+        max_tokens: cap of a micro-batch, a hard one; by default ``DEFAULT_MAX_TOKENS``, or the longest sample if that
+            is longer.
+        max_samples: of a micro-batch, or None.
+        alignment: see ``batch.padding.alignment_for``.
+
+    Raises:
+        ConfigError: if a sample alone is over the cap.
+    """
+    longest = int(aligned_lengths(lengths, alignment).max(initial=1))
+    cap = max(DEFAULT_MAX_TOKENS, longest) if max_tokens is None else max_tokens
+    plan = EvaluationPlan(lengths, cap, num_ranks, alignment, max_samples)
+    _ = plan.batches
+    return plan
+
+
+def aligned_lengths(lengths: npt.NDArray[np.integer[Any]], alignment: int) -> npt.NDArray[np.integer[Any]]:
+    """(K,): tokens of the samples with the pads that make them multiples of ``alignment``."""
+    return -(-lengths // alignment) * alignment

@@ -1,0 +1,72 @@
+"""A model as training left it: whole, or as an adapter of another one."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from packtool.errors import MismatchError
+
+if TYPE_CHECKING:  # mistakes are told before torch is imported
+    import torch
+    from torch import nn
+
+    from packtool.batch.spec import InputSpec
+
+_ADAPTER_FILE = "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """Where the weights are.
+
+    Args:
+        base: directory (or hub id) of the model; its tokenizer and processor are the adapter's too.
+        adapter: directory of the adapter, or None.
+    """
+
+    base: str
+    adapter: str | None
+
+    @classmethod
+    def find(cls, model: str) -> TrainedModel:
+        """What ``--model`` names.
+
+        Raises:
+            MismatchError: for an adapter that does not say whose it is, or whose base model is gone.
+        """
+        path = os.path.join(model, _ADAPTER_FILE)
+        if not os.path.exists(path):
+            return cls(model, None)
+        try:
+            with open(path, encoding="utf-8") as file:
+                base = json.load(file)["base_model_name_or_path"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise MismatchError(f"{path} does not name a base model: {error!r}", "Save the adapter again.") from error
+        if not isinstance(base, str) or (os.path.isabs(base) and not os.path.isdir(base)):
+            raise MismatchError(
+                f"{path} names {base!r} as its base model, which is not there",
+                "Put the model back in its place, or name its new one as base_model_name_or_path.",
+            )
+        return cls(base, model)
+
+    def load(self, spec: InputSpec, dtype: torch.dtype, *, packing: bool = True, attn_impl: str = "auto") -> nn.Module:
+        """Read the weights.
+
+        Args:
+            packing: keep packed samples apart, with the kernel ``attn_impl``.
+
+        Raises:
+            UnsupportedModelError: for a model that cannot be packed.
+            MismatchError: if the checkpoint lacks weights, which would otherwise be random.
+        """
+        from peft import PeftModel
+
+        from packtool.train.model import load_model
+
+        loaded: nn.Module = load_model(self.base, spec.config, dtype=dtype, packing=packing, attn_impl=attn_impl)
+        if self.adapter is not None:
+            loaded = PeftModel.from_pretrained(loaded, self.adapter)
+        return loaded

@@ -1,0 +1,87 @@
+"""What two processes evaluate together. They are forked, for importing what they need takes longer than they do."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from packtool.batch.spec import InputSpec
+from packtool.cache.reader import CacheReader
+from packtool.errors import MismatchError
+from packtool.eval_options import EvalConfig
+from packtool.progress import SilentProgress
+from packtool.train.evaluation import evaluate, evaluate_in_training
+from packtool.train.model import load_model
+from packtool.train.prepare_eval import plan_of_samples
+from packtool.train.run_eval import evaluate_caches
+from packtool.train.world import World
+
+_SECONDS = 200
+
+
+def run_two_processes(job: dict[str, Any]) -> None:
+    """Run ``main`` on two ranks of this machine's CPU, until both have ended well."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=main, args=(job, rank, port)) for rank in (0, 1)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(_SECONDS)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert codes == [0, 0]
+
+
+def main(job: dict[str, Any], rank: int, port: int) -> None:
+    """Evaluate by the command's function, then in the middle of a training, then what must not be."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    AcceleratorState._reset_state(reset_partial_state=True)  # the parent's, which is alone
+    torch.cuda.is_available = lambda: False
+    torch.set_num_threads(1)
+    world = World.from_environment()
+    config = EvalConfig(
+        model=job["model"],
+        cached_dataset=(job["cache"],),
+        output=job["output"],
+        max_tokens_per_micro_batch=200,
+        dataloader_num_workers=0,
+    )
+    evaluate_caches(config, SilentProgress())
+    reader = CacheReader.open([job["cache"]])
+    spec = InputSpec.load(job["model"], reader.manifests[0].identity.media_limits)
+    model = load_model(job["model"], spec.config, dtype=torch.float32, packing=True).train()
+    # What the wrapper would do on its own, exchanging buffers, must not happen: evaluation asks the model inside.
+    wrapped = DistributedDataParallel(model)
+    plan = plan_of_samples(reader, world, max_tokens=150)
+    results = {"wrapped": evaluate_in_training(wrapped, reader, spec, plan, world=world)}
+    assert wrapped.training
+    assert model.training
+    one = plan_of_samples(reader, world, limit=1)
+    results["single"] = evaluate(wrapped, reader, spec, one, world=world).metrics("")
+    sharded = load_model(job["model"], spec.config, dtype=torch.float32, packing=True)
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in sharded.model.language_model.layers:
+        fully_shard(layer, mesh=mesh)
+    # Forward passes of sharded weights wait for one another: a rank without samples must have as many.
+    found = evaluate(fully_shard(sharded, mesh=mesh), reader, spec, one, world=world)
+    results["sharded"] = found.metrics("")
+    try:
+        evaluate(wrapped, reader, spec, plan_of_samples(reader, world, limit=2 + world.rank), world=world)
+    except MismatchError as error:
+        results["differing"] = type(error).__name__
+    Path(job["results"].format(world.rank)).write_text(json.dumps(results))
