@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from packtool.eval_options import MAX_TOKENS_HELP
 from packtool.packing_options import Balance as Balance
 from packtool.packing_options import PackingOptions as PackingOptions
 from packtool.packing_options import packing_problems
@@ -259,6 +260,11 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions):
     enable_channel_loss: bool = option(
         False, "Log the loss and the accuracy of each of the rows' channels.", panel="Run"
     )
+    eval_strategy: Literal["no", "steps", "epoch"] = option(
+        "no", "Evaluate the caches' val split: every --eval-steps, or at the end of every epoch.", panel="Run"
+    )
+    eval_steps: int = option(500, "Optimizer steps between two evaluations.", panel="Run", minimum=1)
+    max_tokens_per_micro_batch: int | None = option(None, MAX_TOKENS_HELP, panel="Run", minimum=1)
     save_steps: int = option(500, "Optimizer steps between two checkpoints.", panel="Run", minimum=1)
     report_to: tuple[str, ...] = option(
         (), "Also log to tensorboard, wandb, swanlab, mlflow, ...; metrics.jsonl is always written.", panel="Run"
@@ -314,6 +320,8 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions):
             found.append("--max-steps is missing: --streaming true does not know how many rows there are")
         if not self.packing:
             found.append("--streaming true packs what it reads: it goes with --packing true")
+        if self.eval_strategy != "no":
+            found.append("--eval-strategy needs a cache with a val split: leave out --streaming true")
         if self.plan is not None:
             found.append("--plan needs a cache: --streaming true plans while it reads")
         if self.val_dataset or self.split_dataset_ratio:

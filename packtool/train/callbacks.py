@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 from accelerate import PartialState
@@ -98,6 +99,23 @@ class CheckpointCallback(TrainerCallback):
             remove_oldest(str(args.output_dir), self.save_total_limit)
 
 
+class EvaluationCallback(TrainerCallback):
+    """Evaluates between steps, and logs what comes of it.
+
+    Args:
+        evaluate: and log; called on every rank.
+        every: steps between two evaluations; the last step is evaluated, too.
+    """
+
+    def __init__(self, evaluate: Callable[[], None], every: int) -> None:
+        self.evaluate, self.every = evaluate, every
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """A step is done on every rank."""
+        if state.global_step % self.every == 0 or state.global_step >= state.max_steps:
+            self.evaluate()
+
+
 class ReportCallback(TrainerCallback):
     """Appends log lines to ``metrics.jsonl`` and tells the progress; only on the first rank.
 
@@ -112,7 +130,6 @@ class ReportCallback(TrainerCallback):
         self.first_loss: float | None = None
         self.last_loss: float | None = None
         self._shown: dict[str, float | int | str] = {}
-        self._since = time.perf_counter()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -122,7 +139,6 @@ class ReportCallback(TrainerCallback):
         if self.start:
             self.progress.advance(self.start)
         self._drop_lines_after(self.start)
-        self._since = time.perf_counter()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """One more is done; the figures shown are those of the last log line."""
@@ -137,21 +153,23 @@ class ReportCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """A line of figures is there."""
-        if not logs or "loss" not in logs:
+        if not logs or not logs.keys() & {"loss", "eval_loss"}:
             return
-        now = time.perf_counter()
-        seconds, self._since = now - self._since, now
-        rate = logs["target_tokens"] / max(seconds, 1e-9)
-        line = {"step": state.global_step, **logs, "seconds": seconds, "target_tokens_per_second": rate}
+        line = {"step": state.global_step, **logs}
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+        if "loss" not in logs:
+            self._shown["val loss"] = round(logs["eval_loss"], 4)
+            return
         self.last_loss = float(logs["loss"])
         if self.first_loss is None:
             self.first_loss = self.last_loss
-        self._shown = {
+        self._shown |= {
             "loss": round(self.last_loss, 4),
             "lr": float(f"{logs['learning_rate']:.3g}"),
-            "targets/s": round(rate),
+            "targets/s": round(logs["target_tokens_per_second"]),
+            "fill": f"{logs['fill']:.1%}",
+            "waiting": f"{logs['data_wait']:.0%}",
         }
 
     def on_train_end(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from functools import partial
 
 import torch
 from peft import PeftModel
@@ -17,8 +18,15 @@ from packtool.batch.dataset import is_bad
 from packtool.batch.spec import InputSpec
 from packtool.progress import Progress
 from packtool.train.arguments import training_arguments
-from packtool.train.callbacks import CheckpointCallback, PlanCallback, ReportCallback, StreamCallback
+from packtool.train.callbacks import (
+    CheckpointCallback,
+    EvaluationCallback,
+    PlanCallback,
+    ReportCallback,
+    StreamCallback,
+)
 from packtool.train.checkpoint import PREFIX
+from packtool.train.evaluation import evaluate_in_training
 from packtool.train.loader import StepLoader
 from packtool.train.model import count_parameters, load_model, make_trainable, resolve_dtype, weights_dtype
 from packtool.train.part_rates import PartRates
@@ -154,7 +162,27 @@ def make_trainer(
         skips=config.on_bad_media == "skip",
         part_rates=PartRates.of(config, model),
     )
+    if isinstance(run, PreparedRun) and run.validation is not None:
+        every = config.eval_steps if config.eval_strategy == "steps" else run.schedule.steps_per_epoch
+        trainer.add_callback(
+            EvaluationCallback(partial(trainer.log_evaluation, partial(_evaluate, run, trainer)), every)
+        )
     return trainer, report
+
+
+def _evaluate(run: PreparedRun, trainer: PackTrainer) -> dict[str, float]:
+    """The val split, between two steps."""
+    validation = run.validation
+    assert validation is not None, "asked for"
+    return evaluate_in_training(
+        trainer.model_wrapped,
+        validation.reader,
+        trainer.loader.spec,
+        validation.plan,
+        world=run.world,
+        num_workers=run.config.dataloader_num_workers,
+        samples=validation.samples,
+    )
 
 
 def _make_loader(run: PreparedRun | PreparedStream, spec: InputSpec) -> StepLoader | StreamLoader:

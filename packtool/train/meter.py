@@ -53,6 +53,10 @@ class Meter:
                 self._waited += time.perf_counter() - begin
             yield item
 
+    def leave_out(self, seconds: float) -> None:
+        """Time that was spent on something else."""
+        self._since += seconds
+
     def add(self, figures: StepFigures) -> None:
         """A step is done."""
         self._figures += figures

@@ -13,14 +13,32 @@ from packtool.cache.chosen import ChosenTargets, SampleReader
 from packtool.cache.plan_file import read_plan
 from packtool.cache.reader import CacheReader
 from packtool.config import TrainConfig
+from packtool.constants import VAL_SPLIT
 from packtool.encode.families import MediaLimits
 from packtool.encode.model_files import ModelFiles
+from packtool.encode.relabel import TargetChoice
+from packtool.plan.evaluation import EvaluationPlan
 from packtool.train.check import check_plan, choice_of_targets, open_caches, packs_of
 from packtool.train.checkpoint import RunState, find_checkpoint, read_state
 from packtool.train.figures import SampleFigures
 from packtool.train.planner import Dealing, Planner, cost_of, plan_options
+from packtool.train.prepare_eval import plan_of_samples
 from packtool.train.schedule import Schedule
 from packtool.train.world import World
+
+
+@dataclass(frozen=True, eq=False)
+class Validation:
+    """The val split of a run's caches.
+
+    Args:
+        samples: with their labels as ``--loss-scale`` chooses them.
+        plan: micro-batches of all ranks.
+    """
+
+    reader: CacheReader
+    samples: SampleReader
+    plan: EvaluationPlan
 
 
 @dataclass(frozen=True)
@@ -36,6 +54,7 @@ class PreparedRun:
         checkpoint: the one to go on from, or None.
         start: first step to train.
         notes: remarks for the user.
+        validation: what is evaluated between steps, None for nothing.
     """
 
     config: TrainConfig
@@ -49,6 +68,7 @@ class PreparedRun:
     checkpoint: str | None
     start: int
     notes: tuple[str, ...] = ()
+    validation: Validation | None = None
 
     @property
     def media_limits(self) -> MediaLimits:
@@ -93,7 +113,20 @@ def prepare_run(config: TrainConfig, world: World) -> PreparedRun:
     cost = planner.options.cost
     units = targets > 0 if config.loss_reduction == "sample" else targets
     figures = SampleFigures(targets, index.media_tokens, units.astype(np.int64), cost)
-    return PreparedRun(config, world, files, reader, samples, figures, schedule, state, checkpoint, start, tuple(notes))
+    return PreparedRun(
+        config,
+        world,
+        files,
+        reader,
+        samples,
+        figures,
+        schedule,
+        state,
+        checkpoint,
+        start,
+        tuple(notes),
+        _validation(config, world, reader, choice),
+    )
 
 
 def _planner(
@@ -108,6 +141,16 @@ def _planner(
     if saved is not None:
         options = dataclasses.replace(options, max_length=saved.info.max_length, packing_length=saved.info.capacity)
     return Planner(config, options, reader.index, targets, packs_of(saved) if saved is not None else None)
+
+
+def _validation(
+    config: TrainConfig, world: World, reader: CacheReader, choice: TargetChoice | None
+) -> Validation | None:
+    if config.eval_strategy == "no":
+        return None
+    val = CacheReader.open(reader.directories, VAL_SPLIT)
+    plan = plan_of_samples(val, world, max_tokens=config.max_tokens_per_micro_batch)
+    return Validation(val, val if choice is None else ChosenTargets(val, choice), plan)
 
 
 def _state(config: TrainConfig, planner: Planner, dealing: Dealing, cache: str) -> RunState:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -145,6 +146,13 @@ class PackTrainer(Trainer):
         found = self.head_loss.losses(model, batch)
         self._meter.see(found, batch)
         return found.sum(batch.loss_weights) * inputs["scale"]
+
+    def log_evaluation(self, evaluate: Callable[[], dict[str, float]]) -> None:
+        """Log what an evaluation says; its time is none of the training's."""
+        begin = time.perf_counter()
+        logs = evaluate()
+        self._meter.leave_out(time.perf_counter() - begin)
+        self.log(logs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log lines with the exact mean loss over the steps since the last one, and what these steps held."""

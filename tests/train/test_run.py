@@ -289,3 +289,27 @@ def test_targets_are_chosen_without_another_export(tiny: TinyWorld, tmp_path: Pa
         train(tiny.config(tmp_path / "d", loss_scale="last_round+react"), SilentProgress())
     with pytest.raises(MismatchError, match="--truncation-strategy delete, and this run asks for left"):
         train(tiny.config(tmp_path / "d", truncation_strategy="left"), SilentProgress())
+
+
+def test_evaluations_between_steps_change_nothing(tiny: TinyWorld, tmp_path: Path) -> None:
+    export_rows(tiny, tmp_path / "cache", split_dataset_ratio=0.2)
+    given: dict[str, Any] = {
+        "cached_dataset": (str(tmp_path / "cache"),),
+        "num_train_epochs": 2.0,
+        "train_type": "lora",
+    }
+    train(tiny.config(tmp_path / "plain", **given), SilentProgress())
+    for strategy, every in (("steps", 2), ("epoch", 0)):
+        output_dir = tmp_path / strategy
+        train(tiny.config(output_dir, **given, eval_strategy=strategy, eval_steps=every or 1), SilentProgress())
+        lines = read_metrics(output_dir)
+        assert [line for line in lines if "loss" in line] == read_metrics(tmp_path / "plain")
+        evaluated = [line for line in lines if "eval_loss" in line]
+        num_steps = len(lines) - len(evaluated)
+        each = every or num_steps // 2
+        expected = sorted({*range(each, num_steps + 1, each), num_steps})
+        assert [line["step"] for line in evaluated] == expected
+        assert all(line["eval_samples"] == 8 for line in evaluated)
+        assert evaluated[0]["eval_loss"] != evaluated[-1]["eval_loss"]
+    with pytest.raises(MismatchError, match="no val split"):
+        train(tiny.config(tmp_path / "none", eval_strategy="epoch"), SilentProgress())
