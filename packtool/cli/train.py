@@ -35,8 +35,11 @@ def run_train(config: TrainConfig, as_json: bool) -> None:
         if world.size > 1 and not config.dry_run:
             _prepare(config, world)
             launch_if_asked(invocation)
+    from packtool.encode.families import is_multimodal
+    from packtool.encode.model_files import ModelFiles
     from packtool.report.statistics import train_lines
     from packtool.report.terminal import TerminalProgress, print_table
+    from packtool.train.result import next_lines
     from packtool.train.run import train
 
     with TerminalProgress(enabled=world.is_first) as progress:
@@ -55,6 +58,8 @@ def run_train(config: TrainConfig, as_json: bool) -> None:
         print_table("planned, nothing trained (--dry-run)", train_lines(result))
     else:
         print_table(f"trained: {result.checkpoint}", train_lines(result))
+        for line in next_lines(config, result, sees=is_multimodal(ModelFiles.load(config.model).config)):
+            typer.echo(line)
 
 
 def _prepare(config: TrainConfig, world: World) -> None:

@@ -113,7 +113,10 @@ class EvaluationCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """A step is done on every rank."""
         if state.global_step % self.every == 0 or state.global_step >= state.max_steps:
+            # Logging takes back the wish to log, which the step itself may still have.
+            should_log = control.should_log
             self.evaluate()
+            control.should_log = should_log
 
 
 class ReportCallback(TrainerCallback):

@@ -28,6 +28,7 @@ from packtool.train.callbacks import (
 from packtool.train.checkpoint import PREFIX
 from packtool.train.evaluation import evaluate_in_training
 from packtool.train.loader import StepLoader
+from packtool.train.memory import MemoryEstimate, estimate_memory, model_without_weights
 from packtool.train.model import count_parameters, load_model, make_trainable, resolve_dtype, weights_dtype
 from packtool.train.part_rates import PartRates
 from packtool.train.prepare import PreparedRun
@@ -59,6 +60,22 @@ def load_spec(run: PreparedRun | PreparedStream) -> InputSpec:
     return spec
 
 
+def preview_memory(run: PreparedRun | PreparedStream, spec: InputSpec) -> MemoryEstimate:
+    """What training would need, without loading weights."""
+    on_gpu = torch.cuda.is_available()
+    dtype = resolve_dtype(spec.config, run.config, on_gpu=on_gpu)
+    with quiet_transformers():
+        model = model_without_weights(run.config, spec.config, dtype)
+    return _estimate(run, model, spec, dtype)
+
+
+def _estimate(
+    run: PreparedRun | PreparedStream, model: nn.Module, spec: InputSpec, dtype: torch.dtype
+) -> MemoryEstimate:
+    config = dataclasses.replace(run.config, packing_length=run.state.packing_length)
+    return estimate_memory(config, model, spec.config, dtype=dtype, world_size=run.world.size)
+
+
 def execute(run: PreparedRun | PreparedStream, spec: InputSpec, result: TrainResult, progress: Progress) -> TrainResult:
     """Load, train, save.
 
@@ -73,6 +90,8 @@ def execute(run: PreparedRun | PreparedStream, spec: InputSpec, result: TrainRes
         assert trainer.model is not None
         num_trainable, num_parameters = count_parameters(trainer.model)
         progress.note(f"parameters: {num_parameters:,}, of them trained: {num_trainable:,} ({run.config.train_type})")
+        dtype = resolve_dtype(spec.config, run.config, on_gpu=torch.cuda.is_available())
+        progress.note(_estimate(run, trainer.model, spec, dtype).sentence())
         verify_packing(run, trainer.model, spec, progress)
         begin = time.perf_counter()
         trainer.train(resume_from_checkpoint=run.checkpoint)

@@ -6,9 +6,11 @@ import dataclasses
 import json
 import math
 import os
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from packtool.config import TrainConfig
 from packtool.train.prepare_stream import PreparedStream
 from packtool.train.schedule import Schedule
 from packtool.train.world import World
@@ -118,6 +120,36 @@ class TrainResult:
         with open(os.path.join(self.output_dir, RESULT_NAME), "w", encoding="utf-8") as file:
             json.dump(dataclasses.asdict(self), file, indent=1)
             file.write("\n")
+
+
+def settings_lines(config: TrainConfig) -> Iterator[str]:
+    """The settings that are not their defaults, however they were given: on one line, as options."""
+    words = []
+    for setting in dataclasses.fields(config):
+        value = getattr(config, setting.name)
+        default = setting.default_factory() if callable(setting.default_factory) else setting.default
+        if value != default:
+            shown = " ".join(value) if isinstance(value, tuple) else str(value)
+            words.append(f"--{setting.name.replace('_', '-')} {shown.lower() if isinstance(value, bool) else shown}")
+    yield f"settings: {' '.join(words)}"
+
+
+def next_lines(config: TrainConfig, result: TrainResult, *, sees: bool) -> Iterator[str]:
+    """What to do with what was trained.
+
+    Args:
+        sees: whether the model takes more than text.
+    """
+    if result.checkpoint is None:
+        return
+    caches = shlex.join(config.cached_dataset or ("CACHE",))
+    checkpoint = shlex.quote(result.checkpoint)
+    yield f"evaluate: packtool eval --model {checkpoint} --cached-dataset {caches} --output eval.parquet"
+    if config.train_type == "lora":
+        yield f'load: peft.PeftModel.from_pretrained(model, "{result.checkpoint}")  # onto {config.model}'
+    else:
+        auto = "AutoModelForImageTextToText" if sees else "AutoModelForCausalLM"
+        yield f'load: transformers.{auto}.from_pretrained("{result.checkpoint}")'
 
 
 def stream_lines(run: PreparedStream) -> Iterator[str]:

@@ -9,7 +9,7 @@ from packtool.progress import Progress, SilentProgress
 from packtool.train.from_rows import with_cache
 from packtool.train.prepare import PreparedRun, prepare_run
 from packtool.train.prepare_stream import PreparedStream, prepare_stream
-from packtool.train.result import TrainResult, plan_lines, stream_lines
+from packtool.train.result import TrainResult, plan_lines, settings_lines, stream_lines
 from packtool.train.world import World
 
 
@@ -39,14 +39,20 @@ def train(config: TrainConfig, progress: Progress, world: World | None = None) -
         result = TrainResult.planned(run.schedule, world, config.output_dir, run.start)
         result = dataclasses.replace(result, resumed_from=run.checkpoint)
         lines = plan_lines(run.schedule, result)
-    for line in (*lines, *run.notes):
+    for line in (*settings_lines(config), *lines, *run.notes):
         progress.note(line)
     # From here on torch and transformers are needed; mistakes of the user should have been told by now.
-    from packtool.train.execute import execute, load_spec
+    from packtool.train.execute import execute, load_spec, preview_memory
 
     spec = load_spec(run)
     if config.dry_run:
-        return result
+        estimate = preview_memory(run, spec)
+        trained, parameters = estimate.num_trainable, estimate.num_parameters
+        progress.note(f"parameters: {parameters:,}, of them trained: {trained:,} ({config.train_type})")
+        progress.note(estimate.sentence())
+        return dataclasses.replace(
+            result, num_parameters=estimate.num_parameters, num_trainable_parameters=estimate.num_trainable
+        )
     if run.start >= run.schedule.num_steps:
         progress.note(f"{run.checkpoint} is the end of this run already: there is nothing left to train")
         return dataclasses.replace(result, checkpoint=run.checkpoint)

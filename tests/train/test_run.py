@@ -76,7 +76,7 @@ def test_it_learns_and_logs_the_first_and_the_last_step(trained: tuple[Path, Any
 def test_the_progress_sees_every_step_and_the_plan_first(trained: tuple[Path, Any, Recording]) -> None:
     _, _, progress = trained
     assert progress.total == progress.num_done == 9
-    assert {"loss", "lr", "targets/s"} == progress.fields.keys()
+    assert {"loss", "lr", "targets/s", "fill", "waiting"} == progress.fields.keys()
     notes = "\n".join(progress.notes)
     for said in ("samples in the caches: 40", "packing length: 256", "packs: 8", "5.00 samples a pack", "1 process"):
         assert said in notes
