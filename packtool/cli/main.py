@@ -15,7 +15,7 @@ from packtool.cli.demo import DemoConfig, run_demo_command
 from packtool.cli.eval import run_eval
 from packtool.cli.export import run_export
 from packtool.cli.inspect import InspectConfig, run_inspect
-from packtool.cli.options import command_of, option_kinds
+from packtool.cli.options import PanelCommand, command_of, option_kinds
 from packtool.cli.plan import run_plan
 from packtool.cli.verify import run_verify
 from packtool.config import ExportConfig, PlanConfig, TrainConfig
@@ -34,21 +34,25 @@ app = typer.Typer(
 )
 
 _TRAIN_HELP = "Train on packed samples; NPROC_PER_NODE=8 in front starts eight processes."
-app.command("export", help="Tokenize rows into a cache.")(command_of(ExportConfig, run_export))
-app.command("train", help=_TRAIN_HELP)(command_of(TrainConfig, train.run_train))
-app.command("sft", help="The same as train.")(command_of(TrainConfig, train.run_train))
-app.command("eval", help="Loss, perplexity and accuracy of every sample for itself, into a file.")(
-    command_of(EvalConfig, run_eval)
-)
-app.command("demo", help="Watch both stages work on a small world made on the spot.")(
+app.command(cls=PanelCommand, name="export", help="Tokenize rows into a cache.")(command_of(ExportConfig, run_export))
+app.command(cls=PanelCommand, name="train", help=_TRAIN_HELP)(command_of(TrainConfig, train.run_train))
+app.command(cls=PanelCommand, name="sft", help="The same as train.")(command_of(TrainConfig, train.run_train))
+app.command(
+    cls=PanelCommand, name="eval", help="Loss, perplexity and accuracy of every sample for itself, into a file."
+)(command_of(EvalConfig, run_eval))
+app.command(cls=PanelCommand, name="demo", help="Watch both stages work on a small world made on the spot.")(
     command_of(DemoConfig, run_demo_command)
 )
 
-app.command("inspect", help="Look into a cache: its figures, a sample, a pack.")(command_of(InspectConfig, run_inspect))
-app.command("plan", help="Look at a whole schedule before paying for it.")(command_of(PlanConfig, run_plan))
-app.command("verify", help="Show that packed samples are what they are alone, with your model and data.")(
-    command_of(VerifyConfig, run_verify)
+app.command(cls=PanelCommand, name="inspect", help="Look into a cache: its figures, a sample, a pack.")(
+    command_of(InspectConfig, run_inspect)
 )
+app.command(cls=PanelCommand, name="plan", help="Look at a whole schedule before paying for it.")(
+    command_of(PlanConfig, run_plan)
+)
+app.command(
+    cls=PanelCommand, name="verify", help="Show that packed samples are what they are alone, with your model and data."
+)(command_of(VerifyConfig, run_verify))
 
 _SETTINGS = {
     "export": ExportConfig,

@@ -75,3 +75,34 @@ def test_the_ci_jobs_commands_are_understood(repository: Path) -> None:
     options = [word for word in export[2:] if word.startswith("--")]
     assert set(options) <= kinds.keys()
     rewrite(export[2 : export.index(">")], kinds)
+
+
+def test_slurm_starts_every_machine_and_goes_on_after_a_checkpoint(repository: Path, tmp_path: Path) -> None:
+    """Slurm's own commands are stood in for, and packtool prints what it was called with."""
+    bin_folder = tmp_path / "bin"
+    bin_folder.mkdir()
+    told = "$NNODES $NODE_RANK $MASTER_ADDR $MASTER_PORT $NPROC_PER_NODE $*"
+    stand_ins = {
+        "packtool": f'echo "{told}"',
+        "scontrol": "printf 'first\\nsecond\\n'",
+        "srun": 'for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done',
+    }
+    for name, text in stand_ins.items():
+        (bin_folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (bin_folder / name).chmod(0o755)
+    slurm = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8"}
+    environ = {**os.environ, **slurm, "PATH": f"{bin_folder}:{os.environ['PATH']}"}
+    environ.pop("MASTER_PORT", None)
+    output = tmp_path / "out put"
+    command = ["bash", str(repository / "scripts" / "slurm_train.sbatch"), "--output-dir", str(output)]
+
+    def run() -> list[str]:
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+        return done.stdout.splitlines()
+
+    lines = run()
+    assert lines == [f"2 {rank} first 29500 8 train --output-dir {output}" for rank in (0, 1)]
+    (output / "checkpoint-5").mkdir(parents=True)
+    assert run() == lines
+    (output / "checkpoint-5" / "packtool_state.json").write_text("{}")
+    assert run() == [line + " --resume-from-checkpoint true" for line in lines]
