@@ -66,7 +66,9 @@ class TerminalProgress:
         elif self._enabled and time.monotonic() - self._last >= _PLAIN_SECONDS:
             self._last = time.monotonic()
             share = f"{self._done:,} of {self._total:,}" if self._total else f"{self._done:,}"
-            self._print(f"{self._title}: {share} after {self._last - self._begin:.0f} s  {shown}")
+            seconds = self._last - self._begin
+            left = f", {_duration(seconds / self._done * (self._total - self._done))} left" if self._total else ""
+            self._print(f"{self._title}: {share} after {_duration(seconds)}{left}  {shown}")
 
     def note(self, message: str) -> None:
         """See ``packtool.progress.Progress``."""
@@ -111,6 +113,13 @@ def print_columns(
         table.add_row(*(Text(cell) for cell in row))
     console.print(title, markup=False, soft_wrap=True)
     console.print(table)
+
+
+def _duration(seconds: float) -> str:
+    """``45 s``, ``12 min``, ``3.5 h``."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def _short(value: float | int | str) -> str:
