@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import count
@@ -20,6 +21,8 @@ REPOSITORY = Path(__file__).parent.parent
 # Nothing here may wait for a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Tests press Ctrl-C, which a shell's background jobs and what they start would ignore.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Tests run side by side on few cores: threads that wait must not spin.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 

@@ -22,7 +22,7 @@ from packtool.errors import ConfigError, PacktoolError
 from packtool.progress import Progress
 from packtool.train.evaluate import ExactMatch, exact_match
 
-NUM_ROWS = 4000
+NUM_ROWS = 3000
 NUM_UNUSABLE = 8
 MAX_LENGTH = 512
 PACKING_LENGTH = 512
