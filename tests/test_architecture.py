@@ -40,7 +40,7 @@ OWNERS = {
     "s3fs": {"storage"},
     "botocore": {"storage"},
     "aiohttp": {"storage"},
-    "PIL": {"media", "batch", "demo"},
+    "PIL": {"media", "batch", "demo", "report"},
     "av": {"media"},
     "ray": {"cache"},
     "binpacking": {"plan"},
