@@ -51,6 +51,7 @@ def run_train(config: TrainConfig, as_json: bool) -> None:
             raise typer.Exit(EXIT_INTERRUPTED) from None
     if not world.is_first:
         return
+    curves = None if config.dry_run else _draw_curves(config.output_dir)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(result)))
         return
@@ -60,6 +61,23 @@ def run_train(config: TrainConfig, as_json: bool) -> None:
         print_table(f"trained: {result.checkpoint}", train_lines(result))
         for line in next_lines(config, result, sees=is_multimodal(ModelFiles.load(config.model).config)):
             typer.echo(line)
+        if curves is not None:
+            typer.echo(f"curves: {curves}")
+
+
+def _draw_curves(output_dir: str) -> str | None:
+    """A picture more or less must not make a trained run look failed."""
+    from packtool.report.curves import write_curves
+    from packtool.train.result import METRICS_NAME
+
+    metrics = os.path.join(output_dir, METRICS_NAME)
+    if not os.path.exists(metrics):
+        return None
+    try:
+        return write_curves(metrics, output_dir)
+    except OSError as error:
+        typer.echo(f"packtool: the curves could not be drawn: {error}", err=True)
+        return None
 
 
 def _prepare(config: TrainConfig, world: World) -> None:

@@ -16,6 +16,7 @@ from packtool.train.schedule import Schedule
 from packtool.train.world import World
 
 RESULT_NAME = "packtool_train.json"
+METRICS_NAME = "metrics.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
