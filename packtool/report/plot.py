@@ -201,6 +201,8 @@ def _range(panel: Panel) -> tuple[float, float]:
     ends = [end for end in (panel.floor, panel.ceiling) if end is not None]
     found = np.concatenate([np.array(ends), *(line.y[np.isfinite(line.y)] for line in panel.lines)])
     low, high = _padded(float(found.min()), float(found.max()), 0.05)
+    if panel.is_share:
+        low, high = max(low, 0.0), min(high, 1.0)
     return low if panel.floor is None else panel.floor, high if panel.ceiling is None else panel.ceiling
 
 
