@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "bench_packing.py"
+from tests.scripts.loading import load_script
 
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_packing", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Its dataclasses look their module up.
-    sys.modules["bench_packing"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("bench_packing")
 
 
 def test_table_and_plot(bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

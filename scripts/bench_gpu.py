@@ -1,0 +1,393 @@
+#!/usr/bin/env python3
+"""One CUDA GPU: attention of packed rows, and training steps packed against padded. Checks first, then one table.
+
+Needs torch and transformers alone, and no data: weights and samples are random, in bfloat16.
+
+- attention: every kernel that is there on documents of several lengths, forward and backward, against torch's dense
+  causal attention of as many tokens and FLOPs (rows of one length whose squares add up to the same).
+- text, vision: training steps (forward, backward, AdamW) of the text tower of a Qwen3-VL as a model of its own, and of
+  the whole with pictures. The same samples are packed into one row, with every kernel, or padded in micro-batches of
+  ``--rows``, as they come or grouped by length. Padded ones run in transformers' own SDPA.
+
+TFLOP/s and MFU count matrix products of true tokens, backward twice the forward, from the model's sizes
+(``packtool.plan.cost``): neither padding nor recomputed activations. Times are medians over ``--repeats`` steps
+between CUDA events, after a warm-up. What does not fit is told as "out of memory" and the rest goes on.
+
+    python scripts/bench_gpu.py [--size 1b 4b 8b] [--tokens 8192] [--what attention text vision] [--repeats 5]
+
+Without CUDA the checks run on the CPU and nothing is measured. ``--size tiny`` measures there, too, to see that
+everything runs; its times say nothing. Exit code 1: a check failed, or something else than memory stopped a row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a checkout, too
+
+from packtool.attention.choose import KERNELS, choose
+from packtool.attention.register import set_attention
+from packtool.attention.varlen import Varlen
+from packtool.batch.batch import Batch
+from packtool.constants import IGNORE_INDEX
+from packtool.plan.cost import CostModel
+from packtool.train.figures import peak_tflops
+from packtool.train.head_loss import HeadLoss
+from scripts._gpu_checks import kernels_at_hand, run_checks, work_type
+from scripts._gpu_models import (
+    SIZES,
+    Sample,
+    Size,
+    checkpoint_activations,
+    make_model,
+    make_samples,
+    mixed_lengths,
+    pack,
+    pad_in_batches,
+    text_config,
+    vision_config,
+)
+
+OUT_OF_MEMORY, FAILED = "out of memory", "failed"
+WHAT = ("attention", "text", "vision")
+PICTURE_SIDE = 32
+"""Patches along a side of a picture: 512 pixels, 256 tokens."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all measurements share.
+
+    Args:
+        kernels: names of those that run here.
+        peak: TFLOP/s that the device can do, None if nobody knows.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    kernels: Sequence[str]
+    peak: float | None
+    options: argparse.Namespace
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table.
+
+    Args:
+        flops: of true tokens in one repeat.
+        tokens: true ones of one repeat.
+        ms: median; None if there is no figure, and ``note`` says why.
+        gib: peak memory.
+        ratio: speed over that of the row it is compared with.
+    """
+
+    what: str
+    way: str
+    flops: float
+    tokens: int
+    ms: float | None = None
+    gib: float | None = None
+    ratio: float | None = None
+    note: str = ""
+
+    def print(self, peak: float | None) -> None:
+        """With a dash where nothing is known."""
+        start = f"{self.what:<30} {self.way:<30}"
+        if self.ms is None:
+            print(f"{start}  {self.note}", flush=True)
+            return
+        tflops = self.flops / self.ms / 1e9
+        mfu = f"{tflops / peak:.1%}" if peak else "-"
+        gib = f"{self.gib:.1f}" if self.gib is not None else "-"
+        ratio = f"{self.ratio:.2f}" if self.ratio is not None else "-"
+        rate = self.tokens / self.ms * 1e3
+        print(f"{start} {self.ms:>9.2f} {rate:>10,.0f} {tflops:>8.1f} {mfu:>6} {gib:>6} {ratio:>6}", flush=True)
+
+
+HEADINGS = f"{'what':<30} {'way':<30} {'ms':>9} {'tokens/s':>10} {'TFLOP/s':>8} {'MFU':>6} {'GiB':>6} {'ratio':>6}"
+
+
+def measured(bench: Bench, row: Row, prepare: Callable[[], Callable[[], None]]) -> Row:
+    """Time and peak memory of what ``prepare`` returns; too little memory, and any error, become a note."""
+    try:
+        free_memory()
+        if bench.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(bench.device)
+        ms = median_ms(prepare(), bench)
+        gib = torch.cuda.max_memory_allocated(bench.device) / 2**30 if bench.device.type == "cuda" else None
+        return replace(row, ms=ms, gib=gib)
+    except torch.OutOfMemoryError:
+        return replace(row, note=OUT_OF_MEMORY)
+    except Exception as error:  # one row must not keep the others from being measured
+        first = (str(error).splitlines() or [""])[0]
+        return replace(row, note=f"{FAILED}: {type(error).__name__}: {first[:90]}")
+
+
+def median_ms(run: Callable[[], None], bench: Bench) -> float:
+    """Milliseconds of a call, after a warm-up."""
+    for _ in range(bench.options.warm_up):
+        run()
+    times = []
+    for _ in range(bench.options.repeats):
+        if bench.device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        else:
+            since = time.perf_counter()
+            run()
+            times.append((time.perf_counter() - since) * 1e3)
+    return statistics.median(times)
+
+
+def free_memory() -> None:
+    """Give back what no tensor holds."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def bench_attention(bench: Bench, name: str) -> Iterator[Row]:
+    """Every kernel against dense causal attention of the same FLOPs, with the heads of a size."""
+    size, tokens = SIZES[name], bench.options.tokens
+    long = max(tokens // 8, 1)
+    cases = {
+        f"{tokens // length:,} x {length:,}": [length] * (tokens // length) for length in (long // 8, long, tokens)
+    }
+    cases["mixed lengths"] = mixed_lengths(tokens)
+    for case, lengths in cases.items():
+        squares = sum(length * length for length in lengths)
+        num_rows, length = dense_shape(sum(lengths), squares)
+        what = f"{name} attention, {case}"
+        row = _attention_row(what, f"dense, {num_rows} x {length:,}", size, num_rows * length, num_rows * length**2)
+        base = measured(bench, row, partial(_dense_attention, bench, size, num_rows, length))
+        yield replace(base, ratio=1.0)
+        for kernel in bench.kernels:
+            row = _attention_row(what, kernel, size, sum(lengths), squares)
+            found = measured(bench, row, partial(_packed_attention, bench, size, kernel, lengths))
+            if base.ms is not None and found.ms is not None:
+                # By FLOPs: rows of one length have not exactly as many.
+                found = replace(found, ratio=(found.flops / found.ms) / (base.flops / base.ms))
+            yield found
+
+
+def dense_shape(tokens: int, squares: int) -> tuple[int, int]:
+    """Rows of one length, and that length, with about as many tokens and as large a sum of squared lengths."""
+    length = max(round(squares / tokens), 1)
+    return max(round(tokens / length), 1), length
+
+
+def _attention_row(what: str, way: str, size: Size, tokens: int, squares: int) -> Row:
+    """Scores and weighted sum of half the pairs, forward, and twice that backward."""
+    num_heads, _, head_dim = size.heads
+    return Row(what, way, 3.0 * 2 * num_heads * head_dim * squares, tokens)
+
+
+def _dense_attention(bench: Bench, size: Size, num_rows: int, length: int) -> Callable[[], None]:
+    """torch's causal attention on (B, H, L, D)."""
+    num_heads, num_kv_heads, head_dim = size.heads
+    q, k, v, out_gradient = (
+        torch.randn(num_rows, number, length, head_dim, device=bench.device, dtype=bench.dtype)
+        for number in (num_heads, num_kv_heads, num_kv_heads, num_heads)
+    )
+    inputs = [tensor.requires_grad_() for tensor in (q, k, v)]
+
+    def run() -> None:
+        out = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=num_heads != num_kv_heads)
+        torch.autograd.grad(out, inputs, out_gradient)
+
+    return run
+
+
+def _packed_attention(bench: Bench, size: Size, kernel: str, lengths: Sequence[int]) -> Callable[[], None]:
+    """A kernel on (T, H, D), as a model calls it."""
+    num_heads, num_kv_heads, head_dim = size.heads
+    q, k, v, out_gradient = (
+        torch.randn(sum(lengths), number, head_dim, device=bench.device, dtype=bench.dtype)
+        for number in (num_heads, num_kv_heads, num_kv_heads, num_heads)
+    )
+    inputs = [tensor.requires_grad_() for tensor in (q, k, v)]
+    varlen = Varlen.of_lengths(lengths, bench.device)
+
+    def run() -> None:
+        torch.autograd.grad(KERNELS[kernel].attend(*inputs, varlen), inputs, out_gradient)
+
+    return run
+
+
+def bench_model(bench: Bench, name: str, *, sees: bool) -> Iterator[Row]:
+    """Training steps on the same samples, padded and packed."""
+    size, options = SIZES[name], bench.options
+    config = vision_config(size) if sees else text_config(size)
+    side = min(PICTURE_SIDE, 2 * math.isqrt(options.tokens // 16)) if sees else 0
+    least = (side // 2) ** 2 + 32
+    samples = make_samples(mixed_lengths(options.tokens, least=least), config, bench.device, picture_side=side)
+    row = _model_row(f"{name} {'vision' if sees else 'text'}", config, samples)
+    try:
+        model = make_model(config, bench.device, bench.dtype)
+        stepper = Stepper(model, recompute=size.recompute if options.recompute == "auto" else options.recompute == "on")
+    except torch.OutOfMemoryError:
+        yield replace(row, way="weights", note=OUT_OF_MEMORY)
+        return
+    billions = sum(parameter.numel() for parameter in model.parameters()) / 1e9
+    row = replace(row, what=f"{row.what}, {billions:.1f}B, {len(samples)} samples")
+    padded, grouped = (
+        pad_in_batches(samples, options.rows, sees=sees, grouped=by_length) for by_length in (False, True)
+    )
+    packed: list[Batch] = [pack(samples, sees=sees)]
+    best = choose("auto", bench.device, bench.dtype).name
+    ways = {f"padded, fill {fill_of(padded):.0%}": partial(stepper.prepare, padded, None)}
+    ways[f"padded, grouped, fill {fill_of(grouped):.0%}"] = partial(stepper.prepare, grouped, None)
+    ways |= {f"packed, {kernel}": partial(stepper.prepare, packed, kernel) for kernel in bench.kernels}
+    if best in bench.kernels:
+        ways[f"packed, {best}, all logits"] = partial(stepper.prepare, packed, best, all_logits=True)
+    base: Row | None = None
+    for way, prepare in ways.items():
+        found = measured(bench, replace(row, way=way), prepare)
+        base = base or found
+        if base.ms is not None and found.ms is not None:
+            found = replace(found, ratio=base.ms / found.ms)
+        yield found
+
+
+def fill_of(batches: Sequence[Batch]) -> float:
+    """True tokens over those that are computed."""
+    true = sum(int(batch.model_inputs()["attention_mask"].sum()) for batch in batches)
+    return true / sum(batch.input_ids.numel() for batch in batches)
+
+
+def _model_row(what: str, config: Any, samples: Sequence[Sample]) -> Row:
+    """FLOPs and tokens of a step on these samples."""
+    tokens = np.array([sample.length for sample in samples])
+    media = np.array([sample.num_media_tokens for sample in samples])
+    targets = np.array([int((sample.labels != IGNORE_INDEX).sum()) for sample in samples])
+    flops = CostModel.of_config(config.to_dict())(tokens, tokens**2, media, targets).sum()
+    return Row(what, "", float(flops), int(tokens.sum()))
+
+
+class Stepper:
+    """Makes optimizer steps of a model, which goes on from one way to the next.
+
+    Args:
+        recompute: activations in the backward pass.
+    """
+
+    def __init__(self, model: Any, *, recompute: bool) -> None:
+        self.model = model.train()
+        if recompute:
+            checkpoint_activations(model)
+        self.head_loss = HeadLoss(model)
+        is_on_gpu = next(model.parameters()).device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=is_on_gpu)
+
+    def prepare(self, batches: Sequence[Batch], kernel: str | None, *, all_logits: bool = False) -> Callable[[], None]:
+        """A step on micro-batches, with a kernel of packed attention, or None for transformers' own."""
+        # What a step that ran out of memory has left.
+        self.optimizer.zero_grad()
+        if kernel is None:
+            self.model.set_attn_implementation("sdpa")
+        else:
+            set_attention(self.model, kernel)
+        total = sum(batch.num_target_tokens for batch in batches)
+
+        def run() -> None:
+            for batch in batches:
+                loss = self._all_logits(batch) if all_logits else self.head_loss.losses(self.model, batch).sum(None)
+                (loss / total).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+        return run
+
+    def _all_logits(self, batch: Batch) -> Tensor:
+        logits = self.model(**batch.model_inputs()).logits.flatten(0, 1).float()
+        return F.cross_entropy(logits, batch.labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def check(device: torch.device) -> tuple[list[str], bool]:
+    """Print what is there and every check; the kernels that passed, and whether everything did."""
+    dtype = work_type(device)
+    kernels, missing = kernels_at_hand(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    print(f"{name}; torch {torch.__version__}, transformers {transformers.__version__}; {str(dtype)[6:]}")
+    print(f"kernels: {', '.join(kernels)}; auto is {choose('auto', device, dtype).name}")
+    for kernel, reason in missing.items():
+        print(f"  not {kernel}: {reason}")
+    print(f"\n{'checks':<62} {'error':>8} {'allowed':>8}")
+    failed: set[str] = set()
+    for found in run_checks(kernels, device):
+        verdict = found.note or ("ok" if found.passed else "FAILED")
+        print(f"{found.name:<62} {found.error:>8.1e} {found.allowed:>8.1e}  {verdict}", flush=True)
+        if not found.passed:
+            failed.add(found.kernel)
+    free_memory()
+    return [] if "" in failed else [kernel for kernel in kernels if kernel not in failed], not failed
+
+
+def rows_of(bench: Bench) -> Iterator[Row]:
+    """Everything that was asked for."""
+    for name in bench.options.size:
+        if "attention" in bench.options.what:
+            yield from bench_attention(bench, name)
+        for what, sees in (("text", False), ("vision", True)):
+            if what in bench.options.what:
+                yield from bench_model(bench, name, sees=sees)
+                free_memory()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Check, measure, print; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", nargs="+", choices=SIZES, help="by default 1b on a GPU, and nothing without one")
+    parser.add_argument("--tokens", type=int, default=8192, help="of a pack")
+    parser.add_argument("--rows", type=int, default=4, help="of a padded micro-batch")
+    parser.add_argument("--what", nargs="+", choices=WHAT, default=WHAT)
+    parser.add_argument("--recompute", choices=("auto", "on", "off"), default="auto", help="auto: from 4b on")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--warm-up", type=int, default=3)
+    options = parser.parse_args(arguments)
+    has_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if has_gpu else "cpu")
+    kernels, all_passed = check(device)
+    options.size = options.size or (["1b"] if has_gpu else [])
+    if not options.size:
+        print("\nno CUDA device: the checks ran on the CPU, and nothing was measured")
+    elif not kernels:
+        print("\nnothing is measured that computes something else")
+    if not options.size or not kernels:
+        return 0 if all_passed else 1
+    peak = peak_tflops(torch.cuda.get_device_name()) if has_gpu else None
+    bench = Bench(device, work_type(device), kernels, peak, options)
+    print(
+        f"\n{options.tokens:,} tokens; peak {f'{peak:g} TFLOP/s' if peak else 'not known'}; ratio: to the first row\n"
+    )
+    print(HEADINGS)
+    any_failed = False
+    for row in rows_of(bench):
+        row.print(peak)
+        any_failed |= row.note.startswith(FAILED)
+    return 0 if all_passed and not any_failed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

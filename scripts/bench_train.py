@@ -1,0 +1,372 @@
+#!/usr/bin/env python3
+"""Both stages on real mixed rows: the same epoch trained in several ways on the CPU, as ratios in one run.
+
+Rows with pictures and rows of text are exported and trained for an epoch in each way, round after round, in an order
+that turns; ratios are medians over the rounds. The ways:
+
+- packed: packtool with ``--packing true``;
+- padded: packtool with ``--packing false``, in micro-batches of as many rows as a pack holds on average, so that both
+  take as many micro-batches and steps; and in micro-batches of four rows, several of them a step;
+- padded, grouped: the first of these with ``--group-by-length true``;
+- Trainer, TRL's packing: transformers' own Trainer without packtool's loss and attention, see ``_trl_packing.py``.
+
+The model is random, see ``_reduced_model.py``; what head and vision are of its work and of the real one's is printed.
+Only the memory of a step is measured with the whole vocabulary.
+
+    python scripts/bench_train.py [--realdata DIR] [--one-in 64] [--rounds 3] [--packing-length 2048] [--quick]
+
+``--quick`` takes the demo's rows and model and a single round, to see that everything runs; its ratios say nothing.
+The real data (conversations, pictures, tokenizers) is not part of this repository.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import platform
+import resource
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.utils import logging
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a checkout, too
+
+from packtool.attention.register import set_attention
+from packtool.batch.batch import PackedBatch
+from packtool.batch.dataset import PlannedMicroBatches
+from packtool.batch.spec import InputSpec
+from packtool.cache.export import export
+from packtool.config import ExportConfig, TrainConfig
+from packtool.demo.model import make_model as make_demo_model
+from packtool.demo.world import make_rows
+from packtool.plan.cost import CostModel
+from packtool.progress import SilentProgress
+from packtool.train.head_loss import HeadLoss
+from packtool.train.loss import sum_of_losses
+from packtool.train.prepare import PreparedRun, prepare_run
+from packtool.train.run import train
+from packtool.train.world import World
+from scripts._reduced_model import reduce_model
+from scripts._trl_packing import train_an_epoch
+
+ROWS = {"mm_mathvision_a.jsonl": 321, "mm_xtuner_coco_zh.jsonl": 43, "text_gpteacher_toolformer.jsonl": 7673}
+REAL_VOCABULARY = 151936
+MAX_PICTURE_TOKENS = 512
+FEW_ROWS = 4
+LEARNING_RATE = 1e-4
+PACKED, GROUPED, PEER = "packed", "padded, grouped by length", "Trainer, TRL's packing"
+
+_TEXT_2B = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "head_dim": 128}
+_TEXT_2B |= {"num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": REAL_VOCABULARY}
+_VISION_2B = {"hidden_size": 1024, "intermediate_size": 4096, "depth": 24, "out_hidden_size": 2048}
+QWEN3_VL_2B = {"text_config": _TEXT_2B, "vision_config": _VISION_2B | {"spatial_merge_size": 2}}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained.
+
+    Args:
+        model: directory.
+        cache: of the rows.
+        work: for everything that is written.
+        packing_length: tokens of a pack, and most of a sample.
+        real_vocabulary: tokens of the head whose memory is measured.
+    """
+
+    model: Path
+    cache: Path
+    work: Path
+    packing_length: int
+    real_vocabulary: int
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One epoch in one way: seconds from the first step's beginning to the last one's end.
+
+    Args:
+        fill: true tokens over those that the model runs over, or that the packs would hold.
+        waited: seconds that the step waited for its micro-batches; None where nobody counts.
+    """
+
+    seconds: float
+    target_tokens: int
+    num_micro_batches: int
+    num_steps: int
+    fill: float
+    waited: float | None
+
+    @property
+    def rate(self) -> float:
+        """Target tokens per second."""
+        return self.target_tokens / self.seconds
+
+
+def make_real(realdata: Path, work: Path, one_in: int, packing_length: int) -> tuple[Setting, dict[str, Any]]:
+    """The reduced model, and a cache of one in so many of the real rows."""
+    model = work / "model"
+    reduce_model(realdata / "tokenizers" / "qwen3-vl", model)
+    rows = [f"{realdata / name}#{-(-count // one_in)}" for name, count in ROWS.items()]
+    return _exported(model, rows, work, packing_length, REAL_VOCABULARY)
+
+
+def make_small(work: Path) -> tuple[Setting, dict[str, Any]]:
+    """The demo's model, and a cache of a few of its rows."""
+    make_demo_model(str(work / "model"), seed=0)
+    world = make_rows(str(work / "rows"), num_rows=24, seed=0)
+    return _exported(work / "model", [str(world.train)], work, 256, 512)
+
+
+def _exported(
+    model: Path, rows: Sequence[str], work: Path, length: int, vocabulary: int
+) -> tuple[Setting, dict[str, Any]]:
+    config = ExportConfig(
+        model=str(model),
+        max_length=length,
+        dataset=tuple(rows),
+        output_dir=str(work / "cache"),
+        image_max_token_num=min(MAX_PICTURE_TOKENS, length // 2),
+    )
+    begin = time.perf_counter()
+    summary = export(config, SilentProgress())
+    figures = {"rows": summary.rows, "kept": summary.kept, "seconds": time.perf_counter() - begin}
+    return Setting(model, work / "cache", work, length, vocabulary), figures
+
+
+def run_config(setting: Setting, seed: int, **options: Any) -> TrainConfig:
+    """All weights are trained, from the same ones in every way."""
+    return TrainConfig(
+        model=str(setting.model),
+        cached_dataset=(str(setting.cache),),
+        output_dir=str(setting.work / "output"),
+        max_length=setting.packing_length,
+        packing_length=setting.packing_length,
+        train_type="full",
+        freeze_vit=False,
+        freeze_aligner=False,
+        learning_rate=LEARNING_RATE,
+        logging_steps=1,
+        seed=seed,
+        **({"verify_packing": False} | options),
+    )
+
+
+def run_packtool(setting: Setting, seed: int, **options: Any) -> Epoch:
+    """One epoch; the seconds are those of the log lines."""
+    config = run_config(setting, seed, **options)
+    shutil.rmtree(config.output_dir, ignore_errors=True)
+    result = train(config, SilentProgress(), World())
+    path = Path(config.output_dir) / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    num = math.ceil(result.num_packs / config.per_device_train_batch_size)
+    return Epoch(
+        seconds=sum(line["seconds"] for line in lines),
+        target_tokens=result.target_tokens,
+        num_micro_batches=num,
+        num_steps=result.steps,
+        fill=result.fill,
+        waited=sum(line["data_wait"] * line["seconds"] for line in lines),
+    )
+
+
+def prepared(setting: Setting) -> PreparedRun:
+    """The packed run, planned."""
+    return prepare_run(run_config(setting, 0, packing=True), World())
+
+
+def preparing(run: PreparedRun) -> dict[str, float]:
+    """Seconds of planning an epoch, and of collating it."""
+    begin = time.perf_counter()
+    plan = run.schedule.plan_of(1)
+    planned = time.perf_counter()
+    batches = PlannedMicroBatches(run.samples, plan, rank=0, spec=spec_of(run))
+    for number in range(len(batches)):
+        batches[number]
+    return {"planning": planned - begin, "collating": time.perf_counter() - planned}
+
+
+def spec_of(run: PreparedRun) -> InputSpec:
+    """The model as collation sees it."""
+    return InputSpec.load(run.files.directory, run.media_limits)
+
+
+def run_peer(setting: Setting, seed: int) -> Epoch:
+    """One epoch of transformers' Trainer with packed rows."""
+    length, output = setting.packing_length, setting.work / "peer"
+    epoch = train_an_epoch(
+        setting.model, setting.cache, output, packing_length=length, learning_rate=LEARNING_RATE, seed=seed
+    )
+    return Epoch(epoch.seconds, epoch.target_tokens, epoch.num_packs, epoch.num_packs, epoch.fill, None)
+
+
+def peak_memory(setting: Setting, batch: PackedBatch) -> dict[str, float]:
+    """MiB that forward and backward of a pack need beyond the model, by how the logits are made."""
+    ways: dict[str, Callable[[Any], torch.Tensor]] = {
+        "logits of all tokens": lambda model: sum_of_losses(model, batch, label_logits_only=False),
+        "logits of targets": lambda model: sum_of_losses(model, batch, label_logits_only=True),
+        "losses in the head": lambda model: HeadLoss(model).losses(model, batch).sum(None),
+    }
+    return {name: _in_a_process(setting, way) for name, way in ways.items()}
+
+
+def _in_a_process(setting: Setting, way: Callable[[Any], torch.Tensor]) -> float:
+    """Its own, since a process never tells a peak again that another one has hidden."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_step, args=(setting, way, sender))
+    process.start()
+    sender.close()
+    try:
+        return float(receiver.recv())
+    except EOFError:
+        return math.nan
+    finally:
+        process.join()
+
+
+def _step(setting: Setting, way: Callable[[Any], torch.Tensor], sender: Connection) -> None:
+    # A pool of threads does not outlive a fork.
+    torch.set_num_threads(1)
+    config = AutoConfig.from_pretrained(setting.model)
+    config.text_config.vocab_size = setting.real_vocabulary
+    model: Any = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    set_attention(model)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    way(model).backward()
+    sender.send((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+
+
+def ways_of(setting: Setting) -> dict[str, Callable[[int], Epoch]]:
+    """What trains an epoch with a seed, by name."""
+    rows = max(round(prepared(setting).schedule.plan_of(0).summary.samples_per_pack), 1)
+    padded = {"packing": False, "per_device_train_batch_size": rows}
+    few = {"per_device_train_batch_size": FEW_ROWS, "gradient_accumulation_steps": max(round(rows / FEW_ROWS), 1)}
+    return {
+        PACKED: lambda seed: run_packtool(setting, seed, packing=True),
+        f"padded, {rows} rows": lambda seed: run_packtool(setting, seed, **padded),
+        f"padded, {FEW_ROWS} rows, several a step": lambda seed: run_packtool(setting, seed, **(padded | few)),
+        f"{GROUPED}, {rows} rows": lambda seed: run_packtool(setting, seed, **padded, group_by_length=True),
+        PEER: lambda seed: run_peer(setting, seed),
+    }
+
+
+def measure(setting: Setting, rounds: int) -> dict[str, list[Epoch]]:
+    """Epochs of every way, one a round."""
+    ways = ways_of(setting)
+    names = list(ways)
+    measured: dict[str, list[Epoch]] = {name: [] for name in names}
+    for number in range(rounds):
+        # Whoever else uses this machine does not always meet the same way.
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            measured[name].append(ways[name](number))
+            print(f"  round {number + 1} of {rounds}: {name}, {measured[name][-1].seconds:.1f} s", file=sys.stderr)
+    return measured
+
+
+def print_ways(measured: Mapping[str, Sequence[Epoch]]) -> None:
+    """The table of ways: medians, and how much faster packing is, with the least and the most of all rounds."""
+    print(f"\n{'':36} {'fill':>6} {'micro-batches':>14} {'steps':>6} {'targets/s':>10}  packed is faster by")
+    for name, epochs in measured.items():
+        ratios = [packed.rate / epoch.rate for packed, epoch in zip(measured[PACKED], epochs, strict=True)]
+        shown = f"  {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if name != PACKED else ""
+        one, rate = epochs[0], statistics.median(epoch.rate for epoch in epochs)
+        counts = f"{one.num_micro_batches:>14,} {one.num_steps:>6,}"
+        print(f"{name:36} {one.fill:>6.1%} {counts} {rate:>10,.0f}{shown}")
+
+
+def print_head(setting: Setting, exported: Mapping[str, Any], run: PreparedRun, rounds: int) -> None:
+    """What is trained, and on what."""
+    index, targets = run.reader.index, run.figures.target_tokens
+    lengths = index.length.astype(np.int64)
+    print(
+        f"{exported['kept']:,} of {exported['rows']:,} rows, {np.count_nonzero(index.num_images):,} with pictures, "
+        f"exported in {exported['seconds']:.1f} s; {lengths.sum():,} tokens, {targets.sum() / lengths.sum():.0%} of "
+        f"them targets; packs of {setting.packing_length:,}; {rounds} round{'s' if rounds > 1 else ''}"
+    )
+    print(f"CPU ({platform.machine()}, {torch.get_num_threads()} threads), float32, torch {torch.__version__}")
+    told = []
+    for cost in (CostModel.of_config(run.files.config), CostModel.of_config(QWEN3_VL_2B)):
+        whole = cost(lengths, lengths**2, index.media_tokens, targets).sum()
+        head, vision = cost.per_target_token * targets.sum(), cost.per_media_token * index.media_tokens.sum()
+        told.append(f"head {head / whole:.0%}, vision {vision / whole:.0%}")
+    print(f"of the FLOPs: {told[0]}; of a Qwen3-VL-2B's on these rows: {told[1]}")
+
+
+def print_shares(run: PreparedRun, epochs: Sequence[Epoch]) -> None:
+    """Planning, collating and waiting over the time of the median packed epoch."""
+    middle = sorted(epochs, key=lambda epoch: epoch.seconds)[len(epochs) // 2]
+    print(f"\nof the packed epoch's {middle.seconds:.1f} s")
+    for name, seconds in preparing(run).items():
+        note = ", by another process beside the step" if name == "collating" else ""
+        print(f"  {name:34} {seconds / middle.seconds:>6.2%}{note}")
+    print(f"  {'waiting for data':34} {(middle.waited or 0) / middle.seconds:>6.2%}")
+
+
+def print_memory(setting: Setting, batch: PackedBatch) -> None:
+    """Memory of a step with and without logits that nobody looks at."""
+    found = peak_memory(setting, batch)
+    print(
+        f"\nmemory of forward and backward of {batch.input_ids.numel():,} tokens, {batch.num_target_tokens:,} of them "
+        f"targets, {setting.real_vocabulary:,} logits each"
+    )
+    most = next(iter(found.values()))
+    for name, size in found.items():
+        note = "" if size == most else f"  {most / size:.1f} times less"
+        print(f"  {name:34} {size:>6,.0f} MiB{note}")
+
+
+def report(setting: Setting, exported: Mapping[str, Any], rounds: int) -> None:
+    """Measure everything and print it."""
+    run = prepared(setting)
+    print_head(setting, exported, run, rounds)
+    batches = PlannedMicroBatches(run.samples, run.schedule.plan_of(0), rank=0, spec=spec_of(run))
+    some: list[Any] = [batches[number] for number in range(min(len(batches), 8))]
+    # Before anything is trained: memory that this process has freed would be used again, and not be counted.
+    print_memory(setting, max(some, key=lambda batch: batch.num_target_tokens))
+    measured = measure(setting, rounds)
+    print_ways(measured)
+    print_shares(run, measured[PACKED])
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Make rows and model, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = Path(__file__).resolve().parent.parent.parent / "shared" / "realdata"
+    parser.add_argument("--realdata", type=Path, default=default, help="folder of the real data")
+    parser.add_argument("--one-in", type=int, default=64, help="take one in so many of the real rows")
+    parser.add_argument("--rounds", type=int, default=3, help="epochs each way")
+    parser.add_argument("--packing-length", type=int, default=2048)
+    parser.add_argument("--quick", action="store_true", help="the demo's rows and model, one round")
+    options = parser.parse_args(arguments)
+    if not options.quick and not (options.realdata / "tokenizers" / "qwen3-vl").is_dir():
+        print(f"{options.realdata} holds no real data; give its folder with --realdata", file=sys.stderr)
+        sys.exit(2)
+    logging.disable_progress_bar()
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as temporary:
+        warnings.simplefilter("ignore")
+        if options.quick:
+            setting, exported = make_small(Path(temporary))
+        else:
+            setting, exported = make_real(options.realdata, Path(temporary), options.one_in, options.packing_length)
+        report(setting, exported, 1 if options.quick else options.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""The benchmark of a GPU, on the CPU: its checks find what is wrong, and its table has every row."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from packtool.attention.choose import KERNELS
+from packtool.attention.varlen import Varlen
+from tests.scripts.loading import load_script
+
+# As on a machine where pip has installed torch and transformers and nothing else of what packtool needs.
+WITHOUT_THE_REST = """
+import runpy, sys
+from importlib.machinery import PathFinder
+ABSENT = "accelerate av binpacking datasets fsspec peft PIL pyarrow ray rich s3fs torchvision typer".split()
+find = PathFinder.find_spec
+PathFinder.find_spec = classmethod(lambda cls, name, *rest: None if name.split(".")[0] in ABSENT else find(name, *rest))
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    torch.set_num_threads(1)
+    return load_script("bench_gpu")
+
+
+def test_checks_and_table_with_torch_and_transformers_alone(repository: Path) -> None:
+    script = str(repository / "scripts" / "bench_gpu.py")
+    command = [sys.executable, "-c", WITHOUT_THE_REST, script, "--size", "tiny", "--tokens", "256"]
+    done = subprocess.run(
+        [*command, "--repeats", "1", "--warm-up", "0"],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    checks, table = done.stdout.split("\nwhat  ")
+    assert len(re.findall(r" ok$", checks, re.MULTILINE)) == 10
+    assert "FAILED" not in checks
+    rows = [line.split("  ") for line in table.splitlines()[1:]]
+    ways = [[part.strip() for part in row if part][:2] for row in rows]
+    assert [way for what, way in ways if what == "tiny attention, mixed lengths"][1:] == ["sdpa"]
+    for kind in ("text", "vision"):
+        found = [way for what, way in ways if what.startswith(f"tiny {kind}")]
+        assert [way.split(" fill")[0] for way in found] == [
+            "padded,",
+            "padded, grouped,",
+            "packed, sdpa",
+            "packed, sdpa, all logits",
+        ]
+    assert not re.search("failed|out of memory", table)
+
+
+def test_without_a_gpu_nothing_is_measured(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert bench.main([]) == 0
+    assert "no CUDA device: the checks ran on the CPU, and nothing was measured" in capsys.readouterr().out
+
+
+def test_a_kernel_that_leaks_is_found_and_not_measured(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kernel = KERNELS["sdpa"]
+    attend = kernel.attend
+
+    def leaky(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, **settings: Any) -> Tensor:
+        return attend(q, k, v, Varlen.of_lengths([len(q)]), **settings)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(kernel, "attend", leaky)
+    assert bench.main(["--size", "tiny"]) == 1
+    out = capsys.readouterr().out
+    assert len(re.findall("a changed sample moves no other .* FAILED", out)) == 2
+    assert "tokens/s" not in out
+
+
+@pytest.mark.parametrize(
+    ("error", "note"),
+    [
+        (torch.OutOfMemoryError("tried to allocate 4 GiB"), "out of memory"),
+        (RuntimeError("no kernel\nand more"), "failed: RuntimeError: no kernel"),
+    ],
+)
+def test_a_row_that_cannot_be_measured(bench: ModuleType, error: Exception, note: str) -> None:
+    def fail() -> Any:
+        raise error
+
+    options = bench.argparse.Namespace(warm_up=0, repeats=1)
+    measurable = bench.Bench(CPU, torch.float32, ["sdpa"], None, options)
+    row = bench.measured(measurable, bench.Row("what", "way", 1.0, 1), fail)
+    assert (row.ms, row.note) == (None, note)
+
+
+def test_dense_attention_has_the_same_flops(bench: ModuleType) -> None:
+    from scripts._gpu_models import mixed_lengths
+
+    lengths = mixed_lengths(8192)
+    assert sum(lengths) == 8192
+    assert min(lengths) >= 32
+    assert max(lengths) <= 4096
+    squares = sum(length * length for length in lengths)
+    num_rows, length = bench.dense_shape(8192, squares)
+    assert num_rows * length == pytest.approx(8192, rel=0.1)
+    assert num_rows * length**2 == pytest.approx(squares, rel=0.1)
+    assert bench.dense_shape(8192, 8 * 1024**2) == (8, 1024)
+
+
+def test_sizes_are_those_of_their_names() -> None:
+    from transformers import Qwen3ForCausalLM, Qwen3VLForConditionalGeneration
+
+    from scripts._gpu_models import SIZES, text_config, vision_config
+
+    billions = {"1b": (1.72, 2.13), "4b": (4.02, 4.44), "8b": (8.19, 8.77)}
+    for name, wanted in billions.items():
+        with torch.device("meta"):
+            models = (
+                Qwen3ForCausalLM(text_config(SIZES[name])),
+                Qwen3VLForConditionalGeneration(vision_config(SIZES[name])),
+            )
+        found = [sum(parameter.numel() for parameter in model.parameters()) / 1e9 for model in models]
+        assert found == pytest.approx(wanted, abs=0.01)
