@@ -145,7 +145,7 @@ def test_longer_samples_are_filtered_and_counted(tiny: TinyWorld, tmp_path: Path
     assert result.filtered > 0
     assert result.num_samples + result.filtered == 40
     assert (result.max_length, result.packing_length) == (60, 60)
-    assert f"{result.filtered} longer than 60 tokens are left out" in progress.notes[0]
+    assert f"{result.filtered} longer than 60 tokens are left out" in "\n".join(progress.notes)
 
 
 def test_several_caches_are_joined(tiny: TinyWorld, tmp_path: Path) -> None:
