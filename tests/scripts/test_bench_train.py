@@ -27,7 +27,7 @@ def bench() -> ModuleType:
 def test_quick_run(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     bench.main(["--quick"])
     out = capsys.readouterr().out
-    row = r"^(packed|padded.*|Trainer, TRL's packing) +([\d.]+)% +(\d+) +(\d+) +[\d,]+(?:  ([\d.]+) \(.*\))?$"
+    row = r"^(packed|padded.*|Trainer, TRL's packing) +([\d.]+)% +(\d+) +(\d+) +[\d,]+(?:  ([\d.]+) \(.*\) +[\d.]+)?$"
     rows = {match[1].strip(): match for match in re.finditer(row, out, re.MULTILINE)}
     assert len(rows) == 5
     assert next(iter(rows)) == "packed"
