@@ -92,7 +92,7 @@ def _panels(records: Records) -> Iterator[Panel | None]:
     lines = [_line(records, name, label, colour=i, smooth=True) for i, (name, label) in enumerate(speeds.items())]
     yield _panel("tokens per second", lines, floor=0.0)
     fills = [record["fill"] for record in records if _is_number(record.get("fill"))]
-    floor = math.floor(10 * min(fills, default=0)) / 10
+    floor = min(math.floor(10 * min(fills, default=0)) / 10, 0.9)
     yield _smooth_panel(records, "fill", "fill: true tokens of those computed", floor=floor, ceiling=1.0, is_share=True)
     yield _smooth_panel(records, "token_accuracy", "token accuracy", is_share=True)
 

@@ -150,3 +150,9 @@ def test_smoothing_follows_the_curve() -> None:
 )
 def test_ticks_are_round(low: float, high: float, settings: dict[str, bool], labels: list[str]) -> None:
     assert [label for _, label in ticks(low, high, 5, **settings)] == labels
+
+
+def test_nothing_but_full_packs(tmp_path: Path, drawn: list[Panel]) -> None:
+    records = [record(step, fill=1.0, token_accuracy=1.0) for step in range(1, 4)]
+    assert write_curves(write_log(tmp_path, records), str(tmp_path))
+    assert (drawn[-2].floor, drawn[-2].ceiling) == (0.9, 1.0)
