@@ -12,6 +12,7 @@ from packtool.eval_options import MAX_TOKENS_HELP
 from packtool.packing_options import Balance as Balance
 from packtool.packing_options import PackingOptions as PackingOptions
 from packtool.packing_options import packing_problems
+from packtool.parallel_options import ParallelOptions, parallel_problems
 from packtool.row_options import (
     DATASET_HELP,
     LOSS_SCALE_HELP,
@@ -112,7 +113,7 @@ class ExportConfig(RowOptions, EncodeSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanConfig(PackingOptions):
+class PlanConfig(PackingOptions, ParallelOptions):
     """What ``packtool plan`` needs to know."""
 
     cached_dataset: tuple[str, ...] = option((), "Caches to plan for; they may stand without the option's name.")
@@ -121,7 +122,9 @@ class PlanConfig(PackingOptions):
         None, "Directory whose config.json tells what a token costs; by default the caches' model, or one of 8B."
     )
     packing: bool = option(True, "Pack samples without padding.", panel="Packing")
-    world_size: int = option(1, "Data-parallel processes.", minimum=1)
+    world_size: int = option(
+        1, "Processes; with --sequence-parallel-size several share each pack, without each has its own.", minimum=1
+    )
     num_train_epochs: float = option(1.0, "Times that every sample is seen.", minimum=0.0)
     sweep: str | None = option(None, "Packing lengths to compare, one row each: 4096,8192,16384.")
     tflops: float | None = option(None, "Peak TFLOP/s of one device: with --mfu it tells the time.", minimum=0.001)
@@ -132,6 +135,11 @@ class PlanConfig(PackingOptions):
     def problems(self) -> list[str]:
         """Mistakes that only show when settings are seen together."""
         found = packing_problems(self, self.packing)
+        found += parallel_problems(self, removes_padding=self.packing or self.dynamic_batch_tokens is not None)
+        if self.world_size % self.num_sharing:
+            found.append(
+                f"--world-size {self.world_size} is no multiple of the {self.num_sharing} processes that share a pack"
+            )
         if bool(self.cached_dataset) == (self.lengths is not None):
             found.append("give either caches or --lengths FILE")
         if self.lengths is not None and self.packing_length is None and self.sweep is None:
@@ -154,7 +162,7 @@ class PlanConfig(PackingOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(RowOptions, MediaOptions, PackingOptions):
+class TrainConfig(RowOptions, MediaOptions, PackingOptions, ParallelOptions):
     """What ``packtool train`` needs to know."""
 
     model: str = option(REQUIRED, "Directory (or hub id) of the model.", panel="Model and data")
@@ -291,6 +299,7 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions):
     def problems(self) -> list[str]:
         """Mistakes that only show when settings are seen together."""
         found = [*image_limit_problems(self), *packing_problems(self, self.packing), *self._row_problems()]
+        found += parallel_problems(self, removes_padding=self.removes_padding)
         try:
             _ = self.cache_dir_bytes
         except ValueError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from packtool.parallel_options import ParallelOptions, parallel_problems
 from packtool.settings import REQUIRED, option
 from packtool.verify_options import ATTN_IMPL_HELP, AttnImpl
 
@@ -18,7 +19,7 @@ _SUFFIX = ".parquet"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig:
+class EvalConfig(ParallelOptions):
     """What ``packtool eval`` needs to know."""
 
     model: str = option(REQUIRED, "Directory (or hub id) of a model, or of an adapter whose base model is there.")
@@ -48,7 +49,7 @@ class EvalConfig:
 
     def problems(self) -> list[str]:
         """Mistakes that only show when settings are seen together."""
-        found = []
+        found = parallel_problems(self)
         if not self.output.endswith(_SUFFIX):
             found.append(f"--output {self.output}: the file's name must end in {_SUFFIX}, for that is what is written")
         try:

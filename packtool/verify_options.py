@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from packtool.parallel_options import ParallelOptions, parallel_problems
 from packtool.settings import REQUIRED, option
 
 AttnImpl = Literal["auto", "sdpa", "varlen", "flash_attention_2", "flash_attention_3", "flex"]
@@ -15,7 +16,7 @@ ATTN_IMPL_HELP = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyConfig:
+class VerifyConfig(ParallelOptions):
     """What ``packtool verify`` needs to know."""
 
     model: str = option(REQUIRED, "Directory (or hub id) of the model.")
@@ -33,5 +34,5 @@ class VerifyConfig:
     seed: int = option(42, "Seed of the packing.", minimum=0)
 
     def problems(self) -> list[str]:
-        """None are possible."""
-        return []
+        """Mistakes that only show when settings are seen together."""
+        return parallel_problems(self)

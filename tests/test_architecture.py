@@ -28,7 +28,7 @@ ORDER = (
 )
 BASE = {
     *("errors", "constants", "progress", "settings", "storage"),
-    *("config", "packing_options", "row_options", "eval_options", "verify_options"),
+    *("config", "packing_options", "parallel_options", "row_options", "eval_options", "verify_options"),
 }
 
 OWNERS = {

@@ -125,7 +125,9 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
     cost, cost_source = _cost(config, reader)
     room = packing_length or config.packing_length
     max_length = min(config.max_length or longest, room or longest)
-    options = plan_options(config, packing=config.packing, max_length=max_length, world_size=config.world_size)
+    options = plan_options(
+        config, packing=config.packing, max_length=max_length, world_size=config.world_size // config.num_sharing
+    )
     options = dataclasses.replace(options, cost=cost, packing_length=room or max_length)
     begin = time.perf_counter()
     plan = plan_epoch(lengths, targets, options, seed=config.seed, media_tokens=media)

@@ -1,0 +1,64 @@
+"""How a packed row is spread over several processes: options of train, eval, verify, plan and simulate."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from packtool.settings import option
+
+SequenceParallelType = Literal["auto", "ulysses", "ring", "allgather"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelOptions:
+    """How a packed row is spread over several processes."""
+
+    sequence_parallel_size: int | None = option(
+        None,
+        "Processes that share each packed row; the number of processes is a multiple of it. By default "
+        "--ulysses-size times --ring-size.",
+        panel="Sequence parallel",
+        minimum=1,
+    )
+    sequence_parallel_type: SequenceParallelType = option(
+        "auto",
+        "How they attend: ulysses exchanges heads for tokens, ring passes K and V around, allgather collects K and V; "
+        "auto takes what moves least, and says why.",
+        panel="Sequence parallel",
+    )
+    ulysses_size: int | None = option(
+        None,
+        "Processes of the Ulysses axis of the mesh, next to each other; with --ring-size for both at once.",
+        panel="Sequence parallel",
+        minimum=1,
+    )
+    ring_size: int | None = option(
+        None, "Processes of the ring axis of the mesh.", panel="Sequence parallel", minimum=1
+    )
+
+    @property
+    def num_sharing(self) -> int:
+        """Processes that share each packed row, P."""
+        return self.sequence_parallel_size or (self.ulysses_size or 1) * (self.ring_size or 1)
+
+
+def parallel_problems(options: ParallelOptions, *, removes_padding: bool = True) -> list[str]:
+    """Options of sequence parallelism that contradict each other.
+
+    Args:
+        removes_padding: samples share rows: what can be spread over processes.
+    """
+    found, size = [], options.num_sharing
+    named = {"--ulysses-size": options.ulysses_size, "--ring-size": options.ring_size}
+    given = {name: number for name, number in named.items() if number is not None}
+    told = " and ".join(f"{name} {number}" for name, number in given.items())
+    product = math.prod(given.values())
+    if size % product or (len(given) == len(named) and size != product):
+        found.append(f"--sequence-parallel-size {size} is not what {told} come to: leave one of them out")
+    if options.sequence_parallel_type == "ulysses" and (options.ring_size or 1) > 1:
+        found.append(f"--sequence-parallel-type ulysses has no ring: leave out --ring-size {options.ring_size}")
+    if size > 1 and not removes_padding:
+        found.append("--sequence-parallel-size spreads rows without padding: it goes with --packing true")
+    return found
