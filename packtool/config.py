@@ -308,6 +308,11 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions, ParallelOptions):
             found.append("--plan names a file of packs: it goes with --packing true")
         if self.deepspeed is not None and self.on_bad_media == "skip":
             found.append("--on-bad-media skip corrects gradients before they are applied, which DeepSpeed does itself")
+        if self.num_sharing > 1 and self.on_bad_media == "skip":
+            found.append(
+                "--on-bad-media skip: processes that share a row load different media of it, and would not skip alike; "
+                "leave out --sequence-parallel-size, or skip bad rows at export"
+            )
         if self.deepspeed is not None and self.fsdp:
             found.append("--deepspeed and --fsdp are two ways to shard: give one of them")
         found += [f"--fsdp {word}: known are {', '.join(FSDP_WORDS)}" for word in self.fsdp if word not in FSDP_WORDS]

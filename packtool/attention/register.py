@@ -17,6 +17,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from packtool.attention.choose import AUTO, KERNELS, choose
+from packtool.attention.parallel.attend import attend_shard
+from packtool.attention.parallel.blocks import choose_blocks
+from packtool.attention.parallel.features import share_features, stop_sharing_features
+from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.recurrent import (
     has_recurrent_layers,
     isolate_recurrent_layers,
@@ -29,6 +33,7 @@ from packtool.errors import ConfigError, UnsupportedModelError
 ATTENTION_NAME = "packtool"
 """transformers' name of ``--attn-impl auto``: the best kernel for each call's device and precision."""
 
+_SHARED = "_shared"
 _SHORT_NAMES = {"flash_attention_2": "fa2", "flash_attention_3": "fa3"}
 _NO_PACKING = "Train this model with --packing false."
 
@@ -79,7 +84,7 @@ def route(config: PreTrainedConfig, name: str) -> str | dict[str, str]:
     return {tower: name if tower == "text_config" else "sdpa" for tower in towers}
 
 
-def set_attention(model: PreTrainedModel, impl: str = AUTO) -> None:
+def set_attention(model: PreTrainedModel, impl: str = AUTO, parallel: SequenceParallel | None = None) -> None:
     """Make a loaded model keep packed samples apart: the one line that packed training needs.
 
     Its text tower is routed through a kernel, and its recurrent layers start anew with every document. The kernel must
@@ -89,13 +94,37 @@ def set_attention(model: PreTrainedModel, impl: str = AUTO) -> None:
     Args:
         model: bare, not yet wrapped in adapters.
         impl: what ``--attn-impl`` takes.
+        parallel: ranks that share each row; the model then takes a ``ShardedBatch``, and a ``PackedBatch`` as before.
 
     Raises:
         ConfigError: if there is no such kernel.
+        UnsupportedModelError: for recurrent layers in rows that ranks share.
     """
     register()
-    model.set_attn_implementation(route(model.config, attention_name(impl)))
+    name = attention_name(impl)
+    stop_sharing_features(model)
+    if parallel is not None:
+        refuse_shared(model.config)
+        name += _SHARED
+        AttentionInterface.register(name, partial(packed_attention, impl=impl, parallel=parallel))
+        share_features(model, parallel)
+    model.set_attn_implementation(route(model.config, name))
     isolate_recurrent_layers(model)
+
+
+def refuse_shared(config: PreTrainedConfig) -> None:
+    """Raise for a model whose rows cannot be spread over several ranks.
+
+    Raises:
+        UnsupportedModelError: naming what it has that cannot.
+    """
+    parts = {"recurrent layers": has_recurrent_layers(config), "sounds": hasattr(config, "audio_config")}
+    if found := [what for what, has in parts.items() if has]:
+        raise UnsupportedModelError(
+            f"--sequence-parallel-size: rows of a {config.model_type} model cannot be spread over several processes, "
+            f"for it has {' and '.join(found)}",
+            "Leave the option out; --gradient-checkpointing true and --fsdp full_shard save memory, too.",
+        )
 
 
 @contextmanager
@@ -136,7 +165,8 @@ def packed_attention(
         value: (1, Hkv, T, D).
         attention_mask: must be None; documents are told apart by ``cu_seq_lens_q``.
         kwargs: ``cu_seq_lens_q`` int32 (S + 1,), ``max_length_q``, optionally ``document_lengths`` (host integers),
-            ``sliding_window``; ``impl``, as ``--attn-impl`` has it.
+            ``sliding_window``; ``impl``, as ``--attn-impl`` has it. Instead of boundaries a ``sequence_shard``, for a
+            row that the ranks of ``parallel`` share.
 
     Returns:
         (1, T, Hq, D) and None for the weights, which are never built.
@@ -147,8 +177,17 @@ def packed_attention(
     """
     _refuse_leaks(module, query, key, attention_mask, kwargs)
     window = _window(module, kwargs)
-    varlen = Varlen(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("document_lengths"))
     q, k, v = (tensor[0].transpose(0, 1) for tensor in _as_autocast(query, key, value))
+    if (shard := kwargs.get("sequence_shard")) is not None:
+        if dropout:
+            raise UnsupportedModelError(
+                f"the model drops {dropout:g} of its attention weights, which rows that several processes share cannot",
+                "Set attention_dropout to 0 in the model's config.json.",
+            )
+        blocks = choose_blocks(kwargs["impl"], q.device, q.dtype, head_dims=(q.shape[-1], v.shape[-1]))
+        shared = attend_shard(q, k, v, shard, kwargs["parallel"], blocks, scale=scaling, window=window)
+        return shared.unsqueeze(0), None
+    varlen = Varlen(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("document_lengths"))
     kernel = choose(
         kwargs.get("impl", AUTO), q.device, q.dtype, needs_dropout=dropout > 0, head_dim=max(q.shape[-1], v.shape[-1])
     )
@@ -171,7 +210,10 @@ def _refuse_leaks(
 ) -> None:
     """Raise on any call in which one document could see another. Not asserts: ``python -O`` must not open the door."""
     name = type(module).__name__
-    if kwargs.get("cu_seq_lens_q") is None:
+    shard = kwargs.get("sequence_shard")
+    if shard is not None and kwargs.get("parallel") is None:
+        raise LeakError(f"{name} was given a part of a row, but the model was not told which ranks have the others")
+    if shard is None and kwargs.get("cu_seq_lens_q") is None:
         raise LeakError(f"{name} was called without cu_seq_lens_q: the documents of a pack could not be told apart")
     if attention_mask is not None:
         raise LeakError(f"{name} was given a mask; packed documents are told apart by cu_seq_lens_q alone")

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from packtool.batch.shard import SequenceShard
+
 B = TypeVar("B", bound="Batch")
 
 
@@ -119,6 +121,30 @@ class PackedBatch(Batch):
             "max_length_k": self.max_seqlen,
             "document_lengths": self.lengths,
         }
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ShardedBatch(Batch):
+    """One rank's part, T tokens, of a packed row that several ranks share.
+
+    Args:
+        shard: what attention must know of it.
+        index: int64 (T,), where in the whole row each token lies.
+        lengths: of all documents of the whole row, with the padding of those that are sharded, fillers last.
+    """
+
+    shard: SequenceShard
+    index: Tensor
+    lengths: tuple[int, ...]
+
+    def documents_of(self, positions: Tensor) -> Tensor:
+        """See ``Batch``; documents of the whole row."""
+        ends = torch.tensor(self.lengths, device=positions.device).cumsum(0)
+        return torch.bucketize(self.index[positions], ends, right=True)
+
+    def model_inputs(self) -> dict[str, Any]:
+        """See ``Batch``; attention, and what brings pictures to their tokens, are handed the shard."""
+        return super().model_inputs() | {"sequence_shard": self.shard}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -44,20 +44,20 @@ def collate_packs(samples: Sequence[EncodedSample], spec: InputSpec) -> PackedBa
     Raises:
         DataError: naming a picture that cannot be read or has changed, or a sample whose pads do not fit its pictures.
     """
-    _check_pads(samples, spec)
+    check_pads(samples, spec)
     documents, media = _with_filler(samples, spec)
     input_ids = np.concatenate([sample.input_ids for sample in documents], dtype=np.int64)
-    labels = np.concatenate([_shifted_labels(sample) for sample in documents], dtype=np.int64)
+    labels = np.concatenate([shifted_labels(sample) for sample in documents], dtype=np.int64)
     if spec.sees:
         positions = np.concatenate([sample_positions(sample, spec) for sample in documents], axis=1)[:, None]
     else:
         positions = np.concatenate([np.arange(sample.length) for sample in documents], dtype=np.int64)[None]
     lengths = tuple(sample.length for sample in documents)
-    weights = _shifted_weights(documents, spec)
+    weights = shifted_weights(documents, spec)
     return PackedBatch(
         input_ids=torch.from_numpy(input_ids).unsqueeze(0),
         labels=torch.from_numpy(labels).unsqueeze(0),
-        position_ids=_as_positions(positions),
+        position_ids=as_positions(positions),
         media=media,
         loss_weights=torch.from_numpy(np.concatenate(weights)).unsqueeze(0) if weights is not None else None,
         channels=tuple(sample.channel for sample in documents),
@@ -78,19 +78,19 @@ def collate_padded(samples: Sequence[EncodedSample], spec: InputSpec) -> PaddedB
     Raises:
         DataError: as ``collate_packs``.
     """
-    _check_pads(samples, spec)
+    check_pads(samples, spec)
     rows, media = _with_filler(samples, spec)
     shape = (len(rows), max(sample.length for sample in rows))
     # A padding token is never attended to and has no label; 0 is in every vocabulary and is no picture's pad.
     found = [sample_positions(sample, spec) for sample in rows]
     input_ids, positions = np.zeros(shape, np.int64), np.zeros((4, *shape), np.result_type(*found))
     labels, mask = np.full(shape, IGNORE_INDEX, np.int64), np.zeros(shape, np.int64)
-    weights = _shifted_weights(rows, spec)
+    weights = shifted_weights(rows, spec)
     loss_weights = np.zeros(shape, np.float32)
     for row, sample in enumerate(rows):
         taken = slice(sample.length)
         input_ids[row, taken] = sample.input_ids
-        labels[row, taken] = _shifted_labels(sample)
+        labels[row, taken] = shifted_labels(sample)
         mask[row, taken] = 1
         positions[:, row, taken] = found[row]
         if weights is not None:
@@ -98,7 +98,7 @@ def collate_padded(samples: Sequence[EncodedSample], spec: InputSpec) -> PaddedB
     return PaddedBatch(
         input_ids=torch.from_numpy(input_ids),
         labels=torch.from_numpy(labels),
-        position_ids=_as_positions(positions if spec.sees else positions[0]),
+        position_ids=as_positions(positions if spec.sees else positions[0]),
         media=media,
         loss_weights=torch.from_numpy(loss_weights) if weights is not None else None,
         channels=tuple(sample.channel for sample in rows),
@@ -108,12 +108,12 @@ def collate_padded(samples: Sequence[EncodedSample], spec: InputSpec) -> PaddedB
     )
 
 
-def _shifted_labels(sample: EncodedSample) -> npt.NDArray[np.int32]:
+def shifted_labels(sample: EncodedSample) -> npt.NDArray[np.int32]:
     """int32 (L,): what each position is to predict; the last one predicts nothing."""
     return np.append(sample.labels[1:], np.int32(IGNORE_INDEX))
 
 
-def _shifted_weights(samples: Sequence[EncodedSample], spec: InputSpec) -> list[npt.NDArray[np.float32]] | None:
+def shifted_weights(samples: Sequence[EncodedSample], spec: InputSpec) -> list[npt.NDArray[np.float32]] | None:
     """float32 (L,) of each sample, shifted like its labels; None if all labels of all samples weigh 1."""
     if spec.loss_reduction == "token" and all(sample.loss_scale is None for sample in samples):
         return None
@@ -129,7 +129,8 @@ def _weights(sample: EncodedSample, reduction: LossReduction) -> npt.NDArray[np.
     return weights
 
 
-def _as_positions(positions: npt.NDArray[Any]) -> Tensor:
+def as_positions(positions: npt.NDArray[Any]) -> Tensor:
+    """Position ids as models take them: int64, or float32 where they have fractions."""
     if np.issubdtype(positions.dtype, np.floating):
         positions = positions.astype(np.float32)
     return torch.from_numpy(positions)
@@ -141,13 +142,13 @@ def _with_filler(samples: Sequence[EncodedSample], spec: InputSpec) -> tuple[lis
     if media.keys() & {"pixel_values", "pixel_values_videos"} or (samples and not spec.sees):
         return list(samples), media
     if not spec.sees:
-        return [_filler([0], ())], {}
+        return [filler([0], ())], {}
     side = int(spec.config.vision_config.spatial_merge_size)
     config = spec.config
     picture = EncodedImage(None, b"", side, side, grid=(1, side, side), num_tokens=1)
-    filler = _filler([config.vision_start_token_id, spec.pad_ids["image"], config.vision_end_token_id], (picture,))
+    tokens = [config.vision_start_token_id, spec.pad_ids["image"], config.vision_end_token_id]
     pixels = {"pixel_values": torch.zeros(side * side, spec.patch_dim), "image_grid_thw": torch.tensor([picture.grid])}
-    return [*samples, filler], media | pixels
+    return [*samples, filler(tokens, (picture,))], media | pixels
 
 
 def load_media(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
@@ -160,13 +161,13 @@ def load_media(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, T
     return media | load_sounds(samples, spec) if spec.hears else media
 
 
-def _filler(input_ids: list[int], images: tuple[EncodedImage, ...]) -> EncodedSample:
+def filler(input_ids: list[int], images: tuple[EncodedImage, ...]) -> EncodedSample:
     """A document without labels."""
     ids = np.array(input_ids, np.int32)
     return EncodedSample(ids, np.full_like(ids, IGNORE_INDEX), np.zeros(0, np.int32), images, None, "filler", 0)
 
 
-def _check_pads(samples: Sequence[EncodedSample], spec: InputSpec) -> None:
+def check_pads(samples: Sequence[EncodedSample], spec: InputSpec) -> None:
     """A medium must meet its own sample's pads: transformers only compares the totals of the whole micro-batch."""
     for sample in samples:
         tracks = [video.audio for video in sample.videos if video.audio is not None]

@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from packtool.batch.batch import Batch, SkippedSample
 from packtool.batch.collate import collate_packs, collate_padded, load_media
+from packtool.batch.collate_shard import collate_shard
+from packtool.batch.shard import Cut
 from packtool.batch.spec import InputSpec
 from packtool.cache.chosen import SampleReader
 from packtool.cache.shard import num_targets
@@ -30,6 +32,7 @@ class PlannedMicroBatches(Dataset["Batch | PacktoolError"]):
         spec: the model they are collated for.
         packing: False pads one sample a row instead.
         skip_bad_media: leave samples out whose media cannot be loaded.
+        cut: of rows that several ranks share, and this rank's part.
     """
 
     def __init__(
@@ -41,12 +44,14 @@ class PlannedMicroBatches(Dataset["Batch | PacktoolError"]):
         spec: InputSpec,
         packing: bool = True,
         skip_bad_media: bool = False,
+        cut: Cut | None = None,
     ) -> None:
         self.reader = reader
         self.plan = plan
         self.rank = rank
         self.spec = spec
         self.packing = packing
+        self.cut = cut
         self.skip_bad_media = skip_bad_media
         # The same number on every rank, so cells divide evenly: step s begins at micro-batch first[s] of this rank.
         self.first = plan.steps.step_offsets // plan.steps.world_size
@@ -62,6 +67,8 @@ class PlannedMicroBatches(Dataset["Batch | PacktoolError"]):
         packs = self.plan.samples(step, self.rank, index - int(self.first[step]))
         try:
             samples = [self.reader.sample(int(position)) for pack in packs for position in pack]
+            if self.cut is not None:
+                return collate_shard(samples, self.spec, self.cut)
             collate = collate_packs if self.packing else collate_padded
             return _collated(samples, self.spec, collate, skip_bad_media=self.skip_bad_media)
         except PacktoolError as error:
@@ -74,15 +81,19 @@ class GivenMicroBatches(Dataset["Batch | PacktoolError"]):
     Args:
         spec: the model they are collated for.
         skip_bad_media: leave samples out whose media cannot be loaded.
+        cut: of rows that several ranks share, and this rank's part.
     """
 
-    def __init__(self, spec: InputSpec, *, skip_bad_media: bool = False) -> None:
+    def __init__(self, spec: InputSpec, *, skip_bad_media: bool = False, cut: Cut | None = None) -> None:
         self.spec = spec
+        self.cut = cut
         self.skip_bad_media = skip_bad_media
 
     def __getitem__(self, samples: Sequence[EncodedSample]) -> Batch | PacktoolError:
         """The micro-batch, or the error that it met."""
         try:
+            if self.cut is not None:
+                return collate_shard(samples, self.spec, self.cut)
             return _collated(samples, self.spec, collate_packs, skip_bad_media=self.skip_bad_media)
         except PacktoolError as error:
             return error

@@ -58,7 +58,9 @@ class StreamCallback(TrainerCallback):
         """Every rank writes its own part."""
         checkpoint = os.path.join(str(args.output_dir), f"{PREFIX}{state.global_step}")
         os.makedirs(checkpoint, exist_ok=True)
-        write_stream(checkpoint, self.loader.run.world.rank, self.loader.state_after(state.global_step))
+        world = self.loader.run.world
+        if world.share_rank == 0:
+            write_stream(checkpoint, world.data.rank, self.loader.state_after(state.global_step))
 
 
 class CheckpointCallback(TrainerCallback):

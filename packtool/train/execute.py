@@ -13,6 +13,9 @@ from torch import nn
 from transformers import PreTrainedModel, TrainerCallback, set_seed
 
 from packtool.attention.choose import choose
+from packtool.attention.parallel.blocks import choose_blocks
+from packtool.attention.parallel.mesh import SequenceParallel
+from packtool.attention.register import refuse_shared
 from packtool.attention.support import refuse_unsupported
 from packtool.batch.dataset import is_bad
 from packtool.batch.spec import InputSpec
@@ -27,7 +30,7 @@ from packtool.train.callbacks import (
 )
 from packtool.train.checkpoint import PREFIX
 from packtool.train.evaluation import evaluate_in_training
-from packtool.train.loader import StepLoader
+from packtool.train.loader import StepLoader, cut_of
 from packtool.train.memory import MemoryEstimate, estimate_memory, model_without_weights
 from packtool.train.model import count_parameters, load_model, make_trainable, resolve_dtype, weights_dtype
 from packtool.train.part_rates import PartRates
@@ -56,7 +59,11 @@ def load_spec(run: PreparedRun | PreparedStream) -> InputSpec:
         refuse_unsupported(spec.config)
         on_gpu = torch.cuda.is_available()
         device = torch.device("cuda" if on_gpu else "cpu")
-        choose(run.config.attn_impl, device, resolve_dtype(spec.config, run.config, on_gpu=on_gpu))
+        dtype = resolve_dtype(spec.config, run.config, on_gpu=on_gpu)
+        choose(run.config.attn_impl, device, dtype)
+        if run.world.num_sharing > 1:
+            refuse_shared(spec.config)
+            choose_blocks(run.config.attn_impl, device, dtype, head_dims=(0, 0))
     return spec
 
 
@@ -92,7 +99,7 @@ def execute(run: PreparedRun | PreparedStream, spec: InputSpec, result: TrainRes
         progress.note(f"parameters: {num_parameters:,}, of them trained: {num_trainable:,} ({run.config.train_type})")
         dtype = resolve_dtype(spec.config, run.config, on_gpu=torch.cuda.is_available())
         progress.note(_estimate(run, trainer.model, spec, dtype).sentence())
-        verify_packing(run, trainer.model, spec, progress)
+        verify_packing(run, trainer, spec, progress)
         begin = time.perf_counter()
         trainer.train(resume_from_checkpoint=run.checkpoint)
         seconds = time.perf_counter() - begin
@@ -124,7 +131,9 @@ def execute(run: PreparedRun | PreparedStream, spec: InputSpec, result: TrainRes
     return result
 
 
-def verify_packing(run: PreparedRun | PreparedStream, model: nn.Module, spec: InputSpec, progress: Progress) -> None:
+def verify_packing(
+    run: PreparedRun | PreparedStream, trainer: PackTrainer, spec: InputSpec, progress: Progress
+) -> None:
     """Look at a few samples of the first pack before the first step.
 
     Raises:
@@ -139,14 +148,15 @@ def verify_packing(run: PreparedRun | PreparedStream, model: nn.Module, spec: In
     dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
     if isinstance(run, PreparedRun):
         epoch, step = run.schedule.locate(run.start)
-        packs = run.schedule.plan_of(epoch).samples(step, run.world.rank, 0)
+        packs = run.schedule.plan_of(epoch).samples(step, run.world.data.rank, 0)
         samples = few_samples(run.reader, [int(position) for pack in packs for position in pack])
     else:
         samples = first_samples(run)
     if config.on_bad_media == "skip":
         samples = [sample for sample in samples if not is_bad(sample, spec)]
     if len(samples) > 1:
-        raise_if_failed(verify_cheaply(model, samples, spec, dtype=dtype))
+        assert trainer.model is not None
+        raise_if_failed(verify_cheaply(trainer.model, samples, spec, dtype=dtype, parallel=trainer.parallel))
 
 
 def make_trainer(
@@ -169,7 +179,10 @@ def make_trainer(
     report = ReportCallback(progress, config.output_dir, run.start)
     if run.world.is_first:
         callbacks.append(report)
-    model = _make_model(run, spec, dtype)
+    parallel = None
+    if run.world.num_sharing > 1:
+        parallel = SequenceParallel.on_mesh(run.axes, "cuda" if on_gpu else "cpu")
+    model = _make_model(run, spec, dtype, parallel)
     shard_on_cpus(config)
     trainer = PackTrainer(
         model,
@@ -181,6 +194,7 @@ def make_trainer(
         skips=config.on_bad_media == "skip",
         part_rates=PartRates.of(config, model),
     )
+    trainer.parallel = parallel
     if isinstance(run, PreparedRun) and run.validation is not None:
         every = config.eval_steps if config.eval_strategy == "steps" else run.schedule.steps_per_epoch
         trainer.add_callback(
@@ -215,14 +229,22 @@ def _make_loader(run: PreparedRun | PreparedStream, spec: InputSpec) -> StepLoad
         samples=run.figures,
         config=run.config,
         start=run.start,
+        cut=cut_of(run),
     )
 
 
-def _make_model(run: PreparedRun | PreparedStream, spec: InputSpec, dtype: torch.dtype) -> PreTrainedModel | PeftModel:
+def _make_model(
+    run: PreparedRun | PreparedStream, spec: InputSpec, dtype: torch.dtype, parallel: SequenceParallel | None
+) -> PreTrainedModel | PeftModel:
     # Adapters are drawn at random: alike on every rank, and in every run with this seed.
     set_seed(run.config.seed)
     dtype = weights_dtype(dtype, run.config)
     model = load_model(
-        run.config.model, spec.config, dtype=dtype, packing=run.config.removes_padding, attn_impl=run.config.attn_impl
+        run.config.model,
+        spec.config,
+        dtype=dtype,
+        packing=run.config.removes_padding,
+        attn_impl=run.config.attn_impl,
+        parallel=parallel,
     )
     return make_trainable(model, run.config)

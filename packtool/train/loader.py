@@ -10,11 +10,14 @@ import torch
 
 from packtool.batch.batch import Batch
 from packtool.batch.dataset import PlannedMicroBatches, load_micro_batches
+from packtool.batch.shard import Cut
 from packtool.batch.spec import InputSpec
 from packtool.cache.chosen import SampleReader
 from packtool.config import TrainConfig
 from packtool.plan.epoch import EpochPlan
 from packtool.train.figures import SampleFigures, StepFigures, figures_of_steps
+from packtool.train.prepare import PreparedRun
+from packtool.train.prepare_stream import PreparedStream
 from packtool.train.schedule import Schedule
 from packtool.train.world import World
 
@@ -34,6 +37,13 @@ class TrainingStep:
     micro_batches: Iterator[Batch]
 
 
+def cut_of(run: PreparedRun | PreparedStream) -> Cut | None:
+    """Of a run's rows, and this rank's part; None where every rank has rows of its own."""
+    if run.world.num_sharing == 1:
+        return None
+    return Cut(run.axes.ring_size, run.axes.ulysses_size, run.world.share_rank)
+
+
 class StepLoader:
     """The training steps of one rank from ``start`` on: what transformers' Trainer takes for its dataloader.
 
@@ -48,6 +58,7 @@ class StepLoader:
         samples: figures of all samples.
         config: how micro-batches are made.
         start: first step.
+        cut: of rows that several ranks share.
     """
 
     def __init__(
@@ -60,6 +71,7 @@ class StepLoader:
         samples: SampleFigures,
         config: TrainConfig,
         start: int = 0,
+        cut: Cut | None = None,
     ) -> None:
         self.schedule = schedule
         self.reader = reader
@@ -68,6 +80,7 @@ class StepLoader:
         self.samples = samples
         self.config = config
         self.start = start
+        self.cut = cut
 
     def __len__(self) -> int:
         return self.schedule.num_steps
@@ -93,10 +106,11 @@ class StepLoader:
         dataset = PlannedMicroBatches(
             self.reader,
             plan,
-            rank=self.world.rank,
+            rank=self.world.data.rank,
             spec=self.spec,
             packing=self.config.removes_padding,
             skip_bad_media=self.config.on_bad_media == "skip",
+            cut=self.cut,
         )
         return load_micro_batches(
             dataset,

@@ -67,6 +67,7 @@ def estimate_memory(
     tokens = (config.packing_length or config.max_length or 0) * config.per_device_train_batch_size
     if config.dynamic_batch_tokens is not None:
         tokens = config.dynamic_batch_tokens
+    tokens = -(-tokens // config.num_sharing)
     text = model_config.get_text_config()
     layer = _ACTIVATION_BYTES * dtype.itemsize / 2 * tokens * int(text.hidden_size)
     layers = int(text.num_hidden_layers)

@@ -10,6 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
+from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.register import set_attention
 from packtool.attention.support import refuse_unsupported
 from packtool.config import TrainConfig
@@ -47,13 +48,20 @@ def weights_dtype(dtype: torch.dtype, run: TrainConfig) -> torch.dtype:
 
 
 def load_model(
-    model: str, config: PreTrainedConfig, *, dtype: torch.dtype, packing: bool, attn_impl: str = "auto"
+    model: str,
+    config: PreTrainedConfig,
+    *,
+    dtype: torch.dtype,
+    packing: bool,
+    attn_impl: str = "auto",
+    parallel: SequenceParallel | None = None,
 ) -> PreTrainedModel:
     """Read a model's weights.
 
     Args:
         packing: route the text tower through packed attention; False leaves transformers' own.
         attn_impl: kernel of the packed attention.
+        parallel: ranks that share each row.
 
     Raises:
         UnsupportedModelError: before any weight is read, if packed samples could not be kept apart.
@@ -77,7 +85,7 @@ def load_model(
             "Check that --model is a complete checkpoint with a language head.",
         )
     if packing:
-        set_attention(loaded, attn_impl)
+        set_attention(loaded, attn_impl, parallel)
     return loaded
 
 

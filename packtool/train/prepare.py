@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from packtool.attention.parallel.axes import Axes, Heads, choose_axes
 from packtool.cache.chosen import ChosenTargets, SampleReader
 from packtool.cache.plan_file import read_plan
 from packtool.cache.reader import CacheReader
@@ -17,6 +19,7 @@ from packtool.constants import VAL_SPLIT
 from packtool.encode.families import MediaLimits
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.relabel import TargetChoice
+from packtool.parallel_options import ParallelOptions
 from packtool.plan.evaluation import EvaluationPlan
 from packtool.train.check import check_plan, choice_of_targets, open_caches, packs_of
 from packtool.train.checkpoint import RunState, find_checkpoint, read_state
@@ -53,6 +56,7 @@ class PreparedRun:
         state: what a checkpoint of this run says of it.
         checkpoint: the one to go on from, or None.
         start: first step to train.
+        axes: how rows are shared.
         notes: remarks for the user.
         validation: what is evaluated between steps, None for nothing.
     """
@@ -67,6 +71,7 @@ class PreparedRun:
     state: RunState
     checkpoint: str | None
     start: int
+    axes: Axes
     notes: tuple[str, ...] = ()
     validation: Validation | None = None
 
@@ -94,7 +99,7 @@ def prepare_run(config: TrainConfig, world: World) -> PreparedRun:
     planner = _planner(config, files, reader, targets)
     checkpoint = find_checkpoint(config.resume_from_checkpoint, config.output_dir)
     before = read_state(checkpoint) if checkpoint is not None else None
-    mine: Dealing = (world.size, config.gradient_accumulation_steps, config.per_device_train_batch_size)
+    mine: Dealing = (world.data.size, config.gradient_accumulation_steps, config.per_device_train_batch_size)
     state = _state(config, planner, mine, reader.fingerprint)
     dealings: tuple[tuple[int, int, int, int], ...] = ((0, *mine),)
     notes: list[str] = []
@@ -104,8 +109,8 @@ def prepare_run(config: TrainConfig, world: World) -> PreparedRun:
         if state.is_dealt_anew_after(before):
             dealings = (*dealings, (before.step, *mine))
             notes.append(
-                f"{checkpoint} was trained by {before.world_size} processes, and there are {world.size}: what it left "
-                "of its epoch is dealt anew, every pack once"
+                f"{checkpoint} was trained by {before.world_size} data-parallel ranks, and there are "
+                f"{world.data.size}: what it left of its epoch is dealt anew, every pack once"
             )
     schedule = planner.schedule(dealings)
     state = dataclasses.replace(state, dealings=dealings if len(dealings) > 1 else ())
@@ -124,9 +129,27 @@ def prepare_run(config: TrainConfig, world: World) -> PreparedRun:
         state,
         checkpoint,
         start,
+        axes_of(config, world, files, index.length),
         tuple(notes),
         _validation(config, world, reader, choice),
     )
+
+
+def axes_of(config: ParallelOptions, world: World, files: ModelFiles, lengths: npt.NDArray[np.integer[Any]]) -> Axes:
+    """How the processes share rows.
+
+    Args:
+        lengths: of the samples, as far as they are known.
+
+    Raises:
+        ConfigError: if the model's heads cannot be shared so.
+    """
+    if world.num_sharing == 1:
+        return Axes()
+    tokens = np.asarray(lengths, np.float64)
+    typical = int(np.square(tokens).sum() / max(tokens.sum(), 1))
+    nearby = int(os.environ.get("LOCAL_WORLD_SIZE") or world.size)
+    return choose_axes(config, Heads.of_config(files.config), typical_length=typical, ranks_per_node=nearby)
 
 
 def _planner(
@@ -149,7 +172,7 @@ def _validation(
     if config.eval_strategy == "no":
         return None
     val = CacheReader.open(reader.directories, VAL_SPLIT)
-    plan = plan_of_samples(val, world, max_tokens=config.max_tokens_per_micro_batch)
+    plan = plan_of_samples(val, world.data, max_tokens=config.max_tokens_per_micro_batch)
     return Validation(val, val if choice is None else ChosenTargets(val, choice), plan)
 
 

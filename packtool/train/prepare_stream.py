@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from packtool.attention.parallel.axes import Axes
 from packtool.config import EncodeSpec, TrainConfig
 from packtool.encode.blocks import encode_samples, samples_of
 from packtool.encode.encoded import EncodedSample
@@ -24,6 +27,7 @@ from packtool.train.checkpoint import RunState, find_checkpoint
 from packtool.train.checkpoint import read_state as read_run_state
 from packtool.train.from_rows import length_of_rows, rows_fingerprint
 from packtool.train.planner import cost_of
+from packtool.train.prepare import axes_of
 from packtool.train.world import World
 
 
@@ -59,6 +63,7 @@ class PreparedStream:
         state: what a checkpoint of this run says of it.
         checkpoint: the one to go on from, or None.
         start: first step to train.
+        axes: how rows are shared.
         cost: FLOPs of packs.
         stream: where this rank's packs go on; None for the beginning.
     """
@@ -74,6 +79,7 @@ class PreparedStream:
     state: RunState
     checkpoint: str | None
     start: int
+    axes: Axes
     cost: CostModel
     stream: StreamState | None
     notes: tuple[str, ...] = ()
@@ -103,7 +109,7 @@ def prepare_stream(config: TrainConfig, world: World) -> PreparedStream:
         packing=True,
         max_length=max_length,
         packing_length=packing_length,
-        world_size=world.size,
+        world_size=world.data.size,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         per_device_train_batch_size=config.per_device_train_batch_size,
         streaming=_settings(config),
@@ -126,8 +132,9 @@ def prepare_stream(config: TrainConfig, world: World) -> PreparedStream:
         state,
         checkpoint,
         start,
+        axes_of(config, world, files, np.array([max_length])),
         cost_of(files.config),
-        read_state(checkpoint, world.rank) if checkpoint is not None else None,
+        read_state(checkpoint, world.data.rank) if checkpoint is not None else None,
     )
 
 

@@ -28,7 +28,7 @@ from packtool.rows.sample import Dropped
 from packtool.stream.packs import PackStream, StreamedPack
 from packtool.stream.state import StreamState
 from packtool.train.figures import StepFigures
-from packtool.train.loader import TrainingStep
+from packtool.train.loader import TrainingStep, cut_of
 from packtool.train.prepare_stream import PreparedStream
 from packtool.train.result import TrainResult
 
@@ -68,8 +68,8 @@ class StreamLoader:
             run.specs,
             run.spec,
             run.options,
-            rank=run.world.rank,
-            world_size=run.world.size,
+            rank=run.world.data.rank,
+            world_size=run.world.data.size,
             start=run.stream,
             log=self._log,
         )
@@ -83,7 +83,7 @@ class StreamLoader:
         self._log.begin()
         self._group = _gloo_group(self.run.world.size)
         batches = load_micro_batches(
-            GivenMicroBatches(self.spec, skip_bad_media=config.on_bad_media == "skip"),
+            GivenMicroBatches(self.spec, skip_bad_media=config.on_bad_media == "skip", cut=cut_of(self.run)),
             self._micro_batches(),
             num_workers=config.dataloader_num_workers,
             pin_memory=torch.cuda.is_available(),
@@ -127,7 +127,7 @@ class StreamLoader:
         for counts in self._gathered(dict(self._stream.dropped)):
             dropped.update(counts)
         totals, options = self.totals, self.run.options
-        each = result.num_processes * self.run.config.gradient_accumulation_steps
+        each = self.run.world.data.size * self.run.config.gradient_accumulation_steps
         each *= self.run.config.per_device_train_batch_size
         return dataclasses.replace(
             result,
@@ -173,6 +173,8 @@ class StreamLoader:
             return list(counts)
         sums = torch.tensor(counts, dtype=torch.int64)
         dist.all_reduce(sums, group=self._group)
+        # Those that share rows have read the same.
+        sums //= self.run.world.num_sharing
         return [int(number) for number in sums.tolist()]
 
     def _gathered(self, value: dict[str, int]) -> list[dict[str, int]]:
@@ -180,7 +182,7 @@ class StreamLoader:
             return [value]
         found: list[Any] = [None] * self.run.world.size
         dist.all_gather_object(found, value, group=self._group)
-        return found
+        return found[:: self.run.world.num_sharing]
 
     def _look_at_drops(self) -> str:
         return f"Rows that were dropped are listed in {self._log.path}."
@@ -194,16 +196,21 @@ class DropLog:
     """
 
     def __init__(self, run: PreparedStream) -> None:
-        self.path = os.path.join(run.config.output_dir, f"dropped-{run.world.rank:05d}.jsonl")
+        self.path = os.path.join(run.config.output_dir, f"dropped-{run.world.data.rank:05d}.jsonl")
+        self._writes = run.world.share_rank == 0
         self._kept = sum(run.stream.dropped.values()) if run.stream is not None else 0
 
     def __call__(self, item: Dropped) -> None:
         """Append a line."""
+        if not self._writes:
+            return
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(dataclasses.asdict(item), ensure_ascii=False) + "\n")
 
     def begin(self) -> None:
         """Keep the lines of rows that this run does not meet again, and no others."""
+        if not self._writes:
+            return
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
         lines = []
         if self._kept and os.path.exists(self.path):

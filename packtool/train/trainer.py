@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.batch.batch import Batch, SkippedSample
 from packtool.train.head_loss import HeadLoss
 from packtool.train.loader import StepLoader, TrainingStep
@@ -41,6 +42,9 @@ class PackTrainer(Trainer):
         by_channel: log losses and accuracies of each channel.
         by_samples: the loss is divided by samples.
         skips: micro-batches may lack samples that could not be loaded.
+
+    Attributes:
+        parallel: ranks that share rows with this one, as the model was told; None for nobody.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class PackTrainer(Trainer):
         self.label_logits_only = takes_logits_to_keep(model)
         for printing in (PrinterCallback, ProgressCallback):
             self.remove_callback(printing)
+        self.parallel: SequenceParallel | None = None
         self.part_rates, self.by_samples, self.skips = part_rates, by_samples, skips
         self.skipped: list[SkippedSample] = []
         self._meter = Meter(by_channel=by_channel)

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from torch import nn
 from transformers import PreTrainedModel
 
 from packtool.attention.choose import choose
-from packtool.attention.register import set_attention
+from packtool.attention.parallel.mesh import SequenceParallel
+from packtool.attention.register import refuse_shared, set_attention
 from packtool.attention.support import refuse_leaky_inputs, refuse_unsupported
 from packtool.batch.collate import collate_packs
 from packtool.batch.spec import InputSpec
@@ -26,10 +28,11 @@ from packtool.plan.packing import PackOptions, pack
 from packtool.progress import Progress, SilentProgress
 from packtool.train.check import open_caches
 from packtool.train.model import load_model, resolve_dtype
+from packtool.train.pack_under_test import PackUnderTest
+from packtool.train.prepare import axes_of
 from packtool.train.quiet import quiet_transformers
 from packtool.train.verify_checks import (
     Check,
-    PackUnderTest,
     check_gradients,
     check_isolation,
     check_logits,
@@ -37,6 +40,7 @@ from packtool.train.verify_checks import (
     evaluating,
     worst_of,
 )
+from packtool.train.world import World
 from packtool.verify_options import VerifyConfig
 
 _FEW = 4
@@ -90,8 +94,11 @@ def raise_if_failed(checks: Sequence[Check]) -> None:
         )
 
 
-def verify(config: VerifyConfig, progress: Progress | None = None) -> VerifyReport:
-    """Compare packs with their samples.
+def verify(config: VerifyConfig, progress: Progress | None = None, world: World | None = None) -> VerifyReport:
+    """Compare packs with their samples; where processes share rows, every one of them calls this.
+
+    Args:
+        world: this process among the others; by default what torchrun says.
 
     Returns:
         the report, whether or not it passed.
@@ -103,6 +110,7 @@ def verify(config: VerifyConfig, progress: Progress | None = None) -> VerifyRepo
     """
     begin = time.perf_counter()
     progress = progress or SilentProgress()
+    world = (world or World.from_environment()).shared_by(config.num_sharing)
     files = ModelFiles.load(config.model)
     run = _as_training(config)
     reader = open_caches(run, files)
@@ -115,16 +123,23 @@ def verify(config: VerifyConfig, progress: Progress | None = None) -> VerifyRepo
     samples = [[reader.sample(position) for position in positions] for positions in packs]
     for pack_samples in samples:
         refuse_leaky_inputs(collate_packs(pack_samples, spec).model_inputs())
+    parallel, how = None, ""
+    if world.num_sharing > 1:
+        refuse_shared(spec.config)
+        device = PartialState(cpu=device.type == "cpu").device  # which starts the process group, too
+        axes = axes_of(config, world, files, reader.index.length)
+        parallel, how = SequenceParallel.on_mesh(axes, device.type), f", {axes.name}"
     with quiet_transformers():
         model: PreTrainedModel = load_model(config.model, spec.config, dtype=dtype, packing=False)
         model = model.to(device)  # type: ignore[arg-type]  # to is overloaded
-        set_attention(model, config.attn_impl)
-        checks = _check_all(model, samples, spec, dtype, progress)
+        set_attention(model, config.attn_impl, parallel)
+        tests = [PackUnderTest(model, pack_samples, spec, dtype, parallel) for pack_samples in samples]
+        checks = _check_all(model, tests, progress)
     return VerifyReport(
         model=config.model,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
-        attention=kernel.name,
+        attention=kernel.name + how,
         num_packs=len(packs),
         num_samples=sum(map(len, packs)),
         num_tokens=sum(sample.length for pack_samples in samples for sample in pack_samples),
@@ -134,7 +149,12 @@ def verify(config: VerifyConfig, progress: Progress | None = None) -> VerifyRepo
 
 
 def verify_cheaply(
-    model: nn.Module, samples: Sequence[EncodedSample], spec: InputSpec, *, dtype: torch.dtype | None = None
+    model: nn.Module,
+    samples: Sequence[EncodedSample],
+    spec: InputSpec,
+    *,
+    dtype: torch.dtype | None = None,
+    parallel: SequenceParallel | None = None,
 ) -> list[Check]:
     """The part that costs a few forward passes, for a run that is about to begin.
 
@@ -146,6 +166,7 @@ def verify_cheaply(
         samples: at least two; ``few_samples`` picks short ones.
         spec: the model as collation sees it.
         dtype: that the run computes in, if that is not the weights' own: the autocast's.
+        parallel: ranks that share rows; all of them call this with the same samples.
 
     Returns:
         the checks ``isolation`` and ``loss``.
@@ -157,8 +178,8 @@ def verify_cheaply(
     casts = dtype is not None and dtype != weights.dtype
     cast = torch.autocast(weights.device.type, dtype) if casts else contextlib.nullcontext()
     with evaluating(model), torch.no_grad(), cast:
-        pack_under_test = PackUnderTest(model, samples, spec, dtype or weights.dtype)
-        refuse_leaky_inputs(pack_under_test.batch.model_inputs())
+        pack_under_test = PackUnderTest(model, samples, spec, dtype or weights.dtype, parallel)
+        refuse_leaky_inputs(collate_packs(pack_under_test.samples, spec).model_inputs())
         return [check_isolation(pack_under_test, _CHANGES_BEFORE_TRAINING), check_loss(pack_under_test)]
 
 
@@ -228,20 +249,13 @@ def choose_packs(reader: CacheReader, config: VerifyConfig) -> list[list[int]]:
     return [fitting[plan.pack(number)].tolist() for number in chosen]
 
 
-def _check_all(
-    model: PreTrainedModel,
-    samples: Sequence[Sequence[EncodedSample]],
-    spec: InputSpec,
-    dtype: torch.dtype,
-    progress: Progress,
-) -> list[Check]:
+def _check_all(model: PreTrainedModel, tests: Sequence[PackUnderTest], progress: Progress) -> list[Check]:
     """Every check on every pack."""
     checks: list[Check] = []
     functions = (check_isolation, check_logits, check_loss, check_gradients)
-    progress.start("verify", len(samples) * len(functions))
+    progress.start("verify", len(tests) * len(functions))
     with evaluating(model):
-        for pack_samples in samples:
-            under_test = PackUnderTest(model, pack_samples, spec, dtype)
+        for under_test in tests:
             for check in functions:
                 checks.append(check(under_test))
                 progress.advance(1)

@@ -14,15 +14,17 @@ from packtool.train.checkpoint import RunState
 
 @dataclass(frozen=True)
 class World:
-    """The data-parallel processes of a run.
+    """The processes of a run.
 
     Args:
         rank: 0-based number of this one.
         size: how many there are.
+        num_sharing: those that share each row; they are next to each other.
     """
 
     rank: int = 0
     size: int = 1
+    num_sharing: int = 1
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> World:
@@ -39,6 +41,30 @@ class World:
                 "torchrun sets them; unset both, and give NPROC_PER_NODE to train in several processes.",
             )
         return cls(int(rank), int(size))
+
+    def shared_by(self, num_sharing: int) -> World:
+        """The same processes, so many of which share each row.
+
+        Raises:
+            ConfigError: if they cannot be divided so.
+        """
+        if self.size % num_sharing:
+            processes = f"{self.size} process{'es' if self.size > 1 else ''}"
+            raise ConfigError(
+                f"--sequence-parallel-size {num_sharing}: {processes} cannot be divided into groups of {num_sharing}",
+                f"NPROC_PER_NODE={num_sharing} in front, or a multiple of it, starts enough.",
+            )
+        return dataclasses.replace(self, num_sharing=num_sharing)
+
+    @property
+    def data(self) -> World:
+        """The same without those that share rows: a rank for each group, data-parallel ones."""
+        return World(self.rank // self.num_sharing, self.size // self.num_sharing)
+
+    @property
+    def share_rank(self) -> int:
+        """0-based number of this process among those that it shares rows with."""
+        return self.rank % self.num_sharing
 
     @property
     def is_first(self) -> bool:

@@ -1,0 +1,1 @@
+"""Attention of a packed row that several processes share: Ulysses, ring, all-gather, and the exchanges they need."""

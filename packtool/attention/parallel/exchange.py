@@ -1,0 +1,89 @@
+"""What ranks send each other: heads for tokens (Ulysses), keys and values (ring, all-gather)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Waiting = Callable[[], Tensor]
+"""Waits for an exchange that is under way, and returns what came."""
+
+
+def to_next(tensor: Tensor, group: Any) -> Waiting:
+    """Send to the next rank of a ring and receive as much from the one before, without waiting."""
+    ranks = dist.get_process_group_ranks(group)
+    rank, size = dist.get_rank(group), len(ranks)
+    sent, received = tensor.contiguous(), torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    # One batch: separate blocking calls would wait for each other around the ring.
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, sent, ranks[(rank + 1) % size], group),
+            dist.P2POp(dist.irecv, received, ranks[(rank - 1) % size], group),
+        ]
+    )
+
+    def wait(sent: Tensor = sent) -> Tensor:  # what is sent must live as long
+        for work in works:
+            work.wait()
+        return received
+
+    return wait
+
+
+def from_all(tensor: Tensor, group: Any) -> Waiting:
+    """What every rank has, (R * T, ...) for (T, ...), without waiting."""
+    size, sent = dist.get_world_size(group), tensor.contiguous()
+    received = sent.new_empty((size * len(sent), *sent.shape[1:]))
+    work = dist.all_gather_into_tensor(received, sent, group=group, async_op=True)
+    assert work is not None, "asked not to wait"
+
+    def wait(sent: Tensor = sent) -> Tensor:
+        work.wait()
+        return received
+
+    return wait
+
+
+def sum_to_owners(tensor: Tensor, group: Any) -> Tensor:
+    """The reverse of ``from_all`` for gradients: (T, ...), the sum of what all ranks have for this one.
+
+    A reduce-scatter, as an all-to-all and a sum in the order of the ranks: gloo has no other.
+    """
+    size = dist.get_world_size(group)
+    received = torch.empty_like(tensor)
+    dist.all_to_all_single(received, tensor.contiguous(), group=group)
+    return torch.unflatten(received, 0, (size, -1)).sum(0)
+
+
+def heads_to_tokens(tensor: Tensor, group: Any) -> Waiting:
+    """(T, H, D) of this rank's tokens become (U * T, H / U, D) of this rank's heads, without waiting."""
+    size, (num_tokens, num_heads, head_dim) = dist.get_world_size(group), tensor.shape
+    sent = tensor.reshape(num_tokens, size, num_heads // size, head_dim).transpose(0, 1).contiguous()
+    received = torch.empty_like(sent)
+    work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+    assert work is not None, "asked not to wait"
+
+    def wait(sent: Tensor = sent) -> Tensor:
+        work.wait()
+        return received.flatten(0, 1)
+
+    return wait
+
+
+def tokens_to_heads(tensor: Tensor, group: Any) -> Tensor:
+    """And back: (U * T, H / U, D) become (T, H, D)."""
+    sent = tensor.contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return torch.unflatten(received, 0, (dist.get_world_size(group), -1)).transpose(0, 1).flatten(1, 2)
+
+
+def exchange_rows(rows: Tensor, send: tuple[int, ...], receive: tuple[int, ...], group: Any) -> Tensor:
+    """Rows for each rank, one rank's after the other's, become rows from each rank."""
+    received = rows.new_empty((sum(receive), *rows.shape[1:]))
+    dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=group)
+    return received

@@ -1,0 +1,78 @@
+"""The ranks that share a row, as process groups: a mesh (data, ring, ulysses) over all ranks of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from packtool.attention.parallel.axes import Axes
+from packtool.batch.shard import Cut
+
+AXES = ("data", "ring", "ulysses")
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceParallel:
+    """This rank among the P that share its rows.
+
+    Args:
+        cut: how rows are cut.
+        way: of the ranks on the ring axis.
+        ring, ulysses, whole: groups of the ring axis, the Ulysses axis and all P ranks.
+    """
+
+    cut: Cut
+    way: Literal["ring", "allgather"]
+    ring: Any
+    ulysses: Any
+    whole: Any
+
+    @classmethod
+    def on_mesh(cls, axes: Axes, device_type: str) -> SequenceParallel:
+        """All ranks of a run, P at a time; the process group must be there, and every rank calls this."""
+        size = axes.ring_size * axes.ulysses_size
+        shape = (dist.get_world_size() // size, axes.ring_size, axes.ulysses_size)
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
+        whole = mesh["ring", "ulysses"]._flatten("sequence").get_group()
+        cut = Cut(axes.ring_size, axes.ulysses_size, dist.get_rank() % size)
+        return cls(cut, axes.way, mesh["ring"].get_group(), mesh["ulysses"].get_group(), whole)
+
+    @torch.no_grad()
+    def gathered(self, values: Tensor, index: Tensor, num_tokens: int) -> Tensor:
+        """The whole row from all ranks' parts; every rank has it.
+
+        Args:
+            values: (T,) of this rank's tokens.
+            index: int64 (T,), where in the whole row.
+            num_tokens: of the whole row.
+        """
+        counts = torch.zeros(self.cut.size, dtype=torch.int64, device=values.device)
+        counts[self.cut.rank] = len(values)
+        dist.all_reduce(counts, group=self.whole)
+        most = int(counts.max())
+        row = values.new_zeros(num_tokens)
+        for part, place, count in zip(
+            self._from_all(values, most), self._from_all(index, most), counts.tolist(), strict=True
+        ):
+            row[place[:count]] = part[:count]
+        return row
+
+    def _from_all(self, values: Tensor, most: int) -> list[Tensor]:
+        mine = torch.nn.functional.pad(
+            values.to(torch.float64 if values.is_floating_point() else torch.int64), (0, most - len(values))
+        )
+        parts = [torch.empty_like(mine) for _ in range(self.cut.size)]
+        dist.all_gather(parts, mine, group=self.whole)
+        return [part.to(values.dtype) for part in parts]
+
+    @torch.no_grad()
+    def summed(self, value: Tensor) -> Tensor:
+        """Sum over the ranks that share a row."""
+        total = value.detach().clone()
+        dist.all_reduce(total, group=self.whole)
+        return total

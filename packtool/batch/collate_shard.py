@@ -1,0 +1,172 @@
+"""Samples become one rank's part of a row that several ranks share; see ``batch.shard`` for how it is cut.
+
+Every rank is given the same samples, of which it reads the tokens (four bytes each) but loads only its share of the
+pictures and videos: those are dealt out by patches, whoever holds their tokens, and their features find their way by a
+``FeatureRoute``. A rank without a picture of its own looks at a blank one whose features go nowhere, so that every
+parameter takes part in every backward pass on every rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from packtool.batch.batch import ShardedBatch
+from packtool.batch.collate import as_positions, check_pads, filler, shifted_labels, shifted_weights
+from packtool.batch.padding import PAD_ID, align_sample
+from packtool.batch.pixels import load_pixels
+from packtool.batch.positions import sample_positions
+from packtool.batch.shard import (
+    SHARDED,
+    Cut,
+    Deal,
+    FeatureRoute,
+    Int64Array,
+    SequenceShard,
+    deal,
+    route_features,
+    share_out,
+)
+from packtool.batch.spec import InputSpec
+from packtool.constants import IGNORE_INDEX
+from packtool.encode.encoded import EncodedImage, EncodedSample, EncodedVideo
+
+Medium = tuple[int, str, int, EncodedImage | EncodedVideo]
+"""Number of its document, kind, number in the document, and itself."""
+
+_KINDS = ("image", "video")
+_INPUTS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
+
+
+def collate_shard(
+    samples: Sequence[EncodedSample], spec: InputSpec, cut: Cut, places: Sequence[int] | None = None
+) -> ShardedBatch:
+    """One rank's part of some samples.
+
+    Args:
+        samples: the same on all ranks that share the row, in their order; none at all makes a filler for each rank.
+        spec: the model they are for.
+        cut: how they are dealt, and the rank that this is for.
+        places: of each sample ``SHARDED``, or the rank that it is local to; all are sharded without it.
+
+    Raises:
+        DataError: as ``collate_packs``, of the pictures that this rank loads.
+    """
+    check_pads(samples, spec)
+    documents, placed = _documents(samples, list(places or [SHARDED] * len(samples)), cut)
+    lengths = [document.length for document in documents]
+    dealt = deal(lengths, placed, cut)
+    index = dealt.index[cut.rank]
+    media, routes = _share_media(documents, spec, dealt, cut)
+    input_ids = _picked([document.input_ids for document in documents], index)
+    labels = _picked([shifted_labels(document) for document in documents], index)
+    weights = shifted_weights(documents, spec)
+    held = np.unique(np.repeat(np.arange(len(documents)), lengths)[index])
+    shard = SequenceShard(
+        cut,
+        tuple(length for length, place in zip(lengths, placed, strict=True) if place == cut.rank),
+        tuple(length for length, place in zip(lengths, placed, strict=True) if place == SHARDED),
+        routes,
+    )
+    return ShardedBatch(
+        input_ids=torch.from_numpy(input_ids).unsqueeze(0),
+        labels=torch.from_numpy(labels).unsqueeze(0),
+        position_ids=_positions(documents, spec, index, set(held.tolist())),
+        media=media,
+        loss_weights=torch.from_numpy(np.concatenate(weights)[index]).unsqueeze(0) if weights is not None else None,
+        channels=tuple(document.channel for document in documents),
+        num_samples=len(samples) if cut.rank == 0 else 0,
+        num_target_tokens=int(np.count_nonzero(labels != IGNORE_INDEX)),
+        shard=shard,
+        index=torch.from_numpy(index),
+        lengths=tuple(lengths),
+    )
+
+
+def _documents(samples: Sequence[EncodedSample], places: list[int], cut: Cut) -> tuple[list[EncodedSample], list[int]]:
+    """The samples, padded where they are sharded, and fillers: one that makes shares even, one for each bare rank."""
+    documents = [
+        align_sample(sample, cut.multiple) if place == SHARDED else sample
+        for sample, place in zip(samples, places, strict=True)
+    ]
+    num_sharded = sum(doc.length for doc, place in zip(documents, places, strict=True) if place == SHARDED)
+    if num_filler := cut.num_filler_tokens(num_sharded):
+        documents.append(filler([PAD_ID] * num_filler, ()))
+        places = [*places, SHARDED]
+    if not num_sharded:
+        bare = [rank for rank in range(cut.size) if rank not in places]
+        documents += [filler([PAD_ID], ()) for _ in bare]
+        places = [*places, *bare]
+    return documents, places
+
+
+def _picked(parts: Sequence[npt.NDArray[np.integer]], index: Int64Array) -> Int64Array:
+    return np.concatenate(parts, dtype=np.int64)[index]
+
+
+def _positions(documents: Sequence[EncodedSample], spec: InputSpec, index: Int64Array, held: set[int]) -> Tensor:
+    """Positions of this rank's tokens; those of documents of which it holds nothing are not worked out."""
+    if not spec.sees:
+        runs = np.concatenate([np.arange(document.length, dtype=np.int64) for document in documents])
+        return torch.from_numpy(runs[index]).unsqueeze(0)
+    found = [
+        sample_positions(document, spec) if number in held else np.zeros((4, document.length), np.int64)
+        for number, document in enumerate(documents)
+    ]
+    return as_positions(np.concatenate(found, axis=1)[:, None, index])
+
+
+def _share_media(
+    documents: Sequence[EncodedSample], spec: InputSpec, dealt: Deal, cut: Cut
+) -> tuple[dict[str, Tensor], dict[str, FeatureRoute]]:
+    """What this rank's towers take, and the way of what they make of it."""
+    if not spec.sees:
+        return {}, {}
+    media, owners = _owned_media(documents, cut)
+    inputs = load_pixels(with_own_media(documents, cut), spec)
+    input_ids = np.concatenate([document.input_ids for document in documents])
+    routes = {}
+    for kind in [kind for kind in _KINDS if any(other == kind for _, other, *_ in media)] or ["image"]:
+        tokens = [medium.num_tokens for _, other, _, medium in media if other == kind]
+        its_owners = [owner for (_, other, *_), owner in zip(media, owners.tolist(), strict=True) if other == kind]
+        positions = np.flatnonzero(input_ids == spec.pad_ids[kind])
+        of_tokens = np.repeat(np.array(its_owners, np.int64), tokens)
+        routes[kind] = route_features(positions, of_tokens, dealt, cut.rank, cut.size)
+        if _INPUTS[kind][0] not in inputs:
+            inputs |= _blank(kind, spec)
+    return inputs, routes
+
+
+def with_own_media(documents: Sequence[EncodedSample], cut: Cut) -> list[EncodedSample]:
+    """The samples of a row with only those pictures and videos that this rank looks at."""
+    media, owners = _owned_media(documents, cut)
+    own = {(number, kind, i) for (number, kind, i, _), owner in zip(media, owners, strict=True) if owner == cut.rank}
+    return [
+        dataclasses.replace(
+            document,
+            images=tuple(image for i, image in enumerate(document.images) if (number, "image", i) in own),
+            videos=tuple(video for i, video in enumerate(document.videos) if (number, "video", i) in own),
+        )
+        for number, document in enumerate(documents)
+    ]
+
+
+def _owned_media(documents: Sequence[EncodedSample], cut: Cut) -> tuple[list[Medium], Int64Array]:
+    """All pictures and videos of a row, and the rank that looks at each; equal numbers of patches, more or less."""
+    media: list[Medium] = []
+    for number, document in enumerate(documents):
+        media += [(number, "image", i, image) for i, image in enumerate(document.images)]
+        media += [(number, "video", i, video) for i, video in enumerate(document.videos)]
+    return media, share_out([int(np.prod(medium.grid)) for *_, medium in media], cut.size)
+
+
+def _blank(kind: str, spec: InputSpec) -> dict[str, Tensor]:
+    """The smallest picture, or video, there is."""
+    side = int(spec.config.vision_config.spatial_merge_size)
+    pixels, grid = _INPUTS[kind]
+    return {pixels: torch.zeros(side * side, spec.patch_dim), grid: torch.tensor([(1, side, side)])}

@@ -1,0 +1,141 @@
+"""Attends to shared rows on all ranks of a torchrun job, and writes how far each case is from the dense reference.
+
+``torchrun ... --module tests.attention.parallel.in_processes RESULT``, where RESULT becomes a JSON file on rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from packtool.attention.choose import KERNELS
+from packtool.attention.parallel.attend import attend_shard
+from packtool.attention.parallel.axes import Axes
+from packtool.attention.parallel.blocks import Blocks, CpuFlashBlocks, MathBlocks
+from packtool.attention.parallel.mesh import SequenceParallel
+from packtool.attention.varlen import Varlen
+from packtool.batch.shard import SHARDED, SequenceShard, deal
+
+MESHES = {
+    "ring-2": Axes(2, 1, "ring"),
+    "allgather-2": Axes(2, 1, "allgather"),
+    "ulysses-2": Axes(1, 2),
+    "ring-4": Axes(4, 1, "ring"),
+    "allgather-4": Axes(4, 1, "allgather"),
+    "ulysses-4": Axes(1, 4),
+    "ring-2-ulysses-2": Axes(2, 2, "ring"),
+    "allgather-2-ulysses-2": Axes(2, 2, "allgather"),
+}
+HEADS = [(8, 8), (8, 2), (8, 1)]
+# Lengths, and the ranks (of two, in pairs of four) that documents are local to.
+ROWS: dict[str, tuple[list[int], list[int]]] = {
+    "all sharded": ([37, 3, 64, 1, 21], [SHARDED] * 5),
+    "some local": ([37, 5, 64, 9, 21], [SHARDED, 0, SHARDED, 1, SHARDED]),
+    "all local": ([17, 5, 8], [0, 1, 0]),
+    "one rank has all": ([17, 5, 8], [1, SHARDED, 1]),
+}
+BLOCKS: dict[str, tuple[Blocks, torch.dtype]] = {
+    "cpu_flash": (CpuFlashBlocks(), torch.float32),
+    "math": (MathBlocks(), torch.float32),
+    "float64": (MathBlocks(), torch.float64),
+    "bfloat16": (CpuFlashBlocks(), torch.bfloat16),
+}
+
+
+def cases(world_size: int) -> list[tuple[str, str, tuple[int, int], str, int | None]]:
+    """(mesh, row, heads, blocks, window) that so many processes can run."""
+    names = [name for name, axes in MESHES.items() if world_size % (axes.ring_size * axes.ulysses_size) == 0]
+    found: list[Any] = [(*case, None) for case in product(names, ROWS, HEADS, ["cpu_flash"])]
+    found += [
+        (mesh, "some local", (8, 2), blocks, None) for mesh in names for blocks in ("math", "float64", "bfloat16")
+    ]
+    found += [
+        (mesh, "some local", (8, 2), blocks, 7)
+        for mesh in names
+        if "-2-" not in mesh
+        for blocks in ("cpu_flash", "math")
+    ]
+    return [case for case in found if case[4] is None or case[0].startswith("ulysses")]
+
+
+def main(result: str) -> None:
+    """Run every case."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    meshes = {name: SequenceParallel.on_mesh(axes, "cpu") for name, axes in MESHES.items() if _fits(axes)}
+    found = {}
+    for mesh, row, heads, blocks, window in cases(dist.get_world_size()):
+        error = _error(meshes[mesh], *ROWS[row], heads, *BLOCKS[blocks], window)
+        worst = torch.tensor(error, dtype=torch.float64)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        found[f"{mesh}, {row}, {heads}, {blocks}, {window}"] = worst.tolist()
+    if dist.get_rank() == 0:
+        Path(result).write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def _fits(axes: Axes) -> bool:
+    return dist.get_world_size() % (axes.ring_size * axes.ulysses_size) == 0
+
+
+def _error(
+    parallel: SequenceParallel,
+    true_lengths: list[int],
+    places: list[int],
+    heads: tuple[int, int],
+    blocks: Blocks,
+    dtype: torch.dtype,
+    window: int | None,
+) -> list[float]:
+    """Largest differences of the output and the gradients of q, k and v, in units of the largest number (or 1)."""
+    cut = parallel.cut
+    lengths = [
+        length if place != SHARDED else -(-length // cut.multiple) * cut.multiple
+        for length, place in zip(true_lengths, places, strict=True)
+    ]
+    filler = cut.num_filler_tokens(sum(n for n, place in zip(lengths, places, strict=True) if place == SHARDED))
+    # As collation does: what makes shares even, and a token for ranks that would have none.
+    bare = [rank for rank in range(cut.size) if rank not in places and SHARDED not in places]
+    lengths, places = [*lengths, filler, *(1 for _ in bare)], [*places, SHARDED, *bare]
+    q, k, v, above = _row(sum(lengths), heads, dtype)
+    expected = KERNELS["reference"].attend(q, k, v, Varlen.of_lengths(lengths), scale=0.4, window=window)
+    wanted = torch.autograd.grad(expected, (q, k, v), above.double())
+    index = torch.from_numpy(deal(lengths, places, cut).index[cut.rank])
+    shard = SequenceShard(
+        cut,
+        tuple(n for n, place in zip(lengths, places, strict=True) if place == cut.rank),
+        tuple(n for n, place in zip(lengths, places, strict=True) if place == SHARDED and n),
+        {},
+    )
+    mine = [tensor.detach()[index].to(dtype).requires_grad_() for tensor in (q, k, v)]
+    out = attend_shard(mine[0], mine[1], mine[2], shard, parallel, blocks, scale=0.4, window=window)
+    found = torch.autograd.grad(out, mine, above[index].to(dtype))
+    pairs = zip((out, *found), (expected, *wanted), strict=True)
+    return [_difference(a, b[index], float(b.abs().max())) for a, b in pairs]
+
+
+def _row(num_tokens: int, heads: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
+    """The same on all ranks: q, k, v in float64, of numbers that ``dtype`` has, and what comes from above."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    made = [
+        torch.randn(num_tokens, number, 16, generator=generator, dtype=torch.float64).to(dtype).double()
+        for number in (heads[0], heads[1], heads[1], heads[0])
+    ]
+    return [*(tensor.requires_grad_() for tensor in made[:3]), made[3]]
+
+
+def _difference(found: Tensor, wanted: Tensor, largest: float) -> float:
+    if not found.numel():
+        return 0.0
+    return float((found.double() - wanted).abs().max()) / max(largest, 1.0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
