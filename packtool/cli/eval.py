@@ -22,7 +22,7 @@ def run_eval(config: EvalConfig, as_json: bool) -> None:
 
     world = World.from_environment()
     if not is_launched(os.environ):
-        world = World(0, Processes.from_environment(os.environ).total)
+        world = World(0, Processes.from_environment(os.environ).total).shared_by(config.num_sharing)
         if world.size > 1:
             from packtool.train.prepare_eval import prepare_evaluation
 

@@ -31,7 +31,7 @@ def run_train(config: TrainConfig, as_json: bool) -> None:
 
     world = World.from_environment()
     if not is_launched(os.environ):
-        world = World(0, Processes.from_environment(os.environ).total)
+        world = World(0, Processes.from_environment(os.environ).total).shared_by(config.num_sharing)
         if world.size > 1 and not config.dry_run:
             _prepare(config, world)
             launch_if_asked(invocation)

@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import json
+import os
 
 import typer
 
-from packtool.launch import share_cores_politely
+from packtool.cli import train
+from packtool.launch import Processes, is_launched, launch_if_asked, share_cores_politely
 from packtool.verify_options import VerifyConfig
 
 
 def run_verify(config: VerifyConfig, as_json: bool) -> None:
-    """Compare and print; a leak ends with exit code 4, after the report."""
+    """Compare and print; a leak ends with exit code 4, after the report.
+
+    Several processes are started only where they share rows: there is nothing to share out otherwise.
+    """
     share_cores_politely()
+    from packtool.train.world import World
+
+    if config.num_sharing > 1 and not is_launched(os.environ):
+        World(0, Processes.from_environment(os.environ).total).shared_by(config.num_sharing)
+        launch_if_asked(train.invocation)
     from packtool.report.terminal import TerminalProgress
     from packtool.report.verify import print_report, verify_json
     from packtool.train.verify import verify
 
-    with TerminalProgress() as progress:
-        report = verify(config, progress)
-    if as_json:
-        typer.echo(json.dumps(verify_json(report)))
-    else:
-        print_report(report)
+    world = World.from_environment()
+    with TerminalProgress(enabled=world.is_first) as progress:
+        report = verify(config, progress, world)
+    if world.is_first:
+        if as_json:
+            typer.echo(json.dumps(verify_json(report)))
+        else:
+            print_report(report)
     report.raise_if_failed()

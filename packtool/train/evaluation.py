@@ -9,21 +9,25 @@ place: ``collate_packs`` of aligned samples is what ``remove_padding`` makes of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from packtool.batch.batch import Batch
+from packtool.attention.parallel.mesh import SequenceParallel
+from packtool.batch.batch import Batch, ShardedBatch
 from packtool.batch.collate import collate_packs, collate_padded
+from packtool.batch.collate_shard import collate_shard
 from packtool.batch.dataset import load_micro_batches
 from packtool.batch.padding import align_sample
+from packtool.batch.shard import Cut
 from packtool.batch.spec import InputSpec
 from packtool.cache.chosen import SampleReader
 from packtool.cache.reader import CacheReader
@@ -75,6 +79,7 @@ class EvaluationMicroBatches(Dataset["EvaluationBatch | PacktoolError"]):
         micro_batches: positions of the samples of each.
         alignment: samples are padded to a multiple of it.
         packed: False for micro-batches of single samples, for models that cannot keep several apart.
+        cut: of rows that several ranks share, and this rank's part.
     """
 
     def __init__(
@@ -85,12 +90,14 @@ class EvaluationMicroBatches(Dataset["EvaluationBatch | PacktoolError"]):
         *,
         alignment: int = 1,
         packed: bool = True,
+        cut: Cut | None = None,
     ) -> None:
         self.reader = reader
         self.spec = spec
         self.micro_batches = micro_batches
         self.alignment = alignment
         self.packed = packed
+        self.cut = cut
 
     def __len__(self) -> int:
         return len(self.micro_batches)
@@ -100,7 +107,11 @@ class EvaluationMicroBatches(Dataset["EvaluationBatch | PacktoolError"]):
         try:
             samples = [self.reader.sample(int(position)) for position in self.micro_batches[index]]
             aligned = [align_sample(sample, self.alignment) for sample in samples]
-            batch: Batch = (collate_packs if self.packed else collate_padded)(aligned, self.spec)
+            batch: Batch
+            if self.cut is not None:
+                batch = collate_shard(aligned, self.spec, self.cut)
+            else:
+                batch = (collate_packs if self.packed else collate_padded)(aligned, self.spec)
         except PacktoolError as error:
             return error
         rows = Rows(
@@ -128,6 +139,7 @@ def evaluate(
     progress: Progress | None = None,
     num_workers: int = 0,
     samples: SampleReader | None = None,
+    parallel: SequenceParallel | None = None,
 ) -> Evaluation:
     """Evaluate the first ``len(plan.lengths)`` samples of caches; every rank calls this, and every rank has the result.
 
@@ -137,29 +149,39 @@ def evaluate(
         model: on its device; bare, with adapters, or in DistributedDataParallel. Packed attention need not be set.
         reader: of the caches.
         spec: the model as collation sees it.
-        plan: from ``plan_evaluation``, for ``world.size`` ranks.
+        plan: from ``plan_evaluation``, for the data-parallel ranks of ``world``; aligned for those that share rows.
         world: this rank; the process group must be there if there are several.
         progress: told of this rank's micro-batches.
         num_workers: processes that load pictures ahead of the model.
         samples: where the samples come from, if not straight from the reader: ``ChosenTargets``.
+        parallel: ranks that share rows with this one, as the model was told.
 
     Raises:
         DataError: naming a picture that cannot be read.
         MismatchError: if the ranks have planned differently.
     """
     world, progress = world or World(), progress or SilentProgress()
-    assert plan.num_ranks == world.size, "planned for another number of ranks"
+    assert plan.num_ranks == world.data.size, "planned for another number of ranks"
     bare = bare_model(model)
     packed = is_packed(bare) or can_be_packed(spec.config)
     if not packed:
         progress.note(f"samples of a {spec.config.model_type} model cannot be kept apart: evaluated one by one")
         plan = plan.alone()
     _check_plans_agree(plan, world)
-    mine = plan.micro_batches(world.rank)
-    dataset = EvaluationMicroBatches(samples or reader, spec, mine, alignment=plan.alignment, packed=packed)
+    mine = plan.micro_batches(world.data.rank)
+    dataset = EvaluationMicroBatches(
+        samples or reader,
+        spec,
+        mine,
+        alignment=plan.alignment,
+        packed=packed,
+        cut=parallel.cut if parallel is not None else None,
+    )
     with evaluating(bare, packed=packed) as scorer:
-        share = _score_all(scorer, next(bare.parameters()).device, dataset, progress, num_workers)
-    return _joined(_all_gather(share, world), plan, reader)
+        score = partial(_scores, scorer) if parallel is None else partial(_shared_scores, scorer, parallel)
+        share = _score_all(score, next(bare.parameters()).device, dataset, progress, num_workers)
+    # Ranks that share rows have found the same.
+    return _joined(_all_gather(share, world)[:: world.num_sharing], plan, reader)
 
 
 def evaluate_in_training(
@@ -171,6 +193,7 @@ def evaluate_in_training(
     world: World,
     num_workers: int = 0,
     samples: SampleReader | None = None,
+    parallel: SequenceParallel | None = None,
 ) -> dict[str, float]:
     """``evaluate`` between two training steps, as figures for a log line; every rank calls this.
 
@@ -182,7 +205,10 @@ def evaluate_in_training(
         DataError, MismatchError: see ``evaluate``.
     """
     # No progress: the terminal's bar is the training's.
-    return evaluate(model, reader, spec, plan, world=world, num_workers=num_workers, samples=samples).metrics()
+    found = evaluate(
+        model, reader, spec, plan, world=world, num_workers=num_workers, samples=samples, parallel=parallel
+    )
+    return found.metrics()
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,8 +226,26 @@ class _Share:
     names: tuple[str, ...]
 
 
+def _scores(scorer: Scorer, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Labels, losses and hits of a micro-batch's first row, (1, T) each."""
+    return batch.labels[:1], *scorer(batch)
+
+
+def _shared_scores(scorer: Scorer, parallel: SequenceParallel, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of the whole row that ranks share, on each of them."""
+    assert isinstance(batch, ShardedBatch), "collated with a cut"
+    length = sum(batch.lengths)
+    parts = _scores(scorer, batch)
+    labels, losses, hits = (parallel.gathered(part[0], batch.index, length)[None] for part in parts)
+    return labels, losses, hits
+
+
 def _score_all(
-    scorer: Scorer, device: torch.device, dataset: EvaluationMicroBatches, progress: Progress, num_workers: int
+    score: Callable[[Batch], tuple[Tensor, Tensor, Tensor]],
+    device: torch.device,
+    dataset: EvaluationMicroBatches,
+    progress: Progress,
+    num_workers: int,
 ) -> _Share:
     """Run all micro-batches of this rank."""
     scores = [np.zeros((0, len(SCORES)))]
@@ -211,8 +255,7 @@ def _score_all(
     progress.start("evaluate", len(dataset))
     for item in cast(Iterator[EvaluationBatch], loaded):
         batch = item.batch.to(device)
-        losses, right = scorer(batch)
-        scores.append(sample_scores(item.rows.to(device), batch.labels[:1], losses, right).cpu().numpy())
+        scores.append(sample_scores(item.rows.to(device), *score(batch)).cpu().numpy())
         origins += [
             (tokens, names.setdefault(source, len(names)), row)
             for tokens, (source, row) in zip(item.tokens, item.origins, strict=True)

@@ -215,6 +215,7 @@ def _evaluate(run: PreparedRun, trainer: PackTrainer) -> dict[str, float]:
         world=run.world,
         num_workers=run.config.dataloader_num_workers,
         samples=validation.samples,
+        parallel=trainer.parallel,
     )
 
 

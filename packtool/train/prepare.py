@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from packtool.attention.parallel.axes import Axes, Heads, choose_axes
+from packtool.attention.parallel.axes import Axes
 from packtool.cache.chosen import ChosenTargets, SampleReader
 from packtool.cache.plan_file import read_plan
 from packtool.cache.reader import CacheReader
@@ -19,7 +18,6 @@ from packtool.constants import VAL_SPLIT
 from packtool.encode.families import MediaLimits
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.relabel import TargetChoice
-from packtool.parallel_options import ParallelOptions
 from packtool.plan.evaluation import EvaluationPlan
 from packtool.train.check import check_plan, choice_of_targets, open_caches, packs_of
 from packtool.train.checkpoint import RunState, find_checkpoint, read_state
@@ -27,6 +25,7 @@ from packtool.train.figures import SampleFigures
 from packtool.train.planner import Dealing, Planner, cost_of, plan_options
 from packtool.train.prepare_eval import plan_of_samples
 from packtool.train.schedule import Schedule
+from packtool.train.sharing import axes_of
 from packtool.train.world import World
 
 
@@ -116,6 +115,7 @@ def prepare_run(config: TrainConfig, world: World) -> PreparedRun:
     state = dataclasses.replace(state, dealings=dealings if len(dealings) > 1 else ())
     start = before.step if before is not None else 0
     cost = planner.options.cost
+    axes = axes_of(config, world, files, index.length)
     units = targets > 0 if config.loss_reduction == "sample" else targets
     figures = SampleFigures(targets, index.media_tokens, units.astype(np.int64), cost)
     return PreparedRun(
@@ -129,27 +129,10 @@ def prepare_run(config: TrainConfig, world: World) -> PreparedRun:
         state,
         checkpoint,
         start,
-        axes_of(config, world, files, index.length),
+        axes,
         tuple(notes),
-        _validation(config, world, reader, choice),
+        _validation(config, world, reader, choice, axes),
     )
-
-
-def axes_of(config: ParallelOptions, world: World, files: ModelFiles, lengths: npt.NDArray[np.integer[Any]]) -> Axes:
-    """How the processes share rows.
-
-    Args:
-        lengths: of the samples, as far as they are known.
-
-    Raises:
-        ConfigError: if the model's heads cannot be shared so.
-    """
-    if world.num_sharing == 1:
-        return Axes()
-    tokens = np.asarray(lengths, np.float64)
-    typical = int(np.square(tokens).sum() / max(tokens.sum(), 1))
-    nearby = int(os.environ.get("LOCAL_WORLD_SIZE") or world.size)
-    return choose_axes(config, Heads.of_config(files.config), typical_length=typical, ranks_per_node=nearby)
 
 
 def _planner(
@@ -167,12 +150,12 @@ def _planner(
 
 
 def _validation(
-    config: TrainConfig, world: World, reader: CacheReader, choice: TargetChoice | None
+    config: TrainConfig, world: World, reader: CacheReader, choice: TargetChoice | None, axes: Axes
 ) -> Validation | None:
     if config.eval_strategy == "no":
         return None
     val = CacheReader.open(reader.directories, VAL_SPLIT)
-    plan = plan_of_samples(val, world.data, max_tokens=config.max_tokens_per_micro_batch)
+    plan = plan_of_samples(val, world.data, max_tokens=config.max_tokens_per_micro_batch, alignment=axes.multiple)
     return Validation(val, val if choice is None else ChosenTargets(val, choice), plan)
 
 

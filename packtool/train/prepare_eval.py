@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from packtool import storage
+from packtool.attention.parallel.axes import Axes
 from packtool.cache.local import LocalCopies
 from packtool.cache.reader import CacheReader, common_splits
 from packtool.constants import TRAIN_SPLIT, VAL_SPLIT
@@ -16,6 +17,7 @@ from packtool.errors import ConfigError, DataError
 from packtool.eval_options import MAX_TOKENS_OPTION, EvalConfig
 from packtool.plan.evaluation import EvaluationPlan, aligned_lengths, plan_evaluation
 from packtool.train.check import check_model
+from packtool.train.sharing import axes_of
 from packtool.train.trained import TrainedModel
 from packtool.train.world import World
 
@@ -28,6 +30,7 @@ class PreparedEvaluation:
         trained: the model.
         reader: of all caches.
         plan: of all ranks.
+        axes: how rows are shared.
     """
 
     config: EvalConfig
@@ -35,6 +38,7 @@ class PreparedEvaluation:
     trained: TrainedModel
     reader: CacheReader
     plan: EvaluationPlan
+    axes: Axes
 
 
 def prepare_evaluation(config: EvalConfig, world: World) -> PreparedEvaluation:
@@ -54,16 +58,18 @@ def prepare_evaluation(config: EvalConfig, world: World) -> PreparedEvaluation:
         raise DataError(
             f"the {split} split of {', '.join(reader.directories)} holds no samples", "Give another --split."
         )
+    axes = axes_of(config, world, files, reader.index.length)
     plan = plan_of_samples(
         reader,
-        world,
+        world.data,
+        alignment=axes.multiple,
         max_tokens=config.max_tokens_per_micro_batch,
         max_samples=config.max_samples_per_micro_batch,
         limit=config.limit,
     )
     if world.is_first:
         _check_writable(config.output)
-    return PreparedEvaluation(config, world, trained, reader, plan)
+    return PreparedEvaluation(config, world, trained, reader, plan, axes)
 
 
 def _check_writable(output: str) -> None:

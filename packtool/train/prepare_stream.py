@@ -27,7 +27,7 @@ from packtool.train.checkpoint import RunState, find_checkpoint
 from packtool.train.checkpoint import read_state as read_run_state
 from packtool.train.from_rows import length_of_rows, rows_fingerprint
 from packtool.train.planner import cost_of
-from packtool.train.prepare import axes_of
+from packtool.train.sharing import axes_of
 from packtool.train.world import World
 
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from packtool.config import TrainConfig
-from packtool.train.prepare import PreparedRun
 from packtool.train.prepare_stream import PreparedStream
 from packtool.train.schedule import Schedule
 from packtool.train.world import World
@@ -152,16 +151,6 @@ def next_lines(config: TrainConfig, result: TrainResult, *, sees: bool) -> Itera
     else:
         auto = "AutoModelForImageTextToText" if sees else "AutoModelForCausalLM"
         yield f'load: transformers.{auto}.from_pretrained("{result.checkpoint}")'
-
-
-def sharing_lines(run: PreparedRun | PreparedStream) -> Iterator[str]:
-    """How the processes of a run share rows, if they do."""
-    world = run.world
-    if world.num_sharing > 1:
-        yield (
-            f"sequence parallel: each row on {world.num_sharing} processes, {run.axes.name} ({run.axes.reason}); "
-            f"{world.data.size} data-parallel rank{'s' if world.data.size > 1 else ''}"
-        )
 
 
 def stream_lines(run: PreparedStream) -> Iterator[str]:

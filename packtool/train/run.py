@@ -9,7 +9,8 @@ from packtool.progress import Progress, SilentProgress
 from packtool.train.from_rows import with_cache
 from packtool.train.prepare import PreparedRun, prepare_run
 from packtool.train.prepare_stream import PreparedStream, prepare_stream
-from packtool.train.result import TrainResult, plan_lines, settings_lines, sharing_lines, stream_lines
+from packtool.train.result import TrainResult, plan_lines, settings_lines, stream_lines
+from packtool.train.sharing import sharing_lines
 from packtool.train.world import World
 
 
@@ -39,7 +40,7 @@ def train(config: TrainConfig, progress: Progress, world: World | None = None) -
         result = TrainResult.planned(run.schedule, world, config.output_dir, run.start)
         result = dataclasses.replace(result, resumed_from=run.checkpoint)
         lines = plan_lines(run.schedule, result)
-    for line in (*settings_lines(config), *lines, *sharing_lines(run), *run.notes):
+    for line in (*settings_lines(config), *lines, *sharing_lines(run.world, run.axes), *run.notes):
         progress.note(line)
     # From here on torch and transformers are needed; mistakes of the user should have been told by now.
     from packtool.train.execute import execute, load_spec, preview_memory

@@ -11,6 +11,7 @@ from packtool.eval_options import EvalConfig
 from packtool.progress import Progress, SilentProgress
 from packtool.train.prepare_eval import PreparedEvaluation, prepare_evaluation
 from packtool.train.scores import Evaluation
+from packtool.train.sharing import sharing_lines
 from packtool.train.world import World
 
 
@@ -48,7 +49,7 @@ def evaluate_caches(config: EvalConfig, progress: Progress, world: World | None 
         ConfigError, DataError, MismatchError, StorageError: before the model is loaded, except for a picture that turns
             out to be gone and for a disk that is full.
     """
-    world = world or World.from_environment()
+    world = (world or World.from_environment()).shared_by(config.num_sharing)
     progress = progress if world.is_first else SilentProgress()
     prepared = prepare_evaluation(config, world)
     plan, reader = prepared.plan, prepared.reader
@@ -56,6 +57,8 @@ def evaluate_caches(config: EvalConfig, progress: Progress, world: World | None 
     num_tokens = int(plan.lengths.sum())
     progress.note(f"{reader.split} split: {len(plan.lengths):,} of {len(reader):,} samples, {num_tokens:,} tokens")
     progress.note(f"micro-batches: {num_micro_batches:,} of at most {plan.max_tokens:,} tokens, {_processes(world)}")
+    for line in sharing_lines(world, prepared.axes):
+        progress.note(line)
     evaluation, seconds = _evaluate(prepared, progress)
     if world.is_first:
         _write(evaluation, prepared)
@@ -77,6 +80,9 @@ def _evaluate(prepared: PreparedEvaluation, progress: Progress) -> tuple[Evaluat
     from accelerate import PartialState
 
     from packtool.attention.choose import choose
+    from packtool.attention.parallel.blocks import choose_blocks
+    from packtool.attention.parallel.mesh import SequenceParallel
+    from packtool.attention.register import refuse_shared
     from packtool.batch.spec import InputSpec
     from packtool.train.evaluation import evaluate
     from packtool.train.model import resolve_dtype
@@ -90,8 +96,15 @@ def _evaluate(prepared: PreparedEvaluation, progress: Progress) -> tuple[Evaluat
     if packing:
         choose(config.attn_impl, torch.device("cuda" if on_gpu else "cpu"), dtype)  # says what is missing
     device = PartialState(cpu=not on_gpu).device  # which starts the process group, too
+    parallel = None
+    if prepared.world.num_sharing > 1:
+        refuse_shared(spec.config)
+        choose_blocks(config.attn_impl, device, dtype, head_dims=(0, 0))
+        parallel = SequenceParallel.on_mesh(prepared.axes, device.type)
     with quiet_transformers():
-        model = prepared.trained.load(spec, dtype, packing=packing, attn_impl=config.attn_impl).to(device)
+        model = prepared.trained.load(spec, dtype, packing=packing, attn_impl=config.attn_impl, parallel=parallel).to(
+            device
+        )
         begin = time.perf_counter()
         evaluation = evaluate(
             model,
@@ -101,6 +114,7 @@ def _evaluate(prepared: PreparedEvaluation, progress: Progress) -> tuple[Evaluat
             world=prepared.world,
             progress=progress,
             num_workers=config.dataloader_num_workers,
+            parallel=parallel,
         )
     return evaluation, time.perf_counter() - begin
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # mistakes are told before torch is imported
     import torch
     from torch import nn
 
+    from packtool.attention.parallel.mesh import SequenceParallel
     from packtool.batch.spec import InputSpec
 
 _ADAPTER_FILE = "adapter_config.json"
@@ -52,11 +53,20 @@ class TrainedModel:
             )
         return cls(base, model)
 
-    def load(self, spec: InputSpec, dtype: torch.dtype, *, packing: bool = True, attn_impl: str = "auto") -> nn.Module:
+    def load(
+        self,
+        spec: InputSpec,
+        dtype: torch.dtype,
+        *,
+        packing: bool = True,
+        attn_impl: str = "auto",
+        parallel: SequenceParallel | None = None,
+    ) -> nn.Module:
         """Read the weights.
 
         Args:
             packing: keep packed samples apart, with the kernel ``attn_impl``.
+            parallel: ranks that share each row.
 
         Raises:
             UnsupportedModelError: for a model that cannot be packed.
@@ -66,7 +76,9 @@ class TrainedModel:
 
         from packtool.train.model import load_model
 
-        loaded: nn.Module = load_model(self.base, spec.config, dtype=dtype, packing=packing, attn_impl=attn_impl)
+        loaded: nn.Module = load_model(
+            self.base, spec.config, dtype=dtype, packing=packing, attn_impl=attn_impl, parallel=parallel
+        )
         if self.adapter is not None:
             loaded = PeftModel.from_pretrained(loaded, self.adapter)
         return loaded

@@ -29,8 +29,8 @@ from packtool.progress import Progress, SilentProgress
 from packtool.train.check import open_caches
 from packtool.train.model import load_model, resolve_dtype
 from packtool.train.pack_under_test import PackUnderTest
-from packtool.train.prepare import axes_of
 from packtool.train.quiet import quiet_transformers
+from packtool.train.sharing import axes_of
 from packtool.train.verify_checks import (
     Check,
     check_gradients,

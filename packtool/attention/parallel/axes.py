@@ -77,6 +77,11 @@ class Axes:
     reason: str = ""
 
     @property
+    def multiple(self) -> int:
+        """That the documents of a row are padded to."""
+        return 2 * self.ring_size if self.ring_size > 1 else 1
+
+    @property
     def name(self) -> str:
         """For a person."""
         parts = [f"{self.way} over {self.ring_size}"] * (self.ring_size > 1)
