@@ -1,7 +1,7 @@
 """How long a micro-batch of local and sharded sequences takes: the small model that Skrull's choices are compared by.
 
 N ranks share a micro-batch. Each first computes the sequences that are local to it, while the keys and values of the
-sharded ones travel; then all compute the sharded ones together (section 3 of the Skrull paper, see ``skrull``):
+sharded ones travel; then all compute the sharded ones together (the model of the Skrull paper, see ``skrull``):
 
     time = max over ranks j of max(communication(sharded tokens), computation(local to j)) + computation(sharded)
 """
