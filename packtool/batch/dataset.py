@@ -64,11 +64,13 @@ class PlannedMicroBatches(Dataset["Batch | PacktoolError"]):
         if not 0 <= index < len(self):
             raise IndexError(f"micro-batch {index} of {len(self)}")
         step = int(np.searchsorted(self.first, index, side="right")) - 1
-        packs = self.plan.samples(step, self.rank, index - int(self.first[step]))
+        micro_batch = index - int(self.first[step])
+        packs = self.plan.samples(step, self.rank, micro_batch)
         try:
             samples = [self.reader.sample(int(position)) for pack in packs for position in pack]
             if self.cut is not None:
-                return collate_shard(samples, self.spec, self.cut)
+                places = self.plan.places_of(step, self.rank, micro_batch)
+                return collate_shard(samples, self.spec, self.cut, None if places is None else places.tolist())
             collate = collate_packs if self.packing else collate_padded
             return _collated(samples, self.spec, collate, skip_bad_media=self.skip_bad_media)
         except PacktoolError as error:

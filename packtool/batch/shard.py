@@ -23,10 +23,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Int64Array = npt.NDArray[np.int64]
+from packtool.plan.skrull import SHARDED as SHARDED
 
-SHARDED = -1
-"""The place of a document that all ranks share; others are the ranks that documents are local to."""
+Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

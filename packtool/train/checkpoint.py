@@ -42,6 +42,7 @@ class RunState:
         seed: of the plans of all epochs.
         step: optimizer steps done.
         epoch, step_in_epoch: the same, as the place where training goes on.
+        schedule: what decides how Skrull deals; empty without it.
         streaming: what decides the packs of a stream; empty for a run on caches.
         saved_at: seconds since 1970.
     """
@@ -61,6 +62,7 @@ class RunState:
     streaming: str = ""
     loss_scale: str = ""
     loss_reduction: str = "token"
+    schedule: str = ""
     step: int = 0
     epoch: int = 0
     step_in_epoch: int = 0

@@ -68,6 +68,8 @@ def estimate_memory(
     if config.dynamic_batch_tokens is not None:
         tokens = config.dynamic_batch_tokens
     tokens = -(-tokens // config.num_sharing)
+    if config.schedule == "skrull":
+        tokens = config.bucket_tokens or tokens
     text = model_config.get_text_config()
     layer = _ACTIVATION_BYTES * dtype.itemsize / 2 * tokens * int(text.hidden_size)
     layers = int(text.num_hidden_layers)

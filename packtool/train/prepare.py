@@ -164,7 +164,7 @@ def _state(config: TrainConfig, planner: Planner, dealing: Dealing, cache: str) 
     world_size, _, _ = dealing
     return RunState(
         plan=plan.packs.fingerprint,
-        steps=plan.steps.fingerprint,
+        steps=plan.steps.fingerprint if plan.places is None else plan.fingerprint,
         cache=cache,
         seed=config.seed,
         train_type=config.train_type,
@@ -176,4 +176,13 @@ def _state(config: TrainConfig, planner: Planner, dealing: Dealing, cache: str) 
         per_device_train_batch_size=config.per_device_train_batch_size,
         loss_scale=config.loss_scale or "",
         loss_reduction=config.loss_reduction,
+        schedule=_schedule_of(planner),
     )
+
+
+def _schedule_of(planner: Planner) -> str:
+    """What decides how Skrull deals, in one line."""
+    skrull = planner.options.skrull
+    if skrull is None:
+        return ""
+    return f"skrull, buckets of {skrull.bucket_size} tokens, {skrull.context_parallel} processes share a row"
