@@ -47,25 +47,28 @@ class SequenceParallel:
         """The whole row from all ranks' parts; every rank has it.
 
         Args:
-            values: (T,) of this rank's tokens.
+            values: (T, ...) of this rank's tokens.
             index: int64 (T,), where in the whole row.
             num_tokens: of the whole row.
+
+        Returns:
+            (``num_tokens``, ...).
         """
         counts = torch.zeros(self.cut.size, dtype=torch.int64, device=values.device)
         counts[self.cut.rank] = len(values)
-        dist.all_reduce(counts, group=self.whole)
+        counts = self.summed(counts)
         most = int(counts.max())
-        row = values.new_zeros(num_tokens)
-        for part, place, count in zip(
-            self._from_all(values, most), self._from_all(index, most), counts.tolist(), strict=True
-        ):
+        row = values.new_zeros((num_tokens, *values.shape[1:]))
+        parts = zip(self._from_all(values, most), self._from_all(index, most), counts.tolist(), strict=True)
+        for part, place, count in parts:
             row[place[:count]] = part[:count]
         return row
 
     def _from_all(self, values: Tensor, most: int) -> list[Tensor]:
-        mine = torch.nn.functional.pad(
-            values.to(torch.float64 if values.is_floating_point() else torch.int64), (0, most - len(values))
-        )
+        """Every rank's, as if it had ``most`` tokens."""
+        # Not every backend sends truth values.
+        sent = values.to(torch.uint8) if values.dtype == torch.bool else values
+        mine = torch.cat([sent, sent.new_zeros((most - len(sent), *sent.shape[1:]))])
         parts = [torch.empty_like(mine) for _ in range(self.cut.size)]
         dist.all_gather(parts, mine, group=self.whole)
         return [part.to(values.dtype) for part in parts]

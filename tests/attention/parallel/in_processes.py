@@ -22,6 +22,8 @@ from packtool.attention.parallel.blocks import Blocks, CpuFlashBlocks, MathBlock
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.varlen import Varlen
 from packtool.batch.shard import SHARDED, SequenceShard, deal
+from tests.attention.parallel.shared_model import check_model
+from tests.batch.reduced import VISION_MODELS
 
 MESHES = {
     "ring-2": Axes(2, 1, "ring"),
@@ -49,9 +51,23 @@ BLOCKS: dict[str, tuple[Blocks, torch.dtype]] = {
 }
 
 
+# By the number of processes; with four, "ring-2" is two groups side by side.
+CHOSEN = {
+    2: ("ring-2", "allgather-2", "ulysses-2"),
+    4: ("ring-2", "ring-4", "allgather-4", "ulysses-4", "ring-2-ulysses-2", "allgather-2-ulysses-2"),
+}
+MODELS = {
+    2: [
+        *product(VISION_MODELS, ("ring-2", "ulysses-2")),
+        *(("qwen3_vl", "allgather-2"), ("qwen2", "ring-2"), ("qwen3", "allgather-2"), ("qwen2_sliding", "ulysses-2")),
+    ],
+    4: [("qwen3_vl", "ring-2-ulysses-2"), ("qwen3_vl", "ulysses-4"), ("qwen2_5_vl", "ring-4")],
+}
+
+
 def cases(world_size: int) -> list[tuple[str, str, tuple[int, int], str, int | None]]:
-    """(mesh, row, heads, blocks, window) that so many processes can run."""
-    names = [name for name, axes in MESHES.items() if world_size % (axes.ring_size * axes.ulysses_size) == 0]
+    """(mesh, row, heads, blocks, window) that so many processes run."""
+    names = CHOSEN[world_size]
     found: list[Any] = [(*case, None) for case in product(names, ROWS, HEADS, ["cpu_flash"])]
     found += [
         (mesh, "some local", (8, 2), blocks, None) for mesh in names for blocks in ("math", "float64", "bfloat16")
@@ -59,30 +75,29 @@ def cases(world_size: int) -> list[tuple[str, str, tuple[int, int], str, int | N
     found += [
         (mesh, "some local", (8, 2), blocks, 7)
         for mesh in names
-        if "-2-" not in mesh
+        if mesh.startswith("ulysses")
         for blocks in ("cpu_flash", "math")
     ]
-    return [case for case in found if case[4] is None or case[0].startswith("ulysses")]
+    return found
 
 
 def main(result: str) -> None:
     """Run every case."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    meshes = {name: SequenceParallel.on_mesh(axes, "cpu") for name, axes in MESHES.items() if _fits(axes)}
+    size = dist.get_world_size()
+    meshes = {name: SequenceParallel.on_mesh(MESHES[name], "cpu") for name in CHOSEN[size]}
     found = {}
-    for mesh, row, heads, blocks, window in cases(dist.get_world_size()):
+    for mesh, row, heads, blocks, window in cases(size):
         error = _error(meshes[mesh], *ROWS[row], heads, *BLOCKS[blocks], window)
         worst = torch.tensor(error, dtype=torch.float64)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         found[f"{mesh}, {row}, {heads}, {blocks}, {window}"] = worst.tolist()
+    for name, mesh in MODELS[size]:
+        found[f"{name}, {mesh}"] = check_model(name, meshes[mesh])
     if dist.get_rank() == 0:
         Path(result).write_text(json.dumps(found))
     dist.destroy_process_group()
-
-
-def _fits(axes: Axes) -> bool:
-    return dist.get_world_size() % (axes.ring_size * axes.ulysses_size) == 0
 
 
 def _error(
@@ -118,7 +133,7 @@ def _error(
     out = attend_shard(mine[0], mine[1], mine[2], shard, parallel, blocks, scale=0.4, window=window)
     found = torch.autograd.grad(out, mine, above[index].to(dtype))
     pairs = zip((out, *found), (expected, *wanted), strict=True)
-    return [_difference(a, b[index], float(b.abs().max())) for a, b in pairs]
+    return [_difference(a, b[index], float(b.detach().abs().max())) for a, b in pairs]
 
 
 def _row(num_tokens: int, heads: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:

@@ -1,0 +1,110 @@
+"""What several processes do with a row: as asked, or what sends least, with a reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from packtool.attention.parallel.axes import Axes, Heads, choose_axes
+from packtool.errors import ConfigError
+from packtool.parallel_options import ParallelOptions
+
+QWEN3_8B = Heads(32, 8)
+
+
+def chosen(heads: Heads = QWEN3_8B, *, length: int = 30_000, node: int = 8, **options: object) -> Axes:
+    return choose_axes(ParallelOptions(**options), heads, typical_length=length, ranks_per_node=node)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, (1, 1)),
+        ({"sequence_parallel_size": 4, "sequence_parallel_type": "ulysses"}, (1, 4)),
+        ({"sequence_parallel_size": 4, "sequence_parallel_type": "ring"}, (4, 1)),
+        ({"sequence_parallel_size": 4, "sequence_parallel_type": "allgather"}, (4, 1)),
+        ({"sequence_parallel_size": 8, "ulysses_size": 2}, (4, 2)),
+        ({"sequence_parallel_size": 8, "ring_size": 2}, (2, 4)),
+        ({"ulysses_size": 2, "ring_size": 2}, (2, 2)),
+        ({"ulysses_size": 2}, (1, 2)),
+        ({"ring_size": 2}, (2, 1)),
+    ],
+)
+def test_as_asked(options: dict[str, object], expected: tuple[int, int]) -> None:
+    axes = chosen(**options)
+    assert (axes.ring_size, axes.ulysses_size) == expected
+    if options:
+        assert "as asked" in axes.reason
+
+
+def test_auto_sends_least() -> None:
+    # (P - 1) / P * (2 Hq + 2 Hkv) against (P - 1) * 2 Hkv: 80 / 8 against 16 for P = 8; 80 / 2 against 16 for P = 2.
+    assert QWEN3_8B.volume(1, 8) == pytest.approx(7 / 8 * 80 / 8)
+    assert QWEN3_8B.volume(8, 1) == pytest.approx(7 * 16 / 8)
+    assert chosen(sequence_parallel_size=8).ulysses_size > 1
+    assert chosen(sequence_parallel_size=2).ring_size == 2
+    # As many heads of K and V as of Q: what a ring passes around is as large as what Ulysses exchanges.
+    assert chosen(Heads(32, 32), sequence_parallel_size=4).ulysses_size == 4
+
+
+def test_auto_names_the_volumes() -> None:
+    reason = chosen(sequence_parallel_size=8).reason
+    assert "32 heads of Q and 8 of K and V" in reason
+    assert "with ulysses over 8" in reason
+
+
+def test_chunks_of_short_samples_would_be_tiny() -> None:
+    assert chosen(sequence_parallel_size=2, length=300).ulysses_size == 2
+    assert "smaller chunks" in chosen(sequence_parallel_size=2, length=300).reason
+
+
+def test_rings_of_long_chunks_and_gathers_of_short_ones() -> None:
+    assert chosen(sequence_parallel_size=2, length=30_000).way == "ring"
+    assert chosen(sequence_parallel_size=2, length=2000).way == "allgather"
+    assert chosen(sequence_parallel_size=2, length=2000, sequence_parallel_type="ring").way == "ring"
+    assert chosen(ring_size=2, length=30_000, sequence_parallel_type="allgather").way == "allgather"
+
+
+def test_ulysses_stays_in_a_machine() -> None:
+    axes = chosen(Heads(32, 32), sequence_parallel_size=16, node=8)
+    assert (axes.ring_size, axes.ulysses_size) == (2, 8)
+
+
+@pytest.mark.parametrize(
+    ("heads", "size", "fits"),
+    [
+        *((Heads(*heads), size, True) for heads, size in (((8, 2), 4), ((8, 1), 8), ((24, 6), 4), ((6, 3), 2))),
+        *((Heads(*heads), size, False) for heads, size in (((6, 2), 4), ((8, 3), 2))),
+    ],
+)
+def test_heads_that_can_be_shared(heads: Heads, size: int, fits: bool) -> None:
+    assert heads.allow(size) is fits
+
+
+def test_heads_that_cannot_be_shared_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="14 heads of Q and 2 of K and V: ulysses over 4 cannot"):
+        chosen(Heads(14, 2), sequence_parallel_size=4, sequence_parallel_type="ulysses")
+    # auto finds another way.
+    axes = chosen(Heads(14, 2), sequence_parallel_size=4)
+    assert axes.ring_size * axes.ulysses_size == 4
+    assert axes.ulysses_size in (1, 2)
+
+
+def test_windows_are_not_cut() -> None:
+    sliding = Heads(8, 8, has_windows=True)
+    assert chosen(sliding, sequence_parallel_size=2).ulysses_size == 2
+    with pytest.raises(ConfigError, match="only --sequence-parallel-type ulysses"):
+        chosen(sliding, sequence_parallel_size=2, sequence_parallel_type="ring")
+    with pytest.raises(ConfigError, match="must not be cut"):
+        chosen(Heads(7, 7, has_windows=True), sequence_parallel_size=2)
+
+
+def test_heads_of_a_config() -> None:
+    text = {"num_attention_heads": 16, "num_key_value_heads": 4}
+    assert Heads.of_config({"text_config": text}) == Heads(16, 4)
+    assert Heads.of_config({"num_attention_heads": 16}) == Heads(16, 16)
+    assert Heads.of_config({"thinker_config": {"text_config": text}}) == Heads(16, 4)
+    window = {"sliding_window": 4096}
+    assert not Heads.of_config(text | window | {"use_sliding_window": False}).has_windows
+    assert Heads.of_config(text | window | {"use_sliding_window": True}).has_windows
+    assert Heads.of_config(text | window | {"layer_types": ["full_attention", "sliding_attention"]}).has_windows
+    assert not Heads.of_config(text | window | {"layer_types": ["full_attention"]}).has_windows

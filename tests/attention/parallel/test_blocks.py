@@ -1,0 +1,98 @@
+"""Blocks of attention: each equals the formulas, and merged they equal attention to all keys."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from packtool.attention.choose import KERNELS
+from packtool.attention.parallel.blocks import Block, Blocks, CpuFlashBlocks, MathBlocks, choose_blocks, merge
+from packtool.attention.varlen import Varlen
+from packtool.errors import ConfigError
+
+BLOCKS = [CpuFlashBlocks(), MathBlocks()]
+CPU = torch.device("cpu")
+
+
+def random_tensors(num_queries: int, num_keys: int, heads: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
+    """q, k, v and the gradient of the output."""
+    generator = torch.Generator().manual_seed(num_queries)
+    shapes = ((num_queries, heads[0]), (num_keys, heads[1]), (num_keys, heads[1]), (num_queries, heads[0]))
+    return [torch.randn(*shape, 8, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("blocks", BLOCKS, ids=lambda blocks: blocks.name)
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("window", [None, 1, 5, 300])
+def test_causal_blocks_equal_the_reference(blocks: Blocks, heads: tuple[int, int], window: int | None) -> None:
+    documents = Varlen.of_lengths([270, 1, 0, 33])
+    q, k, v, above = random_tensors(304, 304, heads, torch.float32)
+    wide = [tensor.double().requires_grad_() for tensor in (q, k, v)]
+    expected, expected_lse = KERNELS["reference"].fwd(*wide, documents, scale=0.3, window=window)
+    wanted = torch.autograd.grad(expected, wide, above.double())
+    block = Block(documents, documents, True, 0.3, window)
+    out, lse = blocks.fwd(q, k, v, block)
+    found = blocks.bwd(above, q, k, v, out, lse, block)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=2e-6)
+    for got, want in zip((out, *found), (expected, *wanted), strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("blocks", BLOCKS, ids=lambda blocks: blocks.name)
+def test_blocks_of_some_keys_merge_to_all_keys(blocks: Blocks) -> None:
+    q, k, v, above = random_tensors(30, 50, (4, 2), torch.float32)
+    queries = Varlen.of_lengths([10, 0, 20])
+    parts = {(0, 21): [8, 3, 10], (21, 21): [0, 0, 0], (21, 50): [12, 1, 16]}
+    out, lse = torch.zeros(30, 4, 8), torch.full((4, 30), -torch.inf)
+    for (start, stop), lengths in parts.items():
+        block = Block(queries, Varlen.of_lengths(lengths), False, 0.3)
+        out, lse = merge(out, lse, *blocks.fwd(q, k[start:stop], v[start:stop], block))
+    order = [*range(8), *range(21, 33), *range(8, 11), *range(33, 34), *range(11, 21), *range(34, 50)]
+    wide = [tensor.double().requires_grad_() for tensor in (q, k[order], v[order])]
+    expected = []
+    for some, seen in ((slice(0, 10), slice(0, 20)), (slice(10, 30), slice(24, 50))):
+        heads = [wide[0][some], *(tensor[seen].repeat_interleave(2, dim=1) for tensor in wide[1:])]
+        scores = torch.einsum("qhd,khd->hqk", heads[0], heads[1]) * 0.3
+        expected.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), heads[2]))
+    torch.testing.assert_close(out.double(), torch.cat(expected), rtol=0, atol=2e-6)
+    dq, dk, dv = torch.autograd.grad(torch.cat(expected), wide, above.double())
+    total, of_keys = torch.zeros_like(q), []
+    for (start, stop), lengths in parts.items():
+        block = Block(queries, Varlen.of_lengths(lengths), False, 0.3)
+        more, *rest = blocks.bwd(above, q, k[start:stop], v[start:stop], out, lse, block)
+        total += more
+        of_keys.append(rest)
+    torch.testing.assert_close(total.double(), dq, rtol=0, atol=2e-6)
+    for number, want in enumerate((dk, dv)):
+        got = torch.cat([part[number] for part in of_keys])[order]
+        torch.testing.assert_close(got.double(), want, rtol=0, atol=2e-6)
+
+
+def test_queries_that_have_seen_nothing_stay_empty() -> None:
+    nothing = torch.zeros(3, 2, 4), torch.full((2, 3), -torch.inf)
+    out, lse = merge(*nothing, *nothing)
+    assert not out.any()
+    assert torch.isneginf(lse).all()
+    some = torch.randn(3, 2, 4), torch.randn(2, 3)
+    for pair in ((nothing, some), (some, nothing)):
+        out, lse = merge(*pair[0], *pair[1])
+        torch.testing.assert_close(out, some[0])
+        torch.testing.assert_close(lse, some[1])
+
+
+def test_documents_must_add_up() -> None:
+    q, k, v, _ = random_tensors(5, 5, (2, 2), torch.float32)
+    with pytest.raises(AssertionError, match="add up"):
+        MathBlocks().fwd(q, k, v, Block(Varlen.of_lengths([4]), Varlen.of_lengths([5]), False, 1.0))
+
+
+def test_which_blocks_a_kernel_means() -> None:
+    assert choose_blocks("auto", CPU, torch.float32, head_dims=(64, 64)).name == "cpu_flash"
+    assert choose_blocks("sdpa", CPU, torch.bfloat16, head_dims=(64, 64)).name == "cpu_flash"
+    assert choose_blocks("auto", CPU, torch.float32, head_dims=(96, 64)).name == "math"
+    assert choose_blocks("reference", CPU, torch.float64, head_dims=(64, 64)).name == "math"
+    with pytest.raises(ConfigError, match="flash_attention_2: rows that several processes share"):
+        choose_blocks("flash_attention_2", CPU, torch.bfloat16, head_dims=(64, 64))
+    with pytest.raises(ConfigError, match="CUDA"):
+        choose_blocks("varlen", CPU, torch.bfloat16, head_dims=(64, 64))

@@ -1,0 +1,102 @@
+"""Tokens of a shared row: each on one rank, all ranks with equal work, features where their tokens are."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from packtool.batch.shard import SHARDED, Cut, Deal, deal, route_features, share_out
+
+sizes = st.sampled_from([(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 3), (3, 2), (8, 1)])
+documents = st.lists(st.tuples(st.integers(1, 60), st.booleans()), min_size=1, max_size=12)
+
+
+def row(given_documents: list[tuple[int, bool]], cut: Cut) -> tuple[list[int], list[int]]:
+    """Lengths, padded and with a filler as collation makes them, and places: locals go round the ranks."""
+    places = [number % cut.size if is_local else SHARDED for number, (_, is_local) in enumerate(given_documents)]
+    lengths = [
+        length if place != SHARDED else -(-length // cut.multiple) * cut.multiple
+        for (length, _), place in zip(given_documents, places, strict=True)
+    ]
+    num_sharded = sum(length for length, place in zip(lengths, places, strict=True) if place == SHARDED)
+    if filler := cut.num_filler_tokens(num_sharded):
+        lengths, places = [*lengths, filler], [*places, SHARDED]
+    return lengths, places
+
+
+@given(documents, sizes)
+def test_every_token_is_on_one_rank(given_documents: list[tuple[int, bool]], size: tuple[int, int]) -> None:
+    cut = Cut(*size)
+    lengths, places = row(given_documents, cut)
+    dealt = deal(lengths, places, cut)
+    assert np.sort(np.concatenate(dealt.index)).tolist() == list(range(sum(lengths)))
+    for rank, index in enumerate(dealt.index):
+        assert (dealt.holder[index] == rank).all()
+        assert (dealt.slot[index] == np.arange(len(index))).all()
+        # What is local comes first, and of what is sharded every rank has as much.
+        own = sum(length for length, place in zip(lengths, places, strict=True) if place == rank)
+        sharded = sum(length for length, place in zip(lengths, places, strict=True) if place == SHARDED)
+        assert len(index) == own + sharded // cut.size
+        documents_of = np.repeat(np.arange(len(lengths)), lengths)[index[:own]]
+        assert all(places[document] == rank for document in documents_of)
+
+
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=8), st.sampled_from([2, 3, 4, 8]))
+def test_zigzag_gives_every_rank_of_a_ring_the_same_work(lengths: list[int], ring: int) -> None:
+    cut = Cut(ring, 1)
+    padded = [-(-length // cut.multiple) * cut.multiple for length in lengths]
+    positions = np.concatenate([np.arange(length) for length in padded])
+    index = deal(padded, [SHARDED] * len(padded), cut).index
+    # A query at position p sees p + 1 keys.
+    assert len({int((positions[held] + 1).sum()) for held in index}) == 1
+
+
+@given(st.integers(0, 500), sizes)
+def test_a_filler_makes_shares_even(num_tokens: int, size: tuple[int, int]) -> None:
+    cut = Cut(*size)
+    num_tokens -= num_tokens % cut.multiple
+    filler = cut.num_filler_tokens(num_tokens)
+    assert (num_tokens + filler) % cut.size == 0
+    assert filler % cut.multiple == 0
+    assert filler < cut.multiple * cut.size
+
+
+@given(documents, sizes, st.randoms(use_true_random=False))
+def test_features_arrive_where_their_tokens_are(
+    given_documents: list[tuple[int, bool]], size: tuple[int, int], random: object
+) -> None:
+    cut = Cut(*size)
+    lengths, places = row(given_documents, cut)
+    dealt = deal(lengths, places, cut)
+    generator = np.random.default_rng(sum(lengths))
+    positions = np.flatnonzero(generator.random(sum(lengths)) < 0.4)
+    owners = generator.integers(0, cut.size, len(positions))
+    arrived = _exchanged(positions, owners, dealt, cut.size)
+    for rank, index in enumerate(dealt.index):
+        wanted = [position for position in index.tolist() if position in set(positions.tolist())]
+        assert arrived[rank] == wanted
+
+
+def _exchanged(positions: np.ndarray, owners: np.ndarray, dealt: Deal, size: int) -> list[list[int]]:
+    """The exchange of all ranks in one process; a feature is the position of its token."""
+    routes = [route_features(positions, owners, dealt, rank, size) for rank in range(size)]
+    sent = [
+        np.split(positions[owners == rank][route.send_order.numpy()], np.cumsum(route.send_counts)[:-1])
+        for rank, route in enumerate(routes)
+    ]
+    arrived = []
+    for rank, route in enumerate(routes):
+        came = [sent[other][rank] for other in range(size)]
+        assert tuple(map(len, came)) == route.receive_counts
+        arrived.append(np.concatenate(came)[route.receive_order.numpy()].tolist())
+    return arrived
+
+
+@given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 8))
+def test_media_are_shared_out_evenly(weights: list[int], size: int) -> None:
+    owners = share_out(weights, size)
+    loads = np.bincount(owners, weights=weights, minlength=size) if weights else np.zeros(size)
+    # The heaviest rank was the lightest when it got its last, so it is over the mean by less than one thing.
+    assert loads.max() <= loads.mean() + max(weights, default=0)
+    assert share_out(weights, size).tolist() == owners.tolist()
