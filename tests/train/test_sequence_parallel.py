@@ -1,0 +1,239 @@
+"""Training, evaluation and verify on rows that several processes share: as if each process had its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from packtool.errors import ConfigError, UnsupportedModelError
+from packtool.progress import SilentProgress
+from packtool.train.run import train
+from packtool.train.world import World
+from tests.train.in_processes import run
+from tests.train.test_gradients import DESCENT, check_same_step
+from tests.train.tiny import TinyWorld, check_same_rest, export_rows, read_metrics
+
+TYPES = ("ring", "allgather", "ulysses")
+# Two packs of 256 tokens a step, 20 steps.
+CURVE: dict[str, Any] = {"max_steps": 20, "gradient_accumulation_steps": 2, "save_steps": 10, "num_train_epochs": 5.0}
+LORA: dict[str, Any] = {"train_type": "lora", "learning_rate": 1e-2, "lora_dropout": 0.0}
+SKRULL: dict[str, Any] = {"schedule": "skrull", "bucket_size": "96"}
+TWO: dict[str, Any] = {"sequence_parallel_size": 2}
+# All samples in one step of plain gradient descent: its weights tell the gradient.
+STEPS: dict[str, dict[str, Any]] = {
+    **{kind: TWO | {"sequence_parallel_type": kind, "per_device_train_batch_size": 8} for kind in TYPES},
+    "checkpointed": TWO | {"ring_size": 2, "per_device_train_batch_size": 8, "gradient_checkpointing": True},
+    "workers": TWO | {"per_device_train_batch_size": 8, "dataloader_num_workers": 2},
+    "sharded": TWO | {"fsdp": ["full_shard"], "gradient_accumulation_steps": 8},
+    "dynamic": TWO | {"packing": False, "per_device_train_batch_size": 40, "dynamic_batch_tokens": 300},
+    "skrull": TWO | SKRULL | {"per_device_train_batch_size": 8},
+    "skrull-unpacked": TWO | SKRULL | {"ulysses_size": 2, "packing": False, "per_device_train_batch_size": 40},
+}
+CURVES: dict[str, dict[str, Any]] = {kind: TWO | {"sequence_parallel_type": kind} for kind in ("ring", "ulysses")}
+# Of four processes: two groups of two, one of four, and Skrull on two groups.
+FOUR: dict[str, dict[str, Any]] = {
+    "two-groups": TWO | {"gradient_accumulation_steps": 1},
+    "both-axes": {"ulysses_size": 2, "ring_size": 2},
+    "skrull": TWO | SKRULL | {"gradient_accumulation_steps": 1, "sequence_parallel_type": "ring"},
+}
+# Four data-parallel ranks with a pack each, and the samples of these packs dealt anew.
+RANKS: dict[str, dict[str, Any]] = {"packs": {}, "skrull": SKRULL}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory, tiny: TinyWorld) -> TinyWorld:
+    """The tiny world with a cache that also has a val split."""
+    cache = tmp_path_factory.mktemp("split") / "cache"
+    export_rows(tiny, cache, val_dataset=(tiny.rows,))
+    return dataclasses.replace(tiny, cache=str(cache))
+
+
+@pytest.fixture(scope="module")
+def alone(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One process, without any of it."""
+    root = tmp_path_factory.mktemp("alone")
+    torch.set_num_threads(1)
+    run(world, "train", str(root / "step"), DESCENT | {"per_device_train_batch_size": 8})
+    run(world, "train", str(root / "curve"), CURVE | {"eval_strategy": "steps", "eval_steps": 10})
+    run(world, "train", str(root / "lora"), CURVE | LORA)
+    run(world, "eval", str(root / "eval"), {})
+    return root
+
+
+@pytest.fixture(scope="module")
+def shared(world: TinyWorld, alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two processes, all jobs in one start of torchrun."""
+    root = tmp_path_factory.mktemp("two")
+    jobs = [["train", str(root / name), DESCENT | settings] for name, settings in STEPS.items()]
+    jobs += [["train", str(root / f"curve-{name}"), CURVE | settings] for name, settings in CURVES.items()]
+    jobs[-1][2] |= {"eval_strategy": "steps", "eval_steps": 10}
+    jobs.append(["train", str(root / "lora"), CURVE | LORA | TWO])
+    resumed = CURVE | CURVES["ring"] | {"resume_from_checkpoint": str(root / "curve-ring" / "checkpoint-10")}
+    jobs.append(["train", str(root / "resumed"), resumed])
+    streamed = DESCENT | world.streamed() | {"gradient_accumulation_steps": 12} | TWO
+    jobs.append(["train", str(root / "streamed"), streamed])
+    jobs += [["eval", str(root / f"eval-{kind}"), TWO | {"sequence_parallel_type": kind}] for kind in CURVES]
+    jobs += [["verify", str(root / f"verify-{kind}"), TWO | {"sequence_parallel_type": kind}] for kind in TYPES[1:]]
+    run_processes(2, world, jobs, root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def four(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four processes."""
+    root = tmp_path_factory.mktemp("four")
+    jobs: list[Any] = [["train", str(root / name), CURVE | settings] for name, settings in FOUR.items()]
+    given = CURVE | {"gradient_accumulation_steps": 1, "num_train_epochs": 10.0}
+    jobs += [["train", str(root / f"ranks-{name}"), given | settings] for name, settings in RANKS.items()]
+    run_processes(4, world, jobs, root)
+    return root
+
+
+def run_processes(size: int, world: TinyWorld, jobs: list[Any], root: Path) -> None:
+    """Run jobs in a torchrun job."""
+    (root / "jobs.json").write_text(json.dumps({"world": dataclasses.asdict(world), "jobs": jobs}))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    command = [*torchrun, "--module", "tests.train.in_processes", str(root / "jobs.json")]
+    done = subprocess.run(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_one_step_is_that_of_one_process(name: str, shared: Path, alone: Path) -> None:
+    """Loss, gradient norm and weights, with pictures in the rows and every part of the model trained."""
+    check_same_step(shared / name, alone / "step")
+
+
+def check_same_curve(output_dir: Path, expected_dir: Path) -> None:
+    """20 steps with the same losses, of the same samples."""
+    lines, expected = read_metrics(output_dir), read_metrics(expected_dir)
+    lines, expected = ([line for line in some if "loss" in line] for some in (lines, expected))
+    assert len(lines) == len(expected) == 20
+    for line, other in zip(lines, expected, strict=True):
+        assert line["target_tokens"] == other["target_tokens"]
+        assert line["loss"] == pytest.approx(other["loss"], abs=1e-4)
+    assert lines[0]["loss"] - lines[-1]["loss"] > 0.5, "it learns"
+
+
+@pytest.mark.parametrize("kind", CURVES)
+def test_twenty_steps_of_two_processes(kind: str, shared: Path, alone: Path) -> None:
+    check_same_curve(shared / f"curve-{kind}", alone / "curve")
+
+
+def test_twenty_steps_of_adapters(shared: Path, alone: Path) -> None:
+    check_same_curve(shared / "lora", alone / "lora")
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_twenty_steps_of_four_processes(name: str, four: Path, alone: Path) -> None:
+    """Two groups of two, both axes at once, and Skrull."""
+    check_same_curve(four / name, alone / "curve")
+
+
+def test_twenty_steps_of_ranks_that_share_nothing(four: Path) -> None:
+    """Skrull deals samples to data-parallel ranks, too, where no rows are shared."""
+    check_same_curve(four / "ranks-skrull", four / "ranks-packs")
+
+
+def test_a_resumed_run_does_what_is_left(shared: Path) -> None:
+    check_same_rest(shared / "curve-ring", shared / "resumed", step=10)
+
+
+def test_streamed_rows_are_shared_too(shared: Path, alone: Path) -> None:
+    (line,), (expected,) = read_metrics(shared / "streamed"), read_metrics(alone / "step")
+    assert line["target_tokens"] == expected["target_tokens"]
+    assert line["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+
+
+def test_evaluation_between_steps(shared: Path, alone: Path) -> None:
+    found, expected = (
+        [line for line in read_metrics(folder) if "eval_loss" in line]
+        for folder in (shared / "curve-ulysses", alone / "curve")
+    )
+    assert len(found) == len(expected) == 2
+    for line, other in zip(found, expected, strict=True):
+        assert line["eval_target_tokens"] == other["eval_target_tokens"]
+        assert line["eval_loss"] == pytest.approx(other["eval_loss"], abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", CURVES)
+def test_evaluation_tells_every_sample_the_same(kind: str, shared: Path, alone: Path) -> None:
+    found, expected = (
+        pq.read_table(folder / "eval.parquet").to_pydict() for folder in (shared / f"eval-{kind}", alone / "eval")
+    )
+    losses, others = found.pop("loss"), expected.pop("loss")
+    assert losses == pytest.approx(others, abs=2e-6)
+    for column in ("sample", "source", "row", "tokens", "target_tokens", "first_wrong", "token_accuracy"):
+        assert found[column] == expected[column], column
+
+
+@pytest.mark.parametrize("kind", TYPES[1:])
+def test_verify_finds_nothing(kind: str, shared: Path) -> None:
+    found = json.loads((shared / f"verify-{kind}" / "verify.json").read_text())
+    assert set(found) == {"isolation", "logits", "loss", "gradients"}
+    assert found["isolation"][0] == 0
+    for name, (error, allowed) in found.items():
+        assert error <= allowed, name
+        assert error < 2e-5, name
+
+
+def test_what_is_learned_is_saved_once(shared: Path, alone: Path) -> None:
+    """By one process, whole."""
+    names = sorted(path.name for path in (shared / "curve-ring" / "checkpoint-20").iterdir())
+    expected = sorted(path.name for path in (alone / "curve" / "checkpoint-20").iterdir())
+    assert [name for name in names if not name.startswith("rng_state")] == [
+        name for name in expected if not name.startswith("rng_state")
+    ]
+    weights = load_file(shared / "curve-ring" / "checkpoint-20" / "model.safetensors")
+    others = load_file(alone / "curve" / "checkpoint-20" / "model.safetensors")
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, others[name], rtol=0, atol=1e-3, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_processes_that_cannot_be_grouped(tiny: TinyWorld, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="3 processes cannot be divided into groups of 2"):
+        train(tiny.config(tmp_path, **TWO, dry_run=True), SilentProgress(), World(0, 3))
+
+
+def test_heads_that_cannot_be_shared(tiny: TinyWorld, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="4 heads of Q and 2 of K and V: ulysses over 3"):
+        train(tiny.config(tmp_path, ulysses_size=3, dry_run=True), SilentProgress(), World(0, 3))
+
+
+def test_a_kernel_without_blocks(tiny: TinyWorld, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="attn-impl flex"):
+        train(tiny.config(tmp_path, **TWO, attn_impl="flex", dry_run=True), SilentProgress(), World(0, 2))
+
+
+def test_a_dry_run_says_how_rows_are_shared(tiny: TinyWorld, tmp_path: Path) -> None:
+    notes: list[str] = []
+
+    class Listening(SilentProgress):
+        def note(self, message: str) -> None:
+            notes.append(message)
+
+    train(tiny.config(tmp_path, **TWO, dry_run=True), Listening(), World(0, 4))
+    (line,) = [note for note in notes if note.startswith("sequence parallel")]
+    assert "each row on 2 processes, ulysses over 2" in line
+    assert "2 data-parallel ranks" in line
+
+
+def test_models_that_cannot_be_shared_are_refused() -> None:
+    from packtool.attention.register import refuse_shared
+    from tests.attention.hybrids import hybrid_config
+
+    with pytest.raises(UnsupportedModelError, match="recurrent layers"):
+        refuse_shared(hybrid_config("qwen3_next"))
