@@ -135,7 +135,9 @@ class PlanConfig(PackingOptions, ParallelOptions):
     def problems(self) -> list[str]:
         """Mistakes that only show when settings are seen together."""
         found = packing_problems(self, self.packing)
-        found += parallel_problems(self, removes_padding=self.packing or self.dynamic_batch_tokens is not None)
+        found += parallel_problems(self, removes_padding=self.packing or self.has_no_rows)
+        if self.bucket_size == "auto":
+            found.append("--bucket-size auto measures a device: packtool plan needs a number of tokens")
         if self.world_size % self.num_sharing:
             found.append(
                 f"--world-size {self.world_size} is no multiple of the {self.num_sharing} processes that share a pack"
@@ -331,6 +333,8 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions, ParallelOptions):
             found.append("--streaming true packs what it reads: it goes with --packing true")
         if self.eval_strategy != "no":
             found.append("--eval-strategy needs a cache with a val split: leave out --streaming true")
+        if self.schedule != "packs":
+            found.append(f"--schedule {self.schedule} needs a cache: leave out --streaming true")
         if self.plan is not None:
             found.append("--plan needs a cache: --streaming true plans while it reads")
         if self.val_dataset or self.split_dataset_ratio:
@@ -362,8 +366,8 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions, ParallelOptions):
 
     @property
     def removes_padding(self) -> bool:
-        """Whether several samples share a row: packed, or in dynamic batches."""
-        return self.packing or self.dynamic_batch_tokens is not None
+        """Whether several samples share a row: packed, in dynamic batches, or dealt by Skrull."""
+        return self.packing or self.has_no_rows
 
     @property
     def peak_learning_rate(self) -> float:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from packtool.settings import option
 
 Balance = Literal["none", "within-step", "window"]
+Schedule = Literal["packs", "skrull"]
 PackingAlgorithm = Literal["best_fit", "first_fit", "binpacking", "sequential"]
 
 
@@ -62,6 +64,18 @@ class PackingOptions:
         "steps near each other.",
         panel="Packing",
     )
+    schedule: Schedule = option(
+        "packs",
+        "What a step is dealt out in: packs, as they are; or skrull, its samples one by one, by FLOPs, into "
+        "micro-batches where each is local to one process or shared by all of a sequence-parallel group.",
+        panel="Packing",
+    )
+    bucket_size: str | None = option(
+        None,
+        "Most tokens that a process holds in a micro-batch of --schedule skrull: a number, as in 8192 or 26K "
+        "(K is 1024), or auto.",
+        panel="Packing",
+    )
     group_by_length: bool = option(False, "Without packing: rows of about one length share a batch.", panel="Packing")
     dynamic_batch_tokens: int | None = option(
         None,
@@ -80,6 +94,20 @@ class PackingOptions:
     )
     seed: int = option(42, "Seed of packing, order and adapters.", panel="Training", minimum=0)
 
+    @property
+    def has_no_rows(self) -> bool:
+        """Whether micro-batches are made of samples end to end, whatever ``--packing`` says."""
+        return self.dynamic_batch_tokens is not None or self.schedule == "skrull"
+
+    @property
+    def bucket_tokens(self) -> int | None:
+        """``--bucket-size`` as a number; None if it is auto or was not given.
+
+        Raises:
+            ValueError: if it is none of these.
+        """
+        return None if self.bucket_size in (None, "auto") else num_tokens(str(self.bucket_size))
+
 
 def packing_problems(options: PackingOptions, packing: bool) -> list[str]:
     """Options of packing that contradict each other."""
@@ -97,9 +125,43 @@ def packing_problems(options: PackingOptions, packing: bool) -> list[str]:
         found.append("--group-by-length and --dynamic-batch-tokens are two ways to make batches: give one of them")
     if options.dynamic_max_batch_size is not None and options.dynamic_batch_tokens is None:
         found.append("--dynamic-max-batch-size goes with --dynamic-batch-tokens")
+    found += _skrull_problems(options)
     return found + budget_problems(
         options.packing_algorithm, options.max_samples_per_pack, options.max_media_tokens_per_pack
     )
+
+
+def _skrull_problems(options: PackingOptions) -> list[str]:
+    if options.schedule != "skrull":
+        return ["--bucket-size goes with --schedule skrull"] if options.bucket_size is not None else []
+    found = []
+    if options.bucket_size is None:
+        found.append("--schedule skrull needs --bucket-size: how many tokens a process may hold at a time, or auto")
+    try:
+        _ = options.bucket_tokens
+    except ValueError:
+        found.append(f"--bucket-size {options.bucket_size}: give a number of tokens, as in 8192 or 26K, or auto")
+    if options.balance != "within-step":
+        found.append(f"--schedule skrull balances each step itself: leave out --balance {options.balance}")
+    if options.group_by_length:
+        found.append("--group-by-length saves padding, and --schedule skrull has none: leave out one of them")
+    if options.dynamic_batch_tokens is not None:
+        found.append(
+            "--dynamic-batch-tokens and --schedule skrull are two ways to make micro-batches: give one of them"
+        )
+    return found
+
+
+def num_tokens(text: str) -> int:
+    """A number of tokens as people write it: ``8192``, ``8k``, ``26K``; K is 1024.
+
+    Raises:
+        ValueError: if it is none, or not positive.
+    """
+    match = re.fullmatch(r"(\d+)(k?)", text.strip(), re.IGNORECASE)
+    if match is None or not int(match[1]):
+        raise ValueError(f"{text!r} is no number of tokens; write it as in 8192 or 8K")
+    return int(match[1]) * (1024 if match[2] else 1)
 
 
 def budget_problems(algorithm: PackingAlgorithm, max_samples: int | None, max_media_tokens: int | None) -> list[str]:

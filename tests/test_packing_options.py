@@ -9,10 +9,13 @@ import pytest
 from packtool.config import TrainConfig
 from packtool.errors import ConfigError
 from packtool.plan.packing import PackOptions
+from packtool.plan.skrull_steps import SkrullOptions
 from packtool.settings import resolve
 from packtool.train.planner import plan_options
 
 TRAIN = {"model": "m", "cached_dataset": ("c",), "output_dir": "o", "packing": "true"}
+
+SKRULL = {"schedule": "skrull", "bucket_size": "8K"}
 
 
 def test_all_reach_the_packer() -> None:
@@ -58,6 +61,17 @@ def test_all_reach_the_packer() -> None:
         ),
         ({"packing_window": "0"}, ("--packing-window",)),
         ({"look_ahead": "-1"}, ("--look-ahead",)),
+        ({"bucket_size": "8192"}, ("--bucket-size goes with --schedule skrull",)),
+        ({"schedule": "skrull"}, ("--schedule skrull needs --bucket-size",)),
+        ({**SKRULL, "bucket_size": "8.5K"}, ("--bucket-size 8.5K: give a number",)),
+        ({**SKRULL, "bucket_size": "0"}, ("--bucket-size 0: give a number",)),
+        ({**SKRULL, "balance": "window"}, ("--schedule skrull balances each step itself", "--balance window")),
+        ({**SKRULL, "packing": "false", "group_by_length": "true"}, ("--group-by-length", "--schedule skrull")),
+        ({**SKRULL, "packing": "false", "dynamic_batch_tokens": "99"}, ("--dynamic-batch-tokens and --schedule",)),
+        (
+            {**SKRULL, "cached_dataset": (), "dataset": ("d",), "streaming": "true", "max_steps": "9"},
+            ("--schedule skrull needs a cache",),
+        ),
     ],
 )
 def test_mistakes(given: dict[str, Any], words: tuple[str, ...]) -> None:
@@ -65,3 +79,16 @@ def test_mistakes(given: dict[str, Any], words: tuple[str, ...]) -> None:
         resolve(TrainConfig, {**TRAIN, **given})
     for word in words:
         assert word in str(caught.value)
+
+
+def test_skrull_reaches_the_planner() -> None:
+    config = resolve(TrainConfig, {**TRAIN, **SKRULL, "packing": "false", "sequence_parallel_size": "4"})
+    assert config.removes_padding
+    options = plan_options(config, packing=False, max_length=1024, world_size=1)
+    assert options.skrull == SkrullOptions(bucket_size=8192, context_parallel=4, alignment=8)
+    assert plan_options(resolve(TrainConfig, TRAIN), packing=True, max_length=1024, world_size=1).skrull is None
+    auto = resolve(TrainConfig, {**TRAIN, **SKRULL, "bucket_size": "auto"})
+    with pytest.raises(ConfigError, match="--bucket-size auto is not known here"):
+        plan_options(auto, packing=True, max_length=1024, world_size=1)
+    found = plan_options(auto, packing=True, max_length=1024, world_size=1, bucket_size=999).skrull
+    assert found == SkrullOptions(bucket_size=999, context_parallel=1, alignment=2)

@@ -11,160 +11,70 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.errors import DataError
-from packtool.packing_options import Balance, PackingAlgorithm
 from packtool.plan.balance import imbalance
-from packtool.plan.cost import CostModel
 from packtool.plan.dynamic import rearrange
-from packtool.plan.pack_plan import with_packs_in_order
-from packtool.plan.packing import PackOptions, PackPlan, pack, pack_singletons
+from packtool.plan.options import PlanOptions as PlanOptions
+from packtool.plan.pack_plan import Int64Array, digest_arrays, with_each_alone, with_packs_in_order
+from packtool.plan.packing import PackPlan, pack, pack_singletons
 from packtool.plan.shuffle import seeded_order
+from packtool.plan.skrull_steps import deal_skrull
 from packtool.plan.steps import StepPlan, plan_steps, step_plan
+from packtool.plan.summary import BalanceFigures as BalanceFigures
+from packtool.plan.summary import PlanSummary as PlanSummary
+from packtool.plan.summary import SkrullFigures, summarize
+from packtool.plan.summary import pack_costs as pack_costs
+from packtool.plan.summary import padded_fill as padded_fill
 
 _WINDOW_STEPS = 50
 _SAVED_ORDER = 4  # a stream of random numbers, see ``plan.packing``
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """What decides a plan, besides lengths, seed and epoch.
-
-    Args:
-        max_length: longer samples are left out and counted.
-        packing_length: tokens that a pack may hold.
-        packing: False makes every sample a pack of its own, for padded batches.
-        packing_num_proc: processes that pack windows; the plan is the same for any number.
-        packing_algorithm, packing_window, packing_batch_size, look_ahead, max_samples_per_pack,
-            max_media_tokens_per_pack, shuffle: how samples are packed, see ``packing.PackOptions``.
-        world_size: data-parallel ranks, W.
-        gradient_accumulation_steps: micro-batches of a step on each rank, G.
-        packs_per_micro_batch: packs (or padded rows) of a micro-batch, B: ``--per-device-train-batch-size``.
-        balance: how packs are dealt to ranks, see ``plan_steps``.
-        cost: what a pack costs to train; needed for balancing, and for figures.
-        group_by_length: without packing, rows of about one length share a batch.
-        dynamic_batch_tokens: without packing, micro-batches by tokens instead of by count, see ``dynamic``.
-        dynamic_max_batch_size: most samples of such a micro-batch.
-    """
-
-    max_length: int
-    packing_length: int
-    packing: bool = True
-    packing_num_proc: int = 1
-    world_size: int = 1
-    gradient_accumulation_steps: int = 1
-    packs_per_micro_batch: int = 1
-    balance: Balance = "none"
-    cost: CostModel | None = None
-    group_by_length: bool = False
-    dynamic_batch_tokens: int | None = None
-    dynamic_max_batch_size: int | None = None
-    packing_algorithm: PackingAlgorithm = "best_fit"
-    packing_window: int | None = None
-    packing_batch_size: int = 1000
-    look_ahead: int = 64
-    max_samples_per_pack: int | None = None
-    max_media_tokens_per_pack: int | None = None
-    shuffle: bool = True
-
-    @property
-    def pack_options(self) -> PackOptions:
-        """The part that decides which samples share a pack."""
-        return PackOptions(
-            capacity=self.packing_length,
-            algorithm=self.packing_algorithm,
-            window=self.packing_window,
-            num_proc=self.packing_num_proc,
-            batch_size=self.packing_batch_size,
-            look_ahead=self.look_ahead,
-            max_samples=self.max_samples_per_pack,
-            max_media_tokens=self.max_media_tokens_per_pack,
-            shuffle=self.shuffle,
-        )
-
-    @property
-    def packs_per_step(self) -> int:
-        """Packs (or padded rows) of a full optimizer step over all ranks, W * G * B."""
-        return self.world_size * self.gradient_accumulation_steps * self.packs_per_micro_batch
-
-
-@dataclass(frozen=True)
-class BalanceFigures:
-    """Work of the slowest rank over the mean rank's, in the mean and the worst step: 1 is even.
-
-    Args:
-        mean_before, worst_before: if packs went round the ranks like cards.
-        mean, worst: as dealt.
-        flops: of all packs, forward and backward.
-    """
-
-    mean_before: float
-    worst_before: float
-    mean: float
-    worst: float
-    flops: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanSummary:
-    """What is worth printing before an epoch starts.
-
-    Args:
-        num_cached: samples in the cache.
-        num_filtered: those longer than ``max_length``, left out.
-        num_samples: those in the plan, one length each.
-        num_tokens: tokens of the samples in the plan.
-        num_target_tokens: labels that carry loss among them.
-        longest: tokens of the longest sample in the plan.
-        packing: as in ``PlanOptions``.
-        max_length, packing_length, packing_num_proc: as in ``PlanOptions``.
-        num_packs: packs; without packing, padded rows.
-        lower_bound: packs of ``packing_length`` that the tokens need at least.
-        fill: true tokens over all tokens computed, 0 to 1. With packing over ``num_packs * packing_length``; without,
-            over the batches, each padded to its longest row.
-        num_steps: optimizer steps.
-        num_steps_without_packing: steps if each pack were one sample: ceil(num_samples / (B * G * W)).
-        num_empty_micro_batches: micro-batches of the last step that carry no sample.
-        efficient_attn_ratio: attention that packed samples need over what the packs would need as one text each:
-            sum of len^2 over sum of squared pack sizes, 0 to 1.
-        balance: how even the ranks' work is, None if nobody said what a pack costs.
-    """
-
-    num_cached: int
-    num_filtered: int
-    num_samples: int
-    num_tokens: int
-    num_target_tokens: int
-    longest: int
-    packing: bool
-    max_length: int
-    packing_length: int
-    packing_num_proc: int
-    num_packs: int
-    lower_bound: int
-    fill: float
-    num_steps: int
-    num_steps_without_packing: int
-    num_empty_micro_batches: int
-    efficient_attn_ratio: float
-    balance: BalanceFigures | None
-
-    @property
-    def samples_per_pack(self) -> float:
-        """Mean."""
-        return self.num_samples / self.num_packs
-
-
 @dataclass(frozen=True, eq=False)
 class EpochPlan:
-    """Packs, steps and figures of an epoch; ``packs.samples`` are positions in the cache."""
+    """Packs, steps and figures of an epoch.
+
+    Args:
+        packs: what ``steps`` deals; ``packs.samples`` are positions in the cache. With Skrull each is one sample.
+        steps: which is trained when and where.
+        summary: figures.
+        places: with Skrull, int64 (K,), by position in ``steps.order``: ``skrull.SHARDED``, or the context-parallel
+            rank that the sample is local to.
+        whole: with Skrull, the packs whose samples ``packs`` has one by one, in the same order: they say which
+            samples share a step, whoever trains it.
+    """
 
     packs: PackPlan
     steps: StepPlan
     summary: PlanSummary
+    places: Int64Array | None = None
+    whole: PackPlan | None = None
+
+    @property
+    def whole_packs(self) -> PackPlan:
+        """The packs as they were packed: dealt as they are, or by Skrull one sample at a time."""
+        return self.packs if self.whole is None else self.whole
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 in hex over packs and steps: ranks whose fingerprints are equal will train the same epoch."""
-        return hashlib.sha256(f"{self.packs.fingerprint} {self.steps.fingerprint}".encode()).hexdigest()
+        """sha256 in hex over packs, steps and places: ranks whose fingerprints are equal will train the same epoch."""
+        digest = hashlib.sha256(f"{self.packs.fingerprint} {self.steps.fingerprint}".encode())
+        if self.places is None:
+            return digest.hexdigest()
+        return digest_arrays(digest, self.places, self.whole_packs.offsets)
+
+    def places_of(self, step: int, rank: int, micro_batch: int) -> Int64Array | None:
+        """Places of the samples of a micro-batch, in the order of ``samples``; a view. None without Skrull."""
+        return None if self.places is None else self.places[self.steps.cell(step, rank, micro_batch)]
+
+    def packs_from(self, step: int) -> PackPlan:
+        """The whole packs that a step and those after it train: every sample that was not trained before, once."""
+        steps = self.steps
+        left = np.sort(steps.order[steps.cell_offsets[steps.step_offsets[step]] :])
+        if self.whole is None:
+            return with_packs_in_order(self.packs, left)
+        # A step has whole packs, so those that any sample left comes from are left whole.
+        packs = np.unique(np.searchsorted(self.whole.offsets, left, side="right") - 1)
+        return with_packs_in_order(self.whole, packs)
 
     def samples(self, step: int, rank: int, micro_batch: int) -> tuple[npt.NDArray[np.int64], ...]:
         """Cache positions of the samples of each pack of a micro-batch."""
@@ -223,9 +133,63 @@ def deal_packs(
     media_tokens: npt.NDArray[np.integer[Any]] | None = None,
 ) -> EpochPlan:
     """The second half of ``plan_epoch``: steps and figures for packs that are there already."""
+    if options.skrull is not None:
+        return _deal_skrull(packs, target_tokens, options, media_tokens)
     costs = pack_costs(packs, options.cost, target_tokens, media_tokens) if options.cost is not None else None
     steps = _steps(packs, target_tokens, options, costs)
-    return EpochPlan(packs, steps, _summarize(packs, steps, options, num_cached=len(target_tokens), costs=costs))
+    balance = None
+    if costs is not None:
+        after = imbalance(steps.rank_costs(costs))
+        is_dealt = options.balance != "none" and options.dynamic_batch_tokens is None
+        before = _card_imbalance(packs, target_tokens, options, costs) if is_dealt else after
+        balance = BalanceFigures.of(before, after, float(costs.sum()))
+    fill = _fill(packs, steps, options)
+    return EpochPlan(
+        packs, steps, summarize(packs, steps, options, num_cached=len(target_tokens), fill=fill, balance=balance)
+    )
+
+
+def _deal_skrull(
+    packs: PackPlan,
+    target_tokens: npt.NDArray[np.integer[Any]],
+    options: PlanOptions,
+    media_tokens: npt.NDArray[np.integer[Any]] | None,
+) -> EpochPlan:
+    assert options.skrull is not None
+    assert options.cost is not None, "Skrull needs to know what samples cost"
+    each = with_each_alone(packs)
+    flops = pack_costs(each, options.cost, target_tokens, media_tokens)
+    dealt = deal_skrull(
+        packs,
+        target_tokens,
+        flops,
+        options.skrull,
+        packs_per_step=options.packs_per_step,
+        num_ranks=options.world_size,
+    )
+    costs = pack_costs(packs, options.cost, target_tokens, media_tokens)
+    before = _card_imbalance(packs, target_tokens, options, costs)
+    figures = SkrullFigures.of(dealt, options.skrull, flops)
+    summary = summarize(
+        packs,
+        dealt.steps,
+        options,
+        num_cached=len(target_tokens),
+        fill=packs.num_tokens / max(figures.num_tokens, 1),
+        balance=BalanceFigures.of(before, imbalance(dealt.steps.rank_costs(flops)), float(flops.sum())),
+        skrull=figures,
+    )
+    return EpochPlan(dealt.singles, dealt.steps, summary, dealt.places, packs)
+
+
+def _card_imbalance(
+    packs: PackPlan,
+    target_tokens: npt.NDArray[np.integer[Any]],
+    options: PlanOptions,
+    costs: npt.NDArray[np.float64],
+) -> npt.NDArray[np.float64]:
+    """Slowest over mean work of every step if packs went round the ranks like cards, (S,)."""
+    return imbalance(_steps(packs, target_tokens, replace(options, balance="none"), None).rank_costs(costs))
 
 
 def reordered(packs: PackPlan, *, seed: int, epoch: int) -> PackPlan:
@@ -233,18 +197,6 @@ def reordered(packs: PackPlan, *, seed: int, epoch: int) -> PackPlan:
     if epoch == 0:
         return packs
     return with_packs_in_order(packs, seeded_order(packs.num_packs, seed=seed, epoch=epoch, stream=_SAVED_ORDER))
-
-
-def pack_costs(
-    packs: PackPlan,
-    cost: CostModel,
-    target_tokens: npt.NDArray[np.integer[Any]],
-    media_tokens: npt.NDArray[np.integer[Any]] | None = None,
-) -> npt.NDArray[np.float64]:
-    """FLOPs of each pack, (K,); ``target_tokens`` and ``media_tokens`` by cache position."""
-    media = packs.sums_per_pack(media_tokens[packs.samples]) if media_tokens is not None else 0
-    targets = packs.sums_per_pack(target_tokens[packs.samples])
-    return cost(packs.tokens_per_pack(), packs.sum_squares_per_pack(), media, targets)
 
 
 def _steps(
@@ -280,14 +232,6 @@ def _steps(
     )
 
 
-def padded_fill(packs: PackPlan, steps: StepPlan) -> float:
-    """True tokens over all tokens of batches in which each row is padded to the longest of its micro-batch, 0 to 1."""
-    sizes = steps.cell_sizes()
-    used = sizes > 0
-    longest = np.maximum.reduceat(packs.tokens_per_pack()[steps.order], steps.cell_offsets[:-1][used])
-    return packs.num_tokens / int((longest * sizes[used]).sum())
-
-
 def _pack(
     lengths: npt.NDArray[np.integer[Any]],
     media_tokens: npt.NDArray[np.integer[Any]] | None,
@@ -319,53 +263,8 @@ def group_by_length(rows: PackPlan, rows_per_step: int) -> PackPlan:
     return PackPlan(rows.samples[order], rows.offsets, rows.lengths[order], rows.capacity)
 
 
-def _balance(packs: PackPlan, steps: StepPlan, options: PlanOptions, costs: npt.NDArray[np.float64]) -> BalanceFigures:
-    after = imbalance(steps.rank_costs(costs))
-    before = after
-    if options.balance != "none" and options.dynamic_batch_tokens is None:
-        cards = _steps(packs, np.zeros(int(packs.samples.max()) + 1, np.int8), replace(options, balance="none"), None)
-        before = imbalance(cards.rank_costs(costs))
-    return BalanceFigures(
-        mean_before=float(before.mean()),
-        worst_before=float(before.max()),
-        mean=float(after.mean()),
-        worst=float(after.max()),
-        flops=float(costs.sum()),
-    )
-
-
 def _fill(packs: PackPlan, steps: StepPlan, options: PlanOptions) -> float:
     if options.packing:
         return packs.fill
     # Dynamic batches run without padding.
     return 1.0 if options.dynamic_batch_tokens is not None else padded_fill(packs, steps)
-
-
-def _summarize(
-    packs: PackPlan,
-    steps: StepPlan,
-    options: PlanOptions,
-    num_cached: int,
-    costs: npt.NDArray[np.float64] | None,
-) -> PlanSummary:
-    tokens = packs.tokens_per_pack().astype(np.float64)
-    return PlanSummary(
-        num_cached=num_cached,
-        num_filtered=num_cached - packs.num_samples,
-        num_samples=packs.num_samples,
-        num_tokens=packs.num_tokens,
-        num_target_tokens=int(steps.target_tokens_per_step.sum()),
-        longest=int(packs.lengths.max()),
-        packing=options.packing,
-        max_length=options.max_length,
-        packing_length=options.packing_length,
-        packing_num_proc=options.packing_num_proc,
-        num_packs=packs.num_packs,
-        lower_bound=packs.lower_bound,
-        fill=_fill(packs, steps, options),
-        num_steps=steps.num_steps,
-        num_steps_without_packing=-(-packs.num_samples // options.packs_per_step),
-        num_empty_micro_batches=steps.num_empty_micro_batches,
-        efficient_attn_ratio=float(packs.sum_squares_per_pack().sum()) / float(np.square(tokens).sum()),
-        balance=_balance(packs, steps, options, costs) if costs is not None else None,
-    )

@@ -149,6 +149,11 @@ def with_packs_in_order(plan: PackPlan, order: Int64Array) -> PackPlan:
     return PackPlan(plan.samples[taken], offsets, plan.lengths[taken], plan.capacity)
 
 
+def with_each_alone(plan: PackPlan) -> PackPlan:
+    """The same samples in the same order, every one a pack of its own."""
+    return PackPlan(plan.samples, np.arange(plan.num_samples + 1, dtype=np.int64), plan.lengths, plan.capacity)
+
+
 def exchange_equals(plan: PackPlan, values: Int32Array, *, seed: int, epoch: int, stream: int) -> PackPlan:
     """Let samples of one value, such as their length, change places at random; arguments as for ``seeded_order``."""
     places = np.argsort(-values[plan.samples], kind="stable")

@@ -52,7 +52,7 @@ class StepPlan:
 
     @property
     def num_empty_micro_batches(self) -> int:
-        """Cells without a pack; they can only occur in the last step."""
+        """Cells without a pack; they can only occur in the last step, or with Skrull at the end of any rank's."""
         return int(np.count_nonzero(self.cell_sizes() == 0))
 
     def cell_sizes(self) -> Int64Array:
@@ -66,11 +66,15 @@ class StepPlan:
 
     def packs(self, step: int, rank: int, micro_batch: int) -> Int64Array:
         """Packs of one micro-batch of one rank, often one, possibly none; a view, not a copy."""
+        return self.order[self.cell(step, rank, micro_batch)]
+
+    def cell(self, step: int, rank: int, micro_batch: int) -> slice:
+        """Where in ``order`` the packs of one micro-batch of one rank are."""
         num_micro_batches = self.num_micro_batches(step)
         self._check("rank", rank, self.world_size)
         self._check("micro-batch", micro_batch, num_micro_batches)
         cell = self.step_offsets[step] + rank * num_micro_batches + micro_batch
-        return self.order[self.cell_offsets[cell] : self.cell_offsets[cell + 1]]
+        return slice(int(self.cell_offsets[cell]), int(self.cell_offsets[cell + 1]))
 
     def target_tokens(self, step: int) -> int:
         """Labels that carry loss in a step, over all ranks: the loss is divided by it, and no rank need ask another."""

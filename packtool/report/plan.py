@@ -27,8 +27,7 @@ def plan_lines(figures: Mapping[str, Any]) -> list[Line]:
         ("tokens", f"{figures['tokens']:,}"),
         ("packs", f"{figures['packs']:,} of {figures['capacity']:,} tokens"),
         ("  samples each", f"{figures['samples_per_pack']:.2f}"),
-        ("  fill", f"{figures['fill']:.2%}"),
-        ("  over the lower bound", f"{figures['over_lower_bound']:.4%} (of {figures['lower_bound']:,})"),
+        *_use_lines(figures),
         ("padding of plain batches", f"{figures['padding_of_plain_batches']:.1%}"),
         ("optimizer steps an epoch", f"{figures['steps_per_epoch']:,}"),
         ("  without packing", f"{figures['steps_without_packing']:,}"),
@@ -40,6 +39,27 @@ def plan_lines(figures: Mapping[str, Any]) -> list[Line]:
     if "hours" in figures:
         lines.append(("hours in all", f"{figures['hours']:,.2f}"))
     return [*lines, ("planned in", f"{figures['plan_seconds']:.2f} s")]
+
+
+def _use_lines(figures: Mapping[str, Any]) -> list[Line]:
+    """How well packs are filled, or what Skrull makes of their samples."""
+    skrull = figures["skrull"]
+    if skrull is None:
+        return [
+            ("  fill", f"{figures['fill']:.2%}"),
+            ("  over the lower bound", f"{figures['over_lower_bound']:.4%} (of {figures['lower_bound']:,})"),
+        ]
+    num_sharing, device = skrull["context_parallel"], skrull["device_balance"]
+    each = f"{num_sharing} x {skrull['bucket_size']:,}" if num_sharing > 1 else f"{skrull['bucket_size']:,}"
+    return [
+        ("micro-batches by Skrull", f"{skrull['micro_batches']:,} of {each} tokens at most"),
+        ("  empty ones beside them", f"{figures['empty_micro_batches']:,}"),
+        ("  room used", f"{skrull['bucket_fill']:.1%}"),
+        ("  tokens local to a process", f"{skrull['local_tokens'] / figures['tokens']:.1%}"),
+        (f"  tokens shared by {num_sharing}", f"{skrull['sharded_tokens'] / figures['tokens']:.1%}"),
+        ("  busiest device over mean, mean step", f"{device['mean']:.3f}"),
+        ("    worst step", f"{device['worst']:.3f}"),
+    ]
 
 
 def length_counts(found: Preview) -> tuple[list[int], int]:
@@ -54,7 +74,7 @@ def length_counts(found: Preview) -> tuple[list[int], int]:
 
 def fill_counts(found: Preview) -> tuple[list[int], int]:
     """Packs in bins of ten percent."""
-    packs = found.plan.packs
+    packs = found.plan.whole_packs
     counts, _ = np.histogram(packs.tokens_per_pack() / packs.capacity * 100, bins=10, range=(0, 100))
     return counts.tolist(), 100
 
@@ -65,18 +85,19 @@ def content_of(found: Preview, figures: Mapping[str, Any], command: str, title: 
     Args:
         title: what was planned for.
     """
-    packs = found.plan.packs
+    packs = found.plan.whole_packs
     counts, most = length_counts(found)
     fills, _ = np.histogram(packs.tokens_per_pack() / packs.capacity * 100, bins=50, range=(0, 100))
     drawn = [packs.lengths[packs.offsets[i] : packs.offsets[i + 1]].tolist() for i in range(_drawn(packs.num_packs))]
     before, after = (_worst_of_each(steps) for steps in found.step_balance())
-    rows = "packs" if figures["waste_tokens"] is not None else "padded rows"
+    is_packed = figures["waste_tokens"] is not None
+    rows = "packs" if is_packed or figures["skrull"] else "padded rows"
     return PageContent(
         title=title,
         headline=(
             (
                 _percent(figures["fill"]),
-                "of every pack is used" if rows == "packs" else "of the batches is not padding",
+                "of every pack is used" if is_packed else "of the batches is not padding",
                 f"{figures['padding_of_plain_batches']:.0%} padding in plain batches",
             ),
             (f"{figures['packs']:,}", rows, f"of {figures['capacity']:,} tokens"),

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from packtool.plan.cost import CostModel
 from packtool.plan.epoch import EpochPlan, pack_costs
+from packtool.plan.skrull_steps import SkrullSteps, computed_tokens
 
 _PEAKS = {
     "B200": 2250.0,
@@ -89,7 +90,10 @@ def figures_of_steps(plan: EpochPlan, samples: SampleFigures, *, is_dynamic: boo
     """
     packs, steps = plan.packs, plan.steps
     tokens = packs.tokens_per_pack()
-    if plan.summary.packing:
+    if plan.places is not None and plan.summary.skrull is not None:
+        dealt = SkrullSteps(packs, steps, plan.places)
+        computed = steps.sums_per_step(computed_tokens(dealt, plan.summary.skrull.options.alignment))
+    elif plan.summary.packing:
         computed = steps.sums_per_step(np.full(packs.num_packs, packs.capacity))
     elif is_dynamic:
         computed = steps.sums_per_step(tokens)

@@ -12,10 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.cache.reader import SplitIndex
-from packtool.config import PackingOptions, TrainConfig
+from packtool.config import PlanConfig, TrainConfig
+from packtool.errors import ConfigError
 from packtool.plan.cost import CostModel
 from packtool.plan.epoch import EpochPlan, PlanOptions, deal_packs, plan_epoch, reordered
 from packtool.plan.packing import PackPlan
+from packtool.plan.skrull_steps import SkrullOptions
 from packtool.train.schedule import Rest, Schedule, rest_of
 
 _KEPT = 2
@@ -25,8 +27,23 @@ Dealing = tuple[int, int, int]
 """World size, gradient accumulation and batch size."""
 
 
-def plan_options(options: PackingOptions, *, packing: bool, max_length: int, world_size: int) -> PlanOptions:
-    """What the planner needs to know of a run."""
+def plan_options(
+    options: PlanConfig | TrainConfig,
+    *,
+    packing: bool,
+    max_length: int,
+    world_size: int,
+    bucket_size: int | None = None,
+) -> PlanOptions:
+    """What the planner needs to know of a run.
+
+    Args:
+        world_size: data-parallel ranks.
+        bucket_size: what ``--bucket-size auto`` was found to be.
+
+    Raises:
+        ConfigError: if the size of Skrull's buckets is not known.
+    """
     return PlanOptions(
         max_length=max_length,
         packing_length=options.packing_length or max_length,
@@ -39,6 +56,7 @@ def plan_options(options: PackingOptions, *, packing: bool, max_length: int, wor
         group_by_length=options.group_by_length,
         dynamic_batch_tokens=options.dynamic_batch_tokens,
         dynamic_max_batch_size=options.dynamic_max_batch_size,
+        skrull=_skrull_options(options, bucket_size) if options.schedule == "skrull" else None,
         packing_algorithm=options.packing_algorithm,
         packing_window=options.packing_window,
         packing_batch_size=options.packing_batch_size,
@@ -47,6 +65,15 @@ def plan_options(options: PackingOptions, *, packing: bool, max_length: int, wor
         max_media_tokens_per_pack=options.max_media_tokens_per_pack,
         shuffle=options.shuffle,
     )
+
+
+def _skrull_options(options: PlanConfig | TrainConfig, bucket_size: int | None) -> SkrullOptions:
+    bucket_size = options.bucket_tokens or bucket_size
+    if bucket_size is None:
+        raise ConfigError("--bucket-size auto is not known here.", "Give a number of tokens, as in --bucket-size 8192.")
+    num = options.num_sharing
+    # Zigzag splits a sharded sequence into 2 P parts, a pair for each process, so that all have equal work.
+    return SkrullOptions(bucket_size=bucket_size, context_parallel=num, alignment=2 * num)
 
 
 def cost_of(config: Mapping[str, Any]) -> CostModel:

@@ -19,7 +19,15 @@ from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, DataError
 from packtool.plan.balance import imbalance
 from packtool.plan.cost import CostModel
-from packtool.plan.epoch import EpochPlan, PlanOptions, deal_packs, pack_costs, padded_fill, plan_epoch
+from packtool.plan.epoch import (
+    EpochPlan,
+    PlanOptions,
+    PlanSummary,
+    deal_packs,
+    pack_costs,
+    padded_fill,
+    plan_epoch,
+)
 from packtool.train.planner import cost_of, plan_options
 
 
@@ -51,7 +59,7 @@ class Preview:
 
     def figures(self, tflops: float | None = None, mfu: float = 0.4) -> dict[str, Any]:
         """All figures by name, as JSON has them."""
-        summary, packs = self.plan.summary, self.plan.packs
+        summary, packs = self.plan.summary, self.plan.whole_packs
         assert summary.balance is not None, "a preview knows costs"
         balance = summary.balance
         over = summary.num_packs / summary.lower_bound - 1 if summary.lower_bound else 0.0
@@ -64,7 +72,7 @@ class Preview:
             "capacity": packs.capacity,
             "samples_per_pack": summary.samples_per_pack,
             "fill": summary.fill,
-            "waste_tokens": summary.num_packs * packs.capacity - summary.num_tokens if summary.packing else None,
+            "waste_tokens": summary.num_packs * packs.capacity - summary.num_tokens if _trains_packs(summary) else None,
             "lower_bound": summary.lower_bound,
             "over_lower_bound": over,
             "plan_seconds": round(self.seconds, 4),
@@ -79,6 +87,7 @@ class Preview:
                 "mean": balance.mean,
                 "worst": balance.worst,
             },
+            "skrull": _skrull_figures(summary),
             "flops_per_epoch": balance.flops,
             "cost_model": self.cost_source,
             "plan_fingerprint": self.plan.fingerprint,
@@ -87,6 +96,8 @@ class Preview:
         if tflops is not None:
             # Ranks wait for the slowest of each step.
             slowest = balance.flops * balance.mean / self.options.world_size
+            if (skrull := summary.skrull) is not None:
+                slowest = balance.flops * skrull.mean / self.options.world_size / skrull.options.context_parallel
             found["hours"] = slowest * self.num_epochs / (tflops * 1e12 * mfu) / 3600
         return found
 
@@ -97,8 +108,10 @@ class Preview:
         after = imbalance(self.plan.steps.rank_costs(costs))
         if self.options.dynamic_batch_tokens is not None:
             return after, after
-        cards = dataclasses.replace(self.options, balance="none")
-        plain = deal_packs(self.plan.packs, self.target_tokens, cards, media_tokens=self.media_tokens)
+        cards = dataclasses.replace(self.options, balance="none", skrull=None)
+        packs = self.plan.whole_packs
+        plain = deal_packs(packs, self.target_tokens, cards, media_tokens=self.media_tokens)
+        costs = pack_costs(packs, self.options.cost, self.target_tokens, self.media_tokens)
         return imbalance(plain.steps.rank_costs(costs)), after
 
 
@@ -143,6 +156,7 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
         group_by_length=False,
         dynamic_batch_tokens=None,
         dynamic_max_batch_size=None,
+        skrull=None,
     )
     padded = plan_epoch(lengths, targets, rows, seed=config.seed)
     return Preview(
@@ -167,7 +181,7 @@ def save_plan(found: Preview, config: PlanConfig) -> None:
     """
     assert config.save is not None, "asked for"
     assert found.reader is not None, "checked with the settings"
-    packs = found.plan.packs
+    packs = found.plan.whole_packs
     info = PlanInfo(
         capacity=packs.capacity,
         max_length=found.options.max_length,
@@ -202,6 +216,26 @@ def read_lengths(path: str) -> npt.NDArray[np.int64]:
     except ValueError as error:
         raise DataError(f"--lengths {path}: {error}", "One whole number a sample is expected.") from error
     return values.astype(np.int64)
+
+
+def _trains_packs(summary: PlanSummary) -> bool:
+    """Whether packs are trained as they are, with what is free in them."""
+    return summary.packing and summary.skrull is None
+
+
+def _skrull_figures(summary: PlanSummary) -> dict[str, Any] | None:
+    skrull = summary.skrull
+    if skrull is None:
+        return None
+    return {
+        "bucket_size": skrull.options.bucket_size,
+        "context_parallel": skrull.options.context_parallel,
+        "micro_batches": skrull.num_micro_batches,
+        "bucket_fill": skrull.bucket_fill,
+        "local_tokens": skrull.num_local_tokens,
+        "sharded_tokens": summary.num_tokens - skrull.num_local_tokens,
+        "device_balance": {"mean": skrull.mean, "worst": skrull.worst},
+    }
 
 
 def _cost(config: PlanConfig, reader: CacheReader | None) -> tuple[CostModel, str]:

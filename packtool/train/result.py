@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from packtool.config import TrainConfig
+from packtool.plan.summary import SkrullFigures
 from packtool.train.prepare_stream import PreparedStream
 from packtool.train.schedule import Schedule
 from packtool.train.world import World
@@ -176,6 +177,10 @@ def plan_lines(schedule: Schedule, result: TrainResult) -> Iterator[str]:
     num = f"{summary.num_samples:,}"
     yield f"samples to train on: {num}, lengths known: {num}, longest {summary.longest:,}"
     processes = f"{result.num_processes} process{'es' if result.num_processes > 1 else ''}"
+    if summary.skrull is not None:
+        yield _skrull_line(summary.skrull, summary.num_tokens, summary.num_empty_micro_batches)
+        yield f"optimizer steps: {result.steps:,}; {processes}"
+        return
     if not summary.packing:
         yield f"no packing: padded rows, {summary.fill:.1%} of their tokens are true; {processes}"
         yield f"optimizer steps: {result.steps:,}"
@@ -190,6 +195,16 @@ def plan_lines(schedule: Schedule, result: TrainResult) -> Iterator[str]:
     saved = 1 - result.steps / result.steps_without_packing
     without = result.steps_without_packing
     yield f"optimizer steps: {result.steps:,} with packing, {without:,} without ({saved:.0%} fewer)"
+
+
+def _skrull_line(skrull: SkrullFigures, num_tokens: int, num_empty: int) -> str:
+    options = skrull.options
+    shared = f"; {skrull.num_local_tokens / num_tokens:.1%} of the tokens local to a process, the others shared by "
+    return (
+        f"skrull: {skrull.num_micro_batches:,} micro-batches of {options.bucket_size:,} tokens at most a process, "
+        f"{skrull.bucket_fill:.1%} of that used, and {num_empty:,} empty ones"
+        f"{shared + str(options.context_parallel) if options.context_parallel > 1 else ''}"
+    )
 
 
 def last_step_line(schedule: Schedule) -> str | None:

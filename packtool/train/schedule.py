@@ -7,10 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
-
 from packtool.plan.epoch import EpochPlan
-from packtool.plan.pack_plan import PackPlan, with_packs_in_order
+from packtool.plan.pack_plan import PackPlan
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +90,10 @@ class Schedule:
         return total
 
     def num_empty_micro_batches(self) -> int:
-        """Micro-batches without samples in the whole run, over all ranks; they lie in the last steps of epochs."""
+        """Micro-batches without samples in all whole epochs, over all ranks, if they have as many as the first.
+
+        They lie in the last steps of epochs. Skrull has some in other steps too, and not quite as many in every epoch.
+        """
         num_whole_epochs = self.num_steps // self.steps_per_epoch
         return num_whole_epochs * self.first.steps.num_empty_micro_batches
 
@@ -104,7 +105,4 @@ def rest_of(schedule: Schedule, step: int, deal: Callable[[PackPlan], EpochPlan]
         deal: packs to the ranks that there are now.
     """
     epoch, done = schedule.locate(step)
-    plan = schedule.plan_of(epoch)
-    steps = plan.steps
-    left = np.sort(steps.order[steps.cell_offsets[steps.step_offsets[done]] :])
-    return Rest(step, epoch, deal(with_packs_in_order(plan.packs, left)))
+    return Rest(step, epoch, deal(schedule.plan_of(epoch).packs_from(done)))

@@ -124,9 +124,38 @@ def test_what_a_terminal_shows(cache: str, capsys: pytest.CaptureFixture[str]) -
         assert words in told
 
 
+def test_skrull(cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [cache, "--world-size", "8", "--sequence-parallel-size", "4", "--gradient-accumulation-steps", "4"]
+    skrull = [*words, "--schedule", "skrull", "--bucket-size", "256"]
+    plain = planned(capsys, *words, "--tflops", "100", "--save", str(tmp_path / "a.plan"))
+    html = tmp_path / "plan.html"
+    found = planned(capsys, *skrull, "--tflops", "100", "--save", str(tmp_path / "b.plan"), "--html", str(html))
+    assert plain["skrull"] is None
+    assert found["plan_fingerprint"] != plain["plan_fingerprint"]
+    for name in ("samples", "packs", "steps_per_epoch", "tokens", "flops_per_epoch", "padding_of_plain_batches"):
+        assert found[name] == pytest.approx(plain[name]), name
+    figures = found["skrull"]
+    assert (figures["bucket_size"], figures["context_parallel"]) == (256, 4)
+    assert figures["local_tokens"] + figures["sharded_tokens"] == found["tokens"]
+    assert 0 < figures["bucket_fill"] <= 1
+    assert figures["micro_batches"] >= found["tokens"] / (256 * 4)
+    assert figures["device_balance"]["worst"] >= figures["device_balance"]["mean"] >= found["balance"]["mean"]
+    assert found["hours"] > 0
+    # What is saved are the packs, which say what shares a step: Skrull deals them when they are trained.
+    assert read_plan(str(tmp_path / "b.plan")).offsets.tolist() == read_plan(str(tmp_path / "a.plan")).offsets.tolist()
+    assert "micro-batches by Skrull" in html.read_text()
+    assert run(["plan", *skrull]) == 0
+    told = capsys.readouterr().out
+    for line in ("micro-batches by Skrull", "room used", "tokens local to a process", "tokens shared by 4"):
+        assert line in told
+    assert run(["plan", *words, "--schedule", "skrull", "--bucket-size", "10"]) == 2
+    assert "--bucket-size 10: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
+        (["--schedule", "skrull", "--bucket-size", "auto"], "--bucket-size auto measures a device"),
         ([], "give either caches or --lengths"),
         (["--lengths", "x.npy"], "--packing-length is missing"),
         (["--lengths", "x.npy", "--packing-length", "9", "--save", "y"], "--save needs caches"),

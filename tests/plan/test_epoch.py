@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -12,6 +13,10 @@ from hypothesis import strategies as st
 from packtool.errors import ConfigError, DataError
 from packtool.plan.cost import CostModel
 from packtool.plan.epoch import EpochPlan, PlanOptions, plan_epoch
+from packtool.plan.packing import PackPlan
+from packtool.plan.skrull import SHARDED
+from packtool.plan.skrull_steps import SkrullOptions, SkrullSteps, computed_tokens, device_costs
+from packtool.plan.steps import step_plan
 
 OPTIONS = PlanOptions(
     max_length=40,
@@ -200,3 +205,96 @@ def test_without_shuffling_every_epoch_is_the_same(packing: bool) -> None:
     first, second = (plan_epoch(LENGTHS, TARGETS, options, seed=1, epoch=epoch) for epoch in (0, 1))
     assert first.fingerprint == second.fingerprint
     assert (np.diff(first.packs.samples[first.packs.offsets[:-1]]) > 0).all()
+
+
+SKRULL = dataclasses.replace(
+    OPTIONS,
+    max_length=4096,
+    packing_length=4096,
+    packs_per_micro_batch=2,
+    cost=CostModel.of_8b(),
+    balance="within-step",
+    skrull=SkrullOptions(bucket_size=1600, context_parallel=4, alignment=8),
+)
+
+
+def per_step(plan: EpochPlan) -> list[list[int]]:
+    """Samples of each step."""
+    steps = plan.steps
+    bounds = steps.cell_offsets[steps.step_offsets]
+    return [
+        sorted(i for pack in steps.order[first:last] for i in plan.packs.pack(int(pack)).tolist())
+        for first, last in itertools.pairwise(bounds)
+    ]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_skrull_keeps_each_steps_samples(packing: bool) -> None:
+    lengths, targets = drawn()
+    options = dataclasses.replace(SKRULL, packing=packing)
+    plain = plan_epoch(lengths, targets, dataclasses.replace(options, skrull=None), seed=1)
+    plan = plan_epoch(lengths, targets, options, seed=1)
+    assert per_step(plan) == per_step(plain)
+    np.testing.assert_array_equal(plan.steps.target_tokens_per_step, plain.steps.target_tokens_per_step)
+    assert plan.whole_packs.fingerprint == plain.packs.fingerprint == plain.whole_packs.fingerprint
+    assert plain.places is None
+    assert plain.places_of(0, 0, 0) is None
+    local = 0
+    for step in range(plan.steps.num_steps):
+        for rank in range(2):
+            for micro in range(plan.steps.num_micro_batches(step)):
+                samples = np.array([i for pack in plan.samples(step, rank, micro) for i in pack.tolist()], np.int64)
+                places = plan.places_of(step, rank, micro)
+                assert places is not None
+                assert places.shape == samples.shape
+                padded = -(-lengths[samples] // 8) * 8
+                shared = padded[places == SHARDED].sum() / 4
+                assert all(lengths[samples[places == place]].sum() + shared <= 1600 for place in range(4))
+                local += int(lengths[samples[places != SHARDED]].sum())
+    figures = plan.summary.skrull
+    assert figures is not None
+    assert figures.num_local_tokens == local
+    assert figures.num_micro_batches + plan.steps.num_empty_micro_batches == len(plan.steps.cell_sizes())
+    assert 0 < figures.bucket_fill <= 1
+    assert plan.summary.fill == pytest.approx(lengths.sum() / figures.num_tokens)
+    assert plan.summary.fill < 1
+    assert plan.summary.num_packs == plain.packs.num_packs
+    assert plan.summary.balance is not None
+    assert plain.summary.balance is not None
+    assert plan.summary.balance.flops == pytest.approx(plain.summary.balance.flops)
+    assert plan.summary.balance.mean_before == plain.summary.balance.mean_before
+    assert 1 <= plan.summary.balance.mean <= figures.mean
+
+
+def test_skrulls_places_are_part_of_the_fingerprint() -> None:
+    lengths, targets = drawn(300)
+    plan = plan_epoch(lengths, targets, SKRULL, seed=1)
+    assert plan.fingerprint == plan_epoch(lengths, targets, SKRULL, seed=1).fingerprint
+    assert plan.places is not None
+    places = plan.places.copy()
+    places[0] = SHARDED if places[0] != SHARDED else 1
+    assert dataclasses.replace(plan, places=places).fingerprint != plan.fingerprint
+
+
+def test_a_device_is_as_busy_as_what_is_local_to_it_and_its_share() -> None:
+    lengths = np.array([8, 4, 4, 2])
+    singles = PackPlan(np.arange(4), np.arange(5), lengths.astype(np.int32), 8)
+    counts = np.array([4])
+    steps = step_plan(
+        singles,
+        lengths,
+        world_size=2,
+        order=np.array([0, 1, 2, 3]),
+        cell_sizes=np.array([2, 0, 1, 1]),
+        cells_per_step=counts,
+    )
+    dealt = SkrullSteps(singles, steps, np.array([SHARDED, 1, 0, SHARDED]))
+    assert device_costs(dealt, lengths * 1.0, 2).tolist() == [[4, 8, 5, 1]]
+    assert computed_tokens(dealt, 3).tolist() == [9, 4, 4, 3]
+
+
+def test_skrull_says_what_does_not_fit() -> None:
+    lengths, targets = drawn()
+    options = dataclasses.replace(SKRULL, skrull=SkrullOptions(bucket_size=500, context_parallel=4, alignment=8))
+    with pytest.raises(ConfigError, match="--bucket-size 500"):
+        plan_epoch(lengths, targets, options, seed=1)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from packtool.config import TrainConfig
+from packtool.plan.cost import CostModel
 from packtool.plan.epoch import EpochPlan, PlanOptions, deal_packs, plan_epoch
-from packtool.train.figures import SampleFigures
+from packtool.plan.skrull_steps import SkrullOptions
+from packtool.train.figures import SampleFigures, figures_of_steps
 from packtool.train.loader import StepLoader
 from packtool.train.schedule import Schedule, rest_of
 from packtool.train.world import World
@@ -151,3 +154,54 @@ def test_every_pack_is_trained_once_whatever_the_processes(step: int, world_size
     third = Schedule(whole.plan_of, num_epochs=3.0, max_steps=None, rest=last)
     middle = packs_trained(resumed, step, again)
     assert sorted(done + middle + packs_trained(third, again, third.num_steps)) == expected
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("step", [0, 1, 3, 5])
+def test_what_skrull_took_apart_is_dealt_anew_in_whole_packs(step: int, packing: bool) -> None:
+    """Every sample once, in steps as large as without Skrull, whatever the processes and when they change again."""
+
+    def options(world_size: int) -> PlanOptions:
+        return PlanOptions(
+            max_length=64,
+            packing_length=64,
+            packing=packing,
+            world_size=world_size,
+            cost=CostModel.of_8b(),
+            skrull=SkrullOptions(bucket_size=24, context_parallel=2, alignment=4),
+        )
+
+    def schedule(world_size: int) -> Schedule:
+        lengths = np.array(LENGTHS, np.int32)
+        plan_of = partial(plan_epoch, lengths, TARGETS, options(world_size), seed=0)
+        return Schedule(lambda epoch: plan_of(epoch=epoch), num_epochs=2.0, max_steps=None)
+
+    whole = schedule(1)
+    expected = sorted(packs_trained(whole, 0, whole.num_steps))
+    assert len(expected) == 2 * len(LENGTHS)
+    done = packs_trained(whole, 0, step)
+    rest = rest_of(whole, step, lambda packs: deal_packs(packs, TARGETS, options(3)))
+    num_left = whole.plan_of(0).whole_packs.num_packs - step
+    assert rest.plan.steps.num_steps == -(-num_left // 3)
+    resumed = Schedule(schedule(3).plan_of, num_epochs=2.0, max_steps=None, rest=rest)
+    assert sorted(done + packs_trained(resumed, step, resumed.num_steps)) == expected
+    last = rest_of(resumed, step + 1, lambda packs: deal_packs(packs, TARGETS, options(2)))
+    third = Schedule(schedule(2).plan_of, num_epochs=2.0, max_steps=None, rest=last)
+    middle = packs_trained(resumed, step, step + 1)
+    assert sorted(done + middle + packs_trained(third, step + 1, third.num_steps)) == expected
+
+
+def test_figures_count_the_padding_of_what_is_sharded() -> None:
+    options = PlanOptions(
+        max_length=64,
+        packing_length=64,
+        cost=CostModel.of_8b(),
+        skrull=SkrullOptions(bucket_size=26, context_parallel=2, alignment=16),
+    )
+    plan = plan_epoch(np.array(LENGTHS, np.int32), TARGETS, options, seed=0)
+    samples = SampleFigures(TARGETS, np.zeros_like(TARGETS), TARGETS, CostModel.of_8b())
+    figures = list(figures_of_steps(plan, samples, is_dynamic=False))
+    assert sum(step.tokens for step in figures) == sum(LENGTHS)
+    # 40 and 30 have to be shared, in 48 and 32 tokens.
+    assert sum(step.computed_tokens for step in figures) >= sum(LENGTHS) + 5 * 8 + 7 * 2
+    assert plan.summary.fill == pytest.approx(sum(LENGTHS) / sum(step.computed_tokens for step in figures))

@@ -1,0 +1,187 @@
+"""Figures of an epoch's plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from packtool.plan.balance import Costs, imbalance
+from packtool.plan.cost import CostModel
+from packtool.plan.options import PlanOptions
+from packtool.plan.packing import PackPlan
+from packtool.plan.skrull import SHARDED
+from packtool.plan.skrull_steps import SkrullOptions, SkrullSteps, computed_tokens, device_costs
+from packtool.plan.steps import StepPlan
+
+
+@dataclass(frozen=True)
+class BalanceFigures:
+    """Work of the slowest rank over the mean rank's, in the mean and the worst step: 1 is even.
+
+    Args:
+        mean_before, worst_before: if packs went round the ranks like cards.
+        mean, worst: as dealt.
+        flops: of all packs, forward and backward.
+    """
+
+    mean_before: float
+    worst_before: float
+    mean: float
+    worst: float
+    flops: float
+
+    @classmethod
+    def of(cls, before: Costs, after: Costs, flops: float) -> BalanceFigures:
+        """From slowest over mean of every step, (S,), dealt like cards and as planned."""
+        return cls(float(before.mean()), float(before.max()), float(after.mean()), float(after.max()), flops)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkrullFigures:
+    """What Skrull made of an epoch.
+
+    Args:
+        options: that it dealt with.
+        num_micro_batches: that carry samples, over all data-parallel ranks.
+        num_tokens: of all samples, and of the padding of sharded ones.
+        num_local_tokens: of samples that are local to a rank.
+        mean, worst: work of the busiest device over the mean device's, in the mean and the worst step. Several devices
+            are a data-parallel rank, so this is no less than ``BalanceFigures`` tells of ranks.
+    """
+
+    options: SkrullOptions
+    num_micro_batches: int
+    num_tokens: int
+    num_local_tokens: int
+    mean: float
+    worst: float
+
+    @classmethod
+    def of(cls, dealt: SkrullSteps, options: SkrullOptions, flops: Costs) -> SkrullFigures:
+        """From the steps and the FLOPs (N,) of each sample of ``dealt.singles``."""
+        uneven = imbalance(device_costs(dealt, flops, options.context_parallel))
+        is_local = dealt.places != SHARDED
+        return cls(
+            options=options,
+            num_micro_batches=int(np.count_nonzero(dealt.steps.cell_sizes())),
+            num_tokens=int(computed_tokens(dealt, options.alignment).sum()),
+            num_local_tokens=int(dealt.singles.lengths[dealt.steps.order[is_local]].sum(dtype=np.int64)),
+            mean=float(uneven.mean()),
+            worst=float(uneven.max()),
+        )
+
+    @property
+    def bucket_fill(self) -> float:
+        """Tokens over the room of all micro-batches that carry samples, 0 to 1."""
+        return self.num_tokens / (self.num_micro_batches * self.options.bucket_size * self.options.context_parallel)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSummary:
+    """What is worth printing before an epoch starts.
+
+    Args:
+        num_cached: samples in the cache.
+        num_filtered: those longer than ``max_length``, left out.
+        num_samples: those in the plan, one length each.
+        num_tokens: tokens of the samples in the plan.
+        num_target_tokens: labels that carry loss among them.
+        longest: tokens of the longest sample in the plan.
+        packing: as in ``PlanOptions``.
+        max_length, packing_length, packing_num_proc: as in ``PlanOptions``.
+        num_packs: packs; without packing, padded rows; with Skrull those whose samples were dealt anew.
+        lower_bound: packs of ``packing_length`` that the tokens need at least.
+        fill: true tokens over all tokens computed, 0 to 1. With packing over ``num_packs * packing_length``; without,
+            over the batches, each padded to its longest row. Dynamic batches have no padding, and with Skrull only
+            sharded samples have some.
+        num_steps: optimizer steps.
+        num_steps_without_packing: steps if each pack were one sample: ceil(num_samples / (B * G * W)).
+        num_empty_micro_batches: micro-batches that carry no sample: of the last step, or with Skrull of any.
+        efficient_attn_ratio: attention that packed samples need over what the packs would need as one text each:
+            sum of len^2 over sum of squared pack sizes, 0 to 1.
+        balance: how even the ranks' work is, None if nobody said what a pack costs.
+        skrull: what Skrull made of it, None without.
+    """
+
+    num_cached: int
+    num_filtered: int
+    num_samples: int
+    num_tokens: int
+    num_target_tokens: int
+    longest: int
+    packing: bool
+    max_length: int
+    packing_length: int
+    packing_num_proc: int
+    num_packs: int
+    lower_bound: int
+    fill: float
+    num_steps: int
+    num_steps_without_packing: int
+    num_empty_micro_batches: int
+    efficient_attn_ratio: float
+    balance: BalanceFigures | None
+    skrull: SkrullFigures | None = None
+
+    @property
+    def samples_per_pack(self) -> float:
+        """Mean."""
+        return self.num_samples / self.num_packs
+
+
+def pack_costs(
+    packs: PackPlan,
+    cost: CostModel,
+    target_tokens: npt.NDArray[np.integer[Any]],
+    media_tokens: npt.NDArray[np.integer[Any]] | None = None,
+) -> npt.NDArray[np.float64]:
+    """FLOPs of each pack, (K,); ``target_tokens`` and ``media_tokens`` by cache position."""
+    media = packs.sums_per_pack(media_tokens[packs.samples]) if media_tokens is not None else 0
+    targets = packs.sums_per_pack(target_tokens[packs.samples])
+    return cost(packs.tokens_per_pack(), packs.sum_squares_per_pack(), media, targets)
+
+
+def padded_fill(packs: PackPlan, steps: StepPlan) -> float:
+    """True tokens over all tokens of batches in which each row is padded to the longest of its micro-batch, 0 to 1."""
+    sizes = steps.cell_sizes()
+    used = sizes > 0
+    longest = np.maximum.reduceat(packs.tokens_per_pack()[steps.order], steps.cell_offsets[:-1][used])
+    return packs.num_tokens / int((longest * sizes[used]).sum())
+
+
+def summarize(
+    packs: PackPlan,
+    steps: StepPlan,
+    options: PlanOptions,
+    *,
+    num_cached: int,
+    fill: float,
+    balance: BalanceFigures | None,
+    skrull: SkrullFigures | None = None,
+) -> PlanSummary:
+    """Figures of packs and steps; arguments as in ``PlanSummary``. With Skrull the packs are those taken apart."""
+    tokens = packs.tokens_per_pack().astype(np.float64)
+    return PlanSummary(
+        num_cached=num_cached,
+        num_filtered=num_cached - packs.num_samples,
+        num_samples=packs.num_samples,
+        num_tokens=packs.num_tokens,
+        num_target_tokens=int(steps.target_tokens_per_step.sum()),
+        longest=int(packs.lengths.max()),
+        packing=options.packing,
+        max_length=options.max_length,
+        packing_length=options.packing_length,
+        packing_num_proc=options.packing_num_proc,
+        num_packs=packs.num_packs,
+        lower_bound=packs.lower_bound,
+        fill=fill,
+        num_steps=steps.num_steps,
+        num_steps_without_packing=-(-packs.num_samples // options.packs_per_step),
+        num_empty_micro_batches=steps.num_empty_micro_batches,
+        efficient_attn_ratio=float(packs.sum_squares_per_pack().sum()) / float(np.square(tokens).sum()),
+        balance=balance,
+        skrull=skrull,
+    )
