@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from packtool.packing_options import num_tokens
 from packtool.settings import option
 
 StrategyName = Literal["padded", "packed", "packed-balanced", "context-parallel", "sorted", "packed-shared", "skrull"]
@@ -32,9 +33,10 @@ class SimulateConfig:
     seed: int = option(42, "Seed of lengths, packing and order.", minimum=0)
     html: str | None = option(None, "Write a page that draws a step of each strategy, GPU by GPU, to this file.")
 
-    model: str = option(
-        "8b",
-        "8b, qwen2.5-0.5b, qwen2.5-7b, or a directory with a config.json: tells FLOPs and memory.",
+    model: str | None = option(
+        None,
+        "8b, qwen2.5-0.5b, qwen2.5-7b, or a directory with a config.json: tells FLOPs and memory. By default the "
+        "caches' model, or 8b.",
         panel="Model and hardware",
     )
     hardware: str = option(
@@ -49,8 +51,11 @@ class SimulateConfig:
         panel="Steps",
         minimum=1,
     )
-    bucket_size: int | None = option(
-        None, "Tokens that a GPU may hold; more is out of memory. By default what fits.", panel="Steps", minimum=1
+    bucket_size: str = option(
+        "auto",
+        "Tokens that a GPU may hold, more being out of memory: a number, as in 8192 or 26K (K is 1024), or auto for "
+        "what fits.",
+        panel="Steps",
     )
     packing_length: int | None = option(
         None, "Tokens of a pack, on each GPU; by default --bucket-size.", panel="Steps", minimum=1
@@ -66,6 +71,15 @@ class SimulateConfig:
         minimum=1,
     )
 
+    @property
+    def bucket_tokens(self) -> int | None:
+        """``--bucket-size`` as a number; None if it is auto.
+
+        Raises:
+            ValueError: if it is neither.
+        """
+        return None if self.bucket_size == "auto" else num_tokens(self.bucket_size)
+
     def problems(self) -> list[str]:
         """Mistakes that only show when settings are seen together."""
         found = []
@@ -76,10 +90,12 @@ class SimulateConfig:
                 f"--world-size {self.world_size} is no multiple of --sequence-parallel-size "
                 f"{self.sequence_parallel_size}: GPUs would be left over"
             )
-        if self.bucket_size is not None and (self.packing_length or 0) > self.bucket_size:
-            found.append(
-                f"--packing-length {self.packing_length} is over --bucket-size {self.bucket_size}: no pack would fit"
-            )
+        try:
+            if (self.packing_length or 0) > (self.bucket_tokens or float("inf")):
+                over = f"--packing-length {self.packing_length} is over --bucket-size {self.bucket_size}"
+                found.append(f"{over}: no pack would fit")
+        except ValueError:
+            found.append(f"--bucket-size {self.bucket_size}: give a number of tokens, as in 8192 or 26K, or auto")
         if self.shared_batch_size > self.sequences_per_rank:
             found.append(
                 f"--shared-batch-size {self.shared_batch_size} is over --sequences-per-rank {self.sequences_per_rank}"

@@ -120,7 +120,8 @@ class Timing:
     @property
     def launching(self) -> Seconds:
         """(C, N): seconds in which a rank has nothing to do because its kernels are not launched yet."""
-        return self.ranks - np.maximum(self.communication[:, None], self.local) - self.sharded
+        working = np.maximum(self.communication[:, None], self.local) + self.sharded
+        return np.maximum(self.ranks - working, 0.0)
 
     def shares(self) -> dict[str, float]:
         """What the devices' time goes to, over all steps; the shares add up to 1."""

@@ -36,10 +36,11 @@ font-variant-numeric:tabular-nums}
 .times-below{grid-column:2;display:flex;justify-content:space-between;margin-top:.35rem;font-size:.76rem}
 .compare{display:grid;grid-template-columns:max-content minmax(0,1fr) max-content;gap:.5rem .9rem;align-items:center;
 margin:.6rem 0 .3rem;font-size:.92rem;font-variant-numeric:tabular-nums}
+.compare>div{display:contents}
 .compare .bars{display:flex;height:22px;min-width:0}
 .compare .bars i{display:block;height:100%}
 .compare .full{opacity:.4}
-.compare b{font-weight:650;text-align:right}
+.compare b{font-weight:650;font-size:.92rem;color:var(--ink);margin-left:.4rem}
 .compare .said{color:var(--soft);font-size:.82rem;text-align:right}
 .legend .dot{border-radius:2px}
 .wide{overflow-x:auto}
@@ -48,9 +49,9 @@ margin:.6rem 0 .3rem;font-size:.92rem;font-variant-numeric:tabular-nums}
 .wide td:first-child{white-space:nowrap;padding-left:0;text-indent:0}
 .wide td+td{padding-left:1.1rem}
 @media screen and (max-width:760px){
-.compare{grid-template-columns:minmax(0,1fr) max-content;gap:.15rem .7rem}
-.compare .bars{grid-column:1/3;grid-row:auto;margin-bottom:.6rem}
-.compare .of{order:0}
+.compare{display:block}
+.compare>div{display:grid;grid-template-columns:minmax(0,1fr) max-content;gap:.15rem .7rem;margin-bottom:.7rem}
+.compare .bars{grid-column:1/3;grid-row:2}
 }
 """
 
@@ -161,8 +162,8 @@ def compare_html(rows: Sequence[tuple[str, float, Mapping[str, float], str, str,
             if shares.get(kind, 0) > 0
         )
         found.append(
-            f"<span>{escape(name)}</span><div class='bars{' full' * is_full}'>{parts}</div>"
-            f"<span class=said><b>{escape(figure)}</b> {escape(remark)}</span>"
+            f"<div><span>{escape(name)}</span><span class='bars{' full' * is_full}'>{parts}</span>"
+            f"<span class=said>{escape(remark)} <b>{escape(figure)}</b></span></div>"
         )
     return f'<div class="compare">{"".join(found)}</div>'
 

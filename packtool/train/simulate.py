@@ -90,21 +90,20 @@ def run_simulation(config: SimulateConfig, progress: Progress) -> Simulation:
         DataError: no sample is left.
         StorageError: a file cannot be read.
     """
-    config_json = _model_config(config.model)
+    reader = CacheReader.open(config.cached_dataset) if config.cached_dataset else None
+    model = config.model or _model_of(reader)
     try:
-        sizes = ModelSizes.of_config(config_json)
+        sizes = ModelSizes.of_config(_model_config(model))
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"--model {config.model}: its config.json does not tell the model's sizes: {error}"
-        ) from error
+        raise ConfigError(f"--model {model}: its config.json does not tell the sizes: {error}") from error
     machine = Machine(
         sizes=sizes,
         hardware=read_hardware(config.hardware),
         world_size=config.world_size,
         recompute=config.gradient_checkpointing,
     )
-    options = _options(config, machine)
-    lengths, source = _lengths(config, options)
+    options = _options(config, machine, model)
+    lengths, source = _lengths(config, options, reader)
     begin = time.perf_counter()
     wanted = lengths if config.max_length is None else lengths[lengths <= config.max_length]
     kept, _ = arrange(wanted, options)
@@ -121,17 +120,17 @@ def run_simulation(config: SimulateConfig, progress: Progress) -> Simulation:
         source=source,
         num_sequences=len(kept),
         num_left_out=len(lengths) - len(kept),
-        model=config.model,
+        model=model,
         seconds=time.perf_counter() - begin,
     )
 
 
-def _options(config: SimulateConfig, machine: Machine) -> SimulateOptions:
-    bucket_size = config.bucket_size or machine.largest_bucket()
+def _options(config: SimulateConfig, machine: Machine, model: str) -> SimulateOptions:
+    bucket_size = config.bucket_tokens or machine.largest_bucket()
     if bucket_size < 1:
         states = machine.sizes.state_bytes(machine.world_size) / 1e9
         raise ConfigError(
-            f"--model {config.model}: weights, gradients and optimizer take {states:,.0f} GB of a GPU, and "
+            f"--model {model}: weights, gradients and optimizer take {states:,.0f} GB of a GPU, and "
             f"{machine.hardware.name} has {machine.usable_bytes / 1e9:,.0f} GB for them.",
             "Take a smaller model or another --hardware; ZeRO-3 is not simulated.",
         )
@@ -141,7 +140,7 @@ def _options(config: SimulateConfig, machine: Machine) -> SimulateOptions:
         machine=machine,
         num_sharing=config.sequence_parallel_size,
         bucket_size=bucket_size,
-        packing_length=config.packing_length or bucket_size,
+        packing_length=min(config.packing_length or bucket_size, bucket_size),
         sequences_per_rank=config.sequences_per_rank,
         rows=config.padded_batch_size,
         shared_rows=config.shared_batch_size,
@@ -150,10 +149,12 @@ def _options(config: SimulateConfig, machine: Machine) -> SimulateOptions:
     )
 
 
-def _lengths(config: SimulateConfig, options: SimulateOptions) -> tuple[npt.NDArray[np.integer[Any]], str]:
+def _lengths(
+    config: SimulateConfig, options: SimulateOptions, reader: CacheReader | None
+) -> tuple[npt.NDArray[np.integer[Any]], str]:
     """Tokens of the samples, and where they are from."""
-    if config.cached_dataset:
-        return CacheReader.open(config.cached_dataset).index.length, " ".join(config.cached_dataset)
+    if reader is not None:
+        return reader.index.length, " ".join(config.cached_dataset)
     if config.lengths is not None:
         return read_lengths(config.lengths), config.lengths
     assert config.distribution is not None, "checked with the settings"
@@ -163,6 +164,14 @@ def _lengths(config: SimulateConfig, options: SimulateOptions) -> tuple[npt.NDAr
         raise DataError(f"No sample like {config.distribution}'s fits.", "Raise --bucket-size or --max-length.")
     num = round(options.sequences_wanted(typical) * _TYPICAL / len(typical))
     return draw(config.distribution, num, seed=config.seed), f"lengths as in {config.distribution}"
+
+
+def _model_of(reader: CacheReader | None) -> str:
+    """The caches' model, if it is still where it was."""
+    if reader is None:
+        return "8b"
+    model = str(reader.manifests[0].identity.spec["model"])
+    return model if storage.exists(storage.join(model, "config.json")) else "8b"
 
 
 def _model_config(model: str) -> Mapping[str, Any]:
