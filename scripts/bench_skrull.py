@@ -214,7 +214,7 @@ def run_settings(settings: Sequence[Setting], steps: int, seed: int) -> Iterator
         yield {
             "model": setting.model,
             "data": setting.data,
-            "baseline_seconds": float(base.timing.step_seconds().mean()),
+            "baseline_seconds": float(base.timing.step_seconds.mean()),
             "sorted": by_length.speedup_over(base),
             "packed": packed.speedup_over(base),
             "as_printed": variant(lengths, options).speedup_over(base),

@@ -55,7 +55,7 @@ class Outcome:
     @property
     def seconds_per_token(self) -> float:
         """Of the whole run for each true token."""
-        return float(self.timing.step_seconds().sum()) / self.num_tokens
+        return float(self.timing.step_seconds.sum()) / self.num_tokens
 
     def speedup_over(self, other: Outcome) -> float:
         """How many times as many tokens a second."""
@@ -64,8 +64,8 @@ class Outcome:
     def figures(self, baseline: Outcome) -> dict[str, Any]:
         """All figures by name, as JSON has them; times in seconds, memory in GB of 10^9 bytes."""
         timing, machine = self.timing, self.options.machine
-        steps = timing.step_seconds()
-        balance = imbalance(timing.busy())
+        steps = timing.step_seconds
+        balance = imbalance(timing.busy)
         micro_batches = timing.sums(np.ones(timing.schedule.num_cells))
         computed = int(timing.schedule.tokens.sum())
         return {
@@ -81,8 +81,8 @@ class Outcome:
             "mfu": self.flops / (float(steps.sum()) * machine.world_size * machine.hardware.peak),
             "balance": float(balance.mean()),
             "worst_balance": float(balance.max()),
-            "communication_share": float(timing.waited().sum() / steps.sum()),
-            "shares": timing.shares(),
+            "communication_share": float(timing.waited.sum() / steps.sum()),
+            "shares": timing.shares,
             "padding_share": 1 - self.num_tokens / computed,
             "micro_batches": float(micro_batches.max(axis=1).mean()),
             "peak_memory_gb": float(timing.memory.max()) / 1e9,

@@ -22,6 +22,7 @@ Left out: the optimizer's own time, loading, stragglers, congestion, and padding
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -112,26 +113,27 @@ class Timing:
     tokens: npt.NDArray[np.float64]
     synchronisation: float
 
-    @property
+    @cached_property
     def exposed(self) -> Seconds:
         """(C, N): seconds of communication that no local work hides."""
         return np.maximum(self.communication[:, None] - self.local, 0.0)
 
-    @property
+    @cached_property
     def launching(self) -> Seconds:
         """(C, N): seconds in which a rank has nothing to do because its kernels are not launched yet."""
         working = np.maximum(self.communication[:, None], self.local) + self.sharded
         return np.maximum(self.ranks - working, 0.0)
 
+    @cached_property
     def shares(self) -> dict[str, float]:
         """What the devices' time goes to, over all steps; the shares add up to 1."""
-        total = float(self.step_seconds().sum()) * self.schedule.num_groups * self.schedule.num_sharing
+        total = float(self.step_seconds.sum()) * self.schedule.num_groups * self.schedule.num_sharing
         found = {
             "local": float(self.local.sum()),
             "sharded": float(self.sharded.sum()),
             "communication": float(self.exposed.sum()),
             "launching": float(self.launching.sum()),
-            "synchronisation": total / float(self.step_seconds().mean()) * self.synchronisation,
+            "synchronisation": total / float(self.step_seconds.mean()) * self.synchronisation,
         }
         found = {name: seconds / total for name, seconds in found.items()}
         return {**found, "waiting": max(1 - sum(found.values()), 0.0)}
@@ -141,22 +143,26 @@ class Timing:
         plan = self.schedule
         return _sums(self._keys, per_cell, plan.num_steps * plan.num_groups).reshape(plan.num_steps, -1)
 
+    @cached_property
     def busy(self) -> Seconds:
         """(S, W): seconds that each device computes."""
         parts = [self.sums(column) for column in (self.local + self.sharded).T]
         return np.stack(parts, axis=2).reshape(self.schedule.num_steps, -1)
 
+    @cached_property
     def group_seconds(self) -> Seconds:
         """(S, W / N): until each data-parallel rank is done with its micro-batches."""
         return self.sums(self.ranks.max(axis=1))
 
+    @cached_property
     def step_seconds(self) -> Seconds:
         """(S,)."""
-        return self.group_seconds().max(axis=1) + self.synchronisation
+        return self.group_seconds.max(axis=1) + self.synchronisation
 
+    @cached_property
     def waited(self) -> Seconds:
         """(S,): seconds of communication in the open, on the data-parallel rank that is done last."""
-        slowest = self.group_seconds().argmax(axis=1)
+        slowest = self.group_seconds.argmax(axis=1)
         rank = self.ranks.argmax(axis=1)
         exposed = self.sums(self.exposed[np.arange(len(rank)), rank])
         return exposed[np.arange(len(slowest)), slowest] + self.synchronisation
@@ -279,8 +285,12 @@ class Machine:
         """Of a device's memory."""
         return self.hardware.memory_gb * 1e9 * self.constants.usable_memory
 
-    def largest_bucket(self) -> int:
-        """Tokens that fit on a device, in whole thousands (or fewer than one); below 1 if not even the states fit."""
+    def largest_bucket(self, num_sharing: int) -> int:
+        """Tokens that fit on a device, with keys and values of a layer gathered from all that share; below 1 if none.
+
+        In whole thousands where there are as many.
+        """
         left = self.usable_bytes - self.sizes.state_bytes(self.world_size)
-        tokens = int(left // self.sizes.token_bytes(recompute=self.recompute))
+        gathered = self.sizes.kv_bytes * num_sharing if num_sharing > 1 else 0
+        tokens = int(left // (self.sizes.token_bytes(recompute=self.recompute) + gathered))
         return tokens // 1000 * 1000 if tokens >= 1000 else tokens

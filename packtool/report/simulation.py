@@ -111,7 +111,7 @@ def assumption_text(found: Simulation) -> list[str]:
 
 def simulation_page(found: Simulation, command: str) -> str:
     """The page as text."""
-    kinds = {kind for outcome in found.outcomes for kind, share in outcome.timing.shares().items() if share > 0}
+    kinds = {kind for outcome in found.outcomes for kind, share in outcome.timing.shares.items() if share > 0}
     body = [
         headline(_headline(found)),
         section(
@@ -154,7 +154,7 @@ def _compared(found: Simulation) -> list[tuple[str, float, dict[str, float], str
         remark = f"out of memory in {full} of {outcome.num_steps}" if full else ""
         length = min(outcome.seconds_per_token / longest, 1.0)
         figure = f"{outcome.speedup_over(found.baseline):.2f}x"
-        rows.append((outcome.title, length, outcome.timing.shares(), figure, remark, bool(full)))
+        rows.append((outcome.title, length, outcome.timing.shares, figure, remark, bool(full)))
     return rows
 
 
@@ -170,9 +170,9 @@ def _drawn(found: Simulation, outcome: Outcome) -> str:
     """A step of median time; those that see the same sequences in the same steps are drawn in the same step."""
     timing = outcome.timing
     alike = outcome if outcome.name not in _ALIKE else found.baseline
-    times = alike.timing.step_seconds()
+    times = alike.timing.step_seconds
     step = int(times.argsort(kind="stable")[len(times) // 2])
-    seconds = float(timing.step_seconds()[step])
+    seconds = float(timing.step_seconds[step])
     lines = lines_of(timing, step)
     num_gpus = outcome.options.machine.world_size
     sequences = int((timing.schedule.cell_steps[timing.schedule.cells] == step).sum())

@@ -84,8 +84,8 @@ def lines_of(timing: Timing, step: int) -> list[GpuLine]:
     world_size = timing.schedule.num_groups * num_sharing
     shown = {gpu: f"GPU {gpu}" for gpu in range(world_size if world_size <= _MOST_LINES else _FIRST)}
     if world_size > _MOST_LINES:
-        busy = timing.busy()[step]
-        groups = timing.group_seconds()[step]
+        busy = timing.busy[step]
+        groups = timing.group_seconds[step]
         for word, group, pick in (
             ("slowest", int(groups.argmax()), np.argmax),
             ("fastest", int(groups.argmin()), np.argmin),
@@ -97,7 +97,7 @@ def lines_of(timing: Timing, step: int) -> list[GpuLine]:
 
 def _pieces(timing: Timing, step: int, group: int, rank: int) -> list[Piece]:
     plan = timing.schedule
-    done = float(timing.group_seconds()[step].max())
+    done = float(timing.group_seconds[step].max())
     found: list[Piece] = []
     at = 0.0
     for cell in np.flatnonzero((plan.cell_steps == step) & (plan.cell_groups == group)):

@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from packtool import storage
 from packtool.cache.reader import CacheReader
-from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, DataError
 from packtool.plan.distributions import draw, quantiles
 from packtool.plan.hardware import PRESETS, Hardware
@@ -30,6 +29,7 @@ from packtool.train.preview import read_lengths
 _SEQUENCES = 20_000  # of the steps that are simulated by default, and at least so many steps, at most so many
 _FEWEST_STEPS, _MOST_STEPS = 2, 32
 _TYPICAL = 10_000
+_DEFAULT_MODEL = "8b"
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +126,7 @@ def run_simulation(config: SimulateConfig, progress: Progress) -> Simulation:
 
 
 def _options(config: SimulateConfig, machine: Machine, model: str) -> SimulateOptions:
-    bucket_size = config.bucket_tokens or machine.largest_bucket()
+    bucket_size = config.bucket_tokens or machine.largest_bucket(config.sequence_parallel_size)
     if bucket_size < 1:
         states = machine.sizes.state_bytes(machine.world_size) / 1e9
         raise ConfigError(
@@ -167,21 +167,33 @@ def _lengths(
 
 
 def _model_of(reader: CacheReader | None) -> str:
-    """The caches' model, if it is still where it was."""
+    """The caches' model, if it is still where it was and tells its sizes."""
     if reader is None:
-        return "8b"
+        return _DEFAULT_MODEL
     model = str(reader.manifests[0].identity.spec["model"])
-    return model if storage.exists(storage.join(model, "config.json")) else "8b"
+    try:
+        ModelSizes.of_config(_model_config(model))
+    except (ConfigError, KeyError, TypeError, ValueError):
+        return _DEFAULT_MODEL
+    return model
 
 
 def _model_config(model: str) -> Mapping[str, Any]:
     if model in MODELS:
         return MODELS[model]
-    if not storage.exists(storage.join(model, "config.json")):
+    path = storage.join(model, "config.json")
+    if not storage.exists(path):
         raise ConfigError(
             f"--model {model}: no config.json is there.", f"Known without a directory: {', '.join(MODELS)}."
         )
-    return ModelFiles.load(model).config
+    with storage.open_read(path) as file:
+        try:
+            config = json.loads(file.read())
+        except ValueError as error:
+            raise ConfigError(f"--model {model}: its config.json is no JSON: {error}") from error
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"--model {model}: its config.json holds a {type(config).__name__}, not names and values")
+    return config
 
 
 def read_hardware(name: str) -> Hardware:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from packtool.cli.main import run
+from packtool.plan.model_sizes import PRESETS
 from packtool.report.timeline import duration
 from packtool.simulate_options import STRATEGIES
 from tests.cache.conftest import model as model
@@ -52,14 +53,17 @@ def test_lengths_of_a_cache_and_of_a_file(
     run_export: Callable[..., Any], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_export()
-    found = simulated(capsys, str(tmp_path / "cache"), "--world-size", "2", "--sequence-parallel-size", "2")
-    assert found["source"] == str(tmp_path / "cache")
+    found = simulated(capsys, str(tmp_path / "cache"))
+    assert (found["source"], found["model"]) == (str(tmp_path / "cache"), "8b")  # the cache's model tells no sizes
     assert found["strategies"][0]["steps"] == 1
     np.save(tmp_path / "lengths.npy", np.array([100, 200, 300, 10**7]))
-    words = ("--lengths", str(tmp_path / "lengths.npy"), "--model", str(model), "--max-length", "250")
-    found = simulated(capsys, *words)
+    words = ("--lengths", str(tmp_path / "lengths.npy"), "--max-length", "250", "--model")
+    assert run(["simulate", *words, str(model)]) == 2
+    assert "does not tell the sizes: 'hidden_size'" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text(json.dumps(PRESETS["qwen2.5-7b"]))
+    found = simulated(capsys, *words, str(tmp_path))
     assert (found["sequences"], found["left_out"]) == (2, 2)
-    assert found["model_sizes"]["num_layers"] > 0
+    assert found["model_sizes"]["num_layers"] == 28
 
 
 def test_hardware_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

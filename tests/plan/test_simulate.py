@@ -52,7 +52,7 @@ def test_one_rank_and_one_sequence() -> None:
     timing = machine(1).time(one_sequence(1000))
     flops = SIZES.cost.per_token + SIZES.cost.per_target_token
     expected = (1000 + 300) * flops / (989e12 * 0.8) + 1000 * (1000 + 512) * SIZES.cost.per_square / (989e12 * 0.35)
-    assert timing.step_seconds()[0] == pytest.approx(expected)
+    assert timing.step_seconds[0] == pytest.approx(expected)
     assert timing.memory[0, 0] == SIZES.state_bytes(1) + 1000 * SIZES.token_bytes(recompute=False)
 
 
@@ -63,15 +63,15 @@ def test_one_sharded_sequence() -> None:
     expected = (1000 + 300) * flops / (989e12 * 0.8) + 8000 * (1000 + 512) * SIZES.cost.per_square / (989e12 * 0.35)
     gathers = 3 * 24 * found.hardware.collective_seconds(8000 * SIZES.kv_bytes, 8)
     assert timing.ranks[0] == pytest.approx(np.full(8, expected + gathers))
-    assert timing.step_seconds()[0] == pytest.approx(expected + gathers + timing.synchronisation)
-    assert timing.waited()[0] == pytest.approx(gathers + timing.synchronisation)
+    assert timing.step_seconds[0] == pytest.approx(expected + gathers + timing.synchronisation)
+    assert timing.waited[0] == pytest.approx(gathers + timing.synchronisation)
 
 
 def test_a_gpu_is_never_faster_than_its_launches() -> None:
     found = machine(1, Constants(launch_us=5))
     assert found.launch_seconds == pytest.approx(24 * 150 * 5e-6)
     timing = found.time(one_sequence(10))
-    assert timing.step_seconds()[0] == found.launch_seconds
+    assert timing.step_seconds[0] == found.launch_seconds
     assert timing.launching[0, 0] == pytest.approx(found.launch_seconds - timing.local[0, 0])
 
 
@@ -79,10 +79,9 @@ def test_recomputation_costs_a_third_and_saves_memory() -> None:
     plain = machine(1)
     again = replace(plain, recompute=True)
     schedule_of_one = one_sequence(5000)
-    assert again.time(schedule_of_one).step_seconds() == pytest.approx(
-        plain.time(schedule_of_one).step_seconds() * 4 / 3
-    )
-    assert again.largest_bucket() > plain.largest_bucket() > 10_000
+    assert again.time(schedule_of_one).step_seconds == pytest.approx(plain.time(schedule_of_one).step_seconds * 4 / 3)
+    assert plain.largest_bucket(1) > plain.largest_bucket(64)
+    assert again.largest_bucket(1) > plain.largest_bucket(1) > 10_000
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -109,9 +108,9 @@ def test_times_keep_their_bounds(data: str) -> None:
     for found in outcomes(options(), data).values():
         timing = found.timing
         bound = found.flops / 32 / found.options.machine.hardware.peak
-        assert timing.step_seconds().sum() > bound
+        assert timing.step_seconds.sum() > bound
         assert (timing.ranks >= timing.local + timing.sharded - 1e-12).all()
-        shares = timing.shares()
+        shares = timing.shares
         assert sum(shares.values()) == pytest.approx(1)
         assert min(shares.values()) >= 0
         figures = found.figures(found)
@@ -124,7 +123,7 @@ def test_times_keep_their_bounds(data: str) -> None:
 def test_twice_the_peak_is_half_the_computing() -> None:
     slow, fast = (outcomes(options(machine(peak_tflops=peak))) for peak in (500, 1000))
     for name in ("padded", "packed", "context-parallel"):
-        assert slow[name].timing.busy() == pytest.approx(2 * fast[name].timing.busy())
+        assert slow[name].timing.busy == pytest.approx(2 * fast[name].timing.busy)
 
 
 def test_links_without_limits_cost_nothing() -> None:
@@ -140,7 +139,7 @@ def test_skrull_is_not_slower_than_sharding_everything(data: str, model: str) ->
     chosen = options(of, bucket_size=13_000, packing_length=13_000)
     lengths = lengths_for(chosen, data)
     shared, skrull = simulate(lengths, ["context-parallel", "skrull"], chosen)
-    assert (skrull.timing.step_seconds() <= shared.timing.step_seconds()).all()
+    assert (skrull.timing.step_seconds <= shared.timing.step_seconds).all()
     assert not skrull.out_of_memory.any()
 
 
