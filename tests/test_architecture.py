@@ -28,7 +28,15 @@ ORDER = (
 )
 BASE = {
     *("errors", "constants", "progress", "settings", "storage"),
-    *("config", "packing_options", "parallel_options", "row_options", "eval_options", "verify_options"),
+    *(
+        "config",
+        "packing_options",
+        "parallel_options",
+        "row_options",
+        "eval_options",
+        "verify_options",
+        "simulate_options",
+    ),
 }
 
 OWNERS = {

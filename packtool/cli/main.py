@@ -17,10 +17,12 @@ from packtool.cli.export import run_export
 from packtool.cli.inspect import InspectConfig, run_inspect
 from packtool.cli.options import PanelCommand, command_of, option_kinds
 from packtool.cli.plan import run_plan
+from packtool.cli.simulate import run_simulate
 from packtool.cli.verify import run_verify
 from packtool.config import ExportConfig, PlanConfig, TrainConfig
 from packtool.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_UNEXPECTED, EXIT_USAGE, PacktoolError
 from packtool.eval_options import EvalConfig
+from packtool.simulate_options import SimulateConfig
 from packtool.verify_options import VerifyConfig
 
 app = typer.Typer(
@@ -51,6 +53,9 @@ app.command(cls=PanelCommand, name="plan", help="Look at a whole schedule before
     command_of(PlanConfig, run_plan)
 )
 app.command(
+    cls=PanelCommand, name="simulate", help="Time the steps of every strategy on a cluster that is only on paper."
+)(command_of(SimulateConfig, run_simulate))
+app.command(
     cls=PanelCommand, name="verify", help="Show that packed samples are what they are alone, with your model and data."
 )(command_of(VerifyConfig, run_verify))
 
@@ -61,10 +66,11 @@ _SETTINGS = {
     "eval": EvalConfig,
     "inspect": InspectConfig,
     "plan": PlanConfig,
+    "simulate": SimulateConfig,
     "verify": VerifyConfig,
     "demo": DemoConfig,
 }
-_NAMELESS = {"inspect": "--directory", "plan": "--cached-dataset"}
+_NAMELESS = {"inspect": "--directory", "plan": "--cached-dataset", "simulate": "--cached-dataset"}
 
 
 def _version(show: bool) -> None:

@@ -23,6 +23,8 @@ _OTHERS = "Other options"
 _PANELS = (
     "Options",
     "Model and data",
+    "Model and hardware",
+    "Steps",
     "Rows",
     "Streaming",
     "Packing",

@@ -62,32 +62,43 @@ def page(content: PageContent) -> str:
     fingerprints = [(what, value) for what, value in content.figures if _FINGERPRINT.fullmatch(value)]
     figures = [figure for figure in content.figures if figure not in fingerprints]
     sections = [
-        _section("What became of the rows", _rows(content.rows)) if content.rows else "",
+        section("What became of the rows", _rows(content.rows)) if content.rows else "",
         _lengths_and_fills(content),
         _packs(content) if content.packs else "",
         _balance(content.balance) if content.balance else "",
-        _section("All figures", _figures(figures)) if figures else "",
-        _section(
+        section("All figures", figure_list(figures)) if figures else "",
+        section(
             "How to get here again",
-            "".join(_command(what, line) for what, line in content.commands)
-            + "".join(_command(f"Fingerprint of the {what}", value) for what, value in fingerprints),
+            "".join(command_line(what, line) for what, line in content.commands)
+            + "".join(command_line(f"Fingerprint of the {what}", value) for what, value in fingerprints),
             "The same inputs, options and seed give the same plan, and the same plan has the same fingerprint.",
         ),
     ]
+    return document(content.title, "packtool plan", f"{headline(content.headline)}\n{''.join(sections)}")
+
+
+def document(title: str, tool: str, body: str, style: str = "") -> str:
+    """A page around its body.
+
+    Args:
+        title: plain text.
+        tool: the command that made it.
+        body, style: HTML, and CSS besides that of every page.
+    """
     return (
         "<!doctype html>\n"
-        f'<html lang="en"><head><meta charset="utf-8"><title>{escape(content.title)} · packtool plan</title>'
+        f'<html lang="en"><head><meta charset="utf-8"><title>{escape(title)} · {tool}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
-        f"<style>{_STYLE}</style></head>\n<body><main>"
-        f"<header><p class=tool>{_SIGN}packtool plan</p><h1>{escape(content.title)}</h1></header>\n"
-        f"{_headline(content.headline)}\n{''.join(sections)}"
-        f"<footer>packtool {escape(__version__)}. This page needs nothing but itself.</footer>"
+        f"<style>{_STYLE}{style}</style></head>\n<body><main>"
+        f"<header><p class=tool>{_SIGN}{tool}</p><h1>{escape(title)}</h1></header>\n"
+        f"{body}<footer>packtool {escape(__version__)}. This page needs nothing but itself.</footer>"
         "</main></body></html>\n"
     )
 
 
-def _headline(figures: Sequence[tuple[str, str, str]]) -> str:
+def headline(figures: Sequence[tuple[str, str, str]]) -> str:
+    """Large figures on cards: (number, what it counts, remark)."""
     cards = "".join(
         f"<div class=card><p class='number{' long' * (len(number) > 8)}'>{escape(number)}</p>"
         f"<p class=what>{escape(what)}</p><p class=remark>{escape(remark)}</p></div>"
@@ -96,7 +107,8 @@ def _headline(figures: Sequence[tuple[str, str, str]]) -> str:
     return f"<div class=cards>{cards}</div>"
 
 
-def _section(title: str, body: str, note: str = "") -> str:
+def section(title: str, body: str, note: str = "") -> str:
+    """A panel of HTML under a heading; heading and note are plain text."""
     said = f"<p class=note>{escape(note)}</p>" if note else ""
     return f"<section><h2>{escape(title)}</h2>{said}{body}</section>\n"
 
@@ -114,14 +126,14 @@ def _rows(rows: Sequence[tuple[str, int]]) -> str:
 def _lengths_and_fills(content: PageContent) -> str:
     """Side by side where there is room. Without packing, fill is length told twice: it is left out."""
     marks = ((float(content.capacity), f"pack: {content.capacity:,}"),) if _shares_packs(content) else ()
-    lengths = _section(
+    lengths = section(
         "Sample lengths",
         histogram_svg(content.lengths, "samples", "tokens of a sample", marks=marks),
         "How many samples have how many tokens.",
     )
     if not _shares_packs(content):
         return lengths
-    fills = _section(
+    fills = section(
         "Fill of the packs",
         histogram_svg(content.fills, "packs", "part of a pack that is used", suffix="%"),
         "How many packs are how full.",
@@ -139,7 +151,7 @@ def _packs(content: PageContent) -> str:
     drawn = packs_svg(content.packs, content.capacity)
     if not _shares_packs(content):
         note = f"Each bar is a sample; the full width is {room}. No two share a pack."
-        return _section(f"{num} {_plural(num, 'sample')} to scale", drawn, note)
+        return section(f"{num} {_plural(num, 'sample')} to scale", drawn, note)
     each = max(round(sum(content.lengths.counts) / sum(content.fills.counts)), 1)
     stretches = plain_batches(content.packs, each)
     num_samples, tokens = sum(map(len, content.packs)), sum(map(sum, content.packs))
@@ -147,7 +159,7 @@ def _packs(content: PageContent) -> str:
     lines = num_lines(stretches, content.capacity)
     more = f"<p class=note>and {lines - _MOST_LINES:,} more</p>" if lines > _MOST_LINES else ""
     times = f"<span class=number>{1 + padding / tokens:.1f}×</span> as many tokens to compute without packing"
-    return _section(
+    return section(
         f"{num} {_plural(num, 'pack')} to scale, and the same samples without packing",
         f"<div class=sides><div><h3>Packed: {num} {_plural(num, 'line')}</h3>{drawn}"
         f"<p class=note>{num_samples:,} {_plural(num_samples, 'sample')}, each attended to by itself.</p>"
@@ -188,14 +200,14 @@ def _balance(balance: tuple[Sequence[float], Sequence[float]]) -> str:
     alike = list(before) == list(after)
     legend = "<p class=legend><span class='dot hollow'></span>packs dealt in turn, like cards</p>" * (not alike)
     legend += "<p class=legend><span class='dot c0'></span>as planned</p>"
-    return _section(
+    return section(
         "Balance of the ranks, step by step",
         f"{legend}{steps_svg(before, after)}",
         "The slowest rank's work over the mean rank's. At 1 nobody waits for anybody.",
     )
 
 
-def _figures(figures: Sequence[tuple[str, str]]) -> str:
+def figure_list(figures: Sequence[tuple[str, str]]) -> str:
     """In two columns where there is room; what is indented belongs to the line before it."""
     lines = "".join(
         f"<div{' class=sub' * what.startswith(' ')}><dt>{escape(what.strip())}</dt><dd>{escape(value)}</dd></div>"
@@ -204,7 +216,7 @@ def _figures(figures: Sequence[tuple[str, str]]) -> str:
     return f"<dl>{lines}</dl>"
 
 
-def _command(what: str, line: str) -> str:
+def command_line(what: str, line: str) -> str:
     """A line that wraps between words: an option is not torn at its hyphens."""
     words = " ".join(f"<span>{escape(word)}</span>" for word in line.split(" "))
     return f"<h3>{escape(what)}</h3><pre>{words}</pre>"

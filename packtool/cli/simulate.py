@@ -1,0 +1,35 @@
+"""``packtool simulate``."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+
+import typer
+
+from packtool.simulate_options import SimulateConfig
+
+
+def run_simulate(config: SimulateConfig, as_json: bool) -> None:
+    """Simulate, print, and write the page that is asked for."""
+    from packtool.report.simulation import assumption_text, simulation_json, simulation_page, table_lines, title_of
+    from packtool.report.terminal import TerminalProgress
+    from packtool.train.simulate import run_simulation
+
+    with TerminalProgress() as progress:
+        found = run_simulation(config, progress)
+    if config.html is not None:
+        from packtool import storage
+
+        command = shlex.join(["packtool", *sys.argv[1:]])
+        storage.publish(config.html, simulation_page(found, command).encode())
+    if as_json:
+        typer.echo(json.dumps(simulation_json(found)))
+        return
+    typer.echo(title_of(found))
+    typer.echo("\n".join(table_lines(found)))
+    typer.echo("\nwhat the times rest on")
+    typer.echo("\n".join(assumption_text(found)))
+    if config.html is not None:
+        typer.echo(f"written: {config.html}")

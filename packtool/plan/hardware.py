@@ -1,0 +1,156 @@
+"""Accelerators on paper: peak speed, memory and links, from their makers' data sheets.
+
+GB and TB are powers of ten, links are counted in one direction, and speeds of matrix products are dense bfloat16 (half
+of what data sheets print "with sparsity"). A machine of another kind is a file with the same fields, see ``of_fields``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from packtool.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """One accelerator and what connects it to others.
+
+    Args:
+        name: for tables.
+        peak_tflops: dense bfloat16, TFLOP/s.
+        memory_gb: of one accelerator.
+        hbm_gb_per_s: bandwidth of its memory; printed, for what it says about short kernels.
+        intra_node_gb_per_s: to the others of its node, one direction.
+        inter_node_gb_per_s: of each accelerator's network card, one direction.
+        gpus_per_node: that the faster links join.
+        latency_us: microseconds that a collective takes in one node however few bytes it moves; 53 for 2 MB in Skrull's
+            table (arXiv 2505.19609).
+        matmul_share: of the peak that large matrix products reach.
+        attention_share: of the peak that attention of long sequences reaches, forward and backward.
+        link_share: of a link's bandwidth that collectives reach.
+    """
+
+    name: str
+    peak_tflops: float
+    memory_gb: float
+    hbm_gb_per_s: float
+    intra_node_gb_per_s: float
+    inter_node_gb_per_s: float
+    gpus_per_node: int = 8
+    latency_us: float = 50.0
+    matmul_share: float = 0.8
+    attention_share: float = 0.5
+    link_share: float = 0.8
+
+    @classmethod
+    def of_fields(cls, fields: Mapping[str, Any], origin: str) -> Hardware:
+        """A machine from a file's names and numbers; what is left out and has a default keeps it.
+
+        Args:
+            origin: the file, for messages.
+
+        Raises:
+            ConfigError: listing unknown names, missing ones, and what is no number above zero.
+        """
+        declared = {field.name: field for field in dataclasses.fields(cls)}
+        problems = [f"{origin}: unknown field {name!r}" for name in fields if name not in declared]
+        values: dict[str, Any] = {"name": str(fields.get("name", origin))}
+        for name, field in declared.items():
+            if name == "name":
+                continue
+            if name not in fields:
+                if field.default is dataclasses.MISSING:
+                    problems.append(f"{origin}: {name} is missing")
+                continue
+            value = fields[name]
+            number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+            if not number or value < 0 or (value == 0 and name != "latency_us"):
+                problems.append(f"{origin}: {name} is {value!r}, not a number above zero")
+            elif name.endswith("_share") and value > 1:
+                problems.append(f"{origin}: {name} is {value!r}; a share is at most 1")
+            elif name == "gpus_per_node" and value != int(value):
+                problems.append(f"{origin}: gpus_per_node is {value!r}, not a whole number")
+            else:
+                values[name] = int(value) if name == "gpus_per_node" else float(value)
+        if problems:
+            raise ConfigError.from_problems(problems)
+        return cls(**values)
+
+    @property
+    def peak(self) -> float:
+        """FLOP/s."""
+        return self.peak_tflops * 1e12
+
+    def collective_seconds(self, num_bytes: float, num_ranks: int) -> float:
+        """An all-gather that leaves ``num_bytes`` on every rank, or a reduce-scatter of as many.
+
+        Fixed below a size, linear above: each rank receives the other ranks' parts, (n - 1) / n of all. Over several
+        nodes each node also receives the other nodes' parts, through all its network cards at once, and the slower of
+        the two counts; the fixed part grows with the logarithm of the nodes, as for a tree.
+
+        Args:
+            num_ranks: n, which fill nodes one after the other.
+        """
+        if num_ranks == 1 or num_bytes <= 0:
+            return 0.0
+        num_nodes = -(-num_ranks // self.gpus_per_node)
+        fixed = self.latency_us * 1e-6 * (1 + math.log2(num_nodes))
+        return max(fixed, num_bytes / self.bytes_per_second(num_ranks))
+
+    def bytes_per_second(self, num_ranks: int) -> float:
+        """Bytes that such a collective of many leaves on every rank in a second."""
+        num_nodes = -(-num_ranks // self.gpus_per_node)
+        inside = (num_ranks - 1) / num_ranks / self.intra_node_gb_per_s
+        between = (num_nodes - 1) / num_nodes / (self.inter_node_gb_per_s * self.gpus_per_node)
+        return self.link_share * 1e9 / max(inside, between)
+
+
+PRESETS = {
+    # NVIDIA H100 Tensor Core GPU data sheet, SXM5: 1,979 TFLOP/s with sparsity, 80 GB, 3.35 TB/s, NVLink 900 GB/s both
+    # ways; DGX H100 user guide: a ConnectX-7 of 400 Gb/s for each GPU. Attention: Shah et al. 2024, "FlashAttention-3",
+    # abstract: FlashAttention-2 reaches 35 % of an H100. Matrix products: 8192^3 was measured at 788 TFLOP/s (H200).
+    "h100": Hardware(
+        name="H100 SXM 80 GB",
+        peak_tflops=989,
+        memory_gb=80,
+        hbm_gb_per_s=3350,
+        intra_node_gb_per_s=450,
+        inter_node_gb_per_s=50,
+        attention_share=0.35,
+    ),
+    # NVIDIA H200 Tensor Core GPU data sheet, SXM: the H100's arithmetic and links, 141 GB at 4.8 TB/s.
+    "h200": Hardware(
+        name="H200 SXM 141 GB",
+        peak_tflops=989,
+        memory_gb=141,
+        hbm_gb_per_s=4800,
+        intra_node_gb_per_s=450,
+        inter_node_gb_per_s=50,
+        attention_share=0.35,
+    ),
+    # NVIDIA A100 Tensor Core GPU data sheet, SXM4 80 GB: 312 TFLOP/s, 2,039 GB/s, NVLink 600 GB/s both ways; DGX A100:
+    # a ConnectX-6 of 200 Gb/s for each GPU. Attention: Dao 2023, "FlashAttention-2": backward up to 63 % of an A100.
+    "a100": Hardware(
+        name="A100 SXM 80 GB",
+        peak_tflops=312,
+        memory_gb=80,
+        hbm_gb_per_s=2039,
+        intra_node_gb_per_s=300,
+        inter_node_gb_per_s=25,
+        attention_share=0.6,
+    ),
+    # Huawei Atlas 800T A2 (eight Ascend 910B3) brochure: 2.5 PFLOP/s in 16 bits, 64 GB, HCCS 392 GB/s both ways, a port
+    # of 200 Gb/s for each. Bandwidth of the memory as commonly reported; no efficiency is published: defaults.
+    "910b": Hardware(
+        name="Ascend 910B3 64 GB",
+        peak_tflops=313,
+        memory_gb=64,
+        hbm_gb_per_s=1600,
+        intra_node_gb_per_s=196,
+        inter_node_gb_per_s=25,
+    ),
+}

@@ -1,0 +1,105 @@
+"""What ``packtool simulate`` needs to know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from packtool.packing_options import num_tokens
+from packtool.settings import option
+
+StrategyName = Literal["padded", "packed", "packed-balanced", "context-parallel", "sorted", "packed-shared", "skrull"]
+STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
+BASELINE: StrategyName = "context-parallel"
+"""What speed-ups are told over, where it is simulated: DeepSpeed's ZeRO-2 with context parallelism for all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateConfig:
+    """What ``packtool simulate`` needs to know."""
+
+    cached_dataset: tuple[str, ...] = option((), "Caches to take lengths from; they may stand without the name.")
+    lengths: str | None = option(None, "Take the lengths in this .npy, .json or .txt file.")
+    distribution: Literal["wikipedia", "lmsys", "chatqa2"] | None = option(
+        None, "Draw lengths like those of Wikipedia, LMSYS-Chat-1M or ChatQA2-Long-SFT."
+    )
+    max_length: int | None = option(
+        None, "Samples longer than this are left out; by default those that a whole group cannot hold.", minimum=2
+    )
+    steps: int | None = option(
+        None, "Optimizer steps to simulate; by default so many that it takes seconds, at most 32.", minimum=1
+    )
+    strategies: tuple[str, ...] = option(STRATEGIES, "Which strategies to compare.")
+    seed: int = option(42, "Seed of lengths, packing and order.", minimum=0)
+    html: str | None = option(None, "Write a page that draws a step of each strategy, GPU by GPU, to this file.")
+
+    model: str | None = option(
+        None,
+        "8b, qwen2.5-0.5b, qwen2.5-7b, or a directory with a config.json: tells FLOPs and memory. By default the "
+        "caches' model, or 8b.",
+        panel="Model and hardware",
+    )
+    hardware: str = option(
+        "h100", "h100, h200, a100, 910b, or a .yaml or .json file of the same fields.", panel="Model and hardware"
+    )
+    world_size: int = option(32, "GPUs.", panel="Model and hardware", minimum=1)
+    gradient_checkpointing: bool = option(False, "Recompute activations to save memory.", panel="Model and hardware")
+
+    sequence_parallel_size: int = option(
+        8,
+        "GPUs of a group, which share the micro-batches of the context parallel strategies.",
+        panel="Steps",
+        minimum=1,
+    )
+    bucket_size: str = option(
+        "auto",
+        "Tokens that a GPU may hold, more being out of memory: a number, as in 8192 or 26K (K is 1024), or auto for "
+        "what fits.",
+        panel="Steps",
+    )
+    packing_length: int | None = option(
+        None, "Tokens of a pack, on each GPU; by default --bucket-size.", panel="Steps", minimum=1
+    )
+    sequences_per_rank: int = option(
+        64, "Sequences of a global batch for each group of GPUs (a data-parallel rank).", panel="Steps", minimum=1
+    )
+    padded_batch_size: int = option(4, "Rows of a micro-batch of the strategy padded.", panel="Steps", minimum=1)
+    shared_batch_size: int = option(
+        1,
+        "Sequences of a micro-batch of the strategies context-parallel and sorted, padded to the longest.",
+        panel="Steps",
+        minimum=1,
+    )
+
+    @property
+    def bucket_tokens(self) -> int | None:
+        """``--bucket-size`` as a number; None if it is auto.
+
+        Raises:
+            ValueError: if it is neither.
+        """
+        return None if self.bucket_size == "auto" else num_tokens(self.bucket_size)
+
+    def problems(self) -> list[str]:
+        """Mistakes that only show when settings are seen together."""
+        found = []
+        if (bool(self.cached_dataset), self.lengths is not None, self.distribution is not None).count(True) != 1:
+            found.append("give either caches, or --lengths FILE, or --distribution NAME")
+        if self.world_size % self.sequence_parallel_size:
+            found.append(
+                f"--world-size {self.world_size} is no multiple of --sequence-parallel-size "
+                f"{self.sequence_parallel_size}: GPUs would be left over"
+            )
+        try:
+            if (self.packing_length or 0) > (self.bucket_tokens or float("inf")):
+                over = f"--packing-length {self.packing_length} is over --bucket-size {self.bucket_size}"
+                found.append(f"{over}: no pack would fit")
+        except ValueError:
+            found.append(f"--bucket-size {self.bucket_size}: give a number of tokens, as in 8192 or 26K, or auto")
+        if self.shared_batch_size > self.sequences_per_rank:
+            found.append(
+                f"--shared-batch-size {self.shared_batch_size} is over --sequences-per-rank {self.sequences_per_rank}"
+            )
+        unknown = [name for name in self.strategies if name not in STRATEGIES]
+        found += [f"--strategies {name}: known are {', '.join(STRATEGIES)}" for name in unknown]
+        return found

@@ -1,0 +1,289 @@
+#!/usr/bin/env python3
+"""Skrull's six settings on paper, beside what its authors measured (arXiv 2505.19609).
+
+    python scripts/bench_skrull.py [--steps 20] [--seed 0] [--json FILE]
+
+Qwen2.5 of 0.5B and 7B on 32 H100, lengths as in Wikipedia, LMSYS-Chat-1M and ChatQA2-Long-SFT, 26K and 13K tokens on a
+GPU, 4 groups of 8 GPUs and 64 sequences for each (7B with ChatQA2: 2 groups of 16, 40 sequences). Every strategy is
+planned by packtool's own planners and timed by ``packtool.plan.simulate_cost``, whose constants come from data sheets
+and other papers; none was chosen to meet these results. Speed-ups are over context parallelism for all, one sequence in
+a micro-batch, which is our reading of the paper's ZeRO-2 baseline.
+
+- *as printed*: the paper's algorithm with its two errors corrected; *Skrull*: packtool's, which goes on from there.
+- *over packed*: Skrull over packs that whole groups share, a baseline that the paper does not have.
+
+Ablation (0.5B, ChatQA2, one group of 8): sequences to ranks in turn instead of to the least loaded one, and no
+roll-back, so that what fits nowhere is sharded all the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import heapq
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a checkout, too
+
+from packtool.plan.distributions import DistributionName, draw
+from packtool.plan.hardware import PRESETS
+from packtool.plan.model_sizes import PRESETS as MODELS
+from packtool.plan.model_sizes import ModelSizes
+from packtool.plan.pack_plan import Int32Array
+from packtool.plan.simulate import Outcome, arrange, outcome, simulate
+from packtool.plan.simulate_cost import Machine
+from packtool.plan.simulate_strategies import SimulateOptions, schedule_of
+from packtool.plan.skrull import SHARDED, MicroBatch
+
+# An all-gather of 2 MB took 53 us there, and one of 1024 MB 6468 us: (7 / 8) 1024 MB / 6468 us. The links between nodes
+# are not told: 80 % of 400 Gb/s for each GPU.
+PAPERS_H100 = dataclasses.replace(
+    PRESETS["h100"],
+    latency_us=53.0,
+    intra_node_gb_per_s=7 / 8 * 1024e6 / 6468e-6 / 1e9,
+    inter_node_gb_per_s=40.0,
+    link_share=1.0,
+)
+PAPER = {"mean": 3.76, "peak": 7.54, "qwen2.5-0.5b": 5.50, "qwen2.5-7b": 2.03, "over sorted": 3.45}
+PAPER_ABLATION = {"round robin": "1.17x", "Skrull as printed": "1.40x"}
+DEPARTURES = """where this departs from the paper
+- Their times are measured, these are computed. How their baseline fills micro-batches is not known to us; here it is
+  one sequence each. With short sequences a GPU then has less to do than launching kernels takes (18 ms for 0.5B),
+  which is why those settings come out far above theirs. A baseline of packs, which hold several global batches where
+  sequences are short, takes that away (over packed).
+- 7B is timed with recomputed activations, without which 13K tokens do not fit into 80 GB by this model; 0.5B without.
+- Gradients are synchronised once a step; if ZeRO-2 does so for every micro-batch, the baseline is slower than here.
+- Lengths are drawn through the published points, log-linear between them and from 64 tokens on. What 8 (or 16) buckets
+  cannot hold is left out, as LMSYS's longest, of 1643K."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model on a data set; see ``SimulateOptions``."""
+
+    model: str
+    data: DistributionName
+    world_size: int = 32
+    num_sharing: int = 8
+    sequences_per_rank: int = 64
+
+    def options(self, steps: int, seed: int) -> SimulateOptions:
+        """With the paper's buckets."""
+        large = self.model == "qwen2.5-7b"
+        sizes = ModelSizes.of_config(MODELS[self.model])
+        bucket = (13 if large else 26) * 1024
+        return SimulateOptions(
+            machine=Machine(sizes=sizes, hardware=PAPERS_H100, world_size=self.world_size, recompute=large),
+            num_sharing=self.num_sharing,
+            bucket_size=bucket,
+            packing_length=bucket,
+            sequences_per_rank=self.sequences_per_rank,
+            num_steps=steps,
+            seed=seed,
+        )
+
+    def lengths(self, options: SimulateOptions) -> Int32Array:
+        """As many as all strategies need."""
+        typical = draw(self.data, 10_000, seed=options.seed + 1)
+        fitting = typical[typical <= options.longest]
+        return arrange(draw(self.data, round(1.1 * options.sequences_wanted(fitting)), seed=options.seed), options)[0]
+
+
+SETTINGS = (
+    Setting("qwen2.5-0.5b", "wikipedia"),
+    Setting("qwen2.5-0.5b", "lmsys"),
+    Setting("qwen2.5-0.5b", "chatqa2"),
+    Setting("qwen2.5-7b", "wikipedia"),
+    Setting("qwen2.5-7b", "lmsys"),
+    Setting("qwen2.5-7b", "chatqa2", num_sharing=16, sequences_per_rank=40),
+)
+ABLATION = Setting("qwen2.5-0.5b", "chatqa2", world_size=8)
+
+
+class Ranks:
+    """The ranks of a micro-batch while sequences are placed by the paper's heuristic or a variant of it."""
+
+    def __init__(self, options: SimulateOptions, in_turn: bool) -> None:
+        self.num, self.in_turn, self.turn = options.num_sharing, in_turn, 0
+        self.alignment = options.alignment
+        self.room = [float(options.bucket_size)] * self.num
+        self.load = [0.0] * self.num
+        self.places: dict[int, int] = {}
+        self.local: list[list[tuple[int, int, float]]] = [[] for _ in range(self.num)]
+
+    def add(self, sequence: int, tokens: int, flops: float, roll_back: bool) -> bool:
+        """Place a sequence; False if it fits nowhere, in which case it is sharded without room for it."""
+        share = -(-tokens // self.alignment) * self.alignment / self.num
+        while True:
+            if min(self.room) >= 0:
+                candidates = [self.turn % self.num] if self.in_turn else [int(np.argmin(self.load))]
+                rank = next((one for one in [*candidates, int(np.argmax(self.room))] if self.room[one] >= tokens), None)
+                if rank is not None:
+                    self.turn += 1
+                    self.room[rank] -= tokens
+                    self.load[rank] += flops
+                    self.local[rank].append((sequence, tokens, flops))
+                    self.places[sequence] = rank
+                    return True
+                if min(self.room) >= share:
+                    self._shard(sequence, share)
+                    return True
+            fullest = int(np.argmin(self.room))
+            if not roll_back or not self.local[fullest]:
+                self._shard(sequence, share)
+                return False
+            rolled, its_tokens, its_flops = self.local[fullest].pop()
+            self.room[fullest] += its_tokens
+            self.load[fullest] -= its_flops
+            self._shard(rolled, -(-its_tokens // self.alignment) * self.alignment / self.num)
+
+    def _shard(self, sequence: int, share: float) -> None:
+        self.places[sequence] = SHARDED
+        self.room = [room - share for room in self.room]
+
+
+def as_printed(
+    lengths: Int32Array, options: SimulateOptions, *, in_turn: bool = False, roll_back: bool = True
+) -> list[list[list[MicroBatch]]]:
+    """The paper's algorithm (corrected) on every step, and what is left of it without a part.
+
+    Args:
+        in_turn: sequences go to the ranks of a group in turn, not to the least loaded one.
+        roll_back: False gives up instead, with as few micro-batches as the tokens need.
+    """
+    per_step = options.sequences_per_step
+    steps = []
+    for first in range(0, options.num_steps * per_step, per_step):
+        sizes = lengths[first : first + per_step].astype(np.int64)
+        flops = options.machine.sizes.cost(sizes, sizes**2, target_tokens=sizes)
+        ranks = []
+        for hand in _deal(flops.tolist(), options.num_groups):
+            ascending = sorted(hand, key=lambda one: (sizes[one], one))
+            fewest = -(-int(sizes[hand].sum()) // (options.bucket_size * options.num_sharing))
+            for num in range(fewest, len(hand) + 1):
+                cut = [ascending[part::num] for part in range(num)]
+                placed = [
+                    _place(part, sizes.tolist(), flops.tolist(), Ranks(options, in_turn), roll_back) for part in cut
+                ]
+                if not roll_back or all(fits for _, fits in placed):
+                    break
+            ranks.append([MicroBatch(batch.samples + first, batch.places) for batch, _ in placed])
+        steps.append(ranks)
+    return steps
+
+
+def _place(
+    part: Sequence[int], sizes: Sequence[int], flops: Sequence[float], ranks: Ranks, roll_back: bool
+) -> tuple[MicroBatch, bool]:
+    fits = [ranks.add(one, sizes[one], flops[one], roll_back) for one in part]
+    return MicroBatch(np.array(part, np.int64), np.array([ranks.places[one] for one in part], np.int64)), all(fits)
+
+
+def _deal(flops: Sequence[float], num_ranks: int) -> list[list[int]]:
+    hands: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads = [(0.0, rank) for rank in range(num_ranks)]
+    for one in sorted(range(len(flops)), key=lambda one: -flops[one]):
+        load, rank = heapq.heappop(loads)
+        hands[rank].append(one)
+        heapq.heappush(loads, (load + flops[one], rank))
+    return hands
+
+
+def variant(lengths: Int32Array, options: SimulateOptions, **parts: bool) -> Outcome:
+    """A variant of Skrull, timed."""
+    plan = schedule_of(as_printed(lengths, options, **parts), lengths, options)
+    return outcome("skrull", options.machine.time(plan), lengths, options)
+
+
+def run_settings(settings: Sequence[Setting], steps: int, seed: int) -> Iterator[dict[str, Any]]:
+    """A row for each setting: speed-ups over context parallelism for all."""
+    for setting in settings:
+        options = setting.options(steps, seed)
+        lengths = setting.lengths(options)
+        base, by_length, packed, skrull = simulate(
+            lengths, ["context-parallel", "sorted", "packed-shared", "skrull"], options
+        )
+        assert not skrull.out_of_memory.any()
+        yield {
+            "model": setting.model,
+            "data": setting.data,
+            "baseline_seconds": float(base.timing.step_seconds.mean()),
+            "sorted": by_length.speedup_over(base),
+            "packed": packed.speedup_over(base),
+            "as_printed": variant(lengths, options).speedup_over(base),
+            "skrull": skrull.speedup_over(base),
+            "over_sorted": skrull.speedup_over(by_length),
+            "over_packed": skrull.speedup_over(packed),
+        }
+
+
+def run_ablation(setting: Setting, steps: int, seed: int) -> Iterator[tuple[str, float, int]]:
+    """(what, speed-up over context parallelism for all, steps out of memory)."""
+    options = setting.options(steps, seed)
+    lengths = setting.lengths(options)
+    base, skrull = simulate(lengths, ["context-parallel", "skrull"], options)
+    found = {
+        "round robin": variant(lengths, options, in_turn=True),
+        "round robin, no roll-back": variant(lengths, options, in_turn=True, roll_back=False),
+        "Skrull as printed": variant(lengths, options),
+        "as printed, no roll-back": variant(lengths, options, roll_back=False),
+        "Skrull": skrull,
+    }
+    for name, one in found.items():
+        yield name, one.speedup_over(base), int(one.out_of_memory.sum())
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Simulate and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps of each setting")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    args = parser.parse_args(arguments)
+    constants = SETTINGS[0].options(1, 0).machine.constants
+    print(f"constants: {constants}\nhardware: {PAPERS_H100}\n")
+    names = ("baseline", "sorted", "packed", "as printed", "Skrull", "over sorted", "over packed")
+    print(f"{'':<26}" + "".join(f"{name:>13}" for name in names))
+    rows = []
+    for row in run_settings(SETTINGS, args.steps, args.seed):
+        rows.append(row)
+        speedups = [row[key] for key in ("sorted", "packed", "as_printed", "skrull", "over_sorted", "over_packed")]
+        shown = "".join(f"{value:>12.2f}x" for value in speedups)
+        print(f"{row['model']:<14}{row['data']:<12}{row['baseline_seconds'] * 1000:>10,.0f} ms{shown}", flush=True)
+    print(f"\n{'Skrull over ZeRO-2':<26}{'paper':>13}{'as printed':>13}{'Skrull':>13}")
+    for name, pick in summaries(rows).items():
+        shown = "".join(f"{value:>12.2f}x" for value in pick)
+        print(f"{name:<26}{PAPER[name]:>12.2f}x{shown}")
+    print(f"\n{'ablation':<26}{'paper':>13}{'here':>13}{'out of memory':>16}")
+    ablation = list(run_ablation(ABLATION, args.steps, args.seed))
+    for name, speedup, full in ablation:
+        told = PAPER_ABLATION.get(name, "out of memory" if "no roll" in name else "")
+        print(f"{name:<26}{told:>13}{speedup:>12.2f}x{f'{full} of {args.steps}' if full else '-':>16}")
+    print(f"\n{DEPARTURES}")
+    if args.json is not None:
+        args.json.write_text(json.dumps({"settings": rows, "ablation": ablation}))
+        print(f"wrote {args.json}")
+
+
+def summaries(rows: Sequence[dict[str, Any]]) -> dict[str, tuple[float, ...]]:
+    """The figures that the paper gives, as (as printed, Skrull)."""
+    found: dict[str, list[float]] = {name: [] for name in PAPER}
+    for key in ("as_printed", "skrull"):
+        speedups = np.array([row[key] for row in rows])
+        found["mean"].append(float(speedups.mean()))
+        found["peak"].append(float(speedups.max()))
+        for model in ("qwen2.5-0.5b", "qwen2.5-7b"):
+            found[model].append(float(np.mean([row[key] for row in rows if row["model"] == model])))
+        found["over sorted"].append(float(np.mean([row[key] / row["sorted"] for row in rows])))
+    return {name: tuple(values) for name, values in found.items()}
+
+
+if __name__ == "__main__":
+    main()

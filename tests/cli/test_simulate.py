@@ -1,0 +1,128 @@
+"""``packtool simulate`` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from packtool.cli.main import run
+from packtool.plan.model_sizes import PRESETS
+from packtool.report.timeline import duration
+from packtool.simulate_options import STRATEGIES
+from tests.cache.conftest import model as model
+from tests.cache.conftest import rows as rows
+from tests.cache.conftest import run_export as run_export
+from tests.cli.test_plan import Tags
+
+SMALL = ("--steps", "2", "--model", "qwen2.5-0.5b", "--bucket-size", "26K")
+
+
+def simulated(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    capsys.readouterr()
+    assert run(["simulate", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["simulate", "--distribution", "wikipedia", *SMALL]) == 0
+    out = capsys.readouterr().out
+    for told in ("Skrull", "context parallel for all", "1.00x", "2 steps were simulated", "n / (n + 300)", "GB/s"):
+        assert told in out
+    widths = {len(line) for line in out.splitlines()[1 : 2 + len(STRATEGIES)]}
+    assert len(widths) == 1
+
+
+def test_figures_and_their_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--distribution", "chatqa2", *SMALL, "--strategies", "context-parallel", "skrull")
+    found = simulated(capsys, *words)
+    assert [one["strategy"] for one in found["strategies"]] == ["context-parallel", "skrull"]
+    assert found["strategies"][0]["speedup"] == 1 < found["strategies"][1]["speedup"]
+    assert found["bucket_size"] == 26 * 1024
+    assert found["baseline"] == "context-parallel"
+    again = simulated(capsys, *words)
+    assert {**again, "seconds": 0} == {**found, "seconds": 0}
+    assert simulated(capsys, *words, "--seed", "7")["strategies"] != found["strategies"]
+
+
+def test_lengths_of_a_cache_and_of_a_file(
+    run_export: Callable[..., Any], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_export()
+    found = simulated(capsys, str(tmp_path / "cache"))
+    assert (found["source"], found["model"]) == (str(tmp_path / "cache"), "8b")  # the cache's model tells no sizes
+    assert found["strategies"][0]["steps"] == 1
+    np.save(tmp_path / "lengths.npy", np.array([100, 200, 300, 10**7]))
+    words = ("--lengths", str(tmp_path / "lengths.npy"), "--max-length", "250", "--model")
+    assert run(["simulate", *words, str(model)]) == 2
+    assert "does not tell the sizes: 'hidden_size'" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text(json.dumps(PRESETS["qwen2.5-7b"]))
+    found = simulated(capsys, *words, str(tmp_path))
+    assert (found["sequences"], found["left_out"]) == (2, 2)
+    assert found["model_sizes"]["num_layers"] == 28
+
+
+def test_hardware_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.yaml"
+    numbers = "peak_tflops: 100\nmemory_gb: 32\nhbm_gb_per_s: 1000\nintra_node_gb_per_s: 100\n"
+    path.write_text(numbers + "inter_node_gb_per_s: 10\nname: mine\n")
+    words = ("--distribution", "wikipedia", *SMALL[:4], "--hardware", str(path))
+    assert simulated(capsys, *words)["hardware"]["name"] == "mine"
+    path.write_text(numbers)
+    assert run(["simulate", *words]) == 2
+    assert "inter_node_gb_per_s is missing" in capsys.readouterr().err
+    path.write_text("[1, 2]")
+    assert run(["simulate", *words]) == 2
+    assert "found a list" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((), "give either caches, or --lengths FILE, or --distribution NAME"),
+        (("--distribution", "wikipedia", "--world-size", "30"), "--world-size 30 is no multiple"),
+        (("--distribution", "wikipedia", "--bucket-size", "many"), "as in 8192 or 26K"),
+        (("--distribution", "wikipedia", "--bucket-size", "1K", "--packing-length", "2000"), "no pack would fit"),
+        (("--distribution", "wikipedia", "--strategies", "magic"), "known are padded, packed"),
+        (("--distribution", "wikipedia", "--shared-batch-size", "65"), "is over --sequences-per-rank 64"),
+        (("--distribution", "wikipedia", "--hardware", "b900"), "neither h100, h200, a100, 910b nor"),
+        (("--distribution", "wikipedia", "--model", "nowhere"), "no config.json is there"),
+        (("--distribution", "books"), "books"),
+    ],
+)
+def test_mistakes(words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["simulate", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_files_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["simulate", "--lengths", str(tmp_path / "gone.npy")]) == 5
+    assert run(["simulate", "--distribution", "wikipedia", "--hardware", str(tmp_path / "gone.yaml")]) == 5
+    assert run(["simulate", "--distribution", "wikipedia", "--bucket-size", "1", "--world-size", "8"]) == 3
+    assert "gone.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("world_size", ["32", "1024"])
+def test_the_page(world_size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "page.html"
+    words = ("--distribution", "wikipedia", *SMALL, "--world-size", world_size)
+    simulated(capsys, *words, "--html", str(path))
+    text = path.read_text()
+    tags = Tags()
+    tags.feed(text)
+    assert not tags.open
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+    assert text.count('class="timeline"') == len(STRATEGIES)
+    assert ("slowest" in text) == (world_size == "1024")
+    for told in ("Skrull", "Time for the same tokens", "communication in the open", "What the times rest on"):
+        assert told in text
+    assert len(text) < 3e6
+
+
+def test_durations() -> None:
+    shown = [duration(seconds) for seconds in (0, 1.2e-5, 0.0363, 0.9994, 1.157, 12.34, 123.4)]
+    assert shown == ["0", "0.0120 ms", "36.3 ms", "999 ms", "1.16 s", "12.3 s", "123 s"]

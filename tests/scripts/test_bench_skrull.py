@@ -1,0 +1,47 @@
+"""The benchmark of Skrull on paper runs, and its variants of the algorithm are what they are called."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from packtool.plan.skrull import SHARDED
+from tests.scripts.loading import load_script
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    return load_script("bench_skrull")
+
+
+def test_all_of_it(bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.main(["--steps", "2", "--json", str(tmp_path / "found.json")])
+    out = capsys.readouterr().out
+    for told in ("3.76x", "7.54x", "ablation", "out of memory", "departs from the paper", "intra_node_gb_per_s"):
+        assert told in out
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert len(found["settings"]) == 6
+    for row in found["settings"]:
+        assert row["skrull"] >= row["sorted"] * 0.99
+        assert row["skrull"] > 1
+    full = {name: steps for name, _, steps in found["ablation"]}
+    assert full["Skrull"] == full["Skrull as printed"] == full["round robin"] == 0
+    assert full["round robin, no roll-back"] > 0
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_the_printed_algorithm_keeps_to_its_buckets(bench: ModuleType, in_turn: bool) -> None:
+    options = bench.ABLATION.options(2, 0)
+    lengths = bench.ABLATION.lengths(options)
+    steps = bench.as_printed(lengths, options, in_turn=in_turn)
+    placed = np.concatenate([batch.samples for ranks in steps for rank in ranks for batch in rank])
+    assert sorted(placed.tolist()) == list(range(2 * options.sequences_per_step))
+    for batch in (batch for ranks in steps for rank in ranks for batch in rank):
+        tokens, sharded = lengths[batch.samples].astype(np.int64), batch.places == SHARDED
+        local = np.bincount(batch.places[~sharded], tokens[~sharded], options.num_sharing)
+        padded = -(-tokens[sharded] // options.alignment) * options.alignment
+        assert local.max() + padded.sum() / options.num_sharing <= options.bucket_size
