@@ -37,17 +37,15 @@ STEPS: dict[str, dict[str, Any]] = {
     "sharded": TWO | {"fsdp": ["full_shard"], "gradient_accumulation_steps": 8},
     "dynamic": TWO | {"packing": False, "per_device_train_batch_size": 40, "dynamic_batch_tokens": 300},
     "skrull": TWO | SKRULL | {"per_device_train_batch_size": 8},
+    "skrull-ranks": SKRULL | {"per_device_train_batch_size": 4},
     "skrull-unpacked": TWO | SKRULL | {"ulysses_size": 2, "packing": False, "per_device_train_batch_size": 40},
 }
 CURVES: dict[str, dict[str, Any]] = {kind: TWO | {"sequence_parallel_type": kind} for kind in ("ring", "ulysses")}
-# Of four processes: two groups of two, one of four, and Skrull on two groups.
+# Of four processes.
 FOUR: dict[str, dict[str, Any]] = {
     "two-groups": TWO | {"gradient_accumulation_steps": 1},
-    "both-axes": {"ulysses_size": 2, "ring_size": 2},
     "skrull": TWO | SKRULL | {"gradient_accumulation_steps": 1, "sequence_parallel_type": "ring"},
 }
-# Four data-parallel ranks with a pack each, and the samples of these packs dealt anew.
-RANKS: dict[str, dict[str, Any]] = {"packs": {}, "skrull": SKRULL}
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +91,8 @@ def four(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four processes."""
     root = tmp_path_factory.mktemp("four")
     jobs: list[Any] = [["train", str(root / name), CURVE | settings] for name, settings in FOUR.items()]
-    given = CURVE | {"gradient_accumulation_steps": 1, "num_train_epochs": 10.0}
-    jobs += [["train", str(root / f"ranks-{name}"), given | settings] for name, settings in RANKS.items()]
+    both = {"ulysses_size": 2, "ring_size": 2, "per_device_train_batch_size": 8}
+    jobs.append(["train", str(root / "both-axes"), DESCENT | both])
     run_processes(4, world, jobs, root)
     return root
 
@@ -138,13 +136,12 @@ def test_twenty_steps_of_adapters(shared: Path, alone: Path) -> None:
 
 @pytest.mark.parametrize("name", FOUR)
 def test_twenty_steps_of_four_processes(name: str, four: Path, alone: Path) -> None:
-    """Two groups of two, both axes at once, and Skrull."""
+    """Two groups of two, with and without Skrull."""
     check_same_curve(four / name, alone / "curve")
 
 
-def test_twenty_steps_of_ranks_that_share_nothing(four: Path) -> None:
-    """Skrull deals samples to data-parallel ranks, too, where no rows are shared."""
-    check_same_curve(four / "ranks-skrull", four / "ranks-packs")
+def test_both_axes_at_once(four: Path, alone: Path) -> None:
+    check_same_step(four / "both-axes", alone / "step")
 
 
 def test_a_resumed_run_does_what_is_left(shared: Path) -> None:
