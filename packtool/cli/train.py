@@ -92,4 +92,10 @@ def _prepare(config: TrainConfig, world: World) -> None:
         return
     with TerminalProgress() as progress:
         config = with_cache(config, progress)
+    if config.bucket_size == "auto":
+        # Every process finds it out for itself, and says so; the plan is only checked here.
+        from packtool.progress import SilentProgress
+        from packtool.train.bucket import with_bucket
+
+        config = with_bucket(config, world, SilentProgress())
     prepare_run(config, world)

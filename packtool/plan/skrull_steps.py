@@ -11,6 +11,7 @@ import numpy.typing as npt
 from packtool.plan.balance import Costs
 from packtool.plan.pack_plan import Int64Array, PackPlan, with_each_alone
 from packtool.plan.skrull import SHARDED, MicroBatch, check_buckets, schedule_step
+from packtool.plan.step_time import StepTime
 from packtool.plan.steps import StepPlan, step_plan
 
 
@@ -22,11 +23,13 @@ class SkrullOptions:
         bucket_size: tokens that a rank may hold in a micro-batch, C.
         context_parallel: ranks that share a micro-batch, N.
         alignment: sharded sequences are padded to a multiple of it.
+        times: of devices and links, by which placements are compared.
     """
 
     bucket_size: int
     context_parallel: int = 1
     alignment: int = 1
+    times: StepTime = StepTime()
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +91,7 @@ def deal_skrull(
             context_parallel=options.context_parallel,
             bucket_size=options.bucket_size,
             alignment=options.alignment,
+            times=options.times,
         )
         num_cells = max(map(len, ranks))
         for micro_batches in ranks:

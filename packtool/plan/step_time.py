@@ -35,6 +35,15 @@ class StepTime:
     fixed_seconds: float = 53e-6
     bytes_per_second: float = 160e9
 
+    @classmethod
+    def of_model(cls, *, num_layers: int, kv_bytes: float) -> StepTime:
+        """The same devices and links with another model.
+
+        Args:
+            kv_bytes: of one token's keys and values in one layer.
+        """
+        return cls(num_collectives=3 * num_layers, kv_bytes_per_token=kv_bytes)
+
     def communication(self, num_tokens: int) -> float:
         """Seconds that the keys and values of so many sharded tokens travel: fixed below a size, then linear."""
         if num_tokens == 0:

@@ -16,8 +16,10 @@ from packtool.config import PlanConfig, TrainConfig
 from packtool.errors import ConfigError
 from packtool.plan.cost import CostModel
 from packtool.plan.epoch import EpochPlan, PlanOptions, deal_packs, plan_epoch, reordered
+from packtool.plan.model_sizes import ModelSizes
 from packtool.plan.packing import PackPlan
 from packtool.plan.skrull_steps import SkrullOptions
+from packtool.plan.step_time import StepTime
 from packtool.train.schedule import Rest, Schedule, rest_of
 
 _KEPT = 2
@@ -82,6 +84,19 @@ def cost_of(config: Mapping[str, Any]) -> CostModel:
         return CostModel.of_config(config)
     except (KeyError, TypeError, ValueError):
         return CostModel.of_8b()
+
+
+def with_model(options: PlanOptions, config: Mapping[str, Any]) -> PlanOptions:
+    """The options with a model's FLOPs, and for Skrull what its keys and values take on their way."""
+    options = dataclasses.replace(options, cost=cost_of(config))
+    try:
+        sizes = ModelSizes.of_config(config)
+    except (KeyError, TypeError, ValueError):
+        return options
+    if options.skrull is None:
+        return options
+    times = StepTime.of_model(num_layers=sizes.num_layers, kv_bytes=sizes.kv_bytes)
+    return dataclasses.replace(options, skrull=dataclasses.replace(options.skrull, times=times))
 
 
 class Planner:

@@ -22,7 +22,7 @@ from packtool.plan.evaluation import EvaluationPlan
 from packtool.train.check import check_plan, choice_of_targets, open_caches, packs_of
 from packtool.train.checkpoint import RunState, find_checkpoint, read_state
 from packtool.train.figures import SampleFigures
-from packtool.train.planner import Dealing, Planner, cost_of, plan_options
+from packtool.train.planner import Dealing, Planner, plan_options, with_model
 from packtool.train.prepare_eval import plan_of_samples
 from packtool.train.schedule import Schedule
 from packtool.train.sharing import axes_of
@@ -143,7 +143,7 @@ def _planner(
         check_plan(saved, config, reader)
     max_length = config.max_length or max(manifest.max_length for manifest in reader.manifests)
     options = plan_options(config, packing=config.packing, max_length=max_length, world_size=1)
-    options = dataclasses.replace(options, cost=cost_of(files.config))
+    options = with_model(options, files.config)
     if saved is not None:
         options = dataclasses.replace(options, max_length=saved.info.max_length, packing_length=saved.info.capacity)
     return Planner(config, options, reader.index, targets, packs_of(saved) if saved is not None else None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,6 @@ from packtool.config import PlanConfig
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, DataError
 from packtool.plan.balance import imbalance
-from packtool.plan.cost import CostModel
 from packtool.plan.epoch import (
     EpochPlan,
     PlanOptions,
@@ -28,7 +28,8 @@ from packtool.plan.epoch import (
     padded_fill,
     plan_epoch,
 )
-from packtool.train.planner import cost_of, plan_options
+from packtool.plan.model_sizes import PRESETS
+from packtool.train.planner import plan_options, with_model
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,13 +136,13 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
         lengths = read_lengths(str(config.lengths))
         targets, media = lengths, None
         longest = packing_length or config.packing_length or int(lengths.max(initial=1))
-    cost, cost_source = _cost(config, reader)
+    model_config, cost_source = _model(config, reader)
     room = packing_length or config.packing_length
     max_length = min(config.max_length or longest, room or longest)
     options = plan_options(
         config, packing=config.packing, max_length=max_length, world_size=config.world_size // config.num_sharing
     )
-    options = dataclasses.replace(options, cost=cost, packing_length=room or max_length)
+    options = dataclasses.replace(with_model(options, model_config), packing_length=room or max_length)
     begin = time.perf_counter()
     plan = plan_epoch(lengths, targets, options, seed=config.seed, media_tokens=media)
     seconds = time.perf_counter() - begin
@@ -238,13 +239,13 @@ def _skrull_figures(summary: PlanSummary) -> dict[str, Any] | None:
     }
 
 
-def _cost(config: PlanConfig, reader: CacheReader | None) -> tuple[CostModel, str]:
-    """What packs cost, and whose config.json says so."""
+def _model(config: PlanConfig, reader: CacheReader | None) -> tuple[Mapping[str, Any], str]:
+    """The ``config.json`` that tells what packs cost, and whose it is."""
     model = config.model
     if model is None and reader is not None:
         model = str(reader.manifests[0].identity.spec["model"])
         if not storage.exists(storage.join(model, "config.json")):
             model = None
     if model is None:
-        return CostModel.of_8b(), "a dense model of 8 billion weights (--model names another)"
-    return cost_of(ModelFiles.load(model).config), model
+        return PRESETS["8b"], "a dense model of 8 billion weights (--model names another)"
+    return ModelFiles.load(model).config, model

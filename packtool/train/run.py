@@ -31,6 +31,11 @@ def train(config: TrainConfig, progress: Progress, world: World | None = None) -
     world = (world or World.from_environment()).shared_by(config.num_sharing)
     progress = progress if world.is_first else SilentProgress()
     config = with_cache(config, progress)
+    if config.bucket_size == "auto":
+        # Needs torch, and the plan needs its answer.
+        from packtool.train.bucket import with_bucket
+
+        config = with_bucket(config, world, progress)
     run: PreparedRun | PreparedStream
     if config.streaming:
         run = prepare_stream(config, world)
