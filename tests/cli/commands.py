@@ -11,8 +11,10 @@ from packtool.cli.main import run
 
 
 def run_here(script: str) -> None:
-    """Run each line as a shell would read it: settings in front, ``packtool``, its words; a new process for each
-    would import for longer than it works."""
+    """Run each line as a shell would read it: settings in front, ``packtool``, its words.
+
+    A process for each would import for longer than it works.
+    """
     for line in script.replace("\\\n", " ").strip().splitlines():
         words = [os.path.expandvars(word) for word in shlex.split(line)]
         with pytest.MonkeyPatch.context() as patch:
