@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -17,6 +18,20 @@ from packtool import storage
 from tests.s3_server import ENVIRONMENT, Proxy, S3Server
 
 REPOSITORY = Path(__file__).parent.parent
+# Files that take longest, in this order: begun last, one of them would go on alone while the other workers wait.
+LONGEST = (
+    "tests/test_readme.py",
+    "tests/train/test_gradients.py",
+    "tests/cli/test_seed_commands.py",
+    "tests/train/test_realdata.py",
+    "tests/cache/test_export.py",
+    "tests/train/test_resume.py",
+    "tests/train/test_videos_and_sounds.py",
+    "tests/encode/test_against_processor_media.py",
+    "tests/train/test_streaming.py",
+    "tests/stream/test_packs.py",
+    "tests/train/test_run.py",
+)
 
 # Nothing here may wait for a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -25,6 +40,23 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Tests run side by side on few cores: threads that wait must not spin.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files that take longest come first; in a file, and among the others, the order stays."""
+    places = {REPOSITORY / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported lives until the end: who collects garbage, as every training does, need not look at it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Modules that count what was left over would complain."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ import pytest
 
 from packtool.demo.model import make_model
 from packtool.demo.world import make_rows
+from tests.cli.commands import run_here
 
 
 def blocks(repository: Path) -> list[str]:
@@ -46,11 +47,19 @@ def test_the_two_commands(repository: Path, tmp_path: Path) -> None:
     assert "test_readme" in shell(f"{test} --collect-only -q tests/test_readme.py", repository).stdout
 
 
-def test_the_two_stages(repository: Path, tmp_path: Path) -> None:
+def test_the_two_stages(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Line by line; the one that starts several processes by way of bash and the installed command."""
     make_model(str(tmp_path / "model"), 0)
     make_rows(str(tmp_path), 80, 0)
     (tmp_path / "train.json").rename(tmp_path / "rows.json")
-    shell(blocks(repository)[1], tmp_path)
+    monkeypatch.chdir(tmp_path)
+    lines = re.findall(r"(?:.*\\\n)*.+", blocks(repository)[1])
+    assert [line.startswith("NPROC_PER_NODE=2 packtool train") for line in lines].count(True) == 1
+    for line in lines:
+        if line.startswith("NPROC_PER_NODE"):
+            shell(line, tmp_path)
+        else:
+            run_here(line)
     assert list((tmp_path / "output").glob("checkpoint-*/adapter_model.safetensors"))
     assert list((tmp_path / "output-full").glob("checkpoint-2/model.safetensors"))
 

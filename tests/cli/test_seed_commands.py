@@ -12,6 +12,7 @@ import pytest
 
 from packtool.demo.model import make_model
 from packtool.demo.world import make_rows
+from tests.cli.commands import run_here
 
 EXPORT_SCRIPT = """
 export MODELSCOPE_CACHE="$WORK/modelscope_cache"
@@ -98,14 +99,17 @@ def test_the_long_scripts(work: Path) -> None:
     assert (checkpoint / "tokenizer.json").exists()
 
 
-def test_the_quick_start_and_several_caches(work: Path) -> None:
-    shell(work, QUICK_START)
+def test_the_quick_start_and_several_caches(
+    work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORK", str(work))
+    run_here(QUICK_START)
     assert json.loads((work / "output" / "quick" / "packtool_train.json").read_text())["steps"] == 1
-    shell(
-        work,
+    run_here(
         "packtool export --model $WORK/model --dataset $WORK/data/train.json --max_length 10240"
-        " --output_dir $WORK/first",
+        " --output_dir $WORK/first"
     )
-    told = shell(work, SEVERAL_CACHES)
-    assert "planned, nothing trained" in told.stdout
+    capsys.readouterr()
+    run_here(SEVERAL_CACHES)
+    assert "planned, nothing trained" in capsys.readouterr().out
     assert not (work / "output" / "several").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def qwen3_vl(realdata: Path) -> Encoder:
 def text_model(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> ModelMaker:
     """Makes directories of text-only models: the real vocabulary with one of the real text templates."""
 
+    @cache
     def make(template: str) -> Path:
         folder = tmp_path_factory.mktemp(template)
         source = realdata / "tokenizers" / "qwen3-vl"

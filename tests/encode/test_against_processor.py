@@ -39,6 +39,19 @@ def processor_of(directory: Path) -> Any:
     return AutoProcessor.from_pretrained(directory)
 
 
+@cache
+def tokenizer_of(directory: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(directory)
+
+
+@cache
+def cached_encoder(directory: Path, **spec: Any) -> Encoder:
+    """Reading a real vocabulary takes longer than encoding some rows with it."""
+    return encoder_for(directory, **spec)
+
+
 def in_parts(row: dict[str, Any]) -> list[dict[str, Any]]:
     """Messages with list contents, as transformers wants pictures."""
     messages = []
@@ -58,7 +71,7 @@ def test_image_rows_token_by_token(realdata: Path, family: str, name: str) -> No
     processor = processor_of(directory)
     source = realdata / f"{name}.jsonl"
     rows = image_rows(realdata, name)
-    samples = encode_rows(encoder_for(directory), source, rows)
+    samples = encode_rows(cached_encoder(directory), source, rows)
     assert len(samples) == len(rows) > 2
     for (_, row), sample in zip(rows, samples, strict=True):
         text = processor.apply_chat_template(in_parts(row), tokenize=False)
@@ -76,7 +89,7 @@ def test_real_pixels_have_the_measured_grid_and_ids(realdata: Path, family: str)
     processor = processor_of(directory)
     source = realdata / "mm_mathvision_a.jsonl"
     by_size = sorted(
-        encode_rows(encoder_for(directory), source, image_rows(realdata, source.stem)),
+        encode_rows(cached_encoder(directory), source, image_rows(realdata, source.stem)),
         key=lambda sample: sample.images[0].height * sample.images[0].width,
     )
     rows = dict(image_rows(realdata, source.stem))
@@ -92,13 +105,11 @@ def test_real_pixels_have_the_measured_grid_and_ids(realdata: Path, family: str)
 @pytest.mark.parametrize("template", ["text-qwen2_5", "text-qwen3", "text-qwen3_instruct_2507"])
 @pytest.mark.parametrize("name", ["text_gsm8k_test", "tool_glaive_en", "tool_reasoning_50"])
 def test_text_rows_token_by_token(realdata: Path, text_model: Any, template: str, name: str) -> None:
-    from transformers import AutoTokenizer
-
     directory = text_model(template)
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer = tokenizer_of(directory)
     lines = (realdata / f"{name}.jsonl").read_text().splitlines()[:120]
     rows = list(enumerate(map(json.loads, lines)))
-    for (_, row), sample in zip(rows, encode_rows(encoder_for(directory), realdata / name, rows), strict=True):
+    for (_, row), sample in zip(rows, encode_rows(cached_encoder(directory), realdata / name, rows), strict=True):
         messages = [{key: value for key, value in m.items() if value is not None} for m in row["messages"]]
         messages = [{"content": "", **message} for message in messages]
         text = tokenizer.apply_chat_template(messages, tools=row.get("tools") or None, tokenize=False)

@@ -16,8 +16,7 @@ from packtool.media.audio import load_audio
 from packtool.media.load import load_image
 from packtool.media.video import load_video, measure_video
 from packtool.rows.sample import MediaRef, Sample, Turn
-from tests.encode.conftest import encoder_for
-from tests.encode.test_against_processor import processor_of
+from tests.encode.test_against_processor import cached_encoder, processor_of
 from tests.media.clips import write_clip
 
 MARKS = {"<image>": "image", "<video>": "video", "<audio>": "audio"}
@@ -99,11 +98,6 @@ def encoded(directory: Path, row: dict[str, Any], root: Path, **spec: Any) -> En
     (found,) = cached_encoder(directory, **spec).encode([sample_of(row, root)])
     assert isinstance(found, list), found
     return found[0]
-
-
-@cache
-def cached_encoder(directory: Path, **spec: Any) -> Any:
-    return encoder_for(directory, **spec)
 
 
 @pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen3-vl", "qwen2.5-omni", "qwen3-omni"])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-MAX_LENGTH = 4096
+from packtool.cli.main import run
+
+MAX_LENGTH = 2048
 NUM_TOKENS = 151936
 SUBSET = {"mm_mathvision_a.jsonl": 12, "mm_xtuner_coco_zh.jsonl": 6, "text_gpteacher_toolformer.jsonl": 60}
 
@@ -47,11 +51,11 @@ def world(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for row in rows:
             row["images"] = [str(realdata / image) for image in row.get("images") or []]
         (root / name).write_text("\n".join(json.dumps(row) for row in rows))
-    exported = run_packtool(
-        root,
-        *("export", "--model", "model", "--dataset", *SUBSET, "--output-dir", "cache"),
-        *("--max-length", str(MAX_LENGTH), "--image-max-token-num", "128"),
-    )
+    export = ["export", "--model", str(root / "model"), "--dataset", *(str(root / name) for name in SUBSET)]
+    export += ["--max-length", str(MAX_LENGTH), "--image-max-token-num", "128", "--output-dir", str(root / "cache")]
+    with redirect_stdout(io.StringIO()) as told:
+        assert run([*export, "--json"]) == 0
+    exported = json.loads(told.getvalue())
     assert exported["rows"] == sum(SUBSET.values())
     assert exported["kept"] >= 0.95 * exported["rows"]
     return root
