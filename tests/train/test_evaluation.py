@@ -294,7 +294,7 @@ def test_after_an_error_the_model_is_as_before(in_training: nn.Module, case: Cas
 def test_two_processes_share_the_work_and_know_the_whole(case: Case, tmp_path: Path) -> None:
     """One start: samples shared, a wrapped model, a rank without samples, plans that differ."""
     job = {"model": case.checkpoint, "cache": case.cache, "output": str(tmp_path / "two.parquet")}
-    run_two_processes(job | {"results": str(tmp_path / "rank-{}.json")})
+    run_two_processes(job | {"results": str(tmp_path / "rank-{}.json")}, tmp_path)
     first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1))
     assert first == second
     assert first["differing"] == "MismatchError"

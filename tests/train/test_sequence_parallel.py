@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,8 @@ from packtool.errors import ConfigError, UnsupportedModelError
 from packtool.progress import SilentProgress
 from packtool.train.run import train
 from packtool.train.world import World
-from tests.train.in_processes import run
+from tests.forked import run_ranks
+from tests.train.jobs import Job, run_jobs
 from tests.train.test_gradients import DESCENT, check_same_step
 from tests.train.tiny import TinyWorld, check_same_rest, export_rows, read_metrics
 
@@ -61,28 +59,30 @@ def alone(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One process, without any of it."""
     root = tmp_path_factory.mktemp("alone")
     torch.set_num_threads(1)
-    run(world, "train", str(root / "step"), DESCENT | {"per_device_train_batch_size": 8})
-    run(world, "train", str(root / "curve"), CURVE | {"eval_strategy": "steps", "eval_steps": 10})
-    run(world, "train", str(root / "lora"), CURVE | LORA)
-    run(world, "eval", str(root / "eval"), {})
+    jobs: list[Job] = [
+        ("train", root / "step", DESCENT | {"per_device_train_batch_size": 8}),
+        ("train", root / "curve", CURVE | {"eval_strategy": "steps", "eval_steps": 10}),
+        ("train", root / "lora", CURVE | LORA),
+        ("eval", root / "eval", {}),
+    ]
+    run_jobs(world, jobs)
     return root
 
 
 @pytest.fixture(scope="module")
-def shared(world: TinyWorld, alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two processes, all jobs in one start of torchrun."""
+def shared(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two processes."""
     root = tmp_path_factory.mktemp("two")
-    jobs = [["train", str(root / name), DESCENT | settings] for name, settings in STEPS.items()]
-    jobs += [["train", str(root / f"curve-{name}"), CURVE | settings] for name, settings in CURVES.items()]
-    jobs[-1][2] |= {"eval_strategy": "steps", "eval_steps": 10}
-    jobs.append(["train", str(root / "lora"), CURVE | LORA | TWO])
+    jobs: list[Job] = [("train", root / name, DESCENT | settings) for name, settings in STEPS.items()]
+    jobs += [("train", root / f"curve-{name}", CURVE | settings) for name, settings in CURVES.items()]
+    jobs[-1][2].update(eval_strategy="steps", eval_steps=10)
+    jobs.append(("train", root / "lora", CURVE | LORA | TWO))
     resumed = CURVE | CURVES["ring"] | {"resume_from_checkpoint": str(root / "curve-ring" / "checkpoint-10")}
-    jobs.append(["train", str(root / "resumed"), resumed])
-    streamed = DESCENT | world.streamed() | {"gradient_accumulation_steps": 12} | TWO
-    jobs.append(["train", str(root / "streamed"), streamed])
-    jobs += [["eval", str(root / f"eval-{kind}"), TWO | {"sequence_parallel_type": kind}] for kind in CURVES]
-    jobs += [["verify", str(root / f"verify-{kind}"), TWO | {"sequence_parallel_type": kind}] for kind in TYPES[1:]]
-    run_processes(2, world, jobs, root)
+    jobs.append(("train", root / "resumed", resumed))
+    jobs.append(("train", root / "streamed", DESCENT | world.streamed() | {"gradient_accumulation_steps": 12} | TWO))
+    jobs += [("eval", root / f"eval-{kind}", TWO | {"sequence_parallel_type": kind}) for kind in CURVES]
+    jobs += [("verify", root / f"verify-{kind}", TWO | {"sequence_parallel_type": kind}) for kind in TYPES[1:]]
+    run_ranks(2, run_jobs, world, jobs, scratch=root)
     return root
 
 
@@ -90,22 +90,11 @@ def shared(world: TinyWorld, alone: Path, tmp_path_factory: pytest.TempPathFacto
 def four(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four processes."""
     root = tmp_path_factory.mktemp("four")
-    jobs: list[Any] = [["train", str(root / name), CURVE | settings] for name, settings in FOUR.items()]
+    jobs: list[Job] = [("train", root / name, CURVE | settings) for name, settings in FOUR.items()]
     both = {"ulysses_size": 2, "ring_size": 2, "per_device_train_batch_size": 8}
-    jobs.append(["train", str(root / "both-axes"), DESCENT | both])
-    run_processes(4, world, jobs, root)
+    jobs.append(("train", root / "both-axes", DESCENT | both))
+    run_ranks(4, run_jobs, world, jobs, scratch=root)
     return root
-
-
-def run_processes(size: int, world: TinyWorld, jobs: list[Any], root: Path) -> None:
-    """Run jobs in a torchrun job."""
-    (root / "jobs.json").write_text(json.dumps({"world": dataclasses.asdict(world), "jobs": jobs}))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    command = [*torchrun, "--module", "tests.train.in_processes", str(root / "jobs.json")]
-    done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=400
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
 
 
 @pytest.mark.parametrize("name", STEPS)

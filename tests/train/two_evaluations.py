@@ -1,16 +1,12 @@
-"""What two processes evaluate together. They are forked, for importing what they need takes longer than they do."""
+"""What two processes evaluate together."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.state import AcceleratorState
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -25,34 +21,16 @@ from packtool.train.model import load_model
 from packtool.train.prepare_eval import plan_of_samples
 from packtool.train.run_eval import evaluate_caches
 from packtool.train.world import World
+from tests.forked import run_ranks
 
-_SECONDS = 200
 
-
-def run_two_processes(job: dict[str, Any]) -> None:
+def run_two_processes(job: dict[str, Any], scratch: Path) -> None:
     """Run ``main`` on two ranks of this machine's CPU, until both have ended well."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=main, args=(job, rank, port)) for rank in (0, 1)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(_SECONDS)
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
-    assert codes == [0, 0]
+    run_ranks(2, main, job, scratch=scratch)
 
 
-def main(job: dict[str, Any], rank: int, port: int) -> None:
+def main(job: dict[str, Any]) -> None:
     """Evaluate by the command's function, then in the middle of a training, then what must not be."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    AcceleratorState._reset_state(reset_partial_state=True)  # the parent's, which is alone
-    torch.cuda.is_available = lambda: False
-    torch.set_num_threads(1)
     world = World.from_environment()
     config = EvalConfig(
         model=job["model"],

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+import torch
 
-from tests.attention.parallel.in_processes import MODELS, cases
+from tests.attention.parallel.cases import MODELS, cases, find_errors
+from tests.forked import run_ranks
 
 TOLERANCES = {"cpu_flash": 2e-6, "math": 2e-6, "float64": 1e-13, "bfloat16": 1e-2}
 
@@ -18,15 +17,11 @@ TOLERANCES = {"cpu_flash": 2e-6, "math": 2e-6, "float64": 1e-13, "bfloat16": 1e-
 def found(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[int, dict[str, list[float]]]:
-    """Largest differences by case, from one torchrun job for all of them."""
-    result = tmp_path_factory.mktemp("shared") / "errors.json"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(request.param)]
-    command = [*torchrun, "--module", "tests.attention.parallel.in_processes", str(result)]
-    done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return request.param, json.loads(result.read_text())
+    """Largest differences by case, from one process group for all of them."""
+    torch.set_num_threads(1)
+    scratch = tmp_path_factory.mktemp("shared")
+    run_ranks(request.param, find_errors, scratch / "errors.json", scratch=scratch)
+    return request.param, json.loads((scratch / "errors.json").read_text())
 
 
 def test_attention_equals_the_dense_reference(found: tuple[int, dict[str, list[float]]]) -> None:

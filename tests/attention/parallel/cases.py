@@ -1,12 +1,8 @@
-"""Attends to shared rows on all ranks of a torchrun job, and writes how far each case is from the dense reference.
-
-``torchrun ... --module tests.attention.parallel.in_processes RESULT``, where RESULT becomes a JSON file on rank 0.
-"""
+"""Attends to shared rows on all ranks of a process group, and writes how far each case is from the dense reference."""
 
 from __future__ import annotations
 
 import json
-import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -81,9 +77,8 @@ def cases(world_size: int) -> list[tuple[str, str, tuple[int, int], str, int | N
     return found
 
 
-def main(result: str) -> None:
-    """Run every case."""
-    torch.set_num_threads(1)
+def find_errors(result: Path) -> None:
+    """Run every case; rank 0 writes a JSON file."""
     dist.init_process_group("gloo")
     size = dist.get_world_size()
     meshes = {name: SequenceParallel.on_mesh(MESHES[name], "cpu") for name in CHOSEN[size]}
@@ -96,8 +91,7 @@ def main(result: str) -> None:
     for name, mesh in MODELS[size]:
         found[f"{name}, {mesh}"] = check_model(name, meshes[mesh])
     if dist.get_rank() == 0:
-        Path(result).write_text(json.dumps(found))
-    dist.destroy_process_group()
+        result.write_text(json.dumps(found))
 
 
 def _error(
@@ -150,7 +144,3 @@ def _difference(found: Tensor, wanted: Tensor, largest: float) -> float:
     if not found.numel():
         return 0.0
     return float((found.double() - wanted).abs().max()) / max(largest, 1.0)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
