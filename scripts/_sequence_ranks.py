@@ -133,9 +133,10 @@ class Ranks:
         """Of each rank."""
         return self._ask("step", way)
 
-    def seconds(self, way: str) -> float:
-        """Of a step, from when all begin until the last is done."""
-        return max(self._ask("seconds", way))
+    def seconds(self, way: str) -> tuple[float, float]:
+        """Of a step, from when all begin until the last is done; and of all cores together."""
+        whole, of_cores = zip(*self._ask("seconds", way), strict=True)
+        return max(whole), sum(of_cores)
 
     def _ask(self, what: str, way: str) -> list[Any]:
         for end in self._ends:
@@ -207,14 +208,14 @@ class _Stepper:
         num_row_tokens = sum(getattr(batch, "lengths", (num_tokens,)))
         return Step(num_tokens, num_row_tokens, found, kept.num_bytes, peak.num_bytes(), sum(sent), sum(sent_back))
 
-    def seconds(self, way: str) -> float:
-        """One step."""
+    def seconds(self, way: str) -> tuple[float, float]:
+        """One step, and what this process's threads were busy with it."""
         batch = self._prepare(way)
         self._wait()
-        begin = time.perf_counter()
+        begin, busy = time.perf_counter(), time.process_time()
         self._loss(batch).backward()
         self._wait()
-        return time.perf_counter() - begin
+        return time.perf_counter() - begin, time.process_time() - busy
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

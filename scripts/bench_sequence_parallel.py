@@ -15,7 +15,8 @@ forward pass as ``Heads.volume`` tells, by which ``--sequence-parallel-type auto
 with that of P = 1 first.
 
 On the CPU all P processes share the same cores that P = 1 has to itself: the time says what sharing costs, not what it
-gains. With ``--device cuda`` every rank has a GPU.
+gains, and where others are at work, too, what all ranks' threads were busy ("CPU") says it better. With
+``--device cuda`` every rank has a GPU.
 
 Then, without any process: how even the work of P = 8 ranks is on lengths like Wikipedia's, for three ways to cut a row.
 
@@ -67,17 +68,22 @@ class Way:
         name: as ``_sequence_ranks`` has it.
         ranks: the processes.
         steps: of each rank.
-        seconds: of each round.
+        seconds: of each round, and of all cores together.
     """
 
     name: str
     ranks: Ranks
     steps: list[Step] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
+    seconds: list[tuple[float, float]] = field(default_factory=list)
 
     def most(self, what: str) -> float:
         """Of the busiest rank."""
         return max(getattr(step, what) for step in self.steps)
+
+    def slower(self, other: Way, which: int) -> float:
+        """The median over the rounds, by time (0) or by the cores' time (1)."""
+        pairs = zip(self.seconds, other.seconds, strict=True)
+        return statistics.median(mine[which] / theirs[which] for mine, theirs in pairs)
 
 
 def make_ways(work: Work, sizes: Sequence[int], folder: Path, stack: ExitStack) -> list[Way]:
@@ -143,24 +149,25 @@ def print_head(work: Work, rounds: int) -> None:
 
 def print_ways(ways: Sequence[Way], work: Work) -> None:
     """The table: MiB, and ratios to the first way."""
-    print(f"\n{'':19} {'':>6}  {'kept for backward':>17}  {'peak of a step':>17}  {'':>7}  {'sent, MiB a rank':>26}")
+    memory, of_first = f"{'MiB':>7} {'of P = 1':>9}", f"{'time':>6} {'CPU':>6}"
+    print(f"\n{'':26}  {'kept for backward':>17}  {'peak of a step':>17}  {'of P = 1':>13}  {'sent, MiB a rank':>26}")
     print(
-        f"{'':15} {'P':>3} {'tokens':>6}  {'MiB':>7} {'of P = 1':>9}  {'MiB':>7} {'of P = 1':>9}  {'time':>7}  "
-        f"{'forward':>8} {'formula':>8} {'backward':>8}"
+        f"{'':15} {'P':>3} {'tokens':>6}  {memory}  {memory}  {of_first}  {'forward':>8} {'formula':>8} {'backward':>8}"
     )
     first = ways[0]
     for way in ways:
-        memory = []
+        sizes = []
         for what in ("kept", "peak"):
             most = way.most(what)
-            memory.append(f"{most / 2**20:>7,.0f} {most / first.most(what):>9.2f}")
-        slower = statistics.median(mine / one for mine, one in zip(way.seconds, first.seconds, strict=True))
+            sizes.append(f"{most / 2**20:>7,.0f} {most / first.most(what):>9.2f}")
+        busy = f"{way.slower(first, 1):.2f}" if work.device == "cpu" else "-"
+        slower = f"{way.slower(first, 0):>6.2f} {busy:>6}"
         sent = ""
         if way.name in SHARING:
             numbers = (way.most("sent"), volume(way, work), way.most("sent_back"))
             sent = " ".join(f"{number / 2**20:>8.2f}" for number in numbers)
         start = f"{way.name:15} {way.ranks.size:>3} {way.most('num_tokens'):>6,}"
-        print(f"{start}  {memory[0]}  {memory[1]}  {slower:>7.2f}  {sent}".rstrip())
+        print(f"{start}  {sizes[0]}  {sizes[1]}  {slower}  {sent}".rstrip())
 
 
 def wikipedia_lengths(number: int, longest: int) -> npt.NDArray[np.int32]:

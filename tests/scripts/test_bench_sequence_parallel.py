@@ -21,7 +21,7 @@ def bench() -> ModuleType:
 def test_quick_run(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     bench.main(["--quick"])
     out = capsys.readouterr().out
-    row = r"^([a-z ]+?) +(\d) +([\d,]+) +\d+ +([\d.]+) +\d+ +[\d.]+ +[\d.]+(?: +([\d.]+) +([\d.]+) +([\d.]+))?$"
+    row = r"^([a-z ]+?) +(\d) +([\d,]+) +\d+ +([\d.]+) +\d+ +[\d.]+ +[\d.]+ +[\d.]+(?: +([\d.]+) +([\d.]+) +([\d.]+))?$"
     rows = {match[1]: match for match in re.finditer(row, out, re.MULTILINE)}
     assert list(rows) == ["packed", "padded", "ulysses", "ring", "allgather", "whole documents"]
     assert [match[2] for match in rows.values()] == ["1", "1", "2", "2", "2", "2"]
