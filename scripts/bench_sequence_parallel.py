@@ -1,0 +1,254 @@
+#!/usr/bin/env python3
+"""A packed row that P processes share: memory, time and traffic of a rank against one process, as ratios in one run.
+
+One row (a document of half its tokens, and conversations) goes forward and backward through a random decoder, shared by
+Ulysses, the ring and the all-gather of K and V. Beside it, what there is without sharing:
+
+- packed, P = 1: the same row on one process, or gathered whole by each; what all ratios refer to;
+- padded, P = 1: its documents below each other, padded to the longest;
+- whole documents: each dealt to one process, the longest first, as data parallelism would.
+
+Of the busiest rank: what autograd keeps for the backward pass (each storage once, without weights: exact, and the same
+on any device); the peak of a step above what was there before it (of the process, or of CUDA's allocator); the time of
+a step, in rounds that every way has its turn in, the median of the ratios; bytes that it sends, as counted, and in the
+forward pass as ``Heads.volume`` tells, by which ``--sequence-parallel-type auto`` chooses. All losses are compared
+with that of P = 1 first.
+
+On the CPU all P processes share the same cores that P = 1 has to itself: the time says what sharing costs, not what it
+gains, and where others are at work, too, what all ranks' threads were busy ("CPU") says it better. With
+``--device cuda`` every rank has a GPU.
+
+Then, without any process: how even the work of P = 8 ranks is on lengths like Wikipedia's, for three ways to cut a row.
+
+    python scripts/bench_sequence_parallel.py [--tokens 4096] [--ranks 2 4] [--model reduced] [--rounds 3]
+                                              [--device cpu] [--quick]
+
+``--quick`` takes a tiny model, a short row, P = 2 and a single round, to see that everything runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a checkout, too
+
+from packtool.attention.parallel.axes import Heads
+from packtool.batch.shard import SHARDED, Cut, deal
+from packtool.plan.packing import PackOptions, pack
+from scripts._gpu_models import mixed_lengths
+from scripts._sequence_ranks import MODELS, PACKED, PADDED, SHARING, WHOLE, Ranks, Step, Work
+
+Int64Array = npt.NDArray[np.int64]
+
+ALLOWED_ERROR = {"cpu": 1e-5, "cuda": 1e-2}
+"""Of a loss: what is rounding in float32, and in bfloat16."""
+
+BALANCE_RANKS, BALANCE_ROW = 8, 32768
+# From, to, share: Wikipedia's lengths (Skrull, arXiv 2505.19609, table 1), in each of them log-uniform.
+WIKIPEDIA = ((32, 1024, 0.8788), (1024, 4096, 0.1146), (4096, 8192, 0.0058), (8192, 32768, 0.0008))
+
+
+@dataclass
+class Way:
+    """How a row is computed, and what was found.
+
+    Args:
+        name: as ``_sequence_ranks`` has it.
+        ranks: the processes.
+        steps: of each rank.
+        seconds: of each round, and of all cores together.
+    """
+
+    name: str
+    ranks: Ranks
+    steps: list[Step] = field(default_factory=list)
+    seconds: list[tuple[float, float]] = field(default_factory=list)
+
+    def most(self, what: str) -> float:
+        """Of the busiest rank."""
+        return max(getattr(step, what) for step in self.steps)
+
+    def slower(self, other: Way, which: int) -> float:
+        """The median over the rounds, by time (0) or by the cores' time (1)."""
+        pairs = zip(self.seconds, other.seconds, strict=True)
+        return statistics.median(mine[which] / theirs[which] for mine, theirs in pairs)
+
+
+def make_ways(work: Work, sizes: Sequence[int], folder: Path, stack: ExitStack) -> list[Way]:
+    """All of them, P = 1 first; their processes are there as long as ``stack``."""
+    ways = []
+    for size in (1, *sizes):
+        ranks = stack.enter_context(Ranks(work, size, folder))
+        ways += [Way(name, ranks) for name in ((PACKED, PADDED) if size == 1 else (*SHARING, WHOLE))]
+    return ways
+
+
+def measure(ways: Sequence[Way], rounds: int) -> None:
+    """Memory and traffic of every way, then times, round after round."""
+    for way in ways:
+        way.steps = way.ranks.step(way.name)
+        print(f"  {way.name} on {way.ranks.size}: looked at", file=sys.stderr)
+    for number in range(rounds):
+        # Whoever else uses this machine does not always meet the same way.
+        turn = number % len(ways)
+        for way in [*ways[turn:], *ways[:turn]]:
+            way.seconds.append(way.ranks.seconds(way.name))
+        print(f"  round {number + 1} of {rounds}", file=sys.stderr)
+
+
+def check_losses(ways: Sequence[Way], allowed: float) -> float:
+    """The largest difference from the first way's loss; ends the program if it is more than rounding."""
+    names = [f"{way.name} on {way.ranks.size}" for way in ways]
+    losses = [sum(step.loss for step in way.steps) for way in ways]
+    errors = {name: abs(loss / losses[0] - 1) for name, loss in zip(names, losses, strict=True)}
+    worst = max(errors, key=lambda name: errors[name])
+    if not errors[worst] <= allowed:
+        sys.exit(f"{worst}: the loss is off by {errors[worst]:.1e}: it computes something else")
+    return errors[worst]
+
+
+def volume(way: Way, work: Work) -> float:
+    """Bytes that a rank sends in the forward pass of all layers, as the choice of axes reckons."""
+    text = MODELS[work.model].text
+    heads = Heads(text["num_attention_heads"], text["num_key_value_heads"])
+    size = way.ranks.size
+    per_token = heads.volume(1, size) if way.name == "ulysses" else heads.volume(size, 1)
+    item = 2 if work.device == "cuda" else 4
+    return per_token * way.steps[0].num_row_tokens * text["head_dim"] * text["num_hidden_layers"] * item
+
+
+def print_head(work: Work, rounds: int) -> None:
+    """What is measured, and on what."""
+    text = MODELS[work.model].text
+    print(
+        f"a row of {sum(work.lengths):,} tokens in {len(work.lengths)} documents, the longest of "
+        f"{max(work.lengths):,}; {text['num_hidden_layers']} layers of {text['hidden_size']}, "
+        f"{text['num_attention_heads']} heads of Q, {text['num_key_value_heads']} of K and V, "
+        f"{text['head_dim']} numbers each; {rounds} round{'s' if rounds > 1 else ''}"
+    )
+    if work.device == "cuda":
+        print(f"{torch.cuda.get_device_name()}, bfloat16, NCCL, torch {torch.__version__}")
+        return
+    print(
+        f"CPU, float32, gloo, torch {torch.__version__}; P processes share the {torch.get_num_threads()} cores of one: "
+        "times show what sharing costs"
+    )
+
+
+def print_ways(ways: Sequence[Way], work: Work) -> None:
+    """The table: MiB, and ratios to the first way."""
+    memory, of_first = f"{'MiB':>7} {'of P = 1':>9}", f"{'time':>6} {'CPU':>6}"
+    print(f"\n{'':26}  {'kept for backward':>17}  {'peak of a step':>17}  {'of P = 1':>13}  {'sent, MiB a rank':>26}")
+    print(
+        f"{'':15} {'P':>3} {'tokens':>6}  {memory}  {memory}  {of_first}  {'forward':>8} {'formula':>8} {'backward':>8}"
+    )
+    first = ways[0]
+    for way in ways:
+        sizes = []
+        for what in ("kept", "peak"):
+            most = way.most(what)
+            sizes.append(f"{most / 2**20:>7,.0f} {most / first.most(what):>9.2f}")
+        busy = f"{way.slower(first, 1):.2f}" if work.device == "cpu" else "-"
+        slower = f"{way.slower(first, 0):>6.2f} {busy:>6}"
+        sent = ""
+        if way.name in SHARING:
+            numbers = (way.most("sent"), volume(way, work), way.most("sent_back"))
+            sent = " ".join(f"{number / 2**20:>8.2f}" for number in numbers)
+        start = f"{way.name:15} {way.ranks.size:>3} {way.most('num_tokens'):>6,}"
+        print(f"{start}  {sizes[0]}  {sizes[1]}  {slower}  {sent}".rstrip())
+
+
+def wikipedia_lengths(number: int, longest: int) -> npt.NDArray[np.int32]:
+    """Drawn like Wikipedia's, none longer than a row."""
+    generator = np.random.default_rng(0)
+    low, high, share = np.array(WIKIPEDIA).T
+    kind = generator.choice(len(share), size=number, p=share / share.sum())
+    lengths = np.exp(generator.uniform(np.log(low[kind]), np.log(high[kind]))).astype(np.int32)
+    return np.minimum(lengths, longest)
+
+
+def cuts_of(lengths: Sequence[int], size: int) -> Iterator[tuple[str, Int64Array]]:
+    """For each way to cut a row the pairs of query and key that each of so many ranks attends to."""
+    # The query at position i sees i + 1 keys.
+    pairs = np.concatenate([np.arange(1, length + 1) for length in lengths])
+    chunks = [int(part.sum()) for part in np.array_split(pairs, 2 * size)]
+    cut = Cut(ring_size=size)
+    padded = [-(-length // cut.multiple) * cut.multiple for length in lengths]
+    of_padded = np.concatenate([np.arange(1, length + 1) for length in padded])
+    dealt = deal(padded, [SHARDED] * len(padded), cut)
+    yield "every document in zigzag", np.array([of_padded[index].sum() for index in dealt.index])
+    yield "the row in zigzag", np.array([chunks[rank] + chunks[-1 - rank] for rank in range(size)])
+    yield "the row in equal parts", np.array([chunks[2 * rank] + chunks[2 * rank + 1] for rank in range(size)])
+
+
+def print_balance(num_documents: int, size: int, row: int) -> None:
+    """How much more the busiest rank does than the mean, in the median row and summed over all rows."""
+    lengths = wikipedia_lengths(num_documents, row)
+    multiple = Cut(ring_size=size).multiple
+    print(
+        f"\nattended pairs of the busiest of {size} ranks over their mean: {num_documents:,} lengths like Wikipedia's "
+        f"(mean {lengths.mean():,.0f}) in rows of {row:,}"
+    )
+    print(f"{'':28} {'as they come':>16}  {'best fit':>16}")
+    print(f"{'':28} {'median':>8} {'all':>7}  {'median':>8} {'all':>7}")
+    found: dict[str, str] = {}
+    for algorithm in ("sequential", "best_fit"):
+        plan = pack(lengths, PackOptions(capacity=row, algorithm=algorithm), seed=0)
+        works: dict[str, list[Int64Array]] = {}
+        for samples in np.split(plan.samples, plan.offsets[1:-1]):
+            for name, work in cuts_of(lengths[samples].tolist(), size):
+                works.setdefault(name, []).append(work)
+        for name, all_rows in works.items():
+            busiest, mean = np.max(all_rows, axis=1), np.mean(all_rows, axis=1)
+            ratios = f"{np.median(busiest / mean):>8.2f} {busiest.sum() / mean.sum():>7.2f}"
+            found[name] = f"{found[name]}  {ratios}" if name in found else ratios
+    for name, ratios in found.items():
+        print(f"{name:28} {ratios}")
+    padding = int((-lengths % multiple).sum())
+    print(f"the first pads documents to multiples of {multiple}: {padding / lengths.sum():.1%} more tokens")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Start processes, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=4096, help="of the row")
+    parser.add_argument("--ranks", type=int, nargs="+", help="P, besides 1; by default 2 and 4")
+    parser.add_argument("--model", choices=MODELS, default="reduced")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="by default cuda where there are GPUs to share a row")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, P = 2, one round")
+    options = parser.parse_args(arguments)
+    num_gpus = torch.cuda.device_count()
+    options.device = options.device or ("cuda" if num_gpus > 1 else "cpu")
+    if options.quick:
+        options.tokens, options.ranks, options.model, options.rounds = 256, [2], "tiny", 1
+    options.ranks = options.ranks or [size for size in (2, 4) if options.device == "cpu" or size <= num_gpus]
+    if options.device == "cuda" and max([1, *options.ranks]) > num_gpus:
+        parser.error(f"--ranks {max(options.ranks, default=1)} needs as many GPUs; there are {num_gpus}")
+    long = options.tokens // 2
+    work = Work((long, *mixed_lengths(options.tokens - long)), options.model, options.device)
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        warnings.simplefilter("ignore")
+        ways = make_ways(work, options.ranks, Path(folder), stack)
+        print_head(work, options.rounds)
+        measure(ways, options.rounds)
+        error = check_losses(ways, ALLOWED_ERROR[work.device])
+        print(f"every way computes the loss of P = 1 (largest difference {error:.0e})")
+        print_ways(ways, work)
+    print_balance(1000 if options.quick else 40000, BALANCE_RANKS, BALANCE_ROW)
+
+
+if __name__ == "__main__":
+    main()
