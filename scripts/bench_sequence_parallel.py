@@ -11,7 +11,7 @@ Ulysses, the ring and the all-gather of K and V. Beside it, what there is withou
 Of the busiest rank: what autograd keeps for the backward pass (each storage once, without weights: exact, and the same
 on any device); the peak of a step above what was there before it (of the process, or of CUDA's allocator); the time of
 a step, in rounds that every way has its turn in, the median of the ratios; bytes that it sends, as counted, and in the
-forward pass as ``Heads.volume`` tells, by which ``--sequence-parallel-type auto`` chooses. All losses are compared
+forward pass as ``Heads.forward_volume`` tells. All losses are compared
 with that of P = 1 first.
 
 On the CPU all P processes share the same cores that P = 1 has to itself: the time says what sharing costs, not what it
@@ -124,7 +124,7 @@ def volume(way: Way, work: Work) -> float:
     text = MODELS[work.model].text
     heads = Heads(text["num_attention_heads"], text["num_key_value_heads"])
     size = way.ranks.size
-    per_token = heads.volume(1, size) if way.name == "ulysses" else heads.volume(size, 1)
+    per_token = heads.forward_volume(1, size) if way.name == "ulysses" else heads.forward_volume(size, 1)
     item = 2 if work.device == "cuda" else 4
     return per_token * way.steps[0].num_row_tokens * text["head_dim"] * text["num_hidden_layers"] * item
 

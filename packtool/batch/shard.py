@@ -130,7 +130,7 @@ def deal(lengths: Sequence[int], places: Sequence[int], cut: Cut) -> Deal:
     starts = np.cumsum([0, *lengths])
     parts: list[list[Int64Array]] = [[] for _ in range(cut.size)]
     rings: list[list[Int64Array]] = [[] for _ in range(cut.ring_size)]
-    for start, length, place in zip(starts.tolist(), lengths, places, strict=False):
+    for start, length, place in zip(starts[:-1].tolist(), lengths, places, strict=True):
         if place != SHARDED:
             parts[place].append(np.arange(start, start + length))
         elif cut.ring_size == 1:

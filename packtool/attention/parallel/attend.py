@@ -31,6 +31,9 @@ from packtool.batch.shard import SequenceShard
 
 T = TypeVar("T")
 
+# Saved of the local documents, and of the sharded ones: q, k, v, out and lse.
+_NUM_SAVED, _OUT = 5, 3
+
 
 @dataclass(frozen=True, eq=False)
 class Call:
@@ -100,8 +103,11 @@ def attend_shard(
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        cut = call.shard.num_local
+        cut, has_ulysses = call.shard.num_local, call.parallel.cut.ulysses_size > 1
         local, saved = (q[:cut], k[:cut], v[:cut]), list[Tensor]()
+        if has_ulysses and call.shard.sharded_lengths:
+            # Views would keep the sharded tokens, too, which are kept as they are exchanged.
+            local = (local[0].clone(), local[1].clone(), local[2].clone())
         sharded = _sharded_forward(call, q[cut:], k[cut:], v[cut:]) if call.shard.sharded_lengths else None
         if sharded is not None:
             next(sharded)
@@ -114,16 +120,21 @@ class _Attend(torch.autograd.Function):
             out, kept = _value_of(sharded)
             outs.append(out)
             saved += kept
+        whole = torch.cat(outs) if len(outs) > 1 else outs[0]
+        if len(outs) > 1:
+            # The layer above keeps the whole: what is saved here may be parts of it.
+            saved[_OUT] = whole[:cut]
+            saved[_NUM_SAVED + _OUT] = saved[_NUM_SAVED + _OUT] if has_ulysses else whole[cut:]
         ctx.call, ctx.num_key_heads = call, k.shape[1]
         ctx.save_for_backward(*saved)
-        return torch.cat(outs) if len(outs) > 1 else outs[0]
+        return whole
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         cut = call.shard.num_local
         tensors: tuple[Tensor, ...] = ctx.saved_tensors
-        of_local, saved = (tensors[:5], tensors[5:]) if cut else ((), tensors)
+        of_local, saved = (tensors[:_NUM_SAVED], tensors[_NUM_SAVED:]) if cut else ((), tensors)
         sharded = _sharded_backward(call, grad[cut:], saved, ctx.num_key_heads) if saved else None
         if sharded is not None:
             next(sharded)
@@ -149,12 +160,13 @@ def _sharded_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Generator[N
     each = [num_heads // size, k.shape[1] // size, v.shape[1] // size]
     width = max(q.shape[-1], v.shape[-1])
     packed = torch.cat([torch.unflatten(_widened(tensor, width), 1, (size, -1)) for tensor in (q, k, v)], dim=2)
-    coming = heads_to_tokens(packed.flatten(1, 2), call.parallel.ulysses)
+    coming, dims = heads_to_tokens(packed.flatten(1, 2), call.parallel.ulysses), [t.shape[-1] for t in (q, k, v)]
+    del packed
     yield
-    q, k, v = (
-        part[..., :dim].contiguous()
-        for part, dim in zip(torch.split(coming(), each, dim=1), (q.shape[-1], k.shape[-1], v.shape[-1]), strict=True)
-    )
+    parts = zip(torch.split(coming(), each, dim=1), dims, strict=True)
+    q, k, v = (part[..., :dim].contiguous() for part, dim in parts)
+    # What was sent and received has been copied; attention needs the room.
+    del coming, parts
     out, lse = _through(ring_forward(ring, q, k, v))
     return tokens_to_heads(out, call.parallel.ulysses), [q, k, v, out, lse]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from typing import Any, Literal
 
 from packtool.errors import ConfigError
 from packtool.parallel_options import ParallelOptions
+
+Way = Literal["ring", "allgather"]
 
 _SMALL_CHUNK = 256
 """Tokens of a chunk below which kernels are mostly overhead."""
@@ -48,16 +51,32 @@ class Heads:
         """Whether so many ranks can share the heads; K and V are repeated where they have fewer."""
         return self.queries % math.lcm(self.keys, ulysses_size) == 0
 
-    def volume(self, ring_size: int, ulysses_size: int) -> float:
+    def forward_volume(self, ring_size: int, ulysses_size: int) -> float:
         """Numbers that a rank sends in one forward pass, per token of the row and unit of head size.
 
         Ulysses: (U - 1) / U of Q, K, V and the output of T / P tokens; ring and all-gather: K and V of the R - 1 other
         parts, with a rank's share of the heads.
         """
-        size = ring_size * ulysses_size
+        return self._exchanged(ring_size, ulysses_size) + (ring_size - 1) * self._passed(ring_size, ulysses_size)
+
+    def volume(self, ring_size: int, ulysses_size: int, way: Way) -> float:
+        """The same of forward and backward, in numbers of 16 bits.
+
+        Backward Ulysses exchanges as much again. K and V go around, or are gathered, once more, and their gradients, of
+        32 bits, travel too: on the ring one hop more than K and V, for they go home.
+        """
+        hops = ring_size - 1
+        gradients = 2 * ring_size * (hops > 0) if way == "ring" else 2 * hops
+        passed = (2 * hops + gradients) * self._passed(ring_size, ulysses_size)
+        return 2 * self._exchanged(ring_size, ulysses_size) + passed
+
+    def _exchanged(self, ring_size: int, ulysses_size: int) -> float:
         keys = math.lcm(self.keys, ulysses_size)
-        heads = (ulysses_size - 1) / ulysses_size * (2 * self.queries + 2 * keys) / size
-        return heads + (ring_size - 1) * 2 * keys / size
+        return (ulysses_size - 1) / ulysses_size * (2 * self.queries + 2 * keys) / (ring_size * ulysses_size)
+
+    def _passed(self, ring_size: int, ulysses_size: int) -> float:
+        """K and V of one part."""
+        return 2 * math.lcm(self.keys, ulysses_size) / (ring_size * ulysses_size)
 
 
 @dataclass(frozen=True)
@@ -73,7 +92,7 @@ class Axes:
 
     ring_size: int = 1
     ulysses_size: int = 1
-    way: Literal["ring", "allgather"] = "ring"
+    way: Way = "ring"
     reason: str = ""
 
     @property
@@ -119,33 +138,45 @@ def choose_axes(options: ParallelOptions, heads: Heads, *, typical_length: int, 
     allowed = [u for u in splits if heads.allow(u) and (u == size or not heads.has_windows)]
     if not allowed:
         raise ConfigError(_refusal(splits, heads, size), "Choose a --sequence-parallel-size that divides the heads.")
+    split = [_split(u, size, options, typical_length) for u in allowed]
     if asked:
-        chosen, why = allowed[0], "as asked"
+        chosen, why = split[0], "as asked"
     else:
-        chosen, why = _least(allowed, heads, size, typical_length, ranks_per_node)
-    ring_size = size // chosen
-    chunk = typical_length // (2 * ring_size)
-    way: Literal["ring", "allgather"] = "ring" if chunk >= _LONG_CHUNK else "allgather"
-    if kind in ("ring", "allgather"):
-        way = "ring" if kind == "ring" else "allgather"
-    elif ring_size > 1:
-        hides = "long enough to hide the next one's way" if way == "ring" else "too short to hide the next one's way"
-        why += f"; chunks of about {chunk:,} tokens are {hides}"
-    return Axes(ring_size, chosen, way, why)
+        chosen, why = _least(split, heads, typical_length, ranks_per_node)
+    if kind in ("auto", "ulysses") and chosen.ring_size > 1:
+        hides = "long enough" if chosen.way == "ring" else "too short"
+        why += f"; chunks of about {_chunk(chosen, typical_length):,} tokens are {hides} to hide the next one's way"
+    return dataclasses.replace(chosen, reason=why)
 
 
-def _least(allowed: list[int], heads: Heads, size: int, typical_length: int, ranks_per_node: int) -> tuple[int, str]:
-    """The Ulysses size, and why."""
-    near = [u for u in allowed if u <= ranks_per_node] or allowed[-1:]
-    roomy = [u for u in near if size == u or typical_length // (2 * (size // u)) >= _SMALL_CHUNK] or near[:1]
-    chosen = min(roomy, key=lambda u: (heads.volume(size // u, u), -u))
-    volumes = ", ".join(f"{heads.volume(size // u, u):.3g} with ulysses over {u}" for u in roomy)
+def _split(ulysses_size: int, size: int, options: ParallelOptions, typical_length: int) -> Axes:
+    """With its way on the ring axis, which chunks of long samples can be passed around on."""
+    axes = Axes(size // ulysses_size, ulysses_size)
+    is_long = _chunk(axes, typical_length) >= _LONG_CHUNK
+    if options.sequence_parallel_type in ("ring", "allgather"):
+        is_long = options.sequence_parallel_type == "ring"
+    return dataclasses.replace(axes, way="ring" if is_long else "allgather")
+
+
+def _chunk(axes: Axes, typical_length: int) -> int:
+    return typical_length // (2 * axes.ring_size)
+
+
+def _least(split: list[Axes], heads: Heads, typical_length: int, ranks_per_node: int) -> tuple[Axes, str]:
+    """The one that sends least, and why."""
+
+    def volume(axes: Axes) -> float:
+        return heads.volume(axes.ring_size, axes.ulysses_size, axes.way)
+
+    near = [axes for axes in split if axes.ulysses_size <= ranks_per_node] or split[-1:]
+    roomy = [axes for axes in near if axes.ring_size == 1 or _chunk(axes, typical_length) >= _SMALL_CHUNK] or near[:1]
+    volumes = ", ".join(f"{volume(axes):.3g} by {axes.name}" for axes in roomy)
     why = (
-        f"{heads.queries} heads of Q and {heads.keys} of K and V; numbers sent a token and unit of head size: {volumes}"
+        f"{heads.queries} heads of Q and {heads.keys} of K and V; sent for each token and unit of head size: {volumes}"
     )
     if len(roomy) < len(near):
-        why += f"; samples of about {typical_length:,} tokens would make smaller chunks than {_SMALL_CHUNK}"
-    return chosen, why
+        why += f"; samples of about {typical_length:,} tokens would make chunks of less than {_SMALL_CHUNK}"
+    return min(roomy, key=lambda axes: (volume(axes), -axes.ulysses_size)), why
 
 
 def _refusal(splits: list[int], heads: Heads, size: int) -> str:

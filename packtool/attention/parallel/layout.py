@@ -59,7 +59,7 @@ def layout_of(shard: SequenceShard, device: torch.device) -> Layout:
     first = _runs(starts, halves)
     second = _runs(starts + np.array(halves, np.int64), halves)
 
-    def gathered(chunks: Sequence[int]) -> Gathered | None:
+    def seen(chunks: Sequence[int]) -> Gathered | None:
         if not chunks or not parts:
             return None
         rows = [_chunk_rows(chunk, ring, starts, halves, sum(parts)) for chunk in chunks]
@@ -74,8 +74,8 @@ def layout_of(shard: SequenceShard, device: torch.device) -> Layout:
         half=Varlen.of_lengths(halves, device),
         first=torch.from_numpy(first).to(device),
         second=torch.from_numpy(second).to(device),
-        before_first=gathered(range(rank)) if ring > 1 else None,
-        before_second=gathered([chunk for chunk in range(last) if chunk != rank]) if ring > 1 else None,
+        before_first=seen(range(rank)) if ring > 1 else None,
+        before_second=seen([chunk for chunk in range(last) if chunk != rank]) if ring > 1 else None,
     )
 
 

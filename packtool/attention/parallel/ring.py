@@ -9,8 +9,9 @@ full square, on every rank.
 of Models", section 3.3.2): K and V of (T, Hkv, D) go around in R - 1 hops, each while the one before is attended to.
 Backward they go around again, with their gradients in float32 on the same way, which take one more hop home.
 
-*allgather* (the way of Llama 3): K and V of all ranks at once, (R - 1) T rows more memory for one layer at a time;
-their gradients are summed where they belong. One exchange instead of R - 1, and fewer, larger blocks.
+*allgather* (the way of Llama 3): K and V of all ranks at once, and copies of those that are seen: some 2 R T rows
+more, of one layer at a time, and in backward twice as many in float32 for their gradients, which are summed where they
+belong. One exchange instead of R - 1, and fewer, larger blocks.
 
 Both are generators: they yield once, when their first exchange is under way, so that the caller can compute what needs
 no exchange; their value is the result.

@@ -38,29 +38,37 @@ def test_as_asked(options: dict[str, object], expected: tuple[int, int]) -> None
 
 def test_auto_sends_least() -> None:
     # (P - 1) / P * (2 Hq + 2 Hkv) against (P - 1) * 2 Hkv: 80 / 8 against 16 for P = 8; 80 / 2 against 16 for P = 2.
-    assert QWEN3_8B.volume(1, 8) == pytest.approx(7 / 8 * 80 / 8)
-    assert QWEN3_8B.volume(8, 1) == pytest.approx(7 * 16 / 8)
-    assert chosen(sequence_parallel_size=8).ulysses_size > 1
-    assert chosen(sequence_parallel_size=2).ring_size == 2
-    # As many heads of K and V as of Q: what a ring passes around is as large as what Ulysses exchanges.
+    assert QWEN3_8B.forward_volume(1, 8) == pytest.approx(7 / 8 * 80 / 8)
+    assert QWEN3_8B.forward_volume(8, 1) == pytest.approx(7 * 16 / 8)
+    # Backward Ulysses sends as much again; a ring K and V, and their gradients of 32 bits on one hop more.
+    assert QWEN3_8B.volume(1, 8, "ring") == pytest.approx(2 * 7 / 8 * 80 / 8)
+    assert QWEN3_8B.volume(8, 1, "ring") == pytest.approx((7 + 7 + 2 * 8) * 16 / 8)
+    assert QWEN3_8B.volume(8, 1, "allgather") == pytest.approx((7 + 7 + 2 * 7) * 16 / 8)
+    assert chosen(sequence_parallel_size=8).ulysses_size == 8
+    assert chosen(sequence_parallel_size=2).ulysses_size == 2
+    # One head of K and V for many of Q: they are small, and passing them around is cheaper than exchanging Q.
+    assert chosen(Heads(32, 1), sequence_parallel_size=4).ring_size == 4
     assert chosen(Heads(32, 32), sequence_parallel_size=4).ulysses_size == 4
 
 
 def test_auto_names_the_volumes() -> None:
     reason = chosen(sequence_parallel_size=8).reason
     assert "32 heads of Q and 8 of K and V" in reason
-    assert "with ulysses over 8" in reason
+    assert "17.5 by ulysses over 8" in reason
 
 
 def test_chunks_of_short_samples_would_be_tiny() -> None:
-    assert chosen(sequence_parallel_size=2, length=300).ulysses_size == 2
-    assert "smaller chunks" in chosen(sequence_parallel_size=2, length=300).reason
+    few = Heads(32, 1)
+    assert chosen(few, sequence_parallel_size=2).ring_size == 2
+    assert chosen(few, sequence_parallel_size=2, length=300).ulysses_size == 2
+    assert "chunks of less than 256" in chosen(few, sequence_parallel_size=2, length=300).reason
 
 
 def test_rings_of_long_chunks_and_gathers_of_short_ones() -> None:
-    assert chosen(sequence_parallel_size=2, length=30_000).way == "ring"
-    assert chosen(sequence_parallel_size=2, length=2000).way == "allgather"
-    assert chosen(sequence_parallel_size=2, length=2000, sequence_parallel_type="ring").way == "ring"
+    few = Heads(32, 1)
+    assert chosen(few, sequence_parallel_size=2, length=30_000).way == "ring"
+    assert chosen(few, sequence_parallel_size=2, length=2000).way == "allgather"
+    assert chosen(few, sequence_parallel_size=2, length=2000, sequence_parallel_type="ring").way == "ring"
     assert chosen(ring_size=2, length=30_000, sequence_parallel_type="allgather").way == "allgather"
 
 
