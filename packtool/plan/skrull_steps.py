@@ -79,8 +79,7 @@ def deal_skrull(
         alignment=options.alignment,
     )
     bounds = packs.offsets[np.minimum(np.arange(0, packs.num_packs + packs_per_step, packs_per_step), packs.num_packs)]
-    order: list[Int64Array] = [np.zeros(0, np.int64)]
-    places: list[Int64Array] = [np.zeros(0, np.int64)]
+    order, places = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     cell_sizes: list[int] = []
     cells_per_step: list[int] = []
     for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
