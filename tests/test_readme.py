@@ -62,6 +62,10 @@ def test_the_two_stages(repository: Path, tmp_path: Path, monkeypatch: pytest.Mo
             run_here(line)
     assert list((tmp_path / "output").glob("checkpoint-*/adapter_model.safetensors"))
     assert list((tmp_path / "output-full").glob("checkpoint-2/model.safetensors"))
+    planned, *shared = re.findall(r"(?:.*\\\n)*.+", blocks(repository)[2])
+    run_here(planned)
+    shell("\n".join(shared), tmp_path)
+    assert list((tmp_path / "output-long").glob("checkpoint-2/adapter_model.safetensors"))
 
 
 def test_every_option_that_is_named_exists(repository: Path) -> None:
