@@ -44,6 +44,7 @@ class Preview:
         reader: of the caches, None for a file of lengths.
         cost_source: whose config.json told the costs.
         num_epochs: times that every sample is seen.
+        num_sharing: processes that share each pack.
         padded_fill: of plain batches with as many rows as a pack holds samples, each padded to its longest.
     """
 
@@ -56,6 +57,7 @@ class Preview:
     reader: CacheReader | None
     cost_source: str
     num_epochs: float
+    num_sharing: int
     padded_fill: float
 
     def figures(self, tflops: float | None = None, mfu: float = 0.4) -> dict[str, Any]:
@@ -96,9 +98,8 @@ class Preview:
         }
         if tflops is not None:
             # Ranks wait for the slowest of each step.
-            slowest = balance.flops * balance.mean / self.options.world_size
-            if (skrull := summary.skrull) is not None:
-                slowest = balance.flops * skrull.mean / self.options.world_size / skrull.options.context_parallel
+            mean = balance.mean if summary.skrull is None else summary.skrull.mean
+            slowest = balance.flops * mean / self.options.world_size / self.num_sharing
             found["hours"] = slowest * self.num_epochs / (tflops * 1e12 * mfu) / 3600
         return found
 
@@ -170,6 +171,7 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
         reader=reader,
         cost_source=cost_source,
         num_epochs=config.num_train_epochs,
+        num_sharing=config.num_sharing,
         padded_fill=padded_fill(padded.packs, padded.steps),
     )
 

@@ -200,8 +200,9 @@ def plan_lines(schedule: Schedule, result: TrainResult) -> Iterator[str]:
 def _skrull_line(skrull: SkrullFigures, num_tokens: int, num_empty: int) -> str:
     options = skrull.options
     shared = f"; {skrull.num_local_tokens / num_tokens:.1%} of the tokens local to a process, the others shared by "
+    batches = f"{skrull.num_micro_batches:,} micro-batch{'es' if skrull.num_micro_batches != 1 else ''}"
     return (
-        f"skrull: {skrull.num_micro_batches:,} micro-batches of {options.bucket_size:,} tokens at most a process, "
+        f"skrull: {batches} of {options.bucket_size:,} tokens at most a process, "
         f"{skrull.bucket_fill:.1%} of that used, and {num_empty:,} empty ones"
         f"{shared + str(options.context_parallel) if options.context_parallel > 1 else ''}"
     )

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from packtool.attention.choose import KERNELS, choose
+from packtool.attention.parallel.blocks import CudaFlashBlocks, choose_blocks
 from packtool.attention.varlen import Varlen
 from tests.attention.against_reference import HEADS, LENGTHS, check_kernel, random_heads
+from tests.attention.parallel.against_formulas import SHAPES, largest_error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 GPU = torch.device("cuda")
@@ -30,3 +32,15 @@ def test_equals_the_reference(name: str, lengths: list[int]) -> None:
 
 def test_auto_takes_more_than_sdpa() -> None:
     assert choose("auto", GPU, torch.bfloat16).name != "sdpa"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2), (8, 1)])
+def test_blocks_of_shared_rows_equal_the_formulas(
+    shape: tuple[list[int], list[int] | None, int | None], heads: tuple[int, int]
+) -> None:
+    assert largest_error(CudaFlashBlocks(), shape, heads, torch.bfloat16, GPU) < 4e-2
+
+
+def test_auto_takes_flash_blocks() -> None:
+    assert choose_blocks("auto", GPU, torch.bfloat16, head_dims=(128, 128)).name == "cuda_flash"

@@ -10,6 +10,7 @@ from packtool.attention.choose import KERNELS
 from packtool.attention.parallel.blocks import Block, Blocks, CpuFlashBlocks, MathBlocks, choose_blocks, merge
 from packtool.attention.varlen import Varlen
 from packtool.errors import ConfigError
+from tests.attention.parallel.against_formulas import SHAPES, largest_error
 
 BLOCKS = [CpuFlashBlocks(), MathBlocks()]
 CPU = torch.device("cpu")
@@ -67,6 +68,14 @@ def test_blocks_of_some_keys_merge_to_all_keys(blocks: Blocks) -> None:
     for number, want in enumerate((dk, dv)):
         got = torch.cat([part[number] for part in of_keys])[order]
         torch.testing.assert_close(got.double(), want, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 5e-6), (torch.bfloat16, 4e-2)])
+def test_blocks_of_the_cpu_equal_the_formulas(
+    shape: tuple[list[int], list[int] | None, int | None], dtype: torch.dtype, allowed: float
+) -> None:
+    assert largest_error(CpuFlashBlocks(), shape, (8, 2), dtype, CPU) < allowed
 
 
 def test_queries_that_have_seen_nothing_stay_empty() -> None:
