@@ -14,7 +14,7 @@ import typer
 import typer.core
 
 from packtool.cli.arguments import Kind
-from packtool.errors import ConfigError
+from packtool.errors import EXIT_INTERRUPTED, ConfigError
 from packtool.settings import option_names, resolve, value_type
 
 T = TypeVar("T")
@@ -99,7 +99,12 @@ def command_of(cls: type[T], run: Callable[[T, bool], None]) -> Callable[..., No
         common = {name: given.pop(name) for name in COMMON_OPTIONS}
         file = _read_yaml(common["config"]) if common["config"] else {}
         config = resolve(cls, given, sets=common["set_"] or (), environ=os.environ, file=file)
-        run(config, common["json_"])
+        try:
+            run(config, common["json_"])
+        except KeyboardInterrupt:
+            # Typer would end without a word. Commands that leave something to go on from have said so themselves.
+            typer.echo("packtool: interrupted", err=True)
+            raise typer.Exit(EXIT_INTERRUPTED) from None
 
     parameters = []
     for field in _flags(cls):

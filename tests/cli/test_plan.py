@@ -173,3 +173,13 @@ def test_lengths_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert run(["plan", "--lengths", str(tmp_path / "a.json"), "--packing-length", "9"]) == 3
     assert run(["plan", "--lengths", str(tmp_path / "a.csv"), "--packing-length", "9"]) == 2
     assert run(["plan", "--lengths", str(tmp_path / "gone.npy"), "--packing-length", "9"]) == 5
+
+
+def test_ctrl_c_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def pressed(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("packtool.train.preview.preview", pressed)
+    (tmp_path / "lengths.txt").write_text("3 4 5")
+    assert run(["plan", "--lengths", str(tmp_path / "lengths.txt"), "--packing-length", "8"]) == 130
+    assert capsys.readouterr().err == "packtool: interrupted\n"
