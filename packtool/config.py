@@ -301,7 +301,7 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions, ParallelOptions):
     def problems(self) -> list[str]:
         """Mistakes that only show when settings are seen together."""
         found = [*image_limit_problems(self), *packing_problems(self, self.packing), *self._row_problems()]
-        found += parallel_problems(self, removes_padding=self.removes_padding)
+        found += parallel_problems(self, removes_padding=self.removes_padding, attn_impl=self.attn_impl)
         try:
             _ = self.cache_dir_bytes
         except ValueError as error:

@@ -49,7 +49,7 @@ class EvalConfig(ParallelOptions):
 
     def problems(self) -> list[str]:
         """Mistakes that only show when settings are seen together."""
-        found = parallel_problems(self)
+        found = parallel_problems(self, attn_impl=self.attn_impl)
         if not self.output.endswith(_SUFFIX):
             found.append(f"--output {self.output}: the file's name must end in {_SUFFIX}, for that is what is written")
         try:

@@ -10,6 +10,9 @@ from packtool.settings import option
 
 SequenceParallelType = Literal["auto", "ulysses", "ring", "allgather"]
 
+# They do not take the lse of keys that they have not seen.
+_WITHOUT_BLOCKS = ("flash_attention_2", "flash_attention_3", "flex")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelOptions:
@@ -44,21 +47,31 @@ class ParallelOptions:
         return self.sequence_parallel_size or (self.ulysses_size or 1) * (self.ring_size or 1)
 
 
-def parallel_problems(options: ParallelOptions, *, removes_padding: bool = True) -> list[str]:
+def parallel_problems(options: ParallelOptions, *, removes_padding: bool = True, attn_impl: str = "auto") -> list[str]:
     """Options of sequence parallelism that contradict each other.
 
     Args:
         removes_padding: samples share rows: what can be spread over processes.
+        attn_impl: kernel that is asked for.
     """
-    found, size = [], options.num_sharing
+    found, size, kind = [], options.num_sharing, options.sequence_parallel_type
     named = {"--ulysses-size": options.ulysses_size, "--ring-size": options.ring_size}
     given = {name: number for name, number in named.items() if number is not None}
     told = " and ".join(f"{name} {number}" for name, number in given.items())
     product = math.prod(given.values())
     if size % product or (len(given) == len(named) and size != product):
         found.append(f"--sequence-parallel-size {size} is not what {told} come to: leave one of them out")
-    if options.sequence_parallel_type == "ulysses" and (options.ring_size or 1) > 1:
-        found.append(f"--sequence-parallel-type ulysses has no ring: leave out --ring-size {options.ring_size}")
+    elif kind == "ulysses" and size > (options.ulysses_size or size // (options.ring_size or 1)):
+        found.append(f"--sequence-parallel-type ulysses has no ring: leave out {told}")
+    elif kind in ("ring", "allgather") and size > 1 and options.ulysses_size == size:
+        found.append(f"--sequence-parallel-type {kind}: with {told} there is no ring; leave one of them out")
+    if kind != "auto" and size == 1:
+        found.append(f"--sequence-parallel-type {kind} goes with --sequence-parallel-size")
     if size > 1 and not removes_padding:
         found.append("--sequence-parallel-size spreads rows without padding: it goes with --packing true")
+    if size > 1 and attn_impl in _WITHOUT_BLOCKS:
+        found.append(
+            f"--attn-impl {attn_impl} does not go with --sequence-parallel-size: use auto, which on CUDA is torch's "
+            "own flash attention"
+        )
     return found

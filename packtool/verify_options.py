@@ -35,4 +35,4 @@ class VerifyConfig(ParallelOptions):
 
     def problems(self) -> list[str]:
         """Mistakes that only show when settings are seen together."""
-        return parallel_problems(self)
+        return parallel_problems(self, attn_impl=self.attn_impl)

@@ -18,6 +18,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from packtool.attention.choose import AUTO, KERNELS, choose
 from packtool.attention.parallel.attend import attend_shard
+from packtool.attention.parallel.axes import refuse_shared
 from packtool.attention.parallel.blocks import choose_blocks
 from packtool.attention.parallel.features import share_features, stop_sharing_features
 from packtool.attention.parallel.mesh import SequenceParallel
@@ -104,27 +105,12 @@ def set_attention(model: PreTrainedModel, impl: str = AUTO, parallel: SequencePa
     name = attention_name(impl)
     stop_sharing_features(model)
     if parallel is not None:
-        refuse_shared(model.config)
+        refuse_shared(model.config.to_dict())
         name += _SHARED
         AttentionInterface.register(name, partial(packed_attention, impl=impl, parallel=parallel))
         share_features(model, parallel)
     model.set_attn_implementation(route(model.config, name))
     isolate_recurrent_layers(model)
-
-
-def refuse_shared(config: PreTrainedConfig) -> None:
-    """Raise for a model whose rows cannot be spread over several ranks.
-
-    Raises:
-        UnsupportedModelError: naming what it has that cannot.
-    """
-    parts = {"recurrent layers": has_recurrent_layers(config), "sounds": hasattr(config, "audio_config")}
-    if found := [what for what, has in parts.items() if has]:
-        raise UnsupportedModelError(
-            f"--sequence-parallel-size: rows of a {config.model_type} model cannot be spread over several processes, "
-            f"for it has {' and '.join(found)}",
-            "Leave the option out; --gradient-checkpointing true and --fsdp full_shard save memory, too.",
-        )
 
 
 @contextmanager

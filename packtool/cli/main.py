@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -58,6 +59,9 @@ app.command(
 app.command(
     cls=PanelCommand, name="verify", help="Show that packed samples are what they are alone, with your model and data."
 )(command_of(VerifyConfig, run_verify))
+
+# What gloo and NCCL say when a process that they talk to is gone.
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 
 _SETTINGS = {
     "export": ExportConfig,
@@ -118,6 +122,9 @@ def run(arguments: list[str]) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
+        if os.environ.get("RANK") and any(lost in str(error) for lost in _LOST):
+            _say("another process has ended, and this one with it; what that one says is what went wrong")
+            return EXIT_UNEXPECTED
         _say(f"unexpected error: {type(error).__name__}: {error}\nThis is a bug; --debug shows the traceback.")
         return EXIT_UNEXPECTED
     return EXIT_OK

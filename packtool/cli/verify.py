@@ -8,6 +8,7 @@ import os
 import typer
 
 from packtool.cli import train
+from packtool.errors import EXIT_MISMATCH, EXIT_OK
 from packtool.launch import Processes, is_launched, launch_if_asked, share_cores_politely
 from packtool.verify_options import VerifyConfig
 
@@ -21,7 +22,13 @@ def run_verify(config: VerifyConfig, as_json: bool) -> None:
     from packtool.train.world import World
 
     if config.num_sharing > 1 and not is_launched(os.environ):
-        World(0, Processes.from_environment(os.environ).total).shared_by(config.num_sharing)
+        import numpy as np
+
+        from packtool.encode.model_files import ModelFiles
+        from packtool.train.sharing import axes_of
+
+        started = World(0, Processes.from_environment(os.environ).total).shared_by(config.num_sharing)
+        axes_of(config, started, ModelFiles.load(config.model), np.zeros(0, np.int64))
         launch_if_asked(train.invocation)
     from packtool.report.terminal import TerminalProgress
     from packtool.report.verify import print_report, verify_json
@@ -30,9 +37,11 @@ def run_verify(config: VerifyConfig, as_json: bool) -> None:
     world = World.from_environment()
     with TerminalProgress(enabled=world.is_first) as progress:
         report = verify(config, progress, world)
-    if world.is_first:
-        if as_json:
-            typer.echo(json.dumps(verify_json(report)))
-        else:
-            print_report(report)
+    if not world.is_first:
+        # The first one says what is wrong.
+        raise typer.Exit(EXIT_OK if report.passed else EXIT_MISMATCH)
+    if as_json:
+        typer.echo(json.dumps(verify_json(report)))
+    else:
+        print_report(report)
     report.raise_if_failed()

@@ -25,6 +25,7 @@ from packtool.errors import ConfigError
 from packtool.plan.model_sizes import ModelSizes
 from packtool.plan.simulate_cost import Constants
 from packtool.progress import Progress
+from packtool.train.head_loss import CHUNK_LOGITS
 from packtool.train.memory import estimate_memory, model_without_weights
 from packtool.train.model import resolve_dtype
 from packtool.train.quiet import quiet_transformers
@@ -33,6 +34,7 @@ from packtool.train.world import World
 _GIB = 2**30
 _MEASURED = "packtool_measured"
 _FEW, _MORE = 256, 512
+_LOGIT_BYTES = 3 * 4  # itself, its probability and its gradient
 _STEP = 128
 """Buckets are a multiple of it."""
 
@@ -59,7 +61,10 @@ def with_bucket(config: TrainConfig, world: World, progress: Progress) -> TrainC
         empty = model_without_weights(config, model, dtype)
     bare = dataclasses.replace(config, bucket_size="1")
     fixed = estimate_memory(bare, empty, model, dtype=dtype, world_size=world.size).total * _GIB
-    size = int((memory - fixed) / per_token) // _STEP * _STEP
+    # Logits of all tokens, or, where these are many, of a chunk.
+    room, logits = memory - fixed, _LOGIT_BYTES * int(model.get_text_config().vocab_size)
+    most = max(room / (per_token + logits), (room - _LOGIT_BYTES * CHUNK_LOGITS) / per_token)
+    size = int(most) // _STEP * _STEP
     if size < _STEP:
         raise ConfigError(
             f"--bucket-size auto: weights, gradients and optimizer need {fixed / _GIB:.1f} of {memory / _GIB:.1f} GiB",
@@ -83,16 +88,21 @@ def device_bytes(*, on_gpu: bool) -> int:
 def bytes_per_token(config: TrainConfig, model: PreTrainedConfig, dtype: torch.dtype) -> float:
     """Activations that one more token keeps on its process."""
     text = model.get_text_config()
+    layers = int(text.num_hidden_layers)
     plain = dataclasses.replace(config, gradient_checkpointing=False)
     try:
         kept = _measured(plain, model, dtype)
     except (NotImplementedError, RuntimeError, ValueError):
         # Routing to experts looks at numbers, which the meta device has none of.
         kept = ModelSizes.of_config(model.to_dict()).token_bytes(recompute=False) * dtype.itemsize / 2
+    if config.num_sharing > 1:
+        # Ulysses keeps the output by heads and by tokens.
+        heads = int(text.num_attention_heads)
+        size = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
+        kept += layers * heads * size * dtype.itemsize
     if not config.gradient_checkpointing:
         return kept
     # Layers keep their input, and the one that is computed again keeps all it needs.
-    layers = int(text.num_hidden_layers)
     return kept / layers + layers * dtype.itemsize * int(text.hidden_size)
 
 

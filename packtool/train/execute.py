@@ -15,7 +15,6 @@ from transformers import PreTrainedModel, TrainerCallback, set_seed
 from packtool.attention.choose import choose
 from packtool.attention.parallel.blocks import choose_blocks
 from packtool.attention.parallel.mesh import SequenceParallel
-from packtool.attention.register import refuse_shared
 from packtool.attention.support import refuse_unsupported
 from packtool.batch.dataset import is_bad
 from packtool.batch.spec import InputSpec
@@ -62,7 +61,6 @@ def load_spec(run: PreparedRun | PreparedStream) -> InputSpec:
         dtype = resolve_dtype(spec.config, run.config, on_gpu=on_gpu)
         choose(run.config.attn_impl, device, dtype)
         if run.world.num_sharing > 1:
-            refuse_shared(spec.config)
             choose_blocks(run.config.attn_impl, device, dtype, head_dims=(0, 0))
     return spec
 
@@ -166,7 +164,7 @@ def make_trainer(
     config, on_gpu = run.config, torch.cuda.is_available()
     dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
     args = training_arguments(config, num_steps=run.schedule.num_steps, dtype=dtype, on_gpu=on_gpu)
-    check_ranks_agree(run.state, run.world)
+    check_ranks_agree(run.state, run.world, run.axes.name)
     if run.world.size == 1 and (config.fsdp or config.deepspeed):
         progress.note("one process has nothing to share: NPROC_PER_NODE=8 in front starts eight")
     if run.world.is_first:

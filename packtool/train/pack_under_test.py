@@ -17,6 +17,7 @@ from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.batch.batch import Batch, PackedBatch, ShardedBatch
 from packtool.batch.collate import collate_packs
 from packtool.batch.collate_shard import collate_shard, with_own_media
+from packtool.batch.shard import SHARDED
 from packtool.batch.sounds import sounds_in_order
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
@@ -60,6 +61,7 @@ class PackUnderTest:
         spec: the model as collation sees it.
         dtype: that the model computes in.
         parallel: ranks that share the row, all of which do the same; each computes every sample alone.
+        some_local: two of three samples are one rank's alone, as with Skrull.
     """
 
     def __init__(
@@ -69,6 +71,8 @@ class PackUnderTest:
         spec: InputSpec,
         dtype: torch.dtype,
         parallel: SequenceParallel | None = None,
+        *,
+        some_local: bool = False,
     ) -> None:
         device = next(model.parameters()).device
         self.model = model
@@ -76,6 +80,7 @@ class PackUnderTest:
         self.samples = list(samples)
         self.spec = spec
         self.parallel = parallel
+        self.some_local = some_local
         self.tolerances = Tolerances.of(dtype)
         alone = [collate_packs([sample], spec).to(device) for sample in self.samples]
         self.alone = [_without_boundaries(batch) for batch in alone]
@@ -83,7 +88,10 @@ class PackUnderTest:
         if parallel is None:
             self.batch = collate_packs(self.samples, spec).to(device)
         else:
-            self.batch = collate_shard(self.samples, spec, parallel.cut).to(device)
+            numbers = range(len(self.samples))
+            # Two next to each other are local to one rank: they could leak, too.
+            places = [number // 3 % parallel.cut.size if some_local and number % 3 else SHARDED for number in numbers]
+            self.batch = collate_shard(self.samples, spec, parallel.cut, places).to(device)
         self.label_logits_only = takes_logits_to_keep(model)
         self.lengths = [sample.length for sample in self.samples]
         # Padding behind a sample, and a filler document behind the last one, are nobody's.
@@ -94,7 +102,8 @@ class PackUnderTest:
         """A pack of its first samples."""
         if len(self.samples) <= most:
             return self
-        return PackUnderTest(self.model, self.samples[:most], self.spec, self.dtype, self.parallel)
+        some = self.samples[:most]
+        return PackUnderTest(self.model, some, self.spec, self.dtype, self.parallel, some_local=self.some_local)
 
     def name(self, number: int) -> str:
         """A sample of the pack, as a person finds it."""

@@ -115,7 +115,7 @@ def prepare_run(config: TrainConfig, world: World) -> PreparedRun:
     state = dataclasses.replace(state, dealings=dealings if len(dealings) > 1 else ())
     start = before.step if before is not None else 0
     cost = planner.options.cost
-    axes = axes_of(config, world, files, index.length)
+    axes = axes_of(config, world, files, index.length, trained=True)
     units = targets > 0 if config.loss_reduction == "sample" else targets
     figures = SampleFigures(targets, index.media_tokens, units.astype(np.int64), cost)
     return PreparedRun(
@@ -185,4 +185,4 @@ def _schedule_of(planner: Planner) -> str:
     skrull = planner.options.skrull
     if skrull is None:
         return ""
-    return f"skrull, buckets of {skrull.bucket_size} tokens, {skrull.context_parallel} processes share a row"
+    return f"skrull, buckets of {skrull.bucket_size} tokens, a row on {skrull.context_parallel}"

@@ -132,7 +132,7 @@ def prepare_stream(config: TrainConfig, world: World) -> PreparedStream:
         state,
         checkpoint,
         start,
-        axes_of(config, world, files, np.array([max_length])),
+        axes_of(config, world, files, np.array([max_length]), trained=True),
         cost_of(files.config),
         read_state(checkpoint, world.data.rank) if checkpoint is not None else None,
     )

@@ -82,7 +82,6 @@ def _evaluate(prepared: PreparedEvaluation, progress: Progress) -> tuple[Evaluat
     from packtool.attention.choose import choose
     from packtool.attention.parallel.blocks import choose_blocks
     from packtool.attention.parallel.mesh import SequenceParallel
-    from packtool.attention.register import refuse_shared
     from packtool.batch.spec import InputSpec
     from packtool.train.evaluation import evaluate
     from packtool.train.model import resolve_dtype
@@ -98,7 +97,6 @@ def _evaluate(prepared: PreparedEvaluation, progress: Progress) -> tuple[Evaluat
     device = PartialState(cpu=not on_gpu).device  # which starts the process group, too
     parallel = None
     if prepared.world.num_sharing > 1:
-        refuse_shared(spec.config)
         choose_blocks(config.attn_impl, device, dtype, head_dims=(0, 0))
         parallel = SequenceParallel.on_mesh(prepared.axes, device.type)
     with quiet_transformers():

@@ -9,26 +9,37 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from packtool.attention.parallel.axes import Axes, Heads, choose_axes
+from packtool.attention.parallel.axes import Axes, Heads, choose_axes, refuse_shared
 from packtool.encode.model_files import ModelFiles
 from packtool.parallel_options import ParallelOptions
 from packtool.train.world import World
 
 
-def axes_of(config: ParallelOptions, world: World, files: ModelFiles, lengths: npt.NDArray[np.integer[Any]]) -> Axes:
+def axes_of(
+    config: ParallelOptions,
+    world: World,
+    files: ModelFiles,
+    lengths: npt.NDArray[np.integer[Any]],
+    *,
+    trained: bool = False,
+) -> Axes:
     """How the processes share rows.
 
     Args:
         lengths: of the samples, as far as they are known.
+        trained: the model will be.
 
     Raises:
         ConfigError: if the model's heads cannot be shared so.
+        UnsupportedModelError: if its rows cannot be shared at all.
     """
     if world.num_sharing == 1:
         return Axes()
+    refuse_shared(files.config, trained=trained)
     tokens = np.asarray(lengths, np.float64)
     typical = int(np.square(tokens).sum() / max(tokens.sum(), 1))
-    nearby = int(os.environ.get("LOCAL_WORLD_SIZE") or world.size)
+    # What torchrun says, or will say; else there is one machine.
+    nearby = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("NPROC_PER_NODE") or world.size)
     return choose_axes(config, Heads.of_config(files.config), typical_length=typical, ranks_per_node=nearby)
 
 

@@ -14,8 +14,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from packtool.attention.choose import choose
+from packtool.attention.parallel.blocks import choose_blocks
 from packtool.attention.parallel.mesh import SequenceParallel
-from packtool.attention.register import refuse_shared, set_attention
+from packtool.attention.register import set_attention
 from packtool.attention.support import refuse_leaky_inputs, refuse_unsupported
 from packtool.batch.collate import collate_packs
 from packtool.batch.spec import InputSpec
@@ -119,27 +120,33 @@ def verify(config: VerifyConfig, progress: Progress | None = None, world: World 
     refuse_unsupported(spec.config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = resolve_dtype(spec.config, run, on_gpu=device.type == "cuda")
-    kernel = choose(config.attn_impl, device, dtype)
+    kernel = choose(config.attn_impl, device, dtype).name
     samples = [[reader.sample(position) for position in positions] for positions in packs]
     for pack_samples in samples:
         refuse_leaky_inputs(collate_packs(pack_samples, spec).model_inputs())
-    parallel, how = None, ""
+    parallel = None
     if world.num_sharing > 1:
-        refuse_shared(spec.config)
         device = PartialState(cpu=device.type == "cpu").device  # which starts the process group, too
         axes = axes_of(config, world, files, reader.index.length)
-        parallel, how = SequenceParallel.on_mesh(axes, device.type), f", {axes.name}"
+        parallel = SequenceParallel.on_mesh(axes, device.type)
+        text = spec.config.get_text_config()
+        head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+        blocks = choose_blocks(config.attn_impl, device, dtype, head_dims=(head_dim, head_dim))
+        kernel = f"{blocks.name} blocks, {axes.name}"
     with quiet_transformers():
         model: PreTrainedModel = load_model(config.model, spec.config, dtype=dtype, packing=False)
         model = model.to(device)  # type: ignore[arg-type]  # to is overloaded
         set_attention(model, config.attn_impl, parallel)
-        tests = [PackUnderTest(model, pack_samples, spec, dtype, parallel) for pack_samples in samples]
+        tests = [
+            PackUnderTest(model, pack_samples, spec, dtype, parallel, some_local=number % 2 == 1)
+            for number, pack_samples in enumerate(samples)
+        ]
         checks = _check_all(model, tests, progress)
     return VerifyReport(
         model=config.model,
-        device=str(device),
+        device=device.type if device.type == "cpu" else str(device),
         dtype=str(dtype).removeprefix("torch."),
-        attention=kernel.name + how,
+        attention=kernel,
         num_packs=len(packs),
         num_samples=sum(map(len, packs)),
         num_tokens=sum(sample.length for pack_samples in samples for sample in pack_samples),
@@ -166,7 +173,8 @@ def verify_cheaply(
         samples: at least two; ``few_samples`` picks short ones.
         spec: the model as collation sees it.
         dtype: that the run computes in, if that is not the weights' own: the autocast's.
-        parallel: ranks that share rows; all of them call this with the same samples.
+        parallel: ranks that share rows; all of them call this with the same samples. Some of these are sharded then,
+            and others whole on a rank.
 
     Returns:
         the checks ``isolation`` and ``loss``.
@@ -178,7 +186,7 @@ def verify_cheaply(
     casts = dtype is not None and dtype != weights.dtype
     cast = torch.autocast(weights.device.type, dtype) if casts else contextlib.nullcontext()
     with evaluating(model), torch.no_grad(), cast:
-        pack_under_test = PackUnderTest(model, samples, spec, dtype or weights.dtype, parallel)
+        pack_under_test = PackUnderTest(model, samples, spec, dtype or weights.dtype, parallel, some_local=True)
         refuse_leaky_inputs(collate_packs(pack_under_test.samples, spec).model_inputs())
         return [check_isolation(pack_under_test, _CHANGES_BEFORE_TRAINING), check_loss(pack_under_test)]
 

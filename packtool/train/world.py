@@ -72,10 +72,13 @@ class World:
         return self.rank == 0
 
 
-def check_ranks_agree(state: RunState, world: World) -> None:
+def check_ranks_agree(state: RunState, world: World, sharing: str = "") -> None:
     """Every rank has planned for itself; that all came to the same is proved by one exchange of hashes.
 
     The process group must be there.
+
+    Args:
+        sharing: how ranks share rows, which each has worked out, too.
 
     Raises:
         MismatchError: on every rank, naming what differs.
@@ -85,7 +88,7 @@ def check_ranks_agree(state: RunState, world: World) -> None:
     import torch.distributed as dist  # here, because plans are checked without torch
 
     found: list[Any] = [None] * world.size
-    dist.all_gather_object(found, dataclasses.asdict(state))
+    dist.all_gather_object(found, dataclasses.asdict(state) | {"sequence parallel": sharing})
     first = found[0]
     for rank, other in enumerate(found):
         if other != first:

@@ -12,7 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from packtool.errors import ConfigError, UnsupportedModelError
+from packtool.attention.parallel import attend
+from packtool.attention.parallel.layout import Layout, layout_of
+from packtool.attention.varlen import Varlen
+from packtool.batch.shard import SequenceShard
+from packtool.errors import ConfigError, MismatchError
 from packtool.progress import SilentProgress
 from packtool.train.run import train
 from packtool.train.world import World
@@ -221,9 +225,23 @@ def test_a_dry_run_says_how_rows_are_shared(tiny: TinyWorld, tmp_path: Path) -> 
     assert "2 data-parallel ranks" in line
 
 
-def test_models_that_cannot_be_shared_are_refused() -> None:
-    from packtool.attention.register import refuse_shared
-    from tests.attention.hybrids import hybrid_config
+def test_a_leak_is_found_before_training(world: TinyWorld, tmp_path: Path) -> None:
+    """Local documents, or sharded ones, that see each other: the check before the first step ends the run."""
+    run_ranks(2, train_with_a_leak, world, tmp_path, scratch=tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("leak-*")) == ["leak-local", "leak-whole"]
 
-    with pytest.raises(UnsupportedModelError, match="recurrent layers"):
-        refuse_shared(hybrid_config("qwen3_next"))
+
+def train_with_a_leak(world: TinyWorld, root: Path) -> None:
+    """On each rank."""
+    for part in ("local", "whole"):
+
+        def leaky(shard: SequenceShard, device: torch.device, part: str = part) -> Layout:
+            layout = layout_of(shard, device)
+            whole = Varlen.of_lengths([sum(getattr(layout, part).host_lengths())], device)
+            return dataclasses.replace(layout, **{part: whole})
+
+        attend.layout_of = leaky  # type: ignore[assignment]
+        with pytest.raises(MismatchError, match=r"samples leak|not that of its samples alone"):
+            train(world.config(root / "leaky", **TWO, ulysses_size=2), SilentProgress())
+        if World.from_environment().is_first:
+            (root / f"leak-{part}").touch()

@@ -28,11 +28,9 @@ from packtool.attention.parallel.layout import Layout, layout_of
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.parallel.ring import RingCall, ring_backward, ring_forward
 from packtool.batch.shard import SequenceShard
+from packtool.errors import UnsupportedModelError
 
 T = TypeVar("T")
-
-# Saved of the local documents, and of the sharded ones: q, k, v, out and lse.
-_NUM_SAVED, _OUT = 5, 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,8 +90,14 @@ def attend_shard(
 
     Returns:
         (T, Hq, D), differentiable.
+
+    Raises:
+        UnsupportedModelError: for a window on a ring.
     """
-    assert window is None or parallel.cut.ring_size == 1, "refused before: a ring would cut windows"
+    if window is not None and parallel.cut.ring_size > 1:
+        raise UnsupportedModelError(
+            "a layer has a sliding window, which chunks on a ring would cut", "Use --sequence-parallel-type ulysses."
+        )
     assert len(q) == shard.num_local + sum(shard.sharded_lengths) // parallel.cut.size, "a part of another row"
     call = Call(parallel, shard, blocks, default_scale(q, scale), window)
     out: Tensor = _Attend.apply(q, k, v, call)
@@ -115,33 +119,32 @@ class _Attend(torch.autograd.Function):
         if cut:
             out, lse = call.blocks.fwd(*local, call.local(q.device))
             outs.append(out)
-            saved += [*local, out, lse]
+            saved += [*local, lse]
         if sharded is not None:
             out, kept = _value_of(sharded)
             outs.append(out)
-            saved += kept
+            # With Ulysses the output that was computed here has other heads and tokens than the one that is returned.
+            saved += kept if has_ulysses else [*kept[:3], kept[4]]
         whole = torch.cat(outs) if len(outs) > 1 else outs[0]
-        if len(outs) > 1:
-            # The layer above keeps the whole: what is saved here may be parts of it.
-            saved[_OUT] = whole[:cut]
-            saved[_NUM_SAVED + _OUT] = saved[_NUM_SAVED + _OUT] if has_ulysses else whole[cut:]
         ctx.call, ctx.num_key_heads = call, k.shape[1]
-        ctx.save_for_backward(*saved)
+        ctx.save_for_backward(whole, *saved)
         return whole
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
-        cut = call.shard.num_local
-        tensors: tuple[Tensor, ...] = ctx.saved_tensors
-        of_local, saved = (tensors[:_NUM_SAVED], tensors[_NUM_SAVED:]) if cut else ((), tensors)
-        sharded = _sharded_backward(call, grad[cut:], saved, ctx.num_key_heads) if saved else None
-        if sharded is not None:
+        cut, has_ulysses = call.shard.num_local, call.parallel.cut.ulysses_size > 1
+        whole, *saved = ctx.saved_tensors
+        sharded = None
+        if call.shard.sharded_lengths:
+            *rest, lse = saved[4 * (cut > 0) :]
+            out = rest[3] if has_ulysses else whole[cut:]
+            sharded = _sharded_backward(call, grad[cut:], [*rest[:3], out, lse], ctx.num_key_heads)
             next(sharded)
         parts: list[Gradients] = []
         if cut:
-            q, k, v, out, lse = of_local
-            parts.append(call.blocks.bwd(grad[:cut].contiguous(), q, k, v, out, lse, call.local(grad.device)))
+            q, k, v, lse = saved[:4]
+            parts.append(call.blocks.bwd(grad[:cut].contiguous(), q, k, v, whole[:cut], lse, call.local(grad.device)))
         if sharded is not None:
             parts.append(_value_of(sharded))
         found = [torch.cat(some) if len(some) > 1 else some[0] for some in zip(*parts, strict=True)]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from packtool.errors import ConfigError
+from packtool.errors import ConfigError, UnsupportedModelError
 from packtool.parallel_options import ParallelOptions
 
 Way = Literal["ring", "allgather"]
@@ -39,13 +39,11 @@ class Heads:
         config = config.get("thinker_config") or config
         text = config.get("text_config") or config
         queries = int(text["num_attention_heads"])
-        layers = text.get("layer_types") or ()
-        sliding = (
-            any(kind == "sliding_attention" for kind in layers) if layers else bool(text.get("use_sliding_window"))
-        )
-        return cls(
-            queries, int(text.get("num_key_value_heads") or queries), sliding and bool(text.get("sliding_window"))
-        )
+        layers = text.get("layer_types")
+        # Without the list all layers have the window, as Mistral's, unless it is switched off, as in most of Qwen2's.
+        sliding = "sliding_attention" in layers if layers else bool(text.get("use_sliding_window", True))
+        has_windows = sliding and bool(text.get("sliding_window"))
+        return cls(queries, int(text.get("num_key_value_heads") or queries), has_windows)
 
     def allow(self, ulysses_size: int) -> bool:
         """Whether so many ranks can share the heads; K and V are repeated where they have fewer."""
@@ -77,6 +75,33 @@ class Heads:
     def _passed(self, ring_size: int, ulysses_size: int) -> float:
         """K and V of one part."""
         return 2 * math.lcm(self.keys, ulysses_size) / (ring_size * ulysses_size)
+
+
+def refuse_shared(config: Mapping[str, Any], *, trained: bool = False) -> None:
+    """Raise for a model whose rows cannot be spread over several processes, by its ``config.json``.
+
+    Args:
+        trained: it will be, so that what is dropped in training counts.
+
+    Raises:
+        UnsupportedModelError: naming what it has that cannot.
+    """
+    hears = "thinker_config" in config or "audio_config" in config
+    config = config.get("thinker_config") or config
+    text = config.get("text_config") or config
+    found = ["sounds"] * hears + ["recurrent layers"] * ("linear_attention" in (text.get("layer_types") or ()))
+    if found:
+        raise UnsupportedModelError(
+            f"--sequence-parallel-size: rows of a {config.get('model_type')} model cannot be spread over several "
+            f"processes, for it has {' and '.join(found)}",
+            "Leave the option out; --gradient-checkpointing true and --fsdp full_shard save memory, too.",
+        )
+    if trained and text.get("attention_dropout"):
+        raise UnsupportedModelError(
+            f"--sequence-parallel-size: the model drops {text['attention_dropout']:g} of its attention weights, which "
+            "rows that several processes share cannot",
+            "Set attention_dropout to 0 in the model's config.json.",
+        )
 
 
 @dataclass(frozen=True)
@@ -168,7 +193,7 @@ def _least(split: list[Axes], heads: Heads, typical_length: int, ranks_per_node:
     def volume(axes: Axes) -> float:
         return heads.volume(axes.ring_size, axes.ulysses_size, axes.way)
 
-    near = [axes for axes in split if axes.ulysses_size <= ranks_per_node] or split[-1:]
+    near = [axes for axes in split if ranks_per_node % axes.ulysses_size == 0] or split[-1:]
     roomy = [axes for axes in near if axes.ring_size == 1 or _chunk(axes, typical_length) >= _SMALL_CHUNK] or near[:1]
     volumes = ", ".join(f"{volume(axes):.3g} by {axes.name}" for axes in roomy)
     why = (

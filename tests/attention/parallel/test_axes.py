@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from packtool.attention.parallel.axes import Axes, Heads, choose_axes
-from packtool.errors import ConfigError
+from packtool.attention.parallel.axes import Axes, Heads, choose_axes, refuse_shared
+from packtool.errors import ConfigError, UnsupportedModelError
 from packtool.parallel_options import ParallelOptions
 
 QWEN3_8B = Heads(32, 8)
@@ -75,6 +75,9 @@ def test_rings_of_long_chunks_and_gathers_of_short_ones() -> None:
 def test_ulysses_stays_in_a_machine() -> None:
     axes = chosen(Heads(32, 32), sequence_parallel_size=16, node=8)
     assert (axes.ring_size, axes.ulysses_size) == (2, 8)
+    # Of six processes a machine, four would be on two machines every now and then.
+    axes = chosen(Heads(32, 32), sequence_parallel_size=4, node=6)
+    assert (axes.ring_size, axes.ulysses_size) == (2, 2)
 
 
 @pytest.mark.parametrize(
@@ -116,3 +119,25 @@ def test_heads_of_a_config() -> None:
     assert Heads.of_config(text | window | {"use_sliding_window": True}).has_windows
     assert Heads.of_config(text | window | {"layer_types": ["full_attention", "sliding_attention"]}).has_windows
     assert not Heads.of_config(text | window | {"layer_types": ["full_attention"]}).has_windows
+    # Mistral's say no more.
+    assert Heads.of_config(text | window).has_windows
+    assert not Heads.of_config(text | {"sliding_window": None}).has_windows
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        ({"thinker_config": {"text_config": {}}}, "sounds"),
+        ({"text_config": {"layer_types": ["linear_attention", "full_attention"]}}, "recurrent layers"),
+    ],
+)
+def test_models_whose_rows_cannot_be_shared(config: dict[str, object], what: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"for it has {what}"):
+        refuse_shared(config)
+
+
+def test_weights_of_attention_cannot_be_dropped_in_training() -> None:
+    refuse_shared({"attention_dropout": 0.1})
+    refuse_shared({"attention_dropout": 0.0}, trained=True)
+    with pytest.raises(UnsupportedModelError, match=r"drops 0\.1 of its attention weights"):
+        refuse_shared({"text_config": {"attention_dropout": 0.1}}, trained=True)
