@@ -64,7 +64,7 @@ def pictures(options: argparse.Namespace) -> None:
     import torch
     from transformers import AutoProcessor
 
-    from packtool.config import EncodeSpec
+    from packtool.config.export import EncodeSpec
     from packtool.encode.encoder import Encoder
     from packtool.encode.model_files import ModelFiles
     from packtool.media.load import load_image

@@ -51,7 +51,8 @@ from packtool.batch.batch import PackedBatch
 from packtool.batch.dataset import PlannedMicroBatches
 from packtool.batch.spec import InputSpec
 from packtool.cache.export import export
-from packtool.config import ExportConfig, TrainConfig
+from packtool.config.export import ExportConfig
+from packtool.config.train import TrainConfig
 from packtool.demo.model import make_model as make_demo_model
 from packtool.demo.world import make_rows
 from packtool.plan.cost import CostModel

@@ -26,18 +26,7 @@ ORDER = (
     "demo",
     "cli",
 )
-BASE = {
-    *("errors", "constants", "progress", "settings", "storage"),
-    *(
-        "config",
-        "packing_options",
-        "parallel_options",
-        "row_options",
-        "eval_options",
-        "verify_options",
-        "simulate_options",
-    ),
-}
+BASE = {"errors", "constants", "progress", "config", "storage"}
 
 OWNERS = {
     "torch": {"batch", "attention", "train", "demo"},

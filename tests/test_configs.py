@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from packtool.config import ExportConfig, TrainConfig
-from packtool.settings import resolve
+from packtool.config.export import ExportConfig
+from packtool.config.settings import resolve
+from packtool.config.train import TrainConfig
 
 FILES = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 PATHS = {

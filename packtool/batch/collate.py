@@ -26,7 +26,7 @@ from packtool.batch.pixels import load_pixels
 from packtool.batch.positions import sample_positions
 from packtool.batch.sounds import load_sounds
 from packtool.batch.spec import InputSpec
-from packtool.config import LossReduction
+from packtool.config.train import LossReduction
 from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedImage, EncodedSample
 from packtool.errors import DataError

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from packtool.config import LossReduction
+from packtool.config.train import LossReduction
 from packtool.encode.families import MediaLimits, is_multimodal
 from packtool.encode.families.qwen_omni import MODEL_TYPES as OMNI_TYPES
 from packtool.encode.families.qwen_vl import MODEL_TYPES as VISION_TYPES

@@ -19,7 +19,7 @@ from packtool.cache.reader import read_index
 from packtool.cache.restart import begin, check_is_cache, clear, find_finished, finished_tasks
 from packtool.cache.task import TASKS_DIR, Task, TaskResult
 from packtool.cache.tasks import make_tasks
-from packtool.config import ExportConfig
+from packtool.config.export import ExportConfig
 from packtool.constants import MANIFEST_NAME
 from packtool.encode.encoder import Encoder
 from packtool.encode.families import MediaLimits, family_of

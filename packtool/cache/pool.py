@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from packtool.cache.task import Report, Task, TaskResult, run_task
-from packtool.config import EncodeSpec
+from packtool.config.export import EncodeSpec
 from packtool.encode.encoder import Encoder
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import PacktoolError

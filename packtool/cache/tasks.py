@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from packtool.cache.task import Task
-from packtool.config import ExportConfig
+from packtool.config.export import ExportConfig
 from packtool.constants import TRAIN_SPLIT, VAL_SPLIT
 from packtool.rows.source import Blocks, ScannedSource, Source
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from packtool.config.settings import option
 from packtool.errors import EXIT_INTERRUPTED, EXIT_UNEXPECTED
 from packtool.launch import share_cores_politely
-from packtool.settings import option
 
 if TYPE_CHECKING:
     from packtool.demo.run import DemoResult

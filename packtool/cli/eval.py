@@ -8,7 +8,7 @@ import os
 import typer
 
 from packtool.cli import train
-from packtool.eval_options import EvalConfig
+from packtool.config.evaluate import EvalConfig
 from packtool.launch import Processes, is_launched, launch_if_asked, share_cores_politely
 
 

@@ -6,7 +6,7 @@ import json
 
 import typer
 
-from packtool.config import ExportConfig
+from packtool.config.export import ExportConfig
 from packtool.errors import EXIT_INTERRUPTED
 
 

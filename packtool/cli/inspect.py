@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from packtool.config.settings import REQUIRED, option
 from packtool.constants import TRAIN_SPLIT
-from packtool.settings import REQUIRED, option
 
 if TYPE_CHECKING:
     from packtool.report.inspect import SampleView

@@ -20,11 +20,13 @@ from packtool.cli.options import PanelCommand, command_of, option_kinds
 from packtool.cli.plan import run_plan
 from packtool.cli.simulate import run_simulate
 from packtool.cli.verify import run_verify
-from packtool.config import ExportConfig, PlanConfig, TrainConfig
+from packtool.config.evaluate import EvalConfig
+from packtool.config.export import ExportConfig
+from packtool.config.plan import PlanConfig
+from packtool.config.simulate import SimulateConfig
+from packtool.config.train import TrainConfig
+from packtool.config.verify import VerifyConfig
 from packtool.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_UNEXPECTED, EXIT_USAGE, PacktoolError
-from packtool.eval_options import EvalConfig
-from packtool.simulate_options import SimulateConfig
-from packtool.verify_options import VerifyConfig
 
 app = typer.Typer(
     name="packtool",

@@ -14,8 +14,8 @@ import typer
 import typer.core
 
 from packtool.cli.arguments import Kind
+from packtool.config.settings import option_names, resolve, value_type
 from packtool.errors import EXIT_INTERRUPTED, ConfigError
-from packtool.settings import option_names, resolve, value_type
 
 T = TypeVar("T")
 

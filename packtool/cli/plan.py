@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from packtool.config import PlanConfig
+from packtool.config.plan import PlanConfig
 
 if TYPE_CHECKING:
     from packtool.train.preview import Preview

@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from packtool.simulate_options import SimulateConfig
+from packtool.config.simulate import SimulateConfig
 
 
 def run_simulate(config: SimulateConfig, as_json: bool) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from packtool.config import TrainConfig
+from packtool.config.train import TrainConfig
 from packtool.errors import EXIT_INTERRUPTED
 from packtool.launch import Processes, is_launched, launch_if_asked, share_cores_politely
 

@@ -8,9 +8,9 @@ import os
 import typer
 
 from packtool.cli import train
+from packtool.config.verify import VerifyConfig
 from packtool.errors import EXIT_MISMATCH, EXIT_OK
 from packtool.launch import Processes, is_launched, launch_if_asked, share_cores_politely
-from packtool.verify_options import VerifyConfig
 
 
 def run_verify(config: VerifyConfig, as_json: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from packtool.config import EncodeSpec
+from packtool.config.export import EncodeSpec
 from packtool.encode.assemble import Layout, Tokens, join, lay_out, num_common
 from packtool.encode.control import ControlVocabulary, Piece, Shield
 from packtool.encode.encoded import EncodedSample

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from packtool.config import EncodeSpec
+from packtool.config.export import EncodeSpec
 from packtool.constants import IGNORE_INDEX
 from packtool.encode.assemble import Span
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from packtool.packing_options import Balance, PackingAlgorithm
+from packtool.config.packing import Balance, PackingAlgorithm
 from packtool.plan.cost import CostModel
 from packtool.plan.packing import PackOptions
 from packtool.plan.skrull_steps import SkrullOptions

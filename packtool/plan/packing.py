@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from packtool.config.packing import PackingAlgorithm, budget_problems
 from packtool.errors import ConfigError
-from packtool.packing_options import PackingAlgorithm, budget_problems
 from packtool.plan.batches import place_in_batches
 from packtool.plan.budgets import check_media_tokens, pack_within_budgets
 from packtool.plan.histogram import pack_histogram

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from packtool.config.simulate import StrategyName
 from packtool.errors import DataError
 from packtool.plan.balance import imbalance
 from packtool.plan.pack_plan import Int32Array
 from packtool.plan.shuffle import seeded_order
 from packtool.plan.simulate_cost import Timing
 from packtool.plan.simulate_strategies import TITLES, SimulateOptions, schedule
-from packtool.simulate_options import StrategyName
 
 _ORDER = 14  # a stream of random numbers, see ``plan.packing``
 

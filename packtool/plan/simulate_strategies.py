@@ -14,7 +14,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from packtool.packing_options import Balance
+from packtool.config.packing import Balance
+from packtool.config.simulate import StrategyName
 from packtool.plan.epoch import PlanOptions, deal_packs, group_by_length
 from packtool.plan.pack_plan import Int32Array, PackPlan, offsets_of, with_packs_in_order
 from packtool.plan.packing import pack, pack_singletons
@@ -22,7 +23,6 @@ from packtool.plan.shuffle import seeded_order
 from packtool.plan.simulate_cost import Int64Array, Machine, Schedule
 from packtool.plan.skrull import SHARDED, MicroBatch, schedule_step
 from packtool.plan.steps import StepPlan
-from packtool.simulate_options import StrategyName
 
 TITLES: dict[StrategyName, str] = {
     "padded": "padded",

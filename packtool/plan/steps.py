@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from packtool.config import Balance
+from packtool.config.packing import Balance
 from packtool.errors import ConfigError
 from packtool.plan.balance import Costs, deal_even, group_alike
 from packtool.plan.packing import Int64Array, PackPlan, digest_arrays

@@ -17,7 +17,7 @@ from packtool.cache.plan_file import read_plan
 from packtool.cache.reader import CacheReader
 from packtool.cache.restart import finished_tasks
 from packtool.cache.task import TASKS_DIR
-from packtool.config import EncodeSpec
+from packtool.config.export import EncodeSpec
 from packtool.constants import DROPPED_NAME, IGNORE_INDEX, MANIFEST_NAME
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
 from packtool.encode.model_files import ModelFiles

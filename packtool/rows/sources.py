@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from packtool import storage
-from packtool.config import ExportConfig
+from packtool.config.export import ExportConfig
 from packtool.constants import MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT
 from packtool.errors import ConfigError, DataError
 from packtool.rows.dataset_info import DatasetInfo

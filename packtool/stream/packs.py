@@ -16,7 +16,7 @@ from itertools import islice
 import numpy as np
 
 from packtool.cache.shard import num_targets
-from packtool.config import EncodeSpec
+from packtool.config.export import EncodeSpec
 from packtool.encode.encoded import EncodedSample
 from packtool.errors import RowError
 from packtool.plan.packing import PackOptions, PackPlan, pack

@@ -13,7 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
 from packtool.cache.pool import end_with_parent, kill
-from packtool.config import EncodeSpec
+from packtool.config.export import EncodeSpec
 from packtool.encode.blocks import encode_samples, samples_of
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from packtool.config import TrainConfig
+from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
 from packtool.train.sharding import sharding_arguments
 

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 
 from packtool.attention.register import route
 from packtool.batch.spec import model_config
-from packtool.config import TrainConfig
+from packtool.config.train import TrainConfig
 from packtool.encode.families import is_multimodal
 from packtool.errors import ConfigError
 from packtool.plan.model_sizes import ModelSizes

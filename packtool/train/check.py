@@ -10,14 +10,16 @@ from packtool.cache.local import LocalCopies
 from packtool.cache.manifest import Manifest
 from packtool.cache.plan_file import SavedPlan
 from packtool.cache.reader import CacheReader
-from packtool.config import EncodeSpec, MediaOptions, TrainConfig
+from packtool.config.evaluate import EvalConfig
+from packtool.config.export import EncodeSpec
+from packtool.config.rows import MediaOptions
+from packtool.config.train import TrainConfig
 from packtool.constants import VAL_SPLIT
 from packtool.encode.families import ImageLimits, family_of
 from packtool.encode.loss_scale import parse_loss_scale
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.relabel import TargetChoice
 from packtool.errors import MismatchError
-from packtool.eval_options import EvalConfig
 from packtool.plan.packing import PackPlan
 
 _MEDIA_NAMES = frozenset(field.name for field in fields(MediaOptions))

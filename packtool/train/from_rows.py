@@ -15,7 +15,9 @@ from typing import Any
 from packtool import storage
 from packtool.cache.export import export, identity_of
 from packtool.cache.local import LocalCopies, locked
-from packtool.config import ExportConfig, RowOptions, TrainConfig
+from packtool.config.export import ExportConfig
+from packtool.config.rows import RowOptions
+from packtool.config.train import TrainConfig
 from packtool.encode.model_files import ModelFiles
 from packtool.progress import Progress
 from packtool.rows.source import SourceSpec

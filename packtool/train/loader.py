@@ -13,7 +13,7 @@ from packtool.batch.dataset import PlannedMicroBatches, load_micro_batches
 from packtool.batch.shard import Cut
 from packtool.batch.spec import InputSpec
 from packtool.cache.chosen import SampleReader
-from packtool.config import TrainConfig
+from packtool.config.train import TrainConfig
 from packtool.plan.epoch import EpochPlan
 from packtool.train.figures import SampleFigures, StepFigures, figures_of_steps
 from packtool.train.prepare import PreparedRun

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
-from packtool.config import TrainConfig
+from packtool.config.train import TrainConfig
 from packtool.train.head_loss import CHUNK_LOGITS
 from packtool.train.model import make_trainable, weights_dtype
 

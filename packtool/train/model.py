@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.register import set_attention
 from packtool.attention.support import refuse_unsupported
-from packtool.config import TrainConfig
+from packtool.config.evaluate import EvalConfig
+from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, MismatchError
-from packtool.eval_options import EvalConfig
 from packtool.train.towers import Towers, frozen_parts, towers_of
 
 _SHOWN_NAMES = 4

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from packtool.config import TrainConfig
+from packtool.config.train import TrainConfig
 from packtool.train.towers import Part, Towers, towers_of
 
 # What peft puts before the names of a model's own parameters.

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.cache.reader import SplitIndex
-from packtool.config import PlanConfig, TrainConfig
+from packtool.config.plan import PlanConfig
+from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
 from packtool.plan.cost import CostModel
 from packtool.plan.epoch import EpochPlan, PlanOptions, deal_packs, plan_epoch, reordered

@@ -13,7 +13,7 @@ from packtool.attention.parallel.axes import Axes
 from packtool.cache.chosen import ChosenTargets, SampleReader
 from packtool.cache.plan_file import read_plan
 from packtool.cache.reader import CacheReader
-from packtool.config import TrainConfig
+from packtool.config.train import TrainConfig
 from packtool.constants import VAL_SPLIT
 from packtool.encode.families import MediaLimits
 from packtool.encode.model_files import ModelFiles

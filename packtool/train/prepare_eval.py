@@ -11,10 +11,10 @@ from packtool import storage
 from packtool.attention.parallel.axes import Axes
 from packtool.cache.local import LocalCopies
 from packtool.cache.reader import CacheReader, common_splits
+from packtool.config.evaluate import MAX_TOKENS_OPTION, EvalConfig
 from packtool.constants import TRAIN_SPLIT, VAL_SPLIT
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, DataError
-from packtool.eval_options import MAX_TOKENS_OPTION, EvalConfig
 from packtool.plan.evaluation import EvaluationPlan, aligned_lengths, plan_evaluation
 from packtool.train.check import check_model
 from packtool.train.sharing import axes_of

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from packtool.attention.parallel.axes import Axes
-from packtool.config import EncodeSpec, TrainConfig
+from packtool.config.export import EncodeSpec
+from packtool.config.train import TrainConfig
 from packtool.encode.blocks import encode_samples, samples_of
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from packtool import storage
 from packtool.cache.plan_file import PlanInfo, SavedPlan, write_plan
 from packtool.cache.reader import CacheReader
-from packtool.config import PlanConfig
+from packtool.config.plan import PlanConfig
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, DataError
 from packtool.plan.balance import imbalance

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from packtool.config import TrainConfig
+from packtool.config.train import TrainConfig
 from packtool.plan.summary import SkrullFigures
 from packtool.train.prepare_stream import PreparedStream
 from packtool.train.schedule import Schedule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from packtool.config import TrainConfig
+from packtool.config.train import TrainConfig
 from packtool.progress import Progress, SilentProgress
 from packtool.train.from_rows import with_cache
 from packtool.train.prepare import PreparedRun, prepare_run

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 from packtool.cache.evaluation_file import write_evaluation
-from packtool.eval_options import EvalConfig
+from packtool.config.evaluate import EvalConfig
 from packtool.progress import Progress, SilentProgress
 from packtool.train.prepare_eval import PreparedEvaluation, prepare_evaluation
 from packtool.train.scores import Evaluation

@@ -9,7 +9,7 @@ from typing import Any
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 
-from packtool.config import TrainConfig
+from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
 
 

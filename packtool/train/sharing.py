@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.attention.parallel.axes import Axes, Heads, choose_axes, refuse_shared
+from packtool.config.parallel import ParallelOptions
 from packtool.encode.model_files import ModelFiles
-from packtool.parallel_options import ParallelOptions
 from packtool.train.world import World
 
 

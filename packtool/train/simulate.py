@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from packtool import storage
 from packtool.cache.reader import CacheReader
+from packtool.config.simulate import BASELINE, SimulateConfig, StrategyName
 from packtool.errors import ConfigError, DataError
 from packtool.plan.distributions import draw, quantiles
 from packtool.plan.hardware import PRESETS, Hardware
@@ -23,7 +24,6 @@ from packtool.plan.simulate import Outcome, arrange, simulate
 from packtool.plan.simulate_cost import Machine
 from packtool.plan.simulate_strategies import SimulateOptions
 from packtool.progress import Progress
-from packtool.simulate_options import BASELINE, SimulateConfig, StrategyName
 from packtool.train.preview import read_lengths
 
 _SEQUENCES = 20_000  # of the steps that are simulated by default, and at least so many steps, at most so many

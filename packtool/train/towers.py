@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import nn
 
-from packtool.config import TrainConfig
+from packtool.config.train import TrainConfig
 from packtool.errors import UnsupportedModelError
 
 Part = Literal["vision tower", "aligner", "language model"]

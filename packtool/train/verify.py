@@ -21,7 +21,8 @@ from packtool.attention.support import refuse_leaky_inputs, refuse_unsupported
 from packtool.batch.collate import collate_packs
 from packtool.batch.spec import InputSpec
 from packtool.cache.reader import CacheReader
-from packtool.config import TrainConfig
+from packtool.config.train import TrainConfig
+from packtool.config.verify import VerifyConfig
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, DataError, MismatchError
@@ -42,7 +43,6 @@ from packtool.train.verify_checks import (
     worst_of,
 )
 from packtool.train.world import World
-from packtool.verify_options import VerifyConfig
 
 _FEW = 4
 _CHANGES_BEFORE_TRAINING = 2

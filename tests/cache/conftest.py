@@ -12,7 +12,7 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from packtool.cache.export import ExportSummary, export
-from packtool.config import ExportConfig
+from packtool.config.export import ExportConfig
 from packtool.progress import SilentProgress
 
 CHATML = (

@@ -11,9 +11,10 @@ import pytest
 
 from packtool import __version__
 from packtool.cli.main import run
-from packtool.config import ExportConfig, TrainConfig
+from packtool.config.export import ExportConfig
+from packtool.config.settings import option_names
+from packtool.config.train import TrainConfig
 from packtool.errors import EXIT_INTERRUPTED, EXIT_MISMATCH, EXIT_USAGE
-from packtool.settings import option_names
 
 EXPORT = ["export", "--model", "m", "--output-dir", "o", "--max-length", "9"]
 

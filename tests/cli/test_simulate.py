@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from packtool.cli.main import run
+from packtool.config.simulate import STRATEGIES
 from packtool.plan.model_sizes import PRESETS
 from packtool.report.timeline import duration
-from packtool.simulate_options import STRATEGIES
 from tests.cache.conftest import model as model
 from tests.cache.conftest import rows as rows
 from tests.cache.conftest import run_export as run_export

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtool.config import ImageOptions
+from packtool.config.rows import ImageOptions
 from packtool.encode.families import is_multimodal
 from packtool.encode.families.qwen_vl import image_limits
 from packtool.encode.families.resize import smart_resize

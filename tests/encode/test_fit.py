@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtool.config import EncodeSpec
+from packtool.config.export import EncodeSpec
 from packtool.encode.assemble import Span
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
 from packtool.encode.fit import Tokenized, fit

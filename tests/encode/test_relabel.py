@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from packtool.config import EncodeSpec
+from packtool.config.export import EncodeSpec
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
 from packtool.encode.model_files import ModelFiles

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from packtool.config.simulate import STRATEGIES, StrategyName
 from packtool.errors import DataError
 from packtool.plan.distributions import draw
 from packtool.plan.hardware import PRESETS, Hardware
@@ -17,7 +18,6 @@ from packtool.plan.simulate import Outcome, arrange, simulate
 from packtool.plan.simulate_cost import Constants, Machine, Schedule
 from packtool.plan.simulate_strategies import TITLES, SimulateOptions, schedule
 from packtool.plan.skrull import SHARDED
-from packtool.simulate_options import STRATEGIES, StrategyName
 
 SIZES = ModelSizes.of_config(MODELS["qwen2.5-0.5b"])
 NO_LAUNCHES = Constants(launch_us=0)

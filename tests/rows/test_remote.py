@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from packtool import storage
-from packtool.config import ExportConfig
+from packtool.config.export import ExportConfig
 from packtool.errors import DataError, StorageError
 from packtool.rows.forms import to_sample
 from packtool.rows.opened import close_readers

@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 import pytest
 
-from packtool.config import ExportConfig
+from packtool.config.export import ExportConfig
 from packtool.errors import ConfigError, DataError, PacktoolError
 from packtool.rows.forms import to_sample
 from packtool.rows.scan import scan, scan_sources

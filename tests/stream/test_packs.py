@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
-from packtool.config import EncodeSpec
+from packtool.config.export import EncodeSpec
 from packtool.encode.encoded import EncodedSample
 from packtool.errors import MismatchError, PacktoolError, RowError
 from packtool.plan.packing import PackOptions

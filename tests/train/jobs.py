@@ -7,12 +7,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-from packtool.eval_options import EvalConfig
+from packtool.config.evaluate import EvalConfig
+from packtool.config.verify import VerifyConfig
 from packtool.progress import SilentProgress
 from packtool.train.run import train
 from packtool.train.run_eval import evaluate_caches
 from packtool.train.verify import verify
-from packtool.verify_options import VerifyConfig
 from tests.train.tiny import TinyWorld
 
 Job = tuple[str, Path, dict[str, Any]]

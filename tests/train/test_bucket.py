@@ -10,7 +10,7 @@ import torch
 from packtool.batch.collate import collate_packs
 from packtool.batch.spec import model_config
 from packtool.cache.reader import CacheReader
-from packtool.config import TrainConfig
+from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
 from packtool.plan.model_sizes import ModelSizes
 from packtool.progress import SilentProgress

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig
 
 from packtool.attention.register import ATTENTION_NAME
-from packtool.config import TrainConfig
+from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, MismatchError, UnsupportedModelError
 from packtool.train.model import (
     adapted_modules,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from packtool.config import TrainConfig
+from packtool.config.train import TrainConfig
 from packtool.plan.cost import CostModel
 from packtool.plan.epoch import EpochPlan, PlanOptions, deal_packs, plan_epoch
 from packtool.plan.skrull_steps import SkrullOptions

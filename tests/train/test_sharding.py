@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from packtool.config import TrainConfig
+from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
 from packtool.train.sharding import deepspeed_settings, sharding_arguments
 

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from packtool.config import TrainConfig
+from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, DataError, MismatchError
 from packtool.progress import SilentProgress
 from packtool.train.from_rows import with_cache

@@ -16,6 +16,7 @@ from packtool.attention.register import ATTENTION_NAME, set_attention
 from packtool.attention.varlen import Varlen
 from packtool.batch.spec import InputSpec
 from packtool.cache.reader import CacheReader
+from packtool.config.verify import VerifyConfig
 from packtool.encode.families import MediaLimits
 from packtool.errors import ConfigError, DataError, MismatchError
 from packtool.train.model import load_model
@@ -28,7 +29,6 @@ from packtool.train.verify import (
     verify_first_pack,
 )
 from packtool.train.verify_checks import Check, PackUnderTest, check_isolation, worst_of
-from packtool.verify_options import VerifyConfig
 from tests.attention.hybrids import hybrid_config, hybrid_model
 from tests.batch.reduced import (
     TEXT_MODELS,

@@ -17,7 +17,7 @@ from PIL import Image
 from packtool.batch.batch import PackedBatch
 from packtool.batch.collate import collate_packs
 from packtool.batch.spec import InputSpec
-from packtool.config import EncodeSpec
+from packtool.config.export import EncodeSpec
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
 from packtool.encode.model_files import ModelFiles

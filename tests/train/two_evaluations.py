@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from packtool.batch.spec import InputSpec
 from packtool.cache.reader import CacheReader
+from packtool.config.evaluate import EvalConfig
 from packtool.errors import MismatchError
-from packtool.eval_options import EvalConfig
 from packtool.progress import SilentProgress
 from packtool.train.evaluation import evaluate, evaluate_in_training
 from packtool.train.model import load_model

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from packtool.config.parallel import ParallelOptions
 from packtool.errors import ConfigError, UnsupportedModelError
-from packtool.parallel_options import ParallelOptions
 
 Way = Literal["ring", "allgather"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from packtool.config import MediaOptions
+from packtool.config.rows import MediaOptions
 from packtool.encode.families import qwen_omni, qwen_vl
 from packtool.encode.families.base import (
     AudioLimits,

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from packtool.config import ImageOptions, MediaOptions
+from packtool.config.rows import ImageOptions, MediaOptions
 from packtool.encode.encoded import EncodedImage
 from packtool.encode.families.base import Kind, MediaLimits, Medium, Part
 from packtool.encode.model_files import ModelFiles

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from packtool.config import MediaOptions
+from packtool.config.rows import MediaOptions
 from packtool.encode.encoded import EncodedAudio, EncodedVideo
 from packtool.encode.families.base import AudioLimits, Kind, MediaLimits, Medium, Part
 from packtool.encode.families.qwen_video import video_limits

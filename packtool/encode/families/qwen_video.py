@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from packtool.config import MediaOptions
+from packtool.config.rows import MediaOptions
 from packtool.encode.families.base import VideoLimits
 from packtool.encode.families.resize import smart_resize
 from packtool.errors import ConfigError

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from packtool.config import ImageOptions, MediaOptions
+from packtool.config.rows import ImageOptions, MediaOptions
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedVideo
 from packtool.encode.families.base import ImageLimits, Kind, MediaLimits, Medium, Part
 from packtool.encode.families.qwen_video import sample_frames, timestamps, video_grid, video_limits

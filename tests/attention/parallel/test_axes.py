@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from packtool.attention.parallel.axes import Axes, Heads, choose_axes, refuse_shared
+from packtool.config.parallel import ParallelOptions
 from packtool.errors import ConfigError, UnsupportedModelError
-from packtool.parallel_options import ParallelOptions
 
 QWEN3_8B = Heads(32, 8)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from packtool.cli.main import run
-from packtool.parallel_options import ParallelOptions, parallel_problems
+from packtool.config.parallel import ParallelOptions, parallel_problems
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from packtool.parallel_options import ParallelOptions, parallel_problems
-from packtool.settings import REQUIRED, option
+from packtool.config.parallel import ParallelOptions, parallel_problems
+from packtool.config.settings import REQUIRED, option
 
 AttnImpl = Literal["auto", "sdpa", "varlen", "flash_attention_2", "flash_attention_3", "flex"]
 ATTN_IMPL_HELP = (

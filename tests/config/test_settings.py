@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from packtool.config import ExportConfig, TrainConfig
+from packtool.config.export import ExportConfig
+from packtool.config.settings import resolve
+from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
-from packtool.settings import resolve
 
 EXPORT = {"model": "m", "dataset": ("a.json",), "output_dir": "o", "max_length": "100"}
 TRAIN = {"model": "m", "cached_dataset": ("c",), "output_dir": "o"}

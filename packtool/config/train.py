@@ -1,35 +1,30 @@
-"""What the commands need to know: frozen dataclasses, merged and checked by ``packtool.settings``."""
+"""What ``packtool train`` needs to know."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from packtool.eval_options import MAX_TOKENS_HELP
-from packtool.packing_options import Balance as Balance
-from packtool.packing_options import PackingOptions as PackingOptions
-from packtool.packing_options import packing_problems
-from packtool.parallel_options import ParallelOptions, parallel_problems
-from packtool.row_options import (
-    DATASET_HELP,
+from packtool.config.evaluate import MAX_TOKENS_HELP
+from packtool.config.export import ExportConfig
+from packtool.config.packing import PackingOptions, packing_problems
+from packtool.config.parallel import ParallelOptions, parallel_problems
+from packtool.config.rows import (
     LOSS_SCALE_HELP,
     OVERFLOW_HELP,
     TRUNCATION_HELP,
+    MediaOptions,
+    MediaOverflow,
+    RowOptions,
+    TruncationStrategy,
     image_limit_problems,
 )
-from packtool.row_options import ImageOptions as ImageOptions
-from packtool.row_options import MediaOptions as MediaOptions
-from packtool.row_options import MediaOverflow as MediaOverflow
-from packtool.row_options import RowOptions as RowOptions
-from packtool.row_options import TruncationStrategy as TruncationStrategy
-from packtool.settings import REQUIRED, option
-from packtool.verify_options import ATTN_IMPL_HELP, AttnImpl
+from packtool.config.settings import REQUIRED, option
+from packtool.config.sizes import num_bytes
+from packtool.config.verify import ATTN_IMPL_HELP, AttnImpl
 
-Executor = Literal["local", "ray"]
-MediaStorage = Literal["reference", "embed"]
 TrainType = Literal["lora", "full"]
 FSDP_WORDS = ("full_shard", "shard_grad_op", "auto_wrap", "offload")
 # Settings of a run that say something about rows, and nothing about a cache.
@@ -44,123 +39,6 @@ ROWS_ONLY = (
 )
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LossReduction = Literal["token", "sample"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncodeSpec(MediaOptions):
-    """Everything that decides what a row becomes: two exports with the same spec write the same tokens."""
-
-    model: str = option(
-        REQUIRED, "Directory (or hub id) of the model: only its tokenizer, processor settings and config are read."
-    )
-    max_length: int = option(REQUIRED, "Most tokens of a sample.", minimum=2)
-    truncation_strategy: TruncationStrategy = option("delete", TRUNCATION_HELP)
-    media_overflow: MediaOverflow = option("drop", OVERFLOW_HELP)
-    loss_scale: str = option("default", LOSS_SCALE_HELP)
-    media: MediaStorage = option(
-        "reference", "Keep the media's paths, or embed the encoded files' bytes into the cache."
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportConfig(RowOptions, EncodeSpec):
-    """What ``packtool export`` needs to know."""
-
-    dataset: tuple[str, ...] = option(REQUIRED, DATASET_HELP, panel="Rows")
-    output_dir: str = option(REQUIRED, "Directory that becomes the cache.")
-    seed: int = option(42, "Seed of the split.", minimum=0)
-    rows_per_shard: int | None = option(
-        None, "Rows that one shard holds, in steps of 64; by default total/64, between 256 and 16384.", minimum=1
-    )
-    to_cached_dataset: bool = option(True, "Accepted for ms-swift's sake: export always writes a cached dataset.")
-    overwrite: bool = option(False, "Replace what is in the output directory.")
-    executor: Executor = option("local", "Where the work is done: this machine, or a Ray cluster.", panel="Scale")
-    ray_address: str | None = option(
-        None, "Address of the Ray cluster; by default RAY_ADDRESS, or one started here.", panel="Scale"
-    )
-    task_index: int | None = option(
-        None,
-        "Export only part i of --num-tasks, from 0 on; the last part to finish publishes.",
-        panel="Scale",
-        minimum=0,
-    )
-    num_tasks: int | None = option(None, "Parts that a job array exports.", panel="Scale", minimum=1)
-    finalize: bool = option(False, "Publish what the parts of a job array have exported.", panel="Scale")
-    dry_run: bool = option(False, "Encode and count, but write nothing.")
-
-    @property
-    def encode_spec(self) -> EncodeSpec:
-        """The part that decides what a row becomes."""
-        return EncodeSpec(**{field.name: getattr(self, field.name) for field in dataclasses.fields(EncodeSpec)})
-
-    @property
-    def is_part(self) -> bool:
-        """Whether other commands, perhaps on other machines, export other parts into the same directory."""
-        return self.task_index is not None or self.finalize
-
-    def problems(self) -> list[str]:
-        """Mistakes that only show when settings are seen together."""
-        found = image_limit_problems(self)
-        if (self.task_index is None) != (self.num_tasks is None):
-            found.append("--task-index and --num-tasks go together: part i of n")
-        elif self.task_index is not None and self.num_tasks is not None and self.task_index >= self.num_tasks:
-            found.append(f"--task-index {self.task_index}: the parts of --num-tasks {self.num_tasks} begin at 0")
-        if self.is_part and (self.dry_run or self.overwrite):
-            found.append("--dry-run and --overwrite are for whole exports, not for parts of one")
-        if not self.to_cached_dataset:
-            found.append("--to-cached-dataset false: export does nothing but write a cached dataset; leave it out")
-        return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanConfig(PackingOptions, ParallelOptions):
-    """What ``packtool plan`` needs to know."""
-
-    cached_dataset: tuple[str, ...] = option((), "Caches to plan for; they may stand without the option's name.")
-    lengths: str | None = option(None, "Plan for the lengths in this .npy, .json or .txt file instead of a cache's.")
-    model: str | None = option(
-        None, "Directory whose config.json tells what a token costs; by default the caches' model, or one of 8B."
-    )
-    packing: bool = option(True, "Pack samples without padding.", panel="Packing")
-    world_size: int = option(
-        1, "Processes; with --sequence-parallel-size several share each pack, without each has its own.", minimum=1
-    )
-    num_train_epochs: float = option(1.0, "Times that every sample is seen.", minimum=0.0)
-    sweep: str | None = option(None, "Packing lengths to compare, one row each: 4096,8192,16384.")
-    tflops: float | None = option(None, "Peak TFLOP/s of one device: with --mfu it tells the time.", minimum=0.001)
-    mfu: float = option(0.4, "Share of the peak that training reaches.", minimum=0.001, maximum=1.0)
-    save: str | None = option(None, "Write the plan to this file, for packtool train --plan and inspect --plan.")
-    html: str | None = option(None, "Write a page that draws the plan to this file.")
-
-    def problems(self) -> list[str]:
-        """Mistakes that only show when settings are seen together."""
-        found = packing_problems(self, self.packing)
-        found += parallel_problems(self, removes_padding=self.packing or self.has_no_rows)
-        if self.bucket_size == "auto":
-            found.append("--bucket-size auto measures a device: packtool plan needs a number of tokens")
-        if self.world_size % self.num_sharing:
-            found.append(
-                f"--world-size {self.world_size} is no multiple of the {self.num_sharing} processes that share a pack"
-            )
-        if bool(self.cached_dataset) == (self.lengths is not None):
-            found.append("give either caches or --lengths FILE")
-        if self.lengths is not None and self.packing_length is None and self.sweep is None:
-            found.append("--packing-length is missing: a file of lengths does not tell it")
-        if self.lengths is not None and self.save is not None:
-            found.append("--save needs caches: a plan belongs to the cache it was made for")
-        try:
-            self.sweep_lengths()
-        except ValueError:
-            found.append(f"--sweep {self.sweep}: give packing lengths with commas between them, as in 4096,8192")
-        return found
-
-    def sweep_lengths(self) -> list[int]:
-        """The packing lengths to compare.
-
-        Raises:
-            ValueError: if one is no number.
-        """
-        return [int(length) for length in (self.sweep or "").split(",") if length]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,16 +258,3 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions, ParallelOptions):
         if self.learning_rate is not None:
             return self.learning_rate
         return 1e-4 if self.train_type == "lora" else 1e-5
-
-
-def num_bytes(text: str) -> int:
-    """A size as people write it: ``200GB``, ``1.5 TiB``, ``1000000``.
-
-    Raises:
-        ValueError: if it is none.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt]?)(i?)b?)", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise ValueError(f"{text!r} is no size; write it as in 200GB")
-    base = 1024 if match[3] else 1000
-    return int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " "))

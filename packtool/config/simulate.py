@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from packtool.packing_options import num_tokens
-from packtool.settings import option
+from packtool.config.settings import option
+from packtool.config.sizes import num_tokens
 
 StrategyName = Literal["padded", "packed", "packed-balanced", "context-parallel", "sorted", "packed-shared", "skrull"]
 STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from packtool.parallel_options import ParallelOptions, parallel_problems
-from packtool.settings import REQUIRED, option
-from packtool.verify_options import ATTN_IMPL_HELP, AttnImpl
+from packtool.config.parallel import ParallelOptions, parallel_problems
+from packtool.config.settings import REQUIRED, option
+from packtool.config.sizes import num_bytes
+from packtool.config.verify import ATTN_IMPL_HELP, AttnImpl
 
 Split = Literal["train", "val"]
 MAX_TOKENS_OPTION = "--max-tokens-per-micro-batch"
@@ -61,6 +62,4 @@ class EvalConfig(ParallelOptions):
     @property
     def cache_dir_bytes(self) -> int | None:
         """The limit of the directory of copies, or None."""
-        from packtool.config import num_bytes  # here, so that train's settings can build on these
-
         return None if self.cache_dir_size is None else num_bytes(self.cache_dir_size)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from packtool.settings import option
+from packtool.config.settings import option
 
 SequenceParallelType = Literal["auto", "ulysses", "ring", "allgather"]
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from packtool.config import TrainConfig
+from packtool.config.settings import resolve
+from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
 from packtool.plan.packing import PackOptions
 from packtool.plan.skrull_steps import SkrullOptions
-from packtool.settings import resolve
 from packtool.train.planner import plan_options
 
 TRAIN = {"model": "m", "cached_dataset": ("c",), "output_dir": "o", "packing": "true"}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Literal
 
-from packtool.settings import option
+from packtool.config.settings import option
+from packtool.config.sizes import num_tokens
 
 Balance = Literal["none", "within-step", "window"]
 Schedule = Literal["packs", "skrull"]
@@ -150,18 +150,6 @@ def _skrull_problems(options: PackingOptions) -> list[str]:
             "--dynamic-batch-tokens and --schedule skrull are two ways to make micro-batches: give one of them"
         )
     return found
-
-
-def num_tokens(text: str) -> int:
-    """A number of tokens as people write it: ``8192``, ``8k``, ``26K``; K is 1024.
-
-    Raises:
-        ValueError: if it is none, or not positive.
-    """
-    match = re.fullmatch(r"(\d+)(k?)", text.strip(), re.IGNORECASE)
-    if match is None or not int(match[1]):
-        raise ValueError(f"{text!r} is no number of tokens; write it as in 8192 or 8K")
-    return int(match[1]) * (1024 if match[2] else 1)
 
 
 def budget_problems(algorithm: PackingAlgorithm, max_samples: int | None, max_media_tokens: int | None) -> list[str]:

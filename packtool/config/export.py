@@ -1,0 +1,89 @@
+"""What ``packtool export`` needs to know."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from packtool.config.rows import (
+    DATASET_HELP,
+    LOSS_SCALE_HELP,
+    OVERFLOW_HELP,
+    TRUNCATION_HELP,
+    MediaOptions,
+    MediaOverflow,
+    RowOptions,
+    TruncationStrategy,
+    image_limit_problems,
+)
+from packtool.config.settings import REQUIRED, option
+
+Executor = Literal["local", "ray"]
+MediaStorage = Literal["reference", "embed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodeSpec(MediaOptions):
+    """Everything that decides what a row becomes: two exports with the same spec write the same tokens."""
+
+    model: str = option(
+        REQUIRED, "Directory (or hub id) of the model: only its tokenizer, processor settings and config are read."
+    )
+    max_length: int = option(REQUIRED, "Most tokens of a sample.", minimum=2)
+    truncation_strategy: TruncationStrategy = option("delete", TRUNCATION_HELP)
+    media_overflow: MediaOverflow = option("drop", OVERFLOW_HELP)
+    loss_scale: str = option("default", LOSS_SCALE_HELP)
+    media: MediaStorage = option(
+        "reference", "Keep the media's paths, or embed the encoded files' bytes into the cache."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig(RowOptions, EncodeSpec):
+    """What ``packtool export`` needs to know."""
+
+    dataset: tuple[str, ...] = option(REQUIRED, DATASET_HELP, panel="Rows")
+    output_dir: str = option(REQUIRED, "Directory that becomes the cache.")
+    seed: int = option(42, "Seed of the split.", minimum=0)
+    rows_per_shard: int | None = option(
+        None, "Rows that one shard holds, in steps of 64; by default total/64, between 256 and 16384.", minimum=1
+    )
+    to_cached_dataset: bool = option(True, "Accepted for ms-swift's sake: export always writes a cached dataset.")
+    overwrite: bool = option(False, "Replace what is in the output directory.")
+    executor: Executor = option("local", "Where the work is done: this machine, or a Ray cluster.", panel="Scale")
+    ray_address: str | None = option(
+        None, "Address of the Ray cluster; by default RAY_ADDRESS, or one started here.", panel="Scale"
+    )
+    task_index: int | None = option(
+        None,
+        "Export only part i of --num-tasks, from 0 on; the last part to finish publishes.",
+        panel="Scale",
+        minimum=0,
+    )
+    num_tasks: int | None = option(None, "Parts that a job array exports.", panel="Scale", minimum=1)
+    finalize: bool = option(False, "Publish what the parts of a job array have exported.", panel="Scale")
+    dry_run: bool = option(False, "Encode and count, but write nothing.")
+
+    @property
+    def encode_spec(self) -> EncodeSpec:
+        """The part that decides what a row becomes."""
+        return EncodeSpec(**{field.name: getattr(self, field.name) for field in dataclasses.fields(EncodeSpec)})
+
+    @property
+    def is_part(self) -> bool:
+        """Whether other commands, perhaps on other machines, export other parts into the same directory."""
+        return self.task_index is not None or self.finalize
+
+    def problems(self) -> list[str]:
+        """Mistakes that only show when settings are seen together."""
+        found = image_limit_problems(self)
+        if (self.task_index is None) != (self.num_tasks is None):
+            found.append("--task-index and --num-tasks go together: part i of n")
+        elif self.task_index is not None and self.num_tasks is not None and self.task_index >= self.num_tasks:
+            found.append(f"--task-index {self.task_index}: the parts of --num-tasks {self.num_tasks} begin at 0")
+        if self.is_part and (self.dry_run or self.overwrite):
+            found.append("--dry-run and --overwrite are for whole exports, not for parts of one")
+        if not self.to_cached_dataset:
+            found.append("--to-cached-dataset false: export does nothing but write a cached dataset; leave it out")
+        return found

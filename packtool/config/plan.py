@@ -1,0 +1,60 @@
+"""What ``packtool plan`` needs to know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from packtool.config.packing import PackingOptions, packing_problems
+from packtool.config.parallel import ParallelOptions, parallel_problems
+from packtool.config.settings import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig(PackingOptions, ParallelOptions):
+    """What ``packtool plan`` needs to know."""
+
+    cached_dataset: tuple[str, ...] = option((), "Caches to plan for; they may stand without the option's name.")
+    lengths: str | None = option(None, "Plan for the lengths in this .npy, .json or .txt file instead of a cache's.")
+    model: str | None = option(
+        None, "Directory whose config.json tells what a token costs; by default the caches' model, or one of 8B."
+    )
+    packing: bool = option(True, "Pack samples without padding.", panel="Packing")
+    world_size: int = option(
+        1, "Processes; with --sequence-parallel-size several share each pack, without each has its own.", minimum=1
+    )
+    num_train_epochs: float = option(1.0, "Times that every sample is seen.", minimum=0.0)
+    sweep: str | None = option(None, "Packing lengths to compare, one row each: 4096,8192,16384.")
+    tflops: float | None = option(None, "Peak TFLOP/s of one device: with --mfu it tells the time.", minimum=0.001)
+    mfu: float = option(0.4, "Share of the peak that training reaches.", minimum=0.001, maximum=1.0)
+    save: str | None = option(None, "Write the plan to this file, for packtool train --plan and inspect --plan.")
+    html: str | None = option(None, "Write a page that draws the plan to this file.")
+
+    def problems(self) -> list[str]:
+        """Mistakes that only show when settings are seen together."""
+        found = packing_problems(self, self.packing)
+        found += parallel_problems(self, removes_padding=self.packing or self.has_no_rows)
+        if self.bucket_size == "auto":
+            found.append("--bucket-size auto measures a device: packtool plan needs a number of tokens")
+        if self.world_size % self.num_sharing:
+            found.append(
+                f"--world-size {self.world_size} is no multiple of the {self.num_sharing} processes that share a pack"
+            )
+        if bool(self.cached_dataset) == (self.lengths is not None):
+            found.append("give either caches or --lengths FILE")
+        if self.lengths is not None and self.packing_length is None and self.sweep is None:
+            found.append("--packing-length is missing: a file of lengths does not tell it")
+        if self.lengths is not None and self.save is not None:
+            found.append("--save needs caches: a plan belongs to the cache it was made for")
+        try:
+            self.sweep_lengths()
+        except ValueError:
+            found.append(f"--sweep {self.sweep}: give packing lengths with commas between them, as in 4096,8192")
+        return found
+
+    def sweep_lengths(self) -> list[int]:
+        """The packing lengths to compare.
+
+        Raises:
+            ValueError: if one is no number.
+        """
+        return [int(length) for length in (self.sweep or "").split(",") if length]
