@@ -58,7 +58,7 @@ def run_train(config: TrainConfig, as_json: bool) -> None:
     if config.dry_run:
         print_table("planned, nothing trained (--dry-run)", train_lines(result))
     else:
-        print_table(f"trained: {result.checkpoint}", train_lines(result))
+        print_table(f"trained: {result.checkpoint or 'nothing saved (--save-strategy no)'}", train_lines(result))
         for line in next_lines(config, result, sees=is_multimodal(ModelFiles.load(config.model).config)):
             typer.echo(line)
         if curves is not None:

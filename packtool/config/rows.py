@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from packtool.config.settings import option
+from packtool.config.sizes import Tokens
 
 TruncationStrategy = Literal["delete", "left", "right", "split", "raise"]
 MediaOverflow = Literal["drop", "trim", "raise"]
@@ -70,10 +71,10 @@ class ImageOptions:
     min_pixels: int | None = option(
         None, "Fewest pixels of a picture; smaller ones are enlarged.", panel="Pictures", env="MIN_PIXELS", minimum=1
     )
-    image_max_token_num: int | None = option(
+    image_max_token_num: Tokens | None = option(
         None, "Most tokens of a picture.", panel="Pictures", env="IMAGE_MAX_TOKEN_NUM", minimum=1
     )
-    image_min_token_num: int | None = option(
+    image_min_token_num: Tokens | None = option(
         None, "Fewest tokens of a picture.", panel="Pictures", env="IMAGE_MIN_TOKEN_NUM", minimum=1
     )
     resize: int = option(
@@ -110,10 +111,10 @@ class MediaOptions(ImageOptions):
     video_total_pixels: int | None = option(
         None, "Most pixels of all frames of a video.", panel="Video and audio", env="VIDEO_TOTAL_PIXELS", minimum=1
     )
-    video_max_token_num: int | None = option(
+    video_max_token_num: Tokens | None = option(
         None, "Most tokens of a video's frame.", panel="Video and audio", env="VIDEO_MAX_TOKEN_NUM", minimum=1
     )
-    video_min_token_num: int | None = option(
+    video_min_token_num: Tokens | None = option(
         None, "Fewest tokens of a video's frame.", panel="Video and audio", env="VIDEO_MIN_TOKEN_NUM", minimum=1
     )
     use_audio_in_video: bool | None = option(

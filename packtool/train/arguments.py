@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -27,6 +26,10 @@ _TAKEN = frozenset(
         "train_sampling_strategy",
         "disable_tqdm",
         "save_total_limit",
+        "save_strategy",
+        "load_best_model_at_end",
+        "metric_for_best_model",
+        "greater_is_better",
         "resume_from_checkpoint",
         "seed",
         "data_seed",
@@ -62,14 +65,23 @@ def training_arguments(config: TrainConfig, *, num_steps: int, dtype: torch.dtyp
         "gradient_accumulation_steps": 1,
         "learning_rate": config.peak_learning_rate,
         "weight_decay": config.weight_decay,
-        "warmup_steps": math.ceil(num_steps * config.warmup_ratio),
+        "optim": config.optim,
+        "adam_beta1": config.adam_beta1,
+        "adam_beta2": config.adam_beta2,
+        "adam_epsilon": config.adam_epsilon,
+        "warmup_steps": config.num_warmup_steps(num_steps),
         "lr_scheduler_type": config.lr_scheduler_type,
+        "lr_scheduler_kwargs": dict(config.lr_scheduler_kwargs) or None,
+        "neftune_noise_alpha": config.neftune_noise_alpha,
         "max_grad_norm": config.max_grad_norm,
         "seed": config.seed,
         "logging_steps": config.logging_steps,
         "logging_first_step": True,
         "logging_nan_inf_filter": False,
+        # What saves at other times is in the callbacks: for the Trainer a run is one epoch, and nothing is evaluated.
+        "save_strategy": "steps" if config.save_strategy == "steps" else "no",
         "save_steps": config.save_steps,
+        "save_only_model": config.save_only_model,
         "report_to": list(config.report_to) or "none",
         "use_liger_kernel": config.use_liger_kernel,
         # The loss is made in packtool's own head.
@@ -81,6 +93,7 @@ def training_arguments(config: TrainConfig, *, num_steps: int, dtype: torch.dtyp
         "remove_unused_columns": False,
         "ignore_data_skip": True,
         "ddp_find_unused_parameters": False,
+        **({"ddp_timeout": config.ddp_timeout} if config.ddp_timeout is not None else {}),
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
         "use_cpu": not on_gpu,

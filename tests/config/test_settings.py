@@ -48,7 +48,7 @@ def test_all_mistakes_are_told_at_once() -> None:
         file={"truncation_strategy": "middle"},
     )
     for part in (
-        "--max-length: 'ten' is not an integer",
+        "--max-length: 'ten' is no number of tokens; write it as in 8192 or 8K",
         "--split-dataset-ratio: 2.0 is above 0.999",
         "--set sed: unknown setting 'sed'; did you mean 'seed'?",
         "--set no-equals-sign",
