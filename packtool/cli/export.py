@@ -15,7 +15,9 @@ def run_export(config: ExportConfig, as_json: bool) -> None:
     from packtool.cache.export import export
     from packtool.report.statistics import export_json, export_lines
     from packtool.report.terminal import TerminalProgress, print_table
+    from packtool.rows.modelscope import with_local_copies
 
+    config = with_local_copies(config)
     with TerminalProgress() as progress:
         try:
             summary = export(config, progress)

@@ -121,7 +121,7 @@ def run(arguments: list[str]) -> int:
             show_debug(debug, os.environ)
             arguments = _rewritten(*arguments)
         # Typer answers --help and wrong usage by itself, with SystemExit.
-        app(args=arguments, standalone_mode=True)
+        app(args=arguments, standalone_mode=True, prog_name="packtool")
     except SystemExit as end:
         return EXIT_OK if end.code is None else end.code if isinstance(end.code, int) else EXIT_USAGE
     except KeyboardInterrupt:

@@ -64,7 +64,7 @@ class Strangers:
             return None
         if peer.status == "unsupported" and value is not None and str(value).strip().lower() in _NOTHING:
             return None
-        return peer.sentence(shown, value) + ("; leave it out" if peer.status == "unsupported" else "")
+        return peer.sentence(shown, value)
 
     def _guess(self, name: str) -> str:
         """Another command's, or the most similar one."""

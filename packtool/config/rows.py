@@ -52,6 +52,12 @@ class RowOptions:
     split_dataset_ratio: float = option(
         0.0, "Share of the rows that goes to the val split.", panel="Rows", minimum=0.0, maximum=0.999
     )
+    use_hf: bool | None = option(
+        None,
+        "Where ids of models and rows come from: true, the Hugging Face hub, or false, ModelScope. By default the hub.",
+        panel="Rows",
+        env="USE_HF",
+    )
     strict: bool = option(False, "Stop at the first row that cannot be used, with exit code 3.", panel="Rows")
     dataset_num_proc: int = option(
         1, "Worker processes that encode; the output is the same for any number.", panel="Rows", minimum=1

@@ -223,8 +223,8 @@ def _convert(raw: Any, hint: Any) -> Any:
     """
     unit: Unit | None = None
     for note in _notes(hint):
-        if isinstance(note, Synonyms) and isinstance(raw, str):
-            raw = note.words.get(raw.lower(), raw)
+        if isinstance(note, Synonyms) and isinstance(raw, (str, bool)):
+            raw = note.words.get(str(raw).lower(), raw)
         unit = note if isinstance(note, Unit) else unit
     hint = _plain(hint)
     origin = typing.get_origin(hint)

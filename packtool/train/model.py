@@ -39,7 +39,9 @@ def resolve_dtype(config: PreTrainedConfig, run: TrainConfig | EvalConfig, *, on
         found = checkpoint_dtype(config) if on_gpu else torch.float32
         return torch.float32 if str(found).removeprefix("torch.") in declined else found
     if asked == "float16" and not on_gpu:
-        raise ConfigError("--torch-dtype float16 (or --fp16) needs a GPU", "Use float32 or bfloat16 on the CPU.")
+        raise ConfigError(
+            "--torch-dtype float16 needs a GPU, and so does --fp16 true", "Use float32 or bfloat16 on the CPU."
+        )
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[asked]
 
 
