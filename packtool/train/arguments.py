@@ -63,17 +63,7 @@ def training_arguments(config: TrainConfig, *, num_steps: int, dtype: torch.dtyp
         "max_steps": num_steps,
         "per_device_train_batch_size": config.per_device_train_batch_size,
         "gradient_accumulation_steps": 1,
-        "learning_rate": config.peak_learning_rate,
-        "weight_decay": config.weight_decay,
-        "optim": config.optim,
-        "adam_beta1": config.adam_beta1,
-        "adam_beta2": config.adam_beta2,
-        "adam_epsilon": config.adam_epsilon,
-        "warmup_steps": config.num_warmup_steps(num_steps),
-        "lr_scheduler_type": config.lr_scheduler_type,
-        "lr_scheduler_kwargs": dict(config.lr_scheduler_kwargs) or None,
-        "neftune_noise_alpha": config.neftune_noise_alpha,
-        "max_grad_norm": config.max_grad_norm,
+        **_optimizer_fields(config, num_steps),
         "seed": config.seed,
         "logging_steps": config.logging_steps,
         "logging_first_step": True,
@@ -116,3 +106,13 @@ def training_arguments(config: TrainConfig, *, num_steps: int, dtype: torch.dtyp
     assert args.device is not None
     args._n_gpu = min(args.n_gpu, 1)
     return args
+
+
+def _optimizer_fields(config: TrainConfig, num_steps: int) -> dict[str, Any]:
+    names = ("weight_decay", "lr_scheduler_type", "max_grad_norm", "optim", "adam_beta1", "adam_beta2", "adam_epsilon")
+    return {
+        **{name: getattr(config, name) for name in (*names, "neftune_noise_alpha")},
+        "learning_rate": config.peak_learning_rate,
+        "warmup_steps": config.num_warmup_steps(num_steps),
+        "lr_scheduler_kwargs": dict(config.lr_scheduler_kwargs) or None,
+    }

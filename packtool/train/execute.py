@@ -183,6 +183,9 @@ def make_trainer(
     callbacks: list[TrainerCallback] = [PlanCallback(run.schedule, saves_epochs=config.save_strategy == "epoch")]
     if isinstance(loader, StreamLoader):
         callbacks.append(StreamCallback(loader))
+    report = ReportCallback(progress, config.output_dir, run.start)
+    if run.world.is_first:
+        callbacks.append(report)
     parallel = None
     if run.world.num_sharing > 1:
         parallel = SequenceParallel.on_mesh(run.axes, "cuda" if on_gpu else "cpu")
@@ -208,9 +211,6 @@ def make_trainer(
         run.state, run.schedule, run.files.directory, config.save_total_limit, keeps_best=keeps_best
     )
     trainer.add_callback(saves)
-    report = ReportCallback(progress, config.output_dir, run.start)
-    if run.world.is_first:
-        trainer.add_callback(report)
     return trainer, report
 
 
