@@ -68,9 +68,7 @@ class TerminalProgress:
 
     def line(self, **fields: float | int | str) -> None:
         """See ``packtool.progress.Progress``."""
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, shown=_shown(fields))
-        elif self._enabled:
+        if self._bar is None and self._enabled:
             self._print_line(fields)
 
     def _print_line(self, fields: Mapping[str, float | int | str]) -> None:

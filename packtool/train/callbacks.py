@@ -206,19 +206,20 @@ class ReportCallback(TrainerCallback):
             file.write(json.dumps(line) + "\n")
         if "loss" not in logs:
             self._shown["val loss"] = round(logs["eval_loss"], 4)
-            self.progress.line(**self._shown)
+            self.progress.line(**{"val loss": self._shown["val loss"]})
             return
         self.last_loss = float(logs["loss"])
         if self.first_loss is None:
             self.first_loss = self.last_loss
-        self._shown |= {
+        shown: dict[str, float | int | str] = {
             "loss": round(self.last_loss, 4),
             "lr": float(f"{logs['learning_rate']:.3g}"),
             "targets/s": round(logs["target_tokens_per_second"]),
             "fill": f"{logs['fill']:.1%}",
             "waiting": f"{logs['data_wait']:.0%}",
         }
-        self.progress.line(**self._shown)
+        self._shown |= shown
+        self.progress.line(**shown)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

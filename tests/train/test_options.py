@@ -18,6 +18,7 @@ from packtool.errors import ConfigError
 from packtool.progress import SilentProgress
 from packtool.train.arguments import training_arguments
 from packtool.train.model import load_model, make_trainable, resolve_dtype, weights_dtype
+from packtool.train.result import settings_lines
 from packtool.train.run import train
 from tests.batch.reduced import reduced_model
 from tests.train.tiny import TinyWorld, export_rows, read_metrics
@@ -273,6 +274,14 @@ def test_the_best_evaluation_is_saved_and_kept(tiny: TinyWorld, with_val: str, t
     worst = losses.index(max(losses)) + 1
     assert result.checkpoint == str(tmp_path / "kept" / f"checkpoint-{worst}")
     assert set(checkpoints(tmp_path / "kept")) == {f"checkpoint-{worst}", "checkpoint-3"}
+
+
+def test_settings_are_shown_as_they_are_typed() -> None:
+    run = run_config(lr_scheduler_kwargs={"min_lr": 1e-6}, training={"tf32": True, "run_name": "a b"})
+    (line,) = settings_lines(run)
+    assert """--lr-scheduler-kwargs '{"min_lr": 1e-06}'""" in line
+    assert "--set training.tf32=true" in line
+    assert "--set 'training.run_name=\"a b\"'" in line
 
 
 class Lines(SilentProgress):
