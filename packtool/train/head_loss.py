@@ -10,7 +10,8 @@ sees a head like any other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,6 +132,24 @@ class HeadLoss:
         else:
             losses = [checkpoint(losses_of, *chunk, use_reentrant=False) for chunk in chunks]
         return torch.cat(losses), torch.cat([hits[number] for number in range(len(chunks))])
+
+
+@contextmanager
+def losses_of_head(model: nn.Module) -> Iterator[HeadLoss | None]:
+    """The Trainer's, if the model is being trained; else one that is gone afterwards; None where there can be none."""
+    head: Any = head_of(model)
+    theirs = getattr(getattr(head, "forward", None), "__self__", None)
+    if isinstance(theirs, HeadLoss) or not HeadLoss.applies_to(model):
+        yield theirs if isinstance(theirs, HeadLoss) else None
+        return
+    before = vars(head).get("forward")
+    try:
+        yield HeadLoss(model)
+    finally:
+        if before is None:
+            del head.forward
+        else:
+            head.forward = before
 
 
 def head_of(model: nn.Module) -> nn.Module | None:
