@@ -229,6 +229,12 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions, ParallelOptions):
             found.append("--max-steps is missing: --streaming true does not know how many rows there are")
         if not self.packing:
             found.append("--streaming true packs what it reads: it goes with --packing true")
+        longest, room = self.max_length, self.packing_length
+        if longest is not None and room is not None and room < longest:
+            found.append(
+                f"--packing-length {room} is smaller than --max-length {longest}: nobody has counted the samples of "
+                "--streaming true, and one could be longer than a pack; raise the one or lower the other"
+            )
         if self.eval_strategy != "no":
             found.append("--eval-strategy needs a cache with a val split: leave out --streaming true")
         if self.schedule != "packs":

@@ -18,6 +18,7 @@ from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.support import refuse_unsupported
 from packtool.batch.dataset import is_bad
 from packtool.batch.spec import InputSpec
+from packtool.encode.model_files import place_of
 from packtool.progress import Progress
 from packtool.train.arguments import training_arguments
 from packtool.train.callbacks import (
@@ -264,7 +265,7 @@ def _make_model(
     set_seed(run.config.seed)
     dtype = weights_dtype(dtype, run.config)
     model = load_model(
-        run.config.model,
+        place_of(run.config.model),  # which an adapter names as its base
         spec.config,
         dtype=dtype,
         packing=run.config.removes_padding,
