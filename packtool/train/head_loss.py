@@ -57,14 +57,14 @@ class HeadLoss:
 
     Args:
         model: bare, or inside an adapter; not yet wrapped for several processes.
-        chunk_logits: logits that are made at a time.
+        chunk_logits: logits that are made at a time; by default ``CHUNK_LOGITS``.
     """
 
-    def __init__(self, model: nn.Module, chunk_logits: int = CHUNK_LOGITS) -> None:
+    def __init__(self, model: nn.Module, chunk_logits: int | None = None) -> None:
         head: Any = head_of(model)
         assert head is not None, "see applies_to"
         self._forward_of_head: Callable[[Tensor], Tensor] = head.forward
-        self._chunk_logits = chunk_logits
+        self._chunk_logits = chunk_logits or CHUNK_LOGITS
         self._labels: Tensor | None = None
         self._found: tuple[Tensor, Tensor] | None = None
         head.forward = self._forward
