@@ -204,7 +204,7 @@ def test_bfloat16_on_the_cpu_if_asked(tiny: TinyWorld, tmp_path: Path) -> None:
     assert result.last_loss is not None
     assert 3 < result.last_loss < 12
     with pytest.raises(ConfigError, match="float16 needs a GPU"):
-        train(tiny.config(tmp_path, torch_dtype="float16"), SilentProgress())
+        train(tiny.config(tmp_path / "half", torch_dtype="float16"), SilentProgress())
 
 
 @pytest.mark.parametrize(
