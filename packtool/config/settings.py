@@ -21,6 +21,7 @@ from dataclasses import MISSING, dataclass
 from typing import Any, Literal, TypeVar, Union
 
 from packtool.config.sizes import Unit
+from packtool.config.yaml_values import parse_yaml
 from packtool.errors import ConfigError
 
 T = TypeVar("T")
@@ -193,7 +194,7 @@ def _all_given(
         import yaml  # here, because most runs need none of it
 
         try:
-            value = yaml.safe_load(text) if text else None
+            value = parse_yaml(text) if text else None
         except yaml.YAMLError as error:
             problems.append(f"--set {item}: {error}")
             continue
