@@ -25,7 +25,7 @@ ORDER = (
     "demo",
     "cli",
 )
-BASE = {"errors", "constants", "progress", "config", "storage"}
+BASE = {"errors", "constants", "progress", "visible", "config", "storage"}
 
 OWNERS = {
     "torch": {"batch", "attention", "train", "demo"},

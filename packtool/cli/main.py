@@ -27,6 +27,7 @@ from packtool.config.simulate import SimulateConfig
 from packtool.config.train import TrainConfig
 from packtool.config.verify import VerifyConfig
 from packtool.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_UNEXPECTED, EXIT_USAGE, PacktoolError
+from packtool.visible import show
 
 app = typer.Typer(
     name="packtool",
@@ -79,9 +80,9 @@ _SETTINGS = {
 _NAMELESS = {"inspect": "--directory", "plan": "--cached-dataset", "simulate": "--cached-dataset"}
 
 
-def _version(show: bool) -> None:
-    if show:
-        typer.echo(f"packtool {__version__}")
+def _version(asked: bool) -> None:
+    if asked:
+        show(f"packtool {__version__}")
         raise typer.Exit
 
 
@@ -118,12 +119,12 @@ def run(arguments: list[str]) -> int:
         return EXIT_INTERRUPTED
     except PacktoolError as error:
         if debug:
-            traceback.print_exc()
+            show(traceback.format_exc(), error=True)
         _say(f"error: {error}")
         return error.exit_code
     except Exception as error:
         if debug:
-            traceback.print_exc()
+            show(traceback.format_exc(), error=True)
         if os.environ.get("RANK") and any(lost in str(error) for lost in _LOST):
             _say("another process has ended, and this one with it; what that one says is what went wrong")
             return EXIT_UNEXPECTED
@@ -133,4 +134,4 @@ def run(arguments: list[str]) -> int:
 
 
 def _say(message: str) -> None:
-    print(f"packtool: {message}", file=sys.stderr)
+    show(f"packtool: {message}", error=True)

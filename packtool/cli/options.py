@@ -16,6 +16,7 @@ import typer.core
 from packtool.cli.arguments import Kind
 from packtool.config.settings import option_names, resolve, value_type
 from packtool.errors import EXIT_INTERRUPTED, ConfigError
+from packtool.visible import show
 
 T = TypeVar("T")
 
@@ -103,7 +104,7 @@ def command_of(cls: type[T], run: Callable[[T, bool], None]) -> Callable[..., No
             run(config, common["json_"])
         except KeyboardInterrupt:
             # Typer would end without a word. Commands that leave something to go on from have said so themselves.
-            typer.echo("packtool: interrupted", err=True)
+            show("packtool: interrupted", error=True)
             raise typer.Exit(EXIT_INTERRUPTED) from None
 
     parameters = []

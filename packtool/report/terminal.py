@@ -12,6 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
+from packtool.visible import visible, visible_line
+
 _PLAIN_SECONDS = 5.0
 
 
@@ -41,26 +43,26 @@ class TerminalProgress:
 
     def start(self, title: str, total: int | None) -> None:
         """See ``packtool.progress.Progress``."""
-        self._title, self._total, self._done = title, total or 0, 0
+        self._title, self._total, self._done = visible_line(title), total or 0, 0
         self._begin = self._last = time.monotonic()
         if not self._enabled or not self._console.is_terminal:
             return
         self._bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[shown]}"),
+            TextColumn("{task.fields[shown]}", markup=False),
             console=self._console,
             transient=True,
         )
-        self._task = self._bar.add_task(title, total=total, shown="")
+        self._task = self._bar.add_task(self._title, total=total, shown="")
         self._bar.start()
 
     def advance(self, num_done: int, **fields: float | int | str) -> None:
         """See ``packtool.progress.Progress``."""
         self._done += num_done
-        shown = "  ".join(f"{name.replace('_', ' ')} {_short(value)}" for name, value in fields.items())
+        shown = visible_line("  ".join(f"{name.replace('_', ' ')} {_short(value)}" for name, value in fields.items()))
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=self._done, shown=shown)
         elif self._enabled and time.monotonic() - self._last >= _PLAIN_SECONDS:
@@ -86,7 +88,7 @@ class TerminalProgress:
 
     def _print(self, message: str) -> None:
         # No wrapping: logs are searched by line, and commands are copied from them.
-        self._console.print(message, markup=False, soft_wrap=True)
+        self._console.print(visible(message), markup=False, soft_wrap=True)
 
 
 def print_table(title: str, lines: list[tuple[str, str]], console: Console | None = None) -> None:
@@ -96,8 +98,8 @@ def print_table(title: str, lines: list[tuple[str, str]], console: Console | Non
     table.add_column(no_wrap=True)
     table.add_column(justify="right", overflow="fold")
     for what, value in lines:
-        table.add_row(what, value)
-    console.print(title, markup=False, soft_wrap=True)
+        table.add_row(Text(visible_line(what)), Text(visible_line(value)))
+    console.print(visible(title), markup=False, soft_wrap=True)
     console.print(table)
 
 
@@ -108,10 +110,10 @@ def print_columns(
     console = console or Console(file=sys.stdout, highlight=False)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="")
     for number, name in enumerate(header):
-        table.add_column(Text(name), justify="right" if number else "left", no_wrap=True)
+        table.add_column(Text(visible_line(name)), justify="right" if number else "left", no_wrap=True)
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    console.print(title, markup=False, soft_wrap=True)
+        table.add_row(*(Text(visible_line(cell)) for cell in row))
+    console.print(visible(title), markup=False, soft_wrap=True)
     console.print(table)
 
 

@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
 
 from packtool.errors import EXIT_UNEXPECTED
+from packtool.visible import show
 
 _SIGNAL_BASE = 128
 
@@ -40,10 +41,10 @@ def run(arguments: Sequence[str]) -> int:
             # It had no time to say anything.
             name = signal.Signals(-code).name
             hint = " (out of memory?)" if name == "SIGKILL" else ""
-            print(
+            show(
                 f"packtool: rank {rank} (process {failure.pid}) was ended by {name}{hint}; all others were stopped.\n"
                 "--resume-from-checkpoint true goes on from the newest checkpoint.",
-                file=sys.stderr,
+                error=True,
             )
         return _SIGNAL_BASE - code if code < 0 else code or EXIT_UNEXPECTED
     except SignalException as error:
