@@ -12,6 +12,7 @@ from typing import Any
 from accelerate import PartialState
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from packtool.encode.model_files import ModelFiles
 from packtool.progress import Progress
 from packtool.stream.state import write_state as write_stream
 from packtool.train.checkpoint import PREFIX, RunState, copy_processor, discard_state, remove_oldest, write_state
@@ -67,11 +68,11 @@ class CheckpointCallback(TrainerCallback):
     """Adds to a checkpoint what is packtool's, and declares it finished when all ranks have written their part."""
 
     def __init__(
-        self, run: RunState, schedule: Schedule | OpenSchedule, model_directory: str, save_total_limit: int | None
+        self, run: RunState, schedule: Schedule | OpenSchedule, files: ModelFiles, save_total_limit: int | None
     ) -> None:
         self.run = run
         self.schedule = schedule
-        self.model_directory = model_directory
+        self.files = files
         self.save_total_limit = save_total_limit
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -84,7 +85,7 @@ class CheckpointCallback(TrainerCallback):
         PartialState().wait_for_everyone()
         if state.is_world_process_zero:
             checkpoint = os.path.join(str(args.output_dir), f"{PREFIX}{state.global_step}")
-            copy_processor(self.model_directory, checkpoint)
+            copy_processor(self.files.directory, checkpoint, self.files.template_file)
             epoch, step_in_epoch = self.schedule.locate(state.global_step)
             write_state(
                 checkpoint,

@@ -173,7 +173,7 @@ def make_trainer(
     callbacks: list[TrainerCallback] = [PlanCallback(run.schedule)]
     if isinstance(loader, StreamLoader):
         callbacks.append(StreamCallback(loader))
-    callbacks.append(CheckpointCallback(run.state, run.schedule, run.files.directory, config.save_total_limit))
+    callbacks.append(CheckpointCallback(run.state, run.schedule, run.files, config.save_total_limit))
     report = ReportCallback(progress, config.output_dir, run.start)
     if run.world.is_first:
         callbacks.append(report)
