@@ -45,7 +45,7 @@ def test_no_printer_lets_controls_through(text: str) -> None:
     progress = TerminalProgress(console)
     progress.start(text, 3)
     progress._last -= 100  # as if the last line was long ago
-    progress.advance(1, **{"speed": text, "rows": 3})
+    progress.advance(1, speed=text, rows=3)
     progress.note(text)
     progress.finish()
     print_table(text, [(text, text), ("[/b]", "[red]")], console)

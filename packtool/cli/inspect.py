@@ -42,7 +42,10 @@ def run_inspect(config: InspectConfig, as_json: bool) -> None:
 
     if config.plan is not None and config.pack is not None:
         pack = inspect.pack_figures(config.directory, config.plan, config.pack)
-        show_json(pack) if as_json else "\n".join(_pack_lines(pack))
+        if as_json:
+            show_json(pack)
+        else:
+            show("\n".join(_pack_lines(pack)))
         return
     if config.row is not None:
         view = inspect.sample_view(config.directory, config.split, config.row, config.model)
