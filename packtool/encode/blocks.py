@@ -31,7 +31,7 @@ def samples_of(source: Source, blocks: Iterable[Block], *, may_hold_secrets: boo
 
 
 def check_template(model: str, encoder: Encoder, sources: Iterable[tuple[Source, Iterable[Block]]]) -> None:
-    """Find out at once, by the first row of each source, that conversations are to be encoded without a template.
+    """Find out at once, by the first good row of each source, that conversations are to be encoded without a template.
 
     Raises:
         ConfigError: if so.
@@ -40,8 +40,9 @@ def check_template(model: str, encoder: Encoder, sources: Iterable[tuple[Source,
     if encoder.has_template:
         return
     for source, blocks in sources:
-        first = next(samples_of(source, islice(blocks, 1), may_hold_secrets=True), None)
-        if isinstance(first, Sample) and not first.is_text:
+        rows = samples_of(source, islice(blocks, 1), may_hold_secrets=True)
+        first = next((row for row in rows if isinstance(row, Sample)), None)
+        if first is not None and not first.is_text:
             raise ConfigError(
                 f"--model {model} has no chat template (base models have none), and {source.label} holds conversations",
                 "Give a template with --chat-template FILE.jinja, or take the instruct model; base models are trained "
