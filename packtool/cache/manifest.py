@@ -144,7 +144,8 @@ class Manifest:
         path = storage.join(directory, MANIFEST_NAME)
         if not storage.exists(path):
             raise MismatchError(
-                f"{directory} is no finished cache: it has no {MANIFEST_NAME}",
+                f"{directory} is no finished cache: "
+                + (f"it has no {MANIFEST_NAME}" if _may_be_there(directory) else "there is no such directory"),
                 "Run packtool export to make it, or to finish it, with that --output-dir.",
             )
         data = storage.read_bytes(path)
@@ -179,3 +180,7 @@ def fingerprint_of(identity: Identity, sources: tuple[SourceInfo, ...]) -> str:
     plain["spec"] = {key: value for key, value in plain["spec"].items() if key not in PATH_SETTINGS}
     text = json.dumps([plain, [(source.digest, source.settings) for source in sources]], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _may_be_there(directory: str) -> bool:
+    return storage.is_remote(directory) or storage.is_directory(directory)

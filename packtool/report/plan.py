@@ -28,9 +28,10 @@ def plan_lines(figures: Mapping[str, Any]) -> list[Line]:
         *_use_lines(figures),
         ("optimizer steps an epoch", f"{figures['steps_per_epoch']:,}"),
         *_plain_lines(figures),
-        ("slowest rank over mean, mean step", f"{balance['mean_before']:.3f} → {balance['mean']:.3f}"),
-        ("  worst step", f"{balance['worst_before']:.3f} → {balance['worst']:.3f}"),
-        ("attention needed of packs' squares", f"{figures['efficient_attn_ratio']:.1%}"),
+        ("balance of the ranks", "packs in turn → as planned"),
+        ("  slowest rank over mean, mean step", f"{balance['mean_before']:.3f} → {balance['mean']:.3f}"),
+        ("    worst step", f"{balance['worst_before']:.3f} → {balance['worst']:.3f}"),
+        ("attention within samples, over that of whole packs", f"{figures['efficient_attn_ratio']:.1%}"),
         ("FLOPs an epoch", f"{figures['flops_per_epoch']:.3g}"),
     ]
     if "hours" in figures:

@@ -18,7 +18,7 @@ _COLUMNS = ("step", "speed-up", "balance", "comm.", "memory", "out of memory", "
 _ALIKE = ("padded", "context-parallel", "skrull")
 _MEANINGS = (
     "step: mean time of an optimizer step; sequences: in it, and micro-batches: one after the other on a GPU.",
-    "balance: the busiest GPU's computing over the mean GPU's. comm.: share of a step's time that nothing hides.",
+    "balance: the busiest GPU's computing over the mean GPU's. comm.: share of the time that GPUs wait for links.",
 )
 
 
@@ -72,7 +72,7 @@ def notes(found: Simulation) -> list[str]:
         *_MEANINGS,
     ]
     if any(outcome.out_of_memory.any() for outcome in found.outcomes):
-        lines.append("*: as if memory sufficed, which it does not in so many of the steps.")
+        lines.append("*: timed as if memory sufficed; out of memory tells in how many steps it does not.")
     if found.num_left_out:
         lines.append(
             f"{found.num_left_out:,} of {found.num_left_out + found.num_sequences:,} sequences were left out: over "

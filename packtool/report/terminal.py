@@ -94,7 +94,7 @@ class TerminalProgress:
 def print_table(title: str, lines: list[tuple[str, str]], console: Console | None = None) -> None:
     """A two-column table on stdout: what, and how much."""
     console = console or Console(file=sys.stdout, highlight=False)
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right", overflow="fold")
     for what, value in lines:
@@ -108,7 +108,7 @@ def print_columns(
 ) -> None:
     """A table of several columns on stdout, the first one of names."""
     console = console or Console(file=sys.stdout, highlight=False)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="")
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="")
     for number, name in enumerate(header):
         table.add_column(Text(visible_line(name)), justify="right" if number else "left", no_wrap=True)
     for row in rows:
