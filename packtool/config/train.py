@@ -19,6 +19,7 @@ from packtool.config.rows import (
     MediaOverflow,
     RowOptions,
     TruncationStrategy,
+    access_problems,
     image_limit_problems,
 )
 from packtool.config.settings import REQUIRED, option
@@ -178,7 +179,12 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions, ParallelOptions):
 
     def problems(self) -> list[str]:
         """Mistakes that only show when settings are seen together."""
-        found = [*image_limit_problems(self), *packing_problems(self, self.packing), *self._row_problems()]
+        found = [
+            *image_limit_problems(self),
+            *access_problems(self),
+            *packing_problems(self, self.packing),
+            *self._row_problems(),
+        ]
         found += parallel_problems(self, removes_padding=self.removes_padding, attn_impl=self.attn_impl)
         try:
             _ = self.cache_dir_bytes
