@@ -33,7 +33,7 @@ class InputSpec:
     config: PreTrainedConfig
     limits: MediaLimits
     loss_reduction: LossReduction = "token"
-    media_rights: MediaRights = rights_of_cache("root")
+    media_rights: MediaRights = rights_of_cache(AccessOptions())
 
     @classmethod
     def load(cls, model: str, limits: MediaLimits, access: AccessOptions | None = None) -> InputSpec:
@@ -53,10 +53,7 @@ class InputSpec:
                 "train yet",
                 f"Those it can train are {', '.join(known)}, and every model of text alone.",
             )
-        rights = (
-            rights_of_cache("root") if access is None else rights_of_cache(access.media_access, access.most_media_bytes)
-        )
-        return cls(model, config, limits, media_rights=rights)
+        return cls(model, config, limits, media_rights=rights_of_cache(access or AccessOptions()))
 
     @cached_property
     def sees(self) -> bool:

@@ -49,6 +49,11 @@ class EvalConfig(AccessOptions, ParallelOptions):
         env="PACKTOOL_CACHE_DIR_SIZE",
     )
 
+    @property
+    def named_places(self) -> tuple[str, ...]:
+        """Caches."""
+        return self.cached_dataset
+
     def problems(self) -> list[str]:
         """Mistakes that only show when settings are seen together."""
         found = [*parallel_problems(self, attn_impl=self.attn_impl), *access_problems(self)]

@@ -44,6 +44,11 @@ class AccessOptions:
     )
 
     @property
+    def named_places(self) -> tuple[str, ...]:
+        """Caches, rows and the media root that the command line names."""
+        return ()
+
+    @property
     def most_media_bytes(self) -> int | None:
         """The limit, or None for the defaults.
 

@@ -249,6 +249,11 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions, ParallelOptions):
         )
 
     @property
+    def named_places(self) -> tuple[str, ...]:
+        """Caches, rows and the media root."""
+        return (*self.cached_dataset, *self.dataset, *([self.media_root] if self.media_root else []))
+
+    @property
     def cache_dir_bytes(self) -> int | None:
         """The limit of the directory of copies, or None."""
         return None if self.cache_dir_size is None else num_bytes(self.cache_dir_size)

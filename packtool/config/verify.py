@@ -34,6 +34,11 @@ class VerifyConfig(AccessOptions, ParallelOptions):
     )
     seed: int = option(42, "Seed of the packing.", minimum=0)
 
+    @property
+    def named_places(self) -> tuple[str, ...]:
+        """Caches."""
+        return self.cached_dataset
+
     def problems(self) -> list[str]:
         """Mistakes that only show when settings are seen together."""
         return [*parallel_problems(self, attn_impl=self.attn_impl), *access_problems(self)]

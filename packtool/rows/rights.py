@@ -11,9 +11,13 @@ import os
 from dataclasses import dataclass
 
 from packtool import storage
-from packtool.config.rows import MediaAccess
+from packtool.config.rows import AccessOptions, MediaAccess
 
 NOT_ALLOWED = "media_not_allowed"
+ALLOWED_BY = (
+    "rows name media outside of their folder; --media-root DIR allows that folder (or bucket, or server), "
+    "--media-access local any file of this machine, and any everything else too"
+)
 _BUCKETS = frozenset({"s3:", "oss:", "memory:"})
 DEFAULT_MAX_BYTES = 4 * 10**9
 DEFAULT_MAX_IMAGE_BYTES = 500 * 10**6
@@ -86,9 +90,12 @@ def _folders(name: str, is_folder: bool) -> list[str]:
     return [os.path.realpath(os.path.dirname(name)), os.path.dirname(os.path.realpath(name))]
 
 
-def rights_of_cache(access: MediaAccess, max_bytes: int | None = None) -> MediaRights:
-    """Rights of media that a cache names: the export has checked its rows, but a cache may be somebody else's.
+def rights_of_cache(options: AccessOptions) -> MediaRights:
+    """Rights of media that samples name: the export has checked its rows, but a cache may be somebody else's.
 
-    Files of this machine and buckets, which the user's own credentials open, are read; the web with ``any`` only.
+    Files of this machine and buckets, which the user's own credentials open, are read. Of the web only the servers that
+    the command line names, if not ``any``.
     """
-    return MediaRights(places=None if access == "any" else _BUCKETS, max_bytes=max_bytes)
+    named = frozenset(storage.place(name) for name in options.named_places if storage.is_remote(name))
+    places = None if options.media_access == "any" else _BUCKETS | named
+    return MediaRights(places=places, max_bytes=options.most_media_bytes)

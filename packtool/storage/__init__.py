@@ -162,7 +162,7 @@ def stat(path: str) -> FileState:
 
 
 def place(path: str) -> str:
-    """The store that a remote path lies in: ``s3://bucket``, ``http://host`` or ``http://host:port``; "" for this machine.
+    """The store of a remote path: ``s3://bucket``, ``http://host`` or ``http://host:port``; "" for this machine.
 
     Two addresses of one web server have the same, whether by http or https.
 

@@ -56,7 +56,7 @@ def with_cache(config: TrainConfig, progress: Progress) -> TrainConfig:
     progress.note(
         f"cache {found}: {directory} ({summary.kept:,} samples of {summary.rows:,} rows, {dropped:,} dropped)"
     )
-    kept = {field.name for field in dataclasses.fields(AccessOptions)}
+    kept = {"media_root", *(field.name for field in dataclasses.fields(AccessOptions))}
     plain: dict[str, Any] = {
         field.name: field.default for field in dataclasses.fields(RowOptions) if field.name not in kept
     }
