@@ -37,7 +37,8 @@ def measure_image(image: MediaRef) -> tuple[int, int]:
         MediaProblem: if the file is missing, is no picture, was cut off or has an absurd size.
         StorageError: as ``open_medium``.
     """
-    with open_medium(image, is_image=True) as file:
+    with warnings.catch_warnings(), open_medium(image, is_image=True) as file:
+        warnings.simplefilter("ignore")  # of large pictures, and of damage that makes an error or none
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
         try:
@@ -53,9 +54,7 @@ def _is_far(image: MediaRef) -> bool:
 
 
 def _measure(file: BinaryIO, size: int, is_cheap: bool) -> tuple[int, int]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-        picture = Image.open(file)
+    picture = Image.open(file)
     if picture.format in _PROGRAMS:
         raise ValueError(f"{picture.format} files are programs, not pictures")
     begin, (width, height) = file.tell(), picture.size

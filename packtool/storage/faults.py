@@ -66,7 +66,8 @@ def is_passing(error: BaseException) -> bool:
     from botocore.parsers import ResponseParserError
 
     connection = (boto.ConnectionError, boto.HTTPClientError, boto.IncompleteReadError, ResponseParserError)
-    if isinstance(error, (aiohttp.InvalidURL, aiohttp.TooManyRedirects, boto.SSLError, aiohttp.ClientSSLError)):
+    address = (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError, aiohttp.TooManyRedirects)
+    if isinstance(error, (*address, boto.SSLError, aiohttp.ClientSSLError)):
         return False
     return isinstance(error, (*connection, aiohttp.ClientError))
 

@@ -11,22 +11,25 @@ from packtool.storage.options import options
 
 _UNKNOWN_WEB = 2
 _failures: dict[str, int] = {}
+_answered: set[str] = set()
 
 
 def forget_failures() -> None:
     """Every store is as good as new."""
     _failures.clear()
+    _answered.clear()
 
 
 def retries_for(place: str) -> int:
     """Further tries that a request to a store is worth now."""
-    unknown = _UNKNOWN_WEB if place.startswith("http:") and place not in _failures else 0
+    unknown = _UNKNOWN_WEB if place.startswith("http:") and place not in _answered else 0
     return options().retries >> min(_failures.get(place, 0) + unknown, 16)
 
 
 def worked(place: str) -> None:
     """The store has answered."""
-    _failures[place] = 0
+    _answered.add(place)
+    _failures.pop(place, None)
 
 
 def failed(place: str) -> int:

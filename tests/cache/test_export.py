@@ -410,9 +410,9 @@ def test_media_in_a_store_are_measured_and_embedded_without_secrets(
         urls = [f"{base}/far.png", f"{base}/far.png?token=geheim", f"{base}/gone.png"]
         lines = [json.dumps({"messages": turns, "images": [url]}) for url in urls]
         (tmp_path / "far.jsonl").write_text("\n".join(lines))
-        linked = run_export("linked", dataset=(str(tmp_path / "far.jsonl"),))
+        linked = run_export("linked", dataset=(str(tmp_path / "far.jsonl"),), media_access="any")
         assert linked.dropped == {"media_missing": 1, "media_secret": 1}
-        embedded = run_export("embedded", dataset=(str(tmp_path / "far.jsonl"),), media="embed")
+        embedded = run_export("embedded", dataset=(str(tmp_path / "far.jsonl"),), media="embed", media_access="any")
         assert embedded.dropped == {"media_missing": 1}
         server.shutdown()
     reader = CacheReader.open([str(tmp_path / "embedded")])
