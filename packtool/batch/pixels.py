@@ -73,7 +73,7 @@ def _changed(medium: EncodedImage | EncodedVideo, sample: EncodedSample, now: st
     kind = "picture" if isinstance(medium, EncodedImage) else "video"
     name = medium.path if medium.path is not None else f"a {kind} of {len(medium.data or b'')} bytes"
     return MediaError(
-        f"{name} (row {sample.row} of {sample.source}) is not what the export measured: it was "
+        f"{name} (row {sample.row} of {sample.source}) has changed since the export: it was "
         f"{medium.width}x{medium.height} pixels in patches of {medium.grid}, now it is {now}",
         "Put the file back, or run packtool export again with --overwrite.",
     )

@@ -69,7 +69,7 @@ def _features(
     count = int(made["attention_mask"].sum())
     if count != sound.num_features:
         raise MediaError(
-            f"{path or 'an embedded sound'} (row {sample.row} of {sample.source}) is not what the export measured: "
+            f"{path or 'an embedded sound'} (row {sample.row} of {sample.source}) has changed since the export: "
             f"it had {sound.num_features} mel frames, now it has {count}",
             "Put the file back, or run packtool export again with --overwrite.",
         )
