@@ -14,6 +14,8 @@ from packtool.rows.sample import MediaRef
 
 _TOLERANCE_SECONDS = 0.25
 _LAST_SECONDS = 1.0
+# Playlists name further files and addresses, which FFmpeg would open by itself: no protocol is one that it may use.
+_ALONE = {"protocol_whitelist": "none"}
 _LAST_ENTRIES = 1000
 
 
@@ -24,7 +26,7 @@ def open_container(ref: MediaRef) -> Iterator[Any]:
     Raises:
         MediaProblem, StorageError: as ``open_medium``.
     """
-    with open_medium(ref, storage.ROWS_BLOCK) as file, av.open(file) as container:
+    with open_medium(ref, storage.ROWS_BLOCK) as file, av.open(file, container_options=_ALONE) as container:
         yield container
 
 

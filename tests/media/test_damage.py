@@ -6,6 +6,7 @@ import io
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -157,6 +158,20 @@ def test_a_flac_that_declares_ten_hours(files: dict[str, bytes]) -> None:
     data[22:26] = (hours & 0xFFFFFFFF).to_bytes(4, "big")
     with pytest.raises(MediaProblem, match=r"declares 36000\.00 s"):
         measure_audio(MediaRef(None, bytes(data)), RATE)
+
+
+@pytest.mark.parametrize("kind", ["ffconcat", "hls"])
+def test_playlists_open_nothing(files: dict[str, bytes], kind: str, tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "secret.avi").write_bytes(files["avi"])
+    lists = {
+        "ffconcat": "ffconcat version 1.0\nfile secret.avi\n",
+        "hls": f"#EXTM3U\n#EXTINF:5,\nfile://{tmp_path}/secret.avi\n#EXT-X-ENDLIST\n",
+    }
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / {"ffconcat": "a.mp4", "hls": "a.m3u8"}[kind]
+    path.write_text(lists[kind])
+    with pytest.raises(MediaProblem, match=r"a\.\w+: "):
+        measure_video(MediaRef(str(path)))
 
 
 def test_training_tells_damage_from_change(files: dict[str, bytes], tmp_path: Path) -> None:
