@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import BinaryIO
 
 from PIL import Image, ImageOps
 
@@ -13,6 +14,8 @@ from packtool.rows.rights import MediaRights
 from packtool.rows.sample import MediaRef
 
 ANY = MediaRights()
+# Decoded by other programs, such as Ghostscript, that do what the file says.
+_PROGRAMS = ("EPS", "WMF", "EMF")
 
 
 def load_image(path: str | None, data: bytes | None = None, rights: MediaRights = ANY) -> Image.Image:
@@ -26,11 +29,24 @@ def load_image(path: str | None, data: bytes | None = None, rights: MediaRights 
         ref = MediaRef(path, data, rights=rights)
         with (
             open_medium(ref, storage.ROWS_BLOCK, is_image=True) as file,
-            Image.open(io.BytesIO(file.read()) if path is not None and storage.is_remote(path) else file) as picture,
+            open_picture(io.BytesIO(file.read()) if path is not None and storage.is_remote(path) else file) as picture,
         ):
             return ImageOps.exif_transpose(picture).convert("RGB")
     except MediaProblem as problem:
         raise media_error(problem) from problem
+
+
+def open_picture(file: BinaryIO) -> Image.Image:
+    """A picture whose header has been read.
+
+    Raises:
+        ValueError: if it is none, but a program that would have to be run.
+        OSError, ...: whatever Pillow raises.
+    """
+    picture = Image.open(file)
+    if picture.format in _PROGRAMS:
+        raise ValueError(f"{picture.format} files are programs, not pictures")
+    return picture
 
 
 def media_error(problem: MediaProblem) -> MediaError:

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
 from packtool import storage
+from packtool.media.load import open_picture
 from packtool.media.opening import MediaProblem, label, open_medium
 from packtool.rows.sample import MediaRef
 
@@ -24,8 +25,6 @@ _ORIENTATION_TAG = 0x0112
 _SIDEWAYS = (5, 6, 7, 8)
 _END_MARKS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND", "JPEG2000": b"\xff\xd9"}
 _END_BYTES = 1024
-# Decoded by programs that run what the file says.
-_PROGRAMS = ("EPS", "WMF", "EMF")
 # Offsets and sizes of a TIFF's strips and tiles.
 _TIFF_PARTS = ((273, 279), (324, 325))
 
@@ -54,9 +53,7 @@ def _is_far(image: MediaRef) -> bool:
 
 
 def _measure(file: BinaryIO, size: int, is_cheap: bool) -> tuple[int, int]:
-    picture = Image.open(file)
-    if picture.format in _PROGRAMS:
-        raise ValueError(f"{picture.format} files are programs, not pictures")
+    picture = open_picture(file)
     begin, (width, height) = file.tell(), picture.size
     declared = _declared_bytes(picture, file)
     if isinstance(picture, PngImagePlugin.PngImageFile):

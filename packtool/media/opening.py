@@ -123,7 +123,7 @@ def _told(ref: MediaRef, error: RemoteError) -> PacktoolError | MediaProblem:
         return MediaProblem("invalid_media", error.message)
     if isinstance(error, storage.TooLarge):
         return MediaProblem("media_size", f"{error.message}: --max-media-bytes allows more")
-    if isinstance(error, storage.RedirectedElsewhere):
+    if isinstance(error, storage.LedElsewhere):
         return MediaProblem(NOT_ALLOWED, f"{error.message}: --media-access any allows it")
     # A bucket refuses keys that are not there, and everything where credentials are wrong; a web server single files.
     if error.fault == "unreachable" or (error.fault == "refused" and not place.startswith("http")):

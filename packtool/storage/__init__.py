@@ -26,7 +26,7 @@ from packtool.storage.local import LocalStore
 from packtool.storage.options import StorageOptions, set_options
 from packtool.storage.options import options as options
 from packtool.storage.paths import is_remote, join, masked, name, normalize, parent, scheme_of, scrubbed
-from packtool.storage.store import Bounds, FileState, RedirectedElsewhere, Store, TooLarge
+from packtool.storage.store import Bounds, FileState, LedElsewhere, Store, TooLarge
 
 __all__ = [
     "HEADER_BLOCK",
@@ -34,7 +34,7 @@ __all__ = [
     "AtomicFile",
     "Bounds",
     "FileState",
-    "RedirectedElsewhere",
+    "LedElsewhere",
     "StorageOptions",
     "TooLarge",
     "configure",

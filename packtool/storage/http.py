@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, BinaryIO, NoReturn, cast
 
@@ -15,12 +17,12 @@ from packtool.storage.faults import HttpStatus, is_missing
 from packtool.storage.options import options
 from packtool.storage.paths import masked
 from packtool.storage.remote import Range, answer, open_ranges, patiently
-from packtool.storage.store import Bounds, FileState, RedirectedElsewhere, TooLarge
+from packtool.storage.store import Bounds, FileState, LedElsewhere, TooLarge
 
 _IN_MEMORY = 16 * 2**20
 _CHUNK = 2**20
 
-_connection: list[Any] = []
+_connections: dict[bool, Any] = {}  # by whether names may lead into private networks
 _inherited: list[Any] = []  # see packtool.storage.s3
 _lock = threading.Lock()
 
@@ -28,13 +30,13 @@ _lock = threading.Lock()
 def forget_connections() -> None:
     """Make new ones from now on, with the options of then."""
     with _lock:
-        _connection.clear()
+        _connections.clear()
 
 
 def _after_fork() -> None:
     global _lock
-    _inherited.append(list(_connection))
-    _connection.clear()
+    _inherited.append(dict(_connections))
+    _connections.clear()
     _lock = threading.Lock()
 
 
@@ -42,9 +44,9 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def _files() -> Any:
+def _files(anywhere: bool) -> Any:
     with _lock:
-        if not _connection:
+        if anywhere not in _connections:
             import aiohttp
             import fsspec
 
@@ -59,8 +61,39 @@ def _files() -> Any:
                 "headers": {"Accept-Encoding": "identity"},
                 "trace_configs": [tracing],
             }
-            _connection.append(fsspec.filesystem("http", client_kwargs=settings, skip_instance_cache=True))
-        return _connection[0]
+            # A proxy looks names up by itself, and may well lie in a private network.
+            client = {} if anywhere or urllib.request.getproxies() else {"get_client": _public_client}
+            _connections[anywhere] = fsspec.filesystem(
+                "http", client_kwargs=settings, skip_instance_cache=True, **client
+            )
+        return _connections[anywhere]
+
+
+async def _public_client(**settings: Any) -> Any:
+    import aiohttp
+
+    resolver: Any = _PublicNames(aiohttp.ThreadedResolver())
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(resolver=resolver), **settings)
+
+
+class _PublicNames:
+    """Looks up names, and refuses one that leads into a private network: whoever owns a name decides where it leads.
+
+    The addresses that it gives are those that are connected to. Hosts that are addresses themselves never come here.
+    """
+
+    def __init__(self, names: Any) -> None:
+        self._names = names
+
+    async def resolve(self, host: str, *settings: Any, **more: Any) -> Any:
+        found = await self._names.resolve(host, *settings, **more)
+        private = [one["host"] for one in found if not ipaddress.ip_address(one["host"].partition("%")[0]).is_global]
+        if private and host != "localhost":
+            raise LedElsewhere(f"http://{host}: the name leads to {private[0]}, an address of a private network")
+        return found
+
+    async def close(self) -> None:
+        await self._names.close()
 
 
 def place_of(address: str) -> str:
@@ -98,7 +131,7 @@ async def _on_redirect(session: Any, context: Any, asked: Any) -> None:
     target = asked.url.join(yarl.URL(asked.response.headers.get("Location", ""), encoded=True))
     if _place(target) not in bounds.places:
         asked.response.close()
-        raise RedirectedElsewhere(f"{masked(str(asked.url))}: redirects to another server, {_place(target)}")
+        raise LedElsewhere(f"{masked(str(asked.url))}: redirects to another server, {_place(target)}")
 
 
 class _NoRanges(StorageError):
@@ -174,7 +207,8 @@ class HttpStore:
         return await patiently(once, 2**60, bounds.retries if bounds else None)
 
     async def _get(self, path: str, wanted: str | None = None, bounds: Bounds | None = None) -> Any:
-        session = await _files().set_session()
+        anywhere = bounds is None or bounds.places is None
+        session = await _files(anywhere).set_session()
         return session.get(_url(path), headers={"Range": wanted} if wanted else {}, trace_request_ctx=bounds)
 
     def entries(self, path: str) -> dict[str, FileState | None]:

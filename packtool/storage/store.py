@@ -41,8 +41,8 @@ class TooLarge(RemoteError):
     """A file is larger than its bounds."""
 
 
-class RedirectedElsewhere(RemoteError):
-    """A server sends readers on to one that they may not ask."""
+class LedElsewhere(RemoteError):
+    """A redirect, or a server's name, leads readers to a server that they may not ask."""
 
 
 class Writer(Protocol):

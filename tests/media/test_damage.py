@@ -118,6 +118,8 @@ def test_whole_files_are_used(files: dict[str, bytes], kind: str) -> None:
     if kind == "eps":  # a program, which training would have to run
         with pytest.raises(MediaProblem, match="programs, not pictures"):
             use_picture(files[kind])
+        with pytest.raises(MediaError, match="programs, not pictures"):
+            load_image(None, files[kind])
     else:
         USE[kind](files[kind])
 

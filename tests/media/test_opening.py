@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -216,6 +217,23 @@ def test_redirects_go_where_the_row_may(web: WebServer) -> None:
     assert measure_image(MediaRef(f"{web.url}/to={web.url}/a", rights=MediaRights(places=named))) == (20, 30)
     assert measure_image(MediaRef(f"{web.url}/to={other.url}/a")) == (20, 30)
     other.close()
+
+
+def test_a_name_that_leads_into_a_private_network_is_not_followed(
+    web: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look_up = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *more, **named: look_up("127.0.0.1", *more, **named))
+    for name in ("no_proxy", "http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    path = web.url.replace("127.0.0.1", "data.example") + "/a.png"
+    named = frozenset({storage.place(path)})
+    with pytest.raises(MediaProblem, match=r"leads to 127\.0\.0\.1, an address of a private network.*any") as caught:
+        measure_image(MediaRef(path, rights=MediaRights(places=named)))
+    assert caught.value.reason == "media_not_allowed"
+    assert not web.asked
+    assert measure_image(MediaRef(path)) == (20, 30)
 
 
 def test_a_store_that_is_down_is_asked_less_and_stops_the_run(web: WebServer) -> None:
