@@ -1,8 +1,8 @@
 """Which files and addresses a row may name: whoever wrote the rows need not be whoever runs packtool.
 
 Without further words a row reaches what was named on the command line: files below the folder of the file of rows or
-below ``--media-root``, wherever links lead, and the remote stores (a bucket, a web server) that these two lie in. Bytes
-that stand in the row itself are always fine.
+below ``--media-root``, links followed, and the remote stores (a bucket, a web server) that these two lie in. Bytes that
+stand in the row itself are always fine.
 """
 
 from __future__ import annotations
