@@ -36,6 +36,7 @@ _PANELS = (
     "Scale",
     "Pictures",
     "Video and audio",
+    "Media access",
 )
 
 COMMON_OPTIONS: dict[str, tuple[Any, Any]] = {

@@ -37,10 +37,10 @@ class AccessOptions:
         "root",
         "Media that rows may name: root, files below the rows' folder and --media-root and the remote stores that "
         "these lie in; local, also any other file of this machine; any, also any other bucket and address.",
-        panel="Rows",
+        panel="Media access",
     )
     max_media_bytes: str | None = option(
-        None, "Largest file of a medium, as in 100MB; by default 4GB, and 500MB of a picture.", panel="Rows"
+        None, "Largest file of a medium, as in 100MB; by default 4GB, and 500MB of a picture.", panel="Media access"
     )
 
     @property
@@ -82,7 +82,7 @@ class RowOptions(AccessOptions):
     max_media_failures: int = option(
         100,
         "Stop when so many media in a row could not be had because one and the same store is down; 0 never stops.",
-        panel="Rows",
+        panel="Media access",
         minimum=0,
     )
     split_dataset_ratio: float = option(
