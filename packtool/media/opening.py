@@ -53,14 +53,23 @@ def open_medium(
     """
     try:
         with _opened(ref, first_block, is_image) as file:
-            if not file.read(1):
-                raise MediaProblem("media_unreadable", f"{label(ref)}: the file is empty")
-            file.seek(0)
-            yield file
+            try:
+                if not file.read(1):
+                    raise MediaProblem("media_unreadable", f"{label(ref)}: the file is empty")
+                file.seek(0)
+                yield file
+            except RemoteError:
+                raise
+            except Exception:
+                _note_success(ref)  # of the store, whatever is wrong with the file
+                raise
+        _note_success(ref)
     except MediaProblem:
         raise
     except RemoteError as error:
-        raise _told(ref, error) from error
+        if (told := _told(ref, error)) is error:
+            raise
+        raise told from error
     except StorageError as error:
         raise MediaProblem("media_unreadable", error.message) from error
     except PacktoolError:
@@ -68,6 +77,9 @@ def open_medium(
     except Exception as error:  # decoders raise whatever they stumble over in bytes that are none of theirs
         text = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise MediaProblem("media_unreadable", f"{label(ref)}: {storage.scrub(text)}") from error
+
+
+def _note_success(ref: MediaRef) -> None:
     if ref.path is not None and storage.is_remote(ref.path):
         storage.worked(storage.place(ref.path))
 

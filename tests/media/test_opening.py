@@ -63,7 +63,7 @@ class WebServer:
                     except OSError:
                         return
                 status = 503 if outer.down else int(name) if name.isdecimal() else 302 if "to=" in name else 200
-                body = picture() if status == 200 else b""
+                body = b"text" if name == "text" else picture() if status == 200 else b""
                 self.send_response(status)
                 if status == 302:
                     self.send_header("Location", name.partition("to=")[2])
@@ -245,11 +245,12 @@ def test_a_store_that_is_down_is_asked_less_and_stops_the_run(web: WebServer) ->
         assert reason_of(f"{web.url}/{number}.png", max_failures=6) == "media_unreachable"
         tries.append(web.asked[f"/{number}.png"])
     assert tries == [9, 5, 3, 2, 1]
-    web.down = False  # a success, or another answer about the file alone, makes the store as good as new
-    assert reason_of(f"{web.url}/404") == "media_missing"
-    web.down = True
-    for number in range(5):
-        assert reason_of(f"{web.url}/{number}.png", max_failures=6) == "media_unreachable"
+    for answer, reason in {"404": "media_missing", "text": "media_unreadable"}.items():
+        web.down = False  # an answer about the file alone makes the store as good as new
+        assert reason_of(f"{web.url}/{answer}") == reason
+        web.down = True
+        for number in range(5):
+            assert reason_of(f"{web.url}/{number}.png", max_failures=6) == "media_unreachable"
     with pytest.raises(StorageError, match=rf"{web.url}: 6 media in a row could not be had; the last: .*/6.png"):
         measure_image(MediaRef(f"{web.url}/6.png", rights=rights))
 
