@@ -23,6 +23,7 @@ from packtool.config.rows import (
     MediaOverflow,
     RowOptions,
     TruncationStrategy,
+    access_problems,
     image_limit_problems,
 )
 from packtool.config.settings import REQUIRED, option
@@ -174,7 +175,12 @@ class TrainConfig(
 
     def problems(self) -> list[str]:
         """Mistakes that only show when settings are seen together."""
-        found = [*image_limit_problems(self), *packing_problems(self, self.packing), *self._row_problems()]
+        found = [
+            *image_limit_problems(self),
+            *access_problems(self),
+            *packing_problems(self, self.packing),
+            *self._row_problems(),
+        ]
         found += parallel_problems(self, removes_padding=self.removes_padding, attn_impl=self.attn_impl)
         if self.padding_free and not self.removes_padding:
             found.append("--padding-free true goes with --packing true, or with --dynamic-batch-tokens N")
@@ -278,6 +284,11 @@ class TrainConfig(
             seed=self.seed,
             output_dir=output_dir,
         )
+
+    @property
+    def named_places(self) -> tuple[str, ...]:
+        """Caches, rows and the media root."""
+        return (*self.cached_dataset, *self.dataset, *([self.media_root] if self.media_root else []))
 
     @property
     def removes_padding(self) -> bool:

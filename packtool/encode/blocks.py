@@ -8,10 +8,12 @@ from itertools import islice
 from packtool import storage
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
-from packtool.errors import ConfigError
+from packtool.errors import ConfigError, StorageError
+from packtool.media.opening import MediaProblem, check_allowed
 from packtool.rows.forms import RowProblem, to_sample
 from packtool.rows.read import read_block
-from packtool.rows.sample import Dropped, Sample
+from packtool.rows.rights import NOT_ALLOWED
+from packtool.rows.sample import Dropped, MediaRef, Sample
 from packtool.rows.source import Block, Source
 
 
@@ -57,6 +59,30 @@ def encode_samples(group: Sequence[Sample | Dropped], encoder: Encoder) -> Itera
         yield next(encoded) if isinstance(item, Sample) else item
 
 
+def refused_at_first(source: Source, blocks: Iterable[Block]) -> str | None:
+    """What is to be said before a long run if the first rows with media name none that they may; None if all is well.
+
+    Args:
+        blocks: of which the first is looked at.
+    """
+    found = samples_of(source, islice(blocks, 1), may_hold_secrets=True)
+    with_media = [refs for item in found if isinstance(item, Sample) and (refs := _refs(item))]
+    refusals = [next(filter(None, map(_refusal, refs)), None) for refs in with_media]
+    if not refusals or not all(refusals):
+        return None
+    return f"{source.label}: the first {len(refusals)} rows with media will be dropped ({NOT_ALLOWED}): {refusals[0]}"
+
+
+def _refusal(ref: MediaRef) -> str | None:
+    try:
+        check_allowed(ref)
+    except MediaProblem as problem:
+        return problem.detail
+    except (StorageError, ValueError):  # no path at all: another matter
+        return None
+    return None
+
+
 def _sample(row: dict[str, object], source: Source, number: int, may_hold_secrets: bool) -> Sample | Dropped:
     try:
         sample = to_sample(row, source, number)
@@ -70,7 +96,10 @@ def _sample(row: dict[str, object], source: Source, number: int, may_hold_secret
 
 def _secret(sample: Sample) -> str | None:
     """A medium's address without what must not be kept of it, if there is such a thing in any."""
-    refs = [ref for group in (sample.images, sample.videos, sample.audios) for ref in group]
-    refs += [frame for ref in refs for frame in ref.frames]
-    paths = (ref.path for ref in refs if ref.path is not None and "://" in ref.path)
+    paths = (ref.path for ref in _refs(sample) if ref.path is not None and "://" in ref.path)
     return next((storage.masked(path) for path in paths if storage.masked(path) != path), None)
+
+
+def _refs(sample: Sample) -> list[MediaRef]:
+    refs = [ref for group in (sample.images, sample.videos, sample.audios) for ref in group]
+    return refs + [frame for ref in refs for frame in ref.frames]

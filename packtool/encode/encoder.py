@@ -22,6 +22,7 @@ from packtool.encode.targets import TurnFinder, TurnPieces, role_tokens
 from packtool.encode.template import ChatTemplate, TemplateFailure
 from packtool.errors import ConfigError
 from packtool.media.opening import MediaProblem
+from packtool.rows.rights import MediaRights
 from packtool.rows.sample import Dropped, MediaRef, Sample, Turn
 
 _REMEMBERED_MEDIA = 10_000
@@ -71,7 +72,7 @@ class Encoder:
         self._pieces = PieceTokenizer(tokenizer, self._vocabulary)
         parse_loss_scale(spec.loss_scale)
         self._end_of_text = files.template_variables.get("eos_token", "")
-        self._measured: dict[tuple[str, str], Medium] = {}
+        self._measured: dict[tuple[str, str, MediaRights], Medium] = {}
 
     def encode(self, samples: Sequence[Sample]) -> list[list[EncodedSample] | Dropped]:
         """Encode many samples; each becomes exactly one result, in order.
@@ -171,11 +172,12 @@ class Encoder:
             raise MediaProblem("media_unsupported", f"the row has {kind}s, and the model reads text only")
         if ref.path is None:
             return self._family.measure(kind, ref)
-        medium = self._measured.get((kind, ref.path))
+        key = kind, ref.path, ref.rights
+        medium = self._measured.get(key)
         if medium is None:
             medium = self._family.measure(kind, ref)
             if len(self._measured) < _REMEMBERED_MEDIA:
-                self._measured[kind, ref.path] = medium
+                self._measured[key] = medium
         return medium
 
     def _tokenized(self, item: _Rendered, unit_ids: list[list[int]]) -> Tokenized:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from packtool.rows.rights import MediaRights
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -34,12 +36,14 @@ class MediaRef:
         data: the encoded file's bytes, or None.
         frames: a video given as its pictures, in order; ``path`` and ``data`` are None then.
         fps: pictures a second of such a video, when the row says it.
+        rights: what the path may be; whoever makes one of a path that stands in a row gives the row's.
     """
 
     path: str | None
     data: bytes | None = None
     frames: tuple[MediaRef, ...] = ()
     fps: float | None = None
+    rights: MediaRights = field(default=MediaRights(), compare=False, repr=False)
 
     @property
     def name(self) -> str:

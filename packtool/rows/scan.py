@@ -124,6 +124,9 @@ def _source(spec: SourceSpec) -> Source:
         media_root=spec.media_root,
         system=spec.system,
         loss_scale=spec.loss_scale,
+        media_access=spec.media_access,
+        max_media_bytes=spec.max_media_bytes,
+        max_media_failures=spec.max_media_failures,
     )
     # Many tools write one object a line and call it .json.
     return replace(source, kind="jsonl") if kind == "json" and _holds_lines(source) else source

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import BinaryIO
 
 from packtool.errors import StorageError
-from packtool.storage.store import FileState
+from packtool.storage.store import Bounds, FileState
 
 _UNFINISHED = ".partial"
 
@@ -31,7 +31,7 @@ class LocalStore:
         """Whether it is a directory."""
         return os.path.isdir(path)
 
-    def open_read(self, path: str, first_block: int) -> BinaryIO:
+    def open_read(self, path: str, first_block: int, bounds: Bounds | None = None) -> BinaryIO:
         """Open for reading bytes; the system reads ahead by itself."""
         try:
             return open(path, "rb")
