@@ -14,6 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import SaveStrategy
 
 from packtool.config.checkpoints import CheckpointOptions
+from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError
 from packtool.progress import Progress
 from packtool.stream.state import write_state as write_stream
@@ -82,7 +83,7 @@ class CheckpointCallback(TrainerCallback):
         self,
         run: RunState,
         schedule: Schedule | OpenSchedule,
-        model_directory: str,
+        files: ModelFiles,
         save_total_limit: int | None,
         *,
         keeps_best: bool = False,
@@ -90,7 +91,7 @@ class CheckpointCallback(TrainerCallback):
         self.keeps_best = keeps_best
         self.run = run
         self.schedule = schedule
-        self.model_directory = model_directory
+        self.files = files
         self.save_total_limit = save_total_limit
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -103,7 +104,7 @@ class CheckpointCallback(TrainerCallback):
         PartialState().wait_for_everyone()
         if state.is_world_process_zero:
             checkpoint = os.path.join(str(args.output_dir), f"{PREFIX}{state.global_step}")
-            copy_processor(self.model_directory, checkpoint)
+            copy_processor(self.files.directory, checkpoint, self.files.template_file)
             epoch, step_in_epoch = self.schedule.locate(state.global_step)
             write_state(
                 checkpoint,

@@ -233,9 +233,7 @@ def make_trainer(
         evaluate = partial(trainer.log_evaluation, partial(_evaluate, run, trainer))
         trainer.add_callback(EvaluationCallback(evaluate, every, config))
     keeps_best = config.load_best_model_at_end
-    saves = CheckpointCallback(
-        run.state, run.schedule, run.files.directory, config.save_total_limit, keeps_best=keeps_best
-    )
+    saves = CheckpointCallback(run.state, run.schedule, run.files, config.save_total_limit, keeps_best=keeps_best)
     trainer.add_callback(saves)
     return trainer, report
 

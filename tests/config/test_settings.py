@@ -91,8 +91,10 @@ def test_contradictions_between_settings_are_found() -> None:
     assert "--max-pixels" in problems_of(ExportConfig, {**EXPORT, "max_pixels": "9", "image_max_token_num": "9"})
     assert "pixels" in problems_of(ExportConfig, {**EXPORT, "max_pixels": "9", "min_pixels": "10"})
     assert "--to-cached-dataset" in problems_of(ExportConfig, {**EXPORT, "to_cached_dataset": False})
-    streamed = {"model": "m", "output_dir": "o", "dataset": ("a",), "streaming": True, "packing": True, "max_steps": 5}
-    assert "--packing-length" in problems_of(TrainConfig, {**streamed, "max_length": "20", "packing_length": "10"})
+    streamed = {**TRAIN, "cached_dataset": None, "dataset": ("a.json",), "streaming": True, "packing": True}
+    streamed |= {"max_steps": "1", "max_length": "20", "packing_length": "10"}
+    assert "--packing-length" in problems_of(TrainConfig, streamed)
+    assert resolve(TrainConfig, {**TRAIN, "max_length": "20", "packing_length": "10"}).packing_length == 10
     told = problems_of(TrainConfig, {**TRAIN, "freeze_llm": True})
     assert "nothing to train" in told
 
