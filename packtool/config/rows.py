@@ -6,9 +6,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from packtool.config.settings import option
+from packtool.config.sizes import num_bytes
 
 TruncationStrategy = Literal["delete", "left", "right", "split", "raise"]
 MediaOverflow = Literal["drop", "trim", "raise"]
+
+DEFAULT_ROW_BYTES = "64MB"
+MAX_ROW_BYTES = num_bytes(DEFAULT_ROW_BYTES)
 
 DATASET_HELP = (
     "Rows: files (json, jsonl, csv, tsv, txt, parquet, arrow, also .gz and .zst), folders, patterns, ids of the "
@@ -52,9 +56,21 @@ class RowOptions:
         0.0, "Share of the rows that goes to the val split.", panel="Rows", minimum=0.0, maximum=0.999
     )
     strict: bool = option(False, "Stop at the first row that cannot be used, with exit code 3.", panel="Rows")
+    max_row_bytes: str = option(
+        DEFAULT_ROW_BYTES,
+        "Largest row that is read, as in 64MB; larger ones are left out before they are parsed (of parquet and Arrow "
+        "files, only their texts count).",
+        panel="Rows",
+    )
     dataset_num_proc: int = option(
         1, "Worker processes that encode; the output is the same for any number.", panel="Rows", minimum=1
     )
+
+
+    @property
+    def row_bytes(self) -> int:
+        """The limit on a row in bytes."""
+        return num_bytes(self.max_row_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +141,15 @@ class MediaOptions(ImageOptions):
     sampling_rate: int | None = option(
         None, "Samples a second of sound.", panel="Video and audio", env="SAMPLING_RATE", minimum=1
     )
+
+
+def row_size_problems(options: RowOptions) -> list[str]:
+    """A limit on rows that is no size, or none that a row could keep."""
+    try:
+        least = options.row_bytes
+    except ValueError as error:
+        return [f"--max-row-bytes: {error}"]
+    return [] if least else ["--max-row-bytes 0: no row is that small"]
 
 
 def image_limit_problems(options: ImageOptions) -> list[str]:

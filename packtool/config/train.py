@@ -20,6 +20,7 @@ from packtool.config.rows import (
     RowOptions,
     TruncationStrategy,
     image_limit_problems,
+    row_size_problems,
 )
 from packtool.config.settings import REQUIRED, option
 from packtool.config.sizes import num_bytes
@@ -178,7 +179,8 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions, ParallelOptions):
 
     def problems(self) -> list[str]:
         """Mistakes that only show when settings are seen together."""
-        found = [*image_limit_problems(self), *packing_problems(self, self.packing), *self._row_problems()]
+        found = [*image_limit_problems(self), *row_size_problems(self), *packing_problems(self, self.packing)]
+        found += self._row_problems()
         found += parallel_problems(self, removes_padding=self.removes_padding, attn_impl=self.attn_impl)
         try:
             _ = self.cache_dir_bytes

@@ -74,11 +74,24 @@ class Sample:
     loss_scale: str | None = None
 
 
+_LONGEST_DETAIL = 1000
+
+
 @dataclass(frozen=True)
 class Dropped:
-    """A row that was left out, and why. Every row that goes in comes out encoded or as one of these."""
+    """A row that was left out, and why. Every row that goes in comes out encoded or as one of these.
+
+    Args:
+        detail: for a person; what it quotes of the row is cut after 1,000 characters, and can always be written.
+    """
 
     source: str
     row: int
     reason: str
     detail: str
+
+    def __post_init__(self) -> None:
+        detail = self.detail
+        if len(detail) > _LONGEST_DETAIL:
+            detail = f"{detail[:_LONGEST_DETAIL]}..."
+        object.__setattr__(self, "detail", detail.encode(errors="backslashreplace").decode())

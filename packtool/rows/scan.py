@@ -124,6 +124,7 @@ def _source(spec: SourceSpec) -> Source:
         media_root=spec.media_root,
         system=spec.system,
         loss_scale=spec.loss_scale,
+        max_row_bytes=spec.max_row_bytes,
     )
     # Many tools write one object a line and call it .json.
     return replace(source, kind="jsonl") if kind == "json" and _holds_lines(source) else source
@@ -164,13 +165,14 @@ class _Finder:
             digest, rows = find_table_rows(source)
             return cls(source, rows, lambda: digest, lambda: None)
         file = open_text(source.path, source.compression)
-        hashed = Hashed(file)
+        hashed = Hashed(file, source.label)
         try:
             if source.kind in ("csv", "tsv"):
-                header, found = find_records(source.label, hashed, source.kind)
+                header, found = find_records(source.label, hashed, source.kind, source.max_row_bytes)
                 source = replace(source, header=header)
             else:
-                found = (find_elements if source.kind == "json" else find_lines)(source.label, hashed)
+                find = find_elements if source.kind == "json" else find_lines
+                found = find(source.label, hashed, source.max_row_bytes)
         except BaseException:
             file.close()
             raise

@@ -12,6 +12,7 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from packtool import storage
+from packtool.config.rows import MAX_ROW_BYTES
 from packtool.constants import TRAIN_SPLIT
 from packtool.rows.sample import Dropped
 
@@ -41,6 +42,7 @@ class SourceSpec:
         media_root: folder in which relative paths of media are looked for first.
         system: system prompt of conversations that have none.
         loss_scale: the dataset's own, None for the export's.
+        max_row_bytes: a larger row is left out before it is parsed.
     """
 
     path: str
@@ -54,6 +56,7 @@ class SourceSpec:
     media_root: str | None = None
     system: str | None = None
     loss_scale: str | None = None
+    max_row_bytes: int = MAX_ROW_BYTES
 
     @property
     def settings(self) -> str:
@@ -78,6 +81,7 @@ class Source:
         columns: (this project's name, the file's name) of columns that are not found by their usual names.
         tags: as in ``SourceSpec``.
         header: column names of a csv file.
+        max_row_bytes: as in ``SourceSpec``.
     """
 
     path: str
@@ -93,11 +97,12 @@ class Source:
     media_root: str | None = None
     system: str | None = None
     loss_scale: str | None = None
+    max_row_bytes: int = MAX_ROW_BYTES
 
     @cached_property
     def label(self) -> str:
         """The path as it may be shown and kept: without the secrets that a URL can carry."""
-        return storage.masked(self.path)
+        return storage.masked(self.path).encode(errors="backslashreplace").decode()
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,14 @@ from packtool.constants import MEDIA_MARKS
 from packtool.errors import StorageError
 from packtool.rows.forms.columns import Fields
 from packtool.rows.forms.problem import RowProblem
+from packtool.rows.forms.values import finite, listed, shown
 from packtool.rows.sample import MediaRef, Turn
 from packtool.rows.source import Source
 
 KINDS = ("image", "video", "audio")
 _KEYS = ("url", "path", "data")
 _LEAST_BASE64 = 1024
+_DEEPEST = 8
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+=*\s*")
 
 
@@ -116,26 +118,31 @@ def _listed(fields: Fields, kind: str, source: Source) -> list[MediaRef]:
     return [media_ref(kind, item, source, i) for i, item in enumerate(value)]
 
 
-def media_ref(kind: str, value: Any, source: Source, position: int = 0) -> MediaRef:
+def media_ref(kind: str, value: Any, source: Source, position: int = 0, depth: int = 0) -> MediaRef:
     """One medium: a path, a URL, a data URI, base64, bytes, ``{bytes, path}``, or a list of a video's frames.
+
+    Args:
+        depth: objects and lists around it.
 
     Raises:
         RowProblem: if it is none of these.
     """
     name = f"{kind} {position}"
+    if depth > _DEEPEST:
+        raise RowProblem("invalid_media", f"{name} lies in more than {_DEEPEST} objects and lists")
     if isinstance(value, str) and value:
         return _of_text(name, value, source)
     if isinstance(value, (bytes, bytearray)) or _is_bytes(value):
         return MediaRef(path=None, data=bytes(value))
     if isinstance(value, Mapping):
-        return _of_mapping(kind, name, value, source)
+        return _of_mapping(kind, name, value, source, depth)
     if isinstance(value, (list, tuple)) and value and kind == "video":
-        frames = tuple(media_ref("image", frame, source, i) for i, frame in enumerate(value))
+        frames = tuple(media_ref("image", frame, source, i, depth + 1) for i, frame in enumerate(value))
         return MediaRef(path=None, frames=frames)
-    raise RowProblem("invalid_media", f"{name} is {value!r:.80}, not a path")
+    raise RowProblem("invalid_media", f"{name} is {shown(value)}, not a path")
 
 
-def _of_mapping(kind: str, name: str, value: Mapping[str, Any], source: Source) -> MediaRef:
+def _of_mapping(kind: str, name: str, value: Mapping[str, Any], source: Source, depth: int) -> MediaRef:
     data = value.get("bytes")
     if data is not None:
         return MediaRef(path=None, data=_decoded(name, data) if isinstance(data, str) else _bytes(name, data))
@@ -143,14 +150,15 @@ def _of_mapping(kind: str, name: str, value: Mapping[str, Any], source: Source) 
         return _of_text(name, value["data"], source) if ":" in value["data"] else _of_base64(name, value["data"])
     inner = next((value[key] for key in (*_KEYS, kind, f"{kind}_url", "frames") if value.get(key)), None)
     if inner is None:
-        raise RowProblem("invalid_media", f"{name} has neither bytes nor a path; its keys are: {', '.join(value)}")
-    ref = media_ref(kind, inner, source)
+        raise RowProblem("invalid_media", f"{name} has neither bytes nor a path; its keys are: {listed(value)}")
+    ref = media_ref(kind, inner, source, depth=depth + 1)
     fps = value.get("fps", value.get("sample_fps"))
     if fps is None or not ref.frames:
         return ref
-    if not isinstance(fps, (int, float)) or not 0 < fps < float("inf"):
-        raise RowProblem("invalid_media", f"{name} has {fps!r} frames a second")
-    return MediaRef(path=None, frames=ref.frames, fps=float(fps))
+    rate = finite(fps)
+    if rate is None or rate <= 0:
+        raise RowProblem("invalid_media", f"{name} has {shown(fps)} frames a second")
+    return MediaRef(path=None, frames=ref.frames, fps=rate)
 
 
 def _of_text(name: str, text: str, source: Source) -> MediaRef:
