@@ -88,7 +88,7 @@ def fit(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped:
         return _split(item, limit)
     if len(item.ids) > limit:
         if spec.truncation_strategy == "raise":
-            raise _too_long(sample, f"{len(item.ids)} tokens, at most {limit} are allowed")
+            over_long(sample, spec, str(len(item.ids)))
         num_media_tokens = int(item.in_media().sum())
         if num_media_tokens >= limit:
             detail = f"{num_media_tokens} tokens of media leave no room for text in {limit}"
@@ -99,7 +99,7 @@ def fit(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped:
             item = _without_oldest(item, limit)
     if len(item.ids) > limit:
         if spec.truncation_strategy == "delete":
-            return Dropped(sample.source, sample.row, "over_max_length", f"{len(item.ids)} tokens, limit {limit}")
+            return over_long(sample, spec, str(len(item.ids)))
         side: Side = "right" if spec.truncation_strategy == "right" else "left"
         item = item.taken(kept_positions(item.in_media(), limit, side))
     found = _labelled(item)
@@ -107,6 +107,20 @@ def fit(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped:
         detail = "truncation left no target" if item.num_removed else "no assistant turn has tokens to learn"
         return Dropped(sample.source, sample.row, "no_target_tokens", detail)
     return [found]
+
+
+def over_long(sample: Sample, spec: EncodeSpec, length: str) -> Dropped:
+    """What becomes of a row that is too long and is not cut.
+
+    Args:
+        length: its tokens, as far as they are known.
+
+    Raises:
+        RowError: if the strategy is ``raise``.
+    """
+    if spec.truncation_strategy == "raise":
+        raise _too_long(sample, f"{length} tokens, at most {spec.max_length} are allowed")
+    return Dropped(sample.source, sample.row, "over_max_length", f"{length} tokens, limit {spec.max_length}")
 
 
 def _without_oldest(item: Tokenized, limit: int) -> Tokenized:

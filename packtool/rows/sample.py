@@ -59,6 +59,7 @@ class Sample:
         num_marks_added: media marks that the row lacked.
         is_text: a text for pretraining: one assistant turn, encoded without a chat template, every token a target.
         loss_scale: the dataset's own loss scale (``--dataset-info``), None for the export's.
+        lone_mark: kind of medium that a question has a mark of and the row has none of; "" for none.
     """
 
     turns: tuple[Turn, ...]
@@ -72,6 +73,7 @@ class Sample:
     audios: tuple[MediaRef, ...] = ()
     is_text: bool = False
     loss_scale: str | None = None
+    lone_mark: str = ""
 
 
 _LONGEST_DETAIL = 1000

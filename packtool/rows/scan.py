@@ -13,6 +13,7 @@ from itertools import groupby, islice
 
 from packtool import storage
 from packtool.errors import ConfigError, DataError
+from packtool.rows.forms import check_first_rows
 from packtool.rows.forms.columns import Layout, detect
 from packtool.rows.json_array import find_elements
 from packtool.rows.kinds import KNOWN, kind_of
@@ -195,7 +196,9 @@ def _form(spec: SourceSpec, source: Source, blocks: Iterable[Block]) -> Layout |
         for block in blocks:
             rows = [row for _, row in read_block(source, block) if isinstance(row, dict)]
             if rows:
-                return detect(rows, spec.columns, spec.formatting, source.label)
+                found = detect(rows, spec.columns, spec.formatting, source.label)
+                check_first_rows(rows, replace(source, form=found.form, columns=found.columns))
+                return found
     finally:
         close_readers()  # workers have their own
     return None

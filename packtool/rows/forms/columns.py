@@ -75,6 +75,19 @@ class Fields:
     def __init__(self, row: Mapping[str, Any], columns: Pairs) -> None:
         self._row, self._names = row, _names_of(columns)
 
+    @property
+    def row(self) -> Mapping[str, Any]:
+        """The row as it was read."""
+        return self._row
+
+    def has(self, name: str) -> bool:
+        """Whether the row has such a column, with anything or nothing in it."""
+        return any(column in self._row for column in self._names[name])
+
+    def is_left_out(self, name: str) -> bool:
+        """Whether the user said that there is no such column: ``--columns images=``."""
+        return self._names[name] == ("",)
+
     def get(self, name: str) -> Any:
         """A value, or None if the row has none; text in which nothing stands is none."""
         for column in self._names[name]:

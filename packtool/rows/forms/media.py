@@ -22,7 +22,7 @@ from packtool.errors import StorageError
 from packtool.rows.forms.columns import Fields
 from packtool.rows.forms.problem import RowProblem
 from packtool.rows.forms.values import finite, listed, shown
-from packtool.rows.sample import MediaRef, Turn
+from packtool.rows.sample import MediaRef
 from packtool.rows.source import Source
 
 KINDS = ("image", "video", "audio")
@@ -72,36 +72,6 @@ def media_of(fields: Fields, found: Found) -> dict[str, tuple[MediaRef, ...]]:
             raise RowProblem(f"{kind}_marks", detail)
         media[kind] = tuple(listed or inner or ())
     return media
-
-
-def with_marks(turns: list[Turn], media: Mapping[str, Sequence[MediaRef]]) -> tuple[list[Turn], int]:
-    """Turns with as many marks of each kind as there are media, and how many had to be added.
-
-    Missing ones are put before the first user text, videos before sounds before images, as ms-swift does. Marks of a
-    kind of which the row has no media are text.
-
-    Raises:
-        RowProblem: if there are more marks than media: which mark goes with which is unknown.
-    """
-    if not any(media.values()):
-        return turns, 0
-    added = ""
-    for kind in ("video", "audio", "image"):
-        if not media[kind]:
-            continue
-        mark = MEDIA_MARKS[kind]
-        num_marks = sum(turn.content.count(mark) for turn in turns)
-        num_media = len(media[kind])
-        if num_marks > num_media:
-            detail = f"{num_marks} {mark} marks and {num_media} {kind}s: which mark goes with which is unknown"
-            raise RowProblem(f"{kind}_marks", detail)
-        added += mark * (num_media - num_marks)
-    if not added:
-        return turns, 0
-    first = next((i for i, turn in enumerate(turns) if turn.role == "user"), 0)
-    turn = turns[first]
-    marked = Turn(turn.role, added + turn.content, turn.extra, turn.loss, turn.loss_scale)
-    return [*turns[:first], marked, *turns[first + 1 :]], added.count("<")
 
 
 def _listed(fields: Fields, kind: str, source: Source) -> list[MediaRef]:
