@@ -66,7 +66,6 @@ class RowOptions:
         1, "Worker processes that encode; the output is the same for any number.", panel="Rows", minimum=1
     )
 
-
     @property
     def row_bytes(self) -> int:
         """The limit on a row in bytes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -163,6 +164,8 @@ class Encoder:
         """
         try:
             shield = Shield(self._vocabulary, _strings(sample))
+        except _CannotRender:
+            raise
         except ValueError as error:
             raise _CannotRender("private_characters", str(error)) from error
         if sample.is_text:
@@ -321,7 +324,11 @@ def _turn_finder(
 
 
 def _strings(sample: Sample) -> list[str]:
-    """Every string of a sample that a template may print."""
+    """Every string of a sample that a template may print.
+
+    Raises:
+        _CannotRender: if a template might print NaN or an infinite number, which no JSON has.
+    """
     found = [turn.content for turn in sample.turns]
     stack: list[object] = [turn.extra for turn in sample.turns if turn.extra]
     stack += list(sample.tools or ())
@@ -333,4 +340,6 @@ def _strings(sample: Sample) -> list[str]:
             stack += [*value.keys(), *value.values()]
         elif isinstance(value, (list, tuple)):
             stack += value
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise _CannotRender("invalid_content", f"the number {value} stands in tools or in a tool call")
     return found

@@ -14,7 +14,7 @@ from packtool.constants import IGNORE_INDEX
 from packtool.encode.assemble import Span
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray
 from packtool.encode.truncate import Side, kept_positions, moved_turns, oldest_to_remove
-from packtool.errors import ConfigError, RowError
+from packtool.errors import RowError
 from packtool.rows.sample import Dropped, Sample
 
 Positions = npt.NDArray[np.int64]
@@ -81,7 +81,6 @@ def fit(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped:
 
     Raises:
         RowError: if it does not fit and the strategy is ``raise``.
-        ConfigError: for ``split`` with anything but texts for pretraining.
     """
     sample, limit = item.sample, spec.max_length
     if spec.truncation_strategy == "split":
@@ -135,11 +134,11 @@ def _split(item: Tokenized, limit: int) -> list[EncodedSample] | Dropped:
     sample = item.sample
     if not sample.is_text or item.spans:
         what = "has media" if item.spans else "is a conversation"
-        raise ConfigError(
-            f"{sample.source}, row {sample.row}: --truncation-strategy split cuts texts for pretraining, "
-            f"and this row {what}",
-            "Use --truncation-strategy delete, left or right.",
+        detail = (
+            f"--truncation-strategy split cuts texts for pretraining, and this row {what}; "
+            "use --truncation-strategy delete, left or right"
         )
+        return Dropped(sample.source, sample.row, "cannot_be_split", detail)
     pieces = [
         _labelled(replace(item.taken(np.arange(start, min(start + limit, len(item.ids)))), num_removed=0))
         for start in range(0, len(item.ids), limit)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ParamSpec, TypeVar
 
 from packtool.errors import PacktoolError
@@ -58,6 +58,22 @@ def unexpected(source: str, row: int, error: BaseException) -> Dropped:
     if isinstance(error, OSError) and error.errno in _OF_THE_MACHINE:
         raise error
     return Dropped(source, row, UNEXPECTED, f"{type(error).__name__} at {_place(error)}: {error}")
+
+
+def unforeseen_note(dropped: Mapping[str, int], where: str) -> str:
+    """What to tell at the end about rows that met something unforeseen; "" if none did.
+
+    Args:
+        dropped: rows by reason.
+        where: what lists them.
+    """
+    if not (count := dropped.get(UNEXPECTED, 0)):
+        return ""
+    rows = "1 row" if count == 1 else f"{count:,} rows"
+    return (
+        f"{rows} met something that packtool did not foresee, and were left out: see the lines with "
+        f'"{UNEXPECTED}" in {where}. Please report one of them; --strict stops at the first'
+    )
 
 
 def _place(error: BaseException) -> str:

@@ -40,8 +40,8 @@ def find_elements(path: str, file: Hashed, longest: int = MAX_ROW_BYTES) -> Iter
             f"{path}: a .json file must hold one array of rows, or one object a line",
             "Wrap the rows in [ and ], or rename a file of lines to .jsonl.",
         )
-    start, first, rows = text.bytes_read, 0, 0
-    row = 0
+    start = stop = text.bytes_read
+    first = row = rows = 0
     text.skip_space()
     if text.peek() == "]":
         text.take()
@@ -51,7 +51,7 @@ def find_elements(path: str, file: Hashed, longest: int = MAX_ROW_BYTES) -> Iter
         begin = text.bytes_read
         text.skip_element(row)
         if rows and text.bytes_read - begin > longest:
-            yield Block(start, begin, first, rows)
+            yield Block(start, stop, first, rows)
             start, first, rows = begin, row, 0
         is_long = text.bytes_read - begin > longest
         row, rows = row + 1, rows + 1
