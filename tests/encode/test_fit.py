@@ -11,7 +11,7 @@ from packtool.config.export import EncodeSpec
 from packtool.encode.assemble import Span
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
 from packtool.encode.fit import Tokenized, fit
-from packtool.errors import ConfigError, RowError
+from packtool.errors import RowError
 from packtool.rows.sample import Dropped, Sample, Turn
 
 PAD = 7

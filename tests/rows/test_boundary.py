@@ -18,7 +18,7 @@ def fail(error: BaseException) -> NoReturn:
     raise error
 
 
-class PanicException(BaseException):  # noqa: N818  # as libraries in Rust name theirs
+class PanicException(BaseException):  # as libraries in Rust name theirs
     pass
 
 

@@ -51,7 +51,12 @@ def test_a_compressed_file_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
 def test_single_rows_that_are_no_utf8_cost_those_rows(tmp_path: Path, name: str) -> None:
-    rows = [b'{"text": "a\xff"}', *[b'{"text": "plain"}'] * 3, '{"text": "für 你"}'.encode(), b'{"text": "\xff\xfe\xfd"}']
+    rows = [
+        b'{"text": "a\xff"}',
+        *[b'{"text": "plain"}'] * 3,
+        '{"text": "für 你"}'.encode(),
+        b'{"text": "\xff\xfe\xfd"}',
+    ]
     path = tmp_path / name
     path.write_bytes(b"\n".join(rows) if name == "rows.jsonl" else b"[" + b",".join(rows) + b"]")
     found = rows_of(scan(SourceSpec(str(path))))

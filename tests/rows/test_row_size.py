@@ -92,7 +92,9 @@ def test_a_line_that_is_too_long_is_not_held(tmp_path: Path, monkeypatch: pytest
         lines.TextReader, "read", lambda self, start, stop: sizes.append(stop - start) or read(self, start, stop)
     )
     path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join([json.dumps({"text": "a"}), json.dumps({"text": "b" * 10**6}), json.dumps({"text": "c"})]))
+    path.write_text(
+        "\n".join([json.dumps({"text": "a"}), json.dumps({"text": "b" * 10**6}), json.dumps({"text": "c"})])
+    )
     found = [row for _, row in rows_of(scan(SourceSpec(str(path), max_row_bytes=1000)))]
     assert [isinstance(row, Dropped) for row in found] == [False, True, False]
     assert max(sizes) < 100
