@@ -39,11 +39,7 @@ def held(source: str, row: int, act: Callable[P, T], *args: P.args, **kwargs: P.
     """
     try:
         return act(*args, **kwargs)
-    except Exception as error:
-        return unexpected(source, row, error)
     except BaseException as error:
-        if type(error).__name__ != _PANIC:
-            raise
         return unexpected(source, row, error)
 
 
@@ -53,7 +49,8 @@ def unexpected(source: str, row: int, error: BaseException) -> Dropped:
     Raises:
         the error: if it says nothing about the row; see ``held``.
     """
-    if isinstance(error, (PacktoolError, MemoryError)):
+    is_ordinary = isinstance(error, Exception) or type(error).__name__ == _PANIC
+    if not is_ordinary or isinstance(error, (PacktoolError, MemoryError)):
         raise error
     if isinstance(error, OSError) and error.errno in _OF_THE_MACHINE:
         raise error

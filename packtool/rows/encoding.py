@@ -14,7 +14,7 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "UTF-16"),
     (codecs.BOM_UTF16_BE, "UTF-16"),
 )
-_HEAD = 4096
+_HEAD = 1 << 17
 _ROW_ENDS = re.compile(rb"\n|\}\s*,")
 _LEAST_ROWS = 2
 _HIGH = re.compile(rb"[\x80-\xff]+")
@@ -29,7 +29,8 @@ def check_encoding(path: str, head: bytes) -> None:
     Raises:
         DataError: naming the encoding as far as it can be told, and the command that mends it.
     """
-    name = next((name for mark, name in _MARKS if head.startswith(mark)), None) or _without_mark(head[:_HEAD])
+    head = head[:_HEAD]
+    name = next((name for mark, name in _MARKS if head.startswith(mark)), None) or _without_mark(head)
     if name is None:
         try:
             head.decode()

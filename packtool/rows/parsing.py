@@ -1,8 +1,8 @@
 """JSON of rows: parsed so that nothing of it changes silently.
 
-Python's parser takes more than a row may hold: of a key that comes twice it keeps the last value, it reads half of a
-surrogate pair as a character, and how deep values may nest depends on the stack of who called it. All JSON text of
-rows goes through here, the lines of a file as well as the text in a cell.
+Python's parser takes more than a row may hold: of a key that comes twice it keeps the last value, and it reads half of
+a surrogate pair as a character. All JSON text of rows goes through here, the lines of a file as well as the text in a
+cell.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import json
 import re
 from typing import Any
 
-_DEEPEST = 400
-"""Most levels of lists and objects inside each other; the parser's own limit is about 1,000 less the caller's stack."""
+_OPENING, _BLANKS = ("{", "["), " \t\r\n"
 # JSON can spell half of a character that needs two halves; real files hold such, cut through an emoji.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -35,8 +34,8 @@ def parse_json(text: str | bytes) -> Any:
     """What a JSON text stands for.
 
     Raises:
-        JsonProblem: if it is none or is not UTF-8, nests more than 400 deep, holds a key twice in one object, or half
-            of a surrogate pair.
+        JsonProblem: if it is none or is not UTF-8, nests about a thousand deep, holds a key twice in one object, or
+            half of a surrogate pair.
     """
     if isinstance(text, bytes):
         try:
@@ -44,15 +43,17 @@ def parse_json(text: str | bytes) -> Any:
         except UnicodeDecodeError as error:
             raise JsonProblem("invalid_text", f"not UTF-8: {error}") from error
     try:
-        value = _decode(text)
+        value, end = _scan(text, 0) if text[:1] in _OPENING else (None, -1)
+        if end != len(text) and (end < 0 or text[end:].strip(_BLANKS)):
+            value = _decoder.decode(text)  # which begins behind blanks, and names what is wrong at the end
     except JsonProblem:
         raise
     except RecursionError as error:
-        raise _too_deep() from error
+        raise JsonProblem("invalid_json", "lists and objects nest too deep") from error
+    except StopIteration as error:  # what the parser within the parser says for "expecting value"
+        raise JsonProblem("invalid_json", f"a value is missing or broken at character {error.value}") from error
     except ValueError as error:
         raise JsonProblem("invalid_json", str(error)) from error
-    if text.count("[") + text.count("{") > _DEEPEST and _nests_deeper(value, _DEEPEST):
-        raise _too_deep()
     if _SURROGATE.search(text) and not is_text(value):
         raise JsonProblem("invalid_text", "half of a surrogate pair (\\ud800 to \\udfff alone) is no character")
     return value
@@ -86,22 +87,5 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 # Made once: ``json.loads`` with a hook makes a parser for every call.
-_decode = json.JSONDecoder(object_pairs_hook=_object).decode
-
-
-def _nests_deeper(value: Any, limit: int) -> bool:
-    level = [value]
-    for _ in range(limit):
-        level = [
-            inner
-            for item in level
-            if isinstance(item, (dict, list))
-            for inner in (item.values() if isinstance(item, dict) else item)
-        ]
-        if not level:
-            return False
-    return any(isinstance(item, (dict, list)) for item in level)
-
-
-def _too_deep() -> JsonProblem:
-    return JsonProblem("invalid_json", f"lists and objects nest more than {_DEEPEST} deep")
+_decoder = json.JSONDecoder(object_pairs_hook=_object)
+_scan = _decoder.scan_once

@@ -26,7 +26,10 @@ def test_what_json_writes_is_read_back(value: Any, ascii_only: bool) -> None:
     [
         (b"{", "invalid_json"),
         (b"1" * 5000, "invalid_json"),
-        (b"[" * 401 + b"]" * 401, "invalid_json"),
+        (b"", "invalid_json"),
+        (b" ", "invalid_json"),
+        (b"[1] 2", "invalid_json"),
+        (b"{} {}", "invalid_json"),
         (b"[" * 100_000 + b"]" * 100_000, "invalid_json"),
         (b'"a\xed\xa0\x80"', "invalid_text"),
         (b'"\xff"', "invalid_text"),
@@ -43,6 +46,5 @@ def test_what_is_no_json_to_rely_on(text: bytes, reason: str) -> None:
 
 def test_what_only_looks_dangerous() -> None:
     assert parse_json(b'["\\ud83d\\ude00", "\\\\ud83d", "[[[{{{"]') == ["\U0001f600", "\\ud83d", "[[[{{{"]
-    assert parse_json(b"[" * 400 + b"]" * 400)
-    many = [[{"a": [i]}] for i in range(1000)]
-    assert parse_json(json.dumps(many).encode()) == many
+    assert parse_json(b" [1]\r\n") == [1]
+    assert parse_json(b"[1] ") == [1]

@@ -86,6 +86,8 @@ def lone_mark(turns: Sequence[Turn], media: Mapping[str, Sequence[MediaRef]], fi
         LoneMark: if the row had a place for the medium, so that no model should be trained on it.
     """
     asked = ""
+    if not any("<" in turn.content for turn in turns):
+        return asked
     for kind in KINDS:
         mark, name = MEDIA_MARKS[kind], f"{kind}s"
         if media[kind] or not any(mark in turn.content for turn in turns) or fields.is_left_out(name):
