@@ -12,6 +12,7 @@ from packtool.config.export import ExportConfig
 from packtool.config.packing import PackingOptions, packing_problems
 from packtool.config.parallel import ParallelOptions, parallel_problems
 from packtool.config.rows import (
+    DEFAULT_ROW_BYTES,
     LOSS_SCALE_HELP,
     OVERFLOW_HELP,
     TRUNCATION_HELP,
@@ -209,6 +210,7 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions, ParallelOptions):
             found.append("give either --cached-dataset, made by packtool export, or --dataset with rows")
         if not self.dataset:
             given = [name for name in ROWS_ONLY if getattr(self, name)]
+            given += ["max_row_bytes"] if self.max_row_bytes != DEFAULT_ROW_BYTES else []
             found += [f"--{name.replace('_', '-')} goes with --dataset: a cache stays as exported" for name in given]
         if not self.streaming:
             return found

@@ -68,7 +68,7 @@ def unforeseen_note(dropped: Mapping[str, int], where: str) -> str:
         return ""
     rows = "1 row" if count == 1 else f"{count:,} rows"
     return (
-        f"{rows} met something that packtool did not foresee, and were left out: see the lines with "
+        f"{rows} left out for something that packtool did not foresee: see the lines with "
         f'"{UNEXPECTED}" in {where}. Please report one of them; --strict stops at the first'
     )
 

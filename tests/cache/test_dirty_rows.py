@@ -12,6 +12,7 @@ import pytest
 from packtool.cache.export import export
 from packtool.config.export import ExportConfig
 from packtool.config.settings import resolve
+from packtool.config.train import TrainConfig
 from packtool.encode.encoder import Encoder
 from packtool.errors import ConfigError, RowError
 from packtool.progress import SilentProgress
@@ -23,7 +24,6 @@ DIRTY = {
     b'{"messages": [{"role": "user", "role": "assistant", "content": "a"}]}': "duplicate_keys",
     b'{"messages": [{"role": "user", "content": NaN}]}': "invalid_content",
     b'{"messages": [{"role": "user", "content": "<image>"}], "images": []}': "image_marks",
-    b'{"messages": [{"role": "user", "content": "<image>"}], "images": ["a\\u0000b"]}': "media_missing",
     b'{"messages": [{"role": "assistant", "content": "a", "loss_scale": 1e308}]}': "invalid_row",
     b'{"messages": "' + b"x" * 5000 + b'"}': "over_max_row_bytes",
     b"[" * 100_000: "over_max_row_bytes",
@@ -71,7 +71,7 @@ def test_dirty_rows_cost_themselves(model: Path, tmp_path: Path) -> None:
     assert [line["reason"] for line in lines] == list(DIRTY.values())
     assert lines[-1]["detail"].startswith("ZeroDivisionError at encode/encoder.py:")
     (note,) = [line for line in progress.lines if "foresee" in line]
-    assert note.startswith("1 row met")
+    assert note.startswith("1 row left out")
     assert str(tmp_path / "cache" / "dropped.jsonl") in note
 
 
@@ -90,3 +90,7 @@ def test_the_limit_on_rows_is_a_size() -> None:
     for wrong in ("much", "0"):
         with pytest.raises(ConfigError, match="--max-row-bytes"):
             resolve(ExportConfig, {**given, "max_row_bytes": wrong})
+    trained = {"model": "m", "output_dir": "o", "cached_dataset": ("c",)}
+    resolve(TrainConfig, trained)
+    with pytest.raises(ConfigError, match="--max-row-bytes goes with --dataset"):
+        resolve(TrainConfig, {**trained, "max_row_bytes": "1MB"})
