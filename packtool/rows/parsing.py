@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from json.scanner import make_scanner
+from collections.abc import Callable
 from typing import Any
 
 _OPENING, _BLANKS = ("{", "["), " \t\r\n"
@@ -89,4 +89,4 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 # Made once: ``json.loads`` with a hook makes a parser for every call.
 _decoder = json.JSONDecoder(object_pairs_hook=_object)
-_scan = make_scanner(_decoder)
+_scan: Callable[[str, int], tuple[Any, int]] = vars(_decoder)["scan_once"]  # which its type stubs leave out
