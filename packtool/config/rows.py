@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from packtool.config.settings import option
-from packtool.config.sizes import num_bytes
+from packtool.config.sizes import Bytes, Tokens
 
 TruncationStrategy = Literal["delete", "left", "right", "split", "raise"]
 MediaOverflow = Literal["drop", "trim", "raise"]
 
-DEFAULT_ROW_BYTES = "64MB"
-MAX_ROW_BYTES = num_bytes(DEFAULT_ROW_BYTES)
+MAX_ROW_BYTES = 64_000_000
 
 DATASET_HELP = (
     "Rows: files (json, jsonl, csv, tsv, txt, parquet, arrow, also .gz and .zst), folders, patterns, ids of the "
@@ -24,6 +23,10 @@ TRUNCATION_HELP = (
 )
 OVERFLOW_HELP = (
     "What becomes of a row whose media alone exceed --max-length: left out, its oldest media removed, or an error."
+)
+TEMPLATE_HELP = (
+    "File with a Jinja chat template to take instead of the model's: for base models, which have none, and for other "
+    "formats of a conversation."
 )
 LOSS_SCALE_HELP = (
     "Which tokens are trained, and how much: default (assistant turns), last_round or all, and further rules "
@@ -55,21 +58,23 @@ class RowOptions:
     split_dataset_ratio: float = option(
         0.0, "Share of the rows that goes to the val split.", panel="Rows", minimum=0.0, maximum=0.999
     )
+    use_hf: bool | None = option(
+        None,
+        "Where ids of models and rows come from: true, the Hugging Face hub, or false, ModelScope. By default the hub.",
+        panel="Rows",
+        env="USE_HF",
+    )
     strict: bool = option(False, "Stop at the first row that cannot be used, with exit code 3.", panel="Rows")
-    max_row_bytes: str = option(
-        DEFAULT_ROW_BYTES,
+    max_row_bytes: Bytes = option(
+        MAX_ROW_BYTES,
         "Largest row that is read, as in 64MB; larger ones are left out before they are parsed (of parquet and Arrow "
         "files, only their texts count).",
         panel="Rows",
+        minimum=1,
     )
     dataset_num_proc: int = option(
         1, "Worker processes that encode; the output is the same for any number.", panel="Rows", minimum=1
     )
-
-    @property
-    def row_bytes(self) -> int:
-        """The limit on a row in bytes."""
-        return num_bytes(self.max_row_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +90,10 @@ class ImageOptions:
     min_pixels: int | None = option(
         None, "Fewest pixels of a picture; smaller ones are enlarged.", panel="Pictures", env="MIN_PIXELS", minimum=1
     )
-    image_max_token_num: int | None = option(
+    image_max_token_num: Tokens | None = option(
         None, "Most tokens of a picture.", panel="Pictures", env="IMAGE_MAX_TOKEN_NUM", minimum=1
     )
-    image_min_token_num: int | None = option(
+    image_min_token_num: Tokens | None = option(
         None, "Fewest tokens of a picture.", panel="Pictures", env="IMAGE_MIN_TOKEN_NUM", minimum=1
     )
     resize: int = option(
@@ -125,10 +130,10 @@ class MediaOptions(ImageOptions):
     video_total_pixels: int | None = option(
         None, "Most pixels of all frames of a video.", panel="Video and audio", env="VIDEO_TOTAL_PIXELS", minimum=1
     )
-    video_max_token_num: int | None = option(
+    video_max_token_num: Tokens | None = option(
         None, "Most tokens of a video's frame.", panel="Video and audio", env="VIDEO_MAX_TOKEN_NUM", minimum=1
     )
-    video_min_token_num: int | None = option(
+    video_min_token_num: Tokens | None = option(
         None, "Fewest tokens of a video's frame.", panel="Video and audio", env="VIDEO_MIN_TOKEN_NUM", minimum=1
     )
     use_audio_in_video: bool | None = option(
@@ -140,15 +145,6 @@ class MediaOptions(ImageOptions):
     sampling_rate: int | None = option(
         None, "Samples a second of sound.", panel="Video and audio", env="SAMPLING_RATE", minimum=1
     )
-
-
-def row_size_problems(options: RowOptions) -> list[str]:
-    """A limit on rows that is no size, or none that a row could keep."""
-    try:
-        least = options.row_bytes
-    except ValueError as error:
-        return [f"--max-row-bytes: {error}"]
-    return [] if least else ["--max-row-bytes 0: no row is that small"]
 
 
 def image_limit_problems(options: ImageOptions) -> list[str]:

@@ -42,7 +42,7 @@ def sources_of(config: ExportConfig) -> list[SourceSpec]:
         columns=_columns(config.columns),
         media_root=config.media_root,
         system=config.system or None,
-        max_row_bytes=config.row_bytes,
+        max_row_bytes=config.max_row_bytes,
     )
     named = [(name, "--dataset", TRAIN_SPLIT) for name in config.dataset]
     named += [(name, "--val-dataset", VAL_SPLIT) for name in config.val_dataset]

@@ -45,7 +45,7 @@ def config(model: Path, tmp_path: Path, **more: Any) -> ExportConfig:
     path = tmp_path / "rows.jsonl"
     if not path.exists():
         path.write_bytes(b"\n".join([GOOD.encode(), *DIRTY, GOOD.encode()]))
-    given = {"model": str(model), "max_length": 1000, "dataset": (str(path),), "max_row_bytes": "4KB"}
+    given = {"model": str(model), "max_length": 1000, "dataset": (str(path),), "max_row_bytes": 4000}
     return ExportConfig(**{**given, "output_dir": str(tmp_path / "cache"), **more})
 
 
@@ -85,8 +85,8 @@ def test_strict_names_the_row(model: Path, tmp_path: Path, number: int) -> None:
 
 def test_the_limit_on_rows_is_a_size() -> None:
     given = {"model": "m", "max_length": 9, "dataset": ("a",), "output_dir": "o"}
-    assert resolve(ExportConfig, given).row_bytes == 64_000_000
-    assert resolve(ExportConfig, {**given, "max_row_bytes": "1.5MiB"}).row_bytes == 3 << 19
+    assert resolve(ExportConfig, given).max_row_bytes == 64_000_000
+    assert resolve(ExportConfig, {**given, "max_row_bytes": "1.5MiB"}).max_row_bytes == 3 << 19
     for wrong in ("much", "0"):
         with pytest.raises(ConfigError, match="--max-row-bytes"):
             resolve(ExportConfig, {**given, "max_row_bytes": wrong})
