@@ -19,13 +19,14 @@ from packtool.cache.restart import begin, check_is_cache, clear, find_finished, 
 from packtool.cache.task import TASKS_DIR, Task, TaskResult
 from packtool.cache.tasks import make_tasks
 from packtool.config.export import ExportConfig
-from packtool.constants import MANIFEST_NAME
+from packtool.constants import DROPPED_NAME, MANIFEST_NAME
 from packtool.encode.blocks import check_template, refused_at_first
 from packtool.encode.encoder import Encoder
 from packtool.encode.families import MediaLimits, family_of
 from packtool.encode.model_files import ModelFiles, place_of
 from packtool.errors import DataError, StorageError
 from packtool.progress import Progress
+from packtool.rows.boundary import unforeseen_note
 from packtool.rows.opened import close_readers
 from packtool.rows.rights import ALLOWED_BY, NOT_ALLOWED
 from packtool.rows.scan import scan_sources
@@ -115,6 +116,9 @@ def export(config: ExportConfig, progress: Progress) -> ExportSummary:
         raise DataError(f"none of {manifest.rows} rows is left: {reasons}", remedy)
     if directory is not None:
         _publish(directory, manifest, ordered, config)
+    told_in = storage.join(directory, DROPPED_NAME) if directory else f"{DROPPED_NAME} of a run without --dry-run"
+    if note := unforeseen_note(manifest.dropped, told_in):
+        progress.note(note)
     lengths = _percentiles(dict(length_counts(ordered)))
     seconds = time.perf_counter() - started
     return _summary(manifest, lengths, seconds, config.output_dir, num_reused=len(done))

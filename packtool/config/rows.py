@@ -12,6 +12,8 @@ TruncationStrategy = Literal["delete", "left", "right", "split", "raise"]
 MediaOverflow = Literal["drop", "trim", "raise"]
 MediaAccess = Literal["root", "local", "any"]
 
+MAX_ROW_BYTES = 64_000_000
+
 DATASET_HELP = (
     "Rows: files (json, jsonl, csv, tsv, txt, parquet, arrow, also .gz and .zst), folders, patterns, ids of the "
     "hub, or names in --dataset-info; several may follow, and #1000 behind one draws so many rows of it."
@@ -90,6 +92,13 @@ class RowOptions(AccessOptions):
         env="USE_HF",
     )
     strict: bool = option(False, "Stop at the first row that cannot be used, with exit code 3.", panel="Rows")
+    max_row_bytes: Bytes = option(
+        MAX_ROW_BYTES,
+        "Largest row that is read, as in 64MB; larger ones are left out before they are parsed (of parquet and Arrow "
+        "files, only their texts count).",
+        panel="Rows",
+        minimum=1,
+    )
     dataset_num_proc: int = option(
         1, "Worker processes that encode; the output is the same for any number.", panel="Rows", minimum=1
     )

@@ -16,6 +16,7 @@ from packtool.config.packing import PackingOptions, packing_problems
 from packtool.config.parallel import ParallelOptions, parallel_problems
 from packtool.config.rows import (
     LOSS_SCALE_HELP,
+    MAX_ROW_BYTES,
     OVERFLOW_HELP,
     TEMPLATE_HELP,
     TRUNCATION_HELP,
@@ -241,6 +242,7 @@ class TrainConfig(
             found.append("give either --cached-dataset, made by packtool export, or --dataset with rows")
         if not self.dataset:
             given = [name for name in ROWS_ONLY if getattr(self, name)]
+            given += ["max_row_bytes"] if self.max_row_bytes != MAX_ROW_BYTES else []
             found += [f"--{name.replace('_', '-')} goes with --dataset: a cache stays as exported" for name in given]
         if not self.streaming:
             return found

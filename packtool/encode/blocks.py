@@ -10,6 +10,7 @@ from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
 from packtool.errors import ConfigError, StorageError
 from packtool.media.opening import MediaProblem, check_allowed
+from packtool.rows.boundary import held, unexpected
 from packtool.rows.forms import RowProblem, to_sample
 from packtool.rows.read import read_block
 from packtool.rows.rights import NOT_ALLOWED
@@ -29,7 +30,14 @@ def samples_of(source: Source, blocks: Iterable[Block], *, may_hold_secrets: boo
     """
     for block in blocks:
         for number, row in read_block(source, block):
-            yield row if isinstance(row, Dropped) else _sample(row, source, number, may_hold_secrets)
+            if isinstance(row, Dropped):
+                yield row
+                continue
+            try:  # as ``held`` does, without the price of a call
+                sample = _sample(row, source, number, may_hold_secrets)
+            except BaseException as error:
+                sample = unexpected(source.label, number, error)
+            yield sample
 
 
 def check_template(model: str, encoder: Encoder, sources: Iterable[tuple[Source, Iterable[Block]]]) -> None:
@@ -53,8 +61,14 @@ def check_template(model: str, encoder: Encoder, sources: Iterable[tuple[Source,
 
 
 def encode_samples(group: Sequence[Sample | Dropped], encoder: Encoder) -> Iterator[list[EncodedSample] | Dropped]:
-    """What becomes of each, in order."""
-    encoded = iter(encoder.encode([item for item in group if isinstance(item, Sample)]))
+    """What becomes of each, in order.
+
+    Samples are encoded together. Where that meets something that nobody foresaw, each is encoded by itself, so that
+    the row at fault is found and only that one is dropped.
+    """
+    samples = [item for item in group if isinstance(item, Sample)]
+    together = held("", 0, encoder.encode, samples)
+    encoded = (_alone(sample, encoder) for sample in samples) if isinstance(together, Dropped) else iter(together)
     for item in group:
         yield next(encoded) if isinstance(item, Sample) else item
 
@@ -81,6 +95,11 @@ def _refusal(ref: MediaRef) -> str | None:
     except (StorageError, ValueError):  # no path at all: another matter
         return None
     return None
+
+
+def _alone(sample: Sample, encoder: Encoder) -> list[EncodedSample] | Dropped:
+    found = held(sample.source, sample.row, encoder.encode, [sample])
+    return found if isinstance(found, Dropped) else found[0]
 
 
 def _sample(row: dict[str, object], source: Source, number: int, may_hold_secrets: bool) -> Sample | Dropped:

@@ -12,7 +12,7 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from packtool import storage
-from packtool.config.rows import MediaAccess
+from packtool.config.rows import MAX_ROW_BYTES, MediaAccess
 from packtool.constants import TRAIN_SPLIT
 from packtool.rows.rights import MediaRights, rights_of_rows
 from packtool.rows.sample import Dropped
@@ -45,6 +45,7 @@ class SourceSpec:
         system: system prompt of conversations that have none.
         loss_scale: the dataset's own, None for the export's.
         media_access, max_media_bytes, max_media_failures: what media may be: ``rows.rights``.
+        max_row_bytes: a larger row is left out before it is parsed.
     """
 
     path: str
@@ -61,6 +62,7 @@ class SourceSpec:
     media_access: MediaAccess = "root"
     max_media_bytes: int | None = None
     max_media_failures: int = 100
+    max_row_bytes: int = MAX_ROW_BYTES
 
     @property
     def settings(self) -> str:
@@ -86,6 +88,7 @@ class Source:
         tags: as in ``SourceSpec``.
         header: column names of a csv file.
         media_access, max_media_bytes, max_media_failures: what media may be: ``rows.rights``.
+        max_row_bytes: as in ``SourceSpec``.
     """
 
     path: str
@@ -104,6 +107,7 @@ class Source:
     media_access: MediaAccess = "root"
     max_media_bytes: int | None = None
     max_media_failures: int = 100
+    max_row_bytes: int = MAX_ROW_BYTES
 
     @cached_property
     def media_rights(self) -> MediaRights:
@@ -115,7 +119,7 @@ class Source:
     @cached_property
     def label(self) -> str:
         """The path as it may be shown and kept: without the secrets that a URL can carry."""
-        return storage.masked(self.path)
+        return storage.masked(self.path).encode(errors="backslashreplace").decode()
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ def sources_of(config: ExportConfig) -> list[SourceSpec]:
         media_access=config.media_access,
         max_media_bytes=config.max_media_bytes,
         max_media_failures=config.max_media_failures,
+        max_row_bytes=config.max_row_bytes,
     )
     named = [(name, "--dataset", TRAIN_SPLIT) for name in config.dataset]
     named += [(name, "--val-dataset", VAL_SPLIT) for name in config.val_dataset]
