@@ -52,6 +52,7 @@ class SplitInfo:
         rows: samples.
         pieces_added: samples beyond one a row, where texts were split.
         length_histogram: samples by length, in equal bins of ``max_length / len`` tokens.
+        index_sha256: of the index; empty in caches that were made before it was kept.
     """
 
     rows: int
@@ -63,6 +64,7 @@ class SplitInfo:
     pieces_added: int
     length_histogram: tuple[int, ...]
     shards: tuple[ShardInfo, ...]
+    index_sha256: str = ""
 
 
 @dataclass(frozen=True)

@@ -171,8 +171,10 @@ def test_a_full_disk_leaves_nothing_that_looks_whole(
 
 def test_the_manifest_is_written_last(run_export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    real = storage.publish
-    monkeypatch.setattr(storage, "publish", lambda path, data: (order.append(path), real(path, data))[1])
+    for name in ("publish", "publish_new"):
+        real = getattr(storage, name)
+        told = lambda path, data, real=real: (order.append(path), real(path, data))[1]  # noqa: E731
+        monkeypatch.setattr(storage, name, told)
     run_export()
     assert order[-1] == str(tmp_path / "cache" / "packtool.json")
 
