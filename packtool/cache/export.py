@@ -12,12 +12,12 @@ import numpy as np
 
 from packtool import storage
 from packtool.cache.finish import build_manifest, length_counts, merge_dropped, publish
+from packtool.cache.index import read_index
 from packtool.cache.lock import DirectoryLock, refuse_if_busy
 from packtool.cache.manifest import Identity, Manifest, SourceInfo
 from packtool.cache.nothing_left import nothing_left
 from packtool.cache.on_ray import run_tasks_on_ray
 from packtool.cache.pool import run_tasks
-from packtool.cache.reader import read_index
 from packtool.cache.restart import (
     Claim,
     begin,
@@ -327,7 +327,7 @@ def _percentiles(counts: Mapping[int, int]) -> dict[str, int]:
 
 
 def _lengths_of(directory: str, manifest: Manifest) -> dict[str, int]:
-    lengths = np.concatenate([read_index(directory, split)["length"] for split in manifest.splits])
+    lengths = np.concatenate([read_index(directory, manifest, split)["length"] for split in manifest.splits])
     values, counts = np.unique(lengths, return_counts=True)
     return _percentiles(dict(zip(values.tolist(), counts.tolist(), strict=True)))
 

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from packtool import __version__, storage
+from packtool.cache.files import sha256_of
 from packtool.cache.manifest import Identity, Manifest, ShardInfo, SourceInfo, SplitInfo, fingerprint_of
 from packtool.cache.schema import INDEX, dataset_info, dataset_state
 from packtool.cache.shard import HashingSink
@@ -22,7 +23,6 @@ from packtool.errors import MismatchError, PacktoolError, StorageError
 from packtool.storage import AtomicFile
 
 _HISTOGRAM_BINS = 64
-_CHUNK_BYTES = 4 * 2**20
 
 
 def build_manifest(identity: Identity, sources: tuple[SourceInfo, ...], results: Sequence[TaskResult]) -> Manifest:
@@ -175,19 +175,6 @@ def is_shard(path: str, state: storage.FileState | None, part: SplitCounts) -> b
         return False
     # A copied directory has other times.
     return state.modified == part.modified or sha256_of(path) == part.sha256
-
-
-def sha256_of(path: str) -> str:
-    """Digest of a file's bytes.
-
-    Raises:
-        StorageError: if it cannot be read.
-    """
-    digest = hashlib.sha256()
-    with storage.open_read(path) as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _merge_index(

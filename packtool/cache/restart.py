@@ -154,9 +154,9 @@ def begin(directory: str, claim: Claim, splits: Set[str], *, is_part: bool) -> d
     started = storage.join(directory, TASKS_DIR, _STATE_NAME)
     there = storage.read_bytes(started) if storage.exists(started) else None
     if there != claim.state:
-        old = [name for name in storage.list_names(storage.join(directory, TASKS_DIR)) if _is_marker(name)]
+        old = num_finished(directory)
         if old or (is_part and there is not None):
-            raise _other_export(directory, len(old))
+            raise _other_export(directory, old)
     if not is_part:
         if there != claim.state:
             clear(directory)
@@ -213,6 +213,11 @@ def finished_tasks(directory: str, export: str) -> dict[int, TaskResult]:
         ):
             done[result.number] = result
     return done
+
+
+def num_finished(directory: str) -> int:
+    """Tasks of an unfinished cache that have a marker."""
+    return sum(_is_marker(name) for name in storage.list_names(storage.join(directory, TASKS_DIR)))
 
 
 def _is_marker(name: str) -> bool:

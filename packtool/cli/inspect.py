@@ -12,6 +12,7 @@ import typer
 
 from packtool.config.settings import REQUIRED, option
 from packtool.constants import TRAIN_SPLIT
+from packtool.errors import EXIT_MISMATCH
 
 if TYPE_CHECKING:
     from packtool.report.inspect import SampleView
@@ -27,6 +28,7 @@ class InspectConfig:
     model: str | None = option(None, "Directory of the tokenizer; by default the export's model.")
     plan: str | None = option(None, "A plan of the cache, from packtool plan --save.")
     pack: int | None = option(None, "Show this pack of --plan.", minimum=0)
+    verify: bool = option(False, "Read the whole cache, and say which files are damaged and how to mend them.")
 
     def problems(self) -> list[str]:
         """Mistakes that only show when settings are seen together."""
@@ -39,6 +41,9 @@ def run_inspect(config: InspectConfig, as_json: bool) -> None:
     """Print a cache's figures, a sample or a pack."""
     from packtool.report import inspect
 
+    if config.verify:
+        _verify(config.directory, as_json)
+        return
     if config.plan is not None and config.pack is not None:
         pack = inspect.pack_figures(config.directory, config.plan, config.pack)
         typer.echo(json.dumps(pack) if as_json else "\n".join(_pack_lines(pack)))
@@ -63,6 +68,18 @@ def run_inspect(config: InspectConfig, as_json: bool) -> None:
         typer.echo(f"\nsamples of {name} by tokens, up to")
         width = min(shutil.get_terminal_size().columns, 100)
         typer.echo("\n".join(inspect.histogram_lines(split["length_histogram"], figures["max_length"], width)))
+
+
+def _verify(directory: str, as_json: bool) -> None:
+    """Print what is damaged; exits with 4 if anything is."""
+    from packtool.report import damage
+    from packtool.report.terminal import TerminalProgress
+
+    with TerminalProgress() as progress:
+        found = damage.find(directory, progress)
+    typer.echo(json.dumps(found) if as_json else "\n".join(damage.lines(found)))
+    if found["damaged"]:
+        raise typer.Exit(EXIT_MISMATCH)
 
 
 def _aligned(lines: list[tuple[str, str]]) -> str:

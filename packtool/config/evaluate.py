@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from packtool.config.caches import CacheOptions, cache_problems
 from packtool.config.parallel import ParallelOptions, parallel_problems
 from packtool.config.settings import REQUIRED, option
-from packtool.config.sizes import num_bytes
 from packtool.config.verify import ATTN_IMPL_HELP, AttnImpl
 
 Split = Literal["train", "val"]
@@ -20,7 +20,7 @@ _SUFFIX = ".parquet"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig(ParallelOptions):
+class EvalConfig(CacheOptions, ParallelOptions):
     """What ``packtool eval`` needs to know."""
 
     model: str = option(REQUIRED, "Directory (or hub id) of a model, or of an adapter whose base model is there.")
@@ -37,29 +37,11 @@ class EvalConfig(ParallelOptions):
     dataloader_num_workers: int = option(
         1, "Processes a rank that load pictures ahead of the model.", panel="Speed", minimum=0
     )
-    cache_dir: str | None = option(
-        None,
-        "Directory of this machine for copies of remote caches; by default packtool in ~/.cache.",
-        env="PACKTOOL_CACHE_DIR",
-    )
-    cache_dir_size: str | None = option(
-        None,
-        "Most that --cache-dir may hold, as in 200GB; copies of other caches go first. By default all the disk has.",
-        env="PACKTOOL_CACHE_DIR_SIZE",
-    )
 
     def problems(self) -> list[str]:
         """Mistakes that only show when settings are seen together."""
         found = parallel_problems(self, attn_impl=self.attn_impl)
         if not self.output.endswith(_SUFFIX):
             found.append(f"--output {self.output}: the file's name must end in {_SUFFIX}, for that is what is written")
-        try:
-            _ = self.cache_dir_bytes
-        except ValueError as error:
-            found.append(f"--cache-dir-size: {error}")
+        found += cache_problems(self)
         return found
-
-    @property
-    def cache_dir_bytes(self) -> int | None:
-        """The limit of the directory of copies, or None."""
-        return None if self.cache_dir_size is None else num_bytes(self.cache_dir_size)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from packtool.config.caches import CacheOptions, cache_problems
 from packtool.config.packing import PackingOptions, packing_problems
 from packtool.config.parallel import ParallelOptions, parallel_problems
 from packtool.config.settings import option
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanConfig(PackingOptions, ParallelOptions):
+class PlanConfig(CacheOptions, PackingOptions, ParallelOptions):
     """What ``packtool plan`` needs to know."""
 
     cached_dataset: tuple[str, ...] = option((), "Caches to plan for; they may stand without the option's name.")
@@ -31,7 +32,7 @@ class PlanConfig(PackingOptions, ParallelOptions):
 
     def problems(self) -> list[str]:
         """Mistakes that only show when settings are seen together."""
-        found = packing_problems(self, self.packing)
+        found = [*packing_problems(self, self.packing), *cache_problems(self)]
         found += parallel_problems(self, removes_padding=self.packing or self.has_no_rows)
         if self.bucket_size == "auto":
             found.append("--bucket-size auto measures a device: packtool plan needs a number of tokens")

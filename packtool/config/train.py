@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from packtool.config.caches import CacheOptions, cache_problems
 from packtool.config.evaluate import MAX_TOKENS_HELP
 from packtool.config.export import ExportConfig
 from packtool.config.packing import PackingOptions, packing_problems
@@ -22,7 +23,6 @@ from packtool.config.rows import (
     image_limit_problems,
 )
 from packtool.config.settings import REQUIRED, option
-from packtool.config.sizes import num_bytes
 from packtool.config.verify import ATTN_IMPL_HELP, AttnImpl
 
 TrainType = Literal["lora", "full"]
@@ -42,7 +42,7 @@ LossReduction = Literal["token", "sample"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(RowOptions, MediaOptions, PackingOptions, ParallelOptions):
+class TrainConfig(CacheOptions, RowOptions, MediaOptions, PackingOptions, ParallelOptions):
     """What ``packtool train`` needs to know."""
 
     model: str = option(REQUIRED, "Directory (or hub id) of the model.", panel="Model and data")
@@ -52,18 +52,6 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions, ParallelOptions):
         panel="Model and data",
     )
     output_dir: str = option(REQUIRED, "Directory for checkpoints and figures.", panel="Model and data")
-    cache_dir: str | None = option(
-        None,
-        "Directory of this machine for copies of remote caches; by default packtool in ~/.cache.",
-        panel="Model and data",
-        env="PACKTOOL_CACHE_DIR",
-    )
-    cache_dir_size: str | None = option(
-        None,
-        "Most that --cache-dir may hold, as in 200GB; copies of other caches go first. By default all the disk has.",
-        panel="Model and data",
-        env="PACKTOOL_CACHE_DIR_SIZE",
-    )
     truncation_strategy: TruncationStrategy | None = option(None, TRUNCATION_HELP, panel="Rows")
     media_overflow: MediaOverflow | None = option(None, OVERFLOW_HELP, panel="Rows")
     loss_scale: str | None = option(None, LOSS_SCALE_HELP, panel="Rows")
@@ -180,10 +168,7 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions, ParallelOptions):
         """Mistakes that only show when settings are seen together."""
         found = [*image_limit_problems(self), *packing_problems(self, self.packing), *self._row_problems()]
         found += parallel_problems(self, removes_padding=self.removes_padding, attn_impl=self.attn_impl)
-        try:
-            _ = self.cache_dir_bytes
-        except ValueError as error:
-            found.append(f"--cache-dir-size: {error}")
+        found += cache_problems(self)
         if self.plan is not None and not self.packing:
             found.append("--plan names a file of packs: it goes with --packing true")
         if self.deepspeed is not None and self.on_bad_media == "skip":
@@ -241,11 +226,6 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions, ParallelOptions):
             seed=self.seed,
             output_dir=output_dir,
         )
-
-    @property
-    def cache_dir_bytes(self) -> int | None:
-        """The limit of the directory of copies, or None."""
-        return None if self.cache_dir_size is None else num_bytes(self.cache_dir_size)
 
     @property
     def removes_padding(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from packtool.config.caches import CacheOptions, cache_problems
 from packtool.config.parallel import ParallelOptions, parallel_problems
 from packtool.config.settings import REQUIRED, option
 
@@ -16,7 +17,7 @@ ATTN_IMPL_HELP = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyConfig(ParallelOptions):
+class VerifyConfig(CacheOptions, ParallelOptions):
     """What ``packtool verify`` needs to know."""
 
     model: str = option(REQUIRED, "Directory (or hub id) of the model.")
@@ -35,4 +36,4 @@ class VerifyConfig(ParallelOptions):
 
     def problems(self) -> list[str]:
         """Mistakes that only show when settings are seen together."""
-        return parallel_problems(self, attn_impl=self.attn_impl)
+        return [*parallel_problems(self, attn_impl=self.attn_impl), *cache_problems(self)]

@@ -34,8 +34,7 @@ def open_caches(config: TrainConfig, files: ModelFiles) -> CacheReader:
     Raises:
         MismatchError: naming both values, and the export that would mend it.
     """
-    copies = LocalCopies(config.cache_dir or LocalCopies.default().directory, config.cache_dir_bytes)
-    reader = CacheReader.open(config.cached_dataset, copies=copies)
+    reader = CacheReader.open(config.cached_dataset, copies=LocalCopies.of(config))
     for directory, manifest in zip(reader.directories, reader.manifests, strict=True):
         check_model(directory, manifest, files, config)
         check_limits(directory, manifest, config)
