@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import typer
 
@@ -18,10 +21,14 @@ def run_export(config: ExportConfig, as_json: bool) -> None:
 
     with TerminalProgress() as progress:
         try:
-            summary = export(config, progress)
+            with _ended_by_schedulers():
+                summary = export(config, progress)
         except KeyboardInterrupt:
             progress.note("interrupted; the same command again goes on after the finished shards")
             raise typer.Exit(EXIT_INTERRUPTED) from None
+        except _Terminated:
+            progress.note("ended by SIGTERM; the same command again goes on after the finished shards")
+            raise typer.Exit(128 + signal.SIGTERM) from None
     if summary.num_missing:
         progress.note(
             f"part {config.task_index} of {config.num_tasks} is done; {summary.num_missing} shards of other parts are "
@@ -31,6 +38,24 @@ def run_export(config: ExportConfig, as_json: bool) -> None:
         typer.echo(json.dumps(export_json(summary)))
         return
     print_table(_title(config, summary.already_finished), export_lines(summary))
+
+
+class _Terminated(BaseException):
+    """SIGTERM came."""
+
+
+@contextmanager
+def _ended_by_schedulers() -> Iterator[None]:
+    """SIGTERM ends the export as Ctrl-C does: workers end, and the directory is free for the next one."""
+
+    def end(*_: object) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _title(config: ExportConfig, already_finished: bool) -> str:
