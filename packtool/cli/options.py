@@ -34,6 +34,7 @@ _PANELS = (
     "Speed",
     "Run",
     "Scale",
+    "Caches",
     "Pictures",
     "Video and audio",
 )
