@@ -18,6 +18,7 @@ from packtool.cache.manifest import Identity, Manifest, SourceInfo
 from packtool.cache.nothing_left import nothing_left
 from packtool.cache.on_ray import run_tasks_on_ray
 from packtool.cache.pool import run_tasks
+from packtool.cache.repair import damaged_files, repair
 from packtool.cache.restart import (
     Claim,
     begin,
@@ -25,6 +26,7 @@ from packtool.cache.restart import (
     check_is_ours,
     clear,
     find_finished,
+    find_same,
     finished_tasks,
     forget_tasks,
     published,
@@ -36,7 +38,7 @@ from packtool.constants import DROPPED_NAME
 from packtool.encode.encoder import Encoder
 from packtool.encode.families import MediaLimits, family_of
 from packtool.encode.model_files import ModelFiles
-from packtool.errors import DataError, MismatchError, StorageError
+from packtool.errors import ConfigError, DataError, MismatchError, StorageError
 from packtool.progress import Progress
 from packtool.rows.scan import scan_sources
 from packtool.rows.source import ScannedSource, SourceSpec
@@ -94,7 +96,7 @@ def export(config: ExportConfig, progress: Progress) -> ExportSummary:
     specs = sources_of(config)
     directory = None if config.dry_run else storage.normalize(config.output_dir)
     if directory is not None:
-        if config.overwrite:
+        if config.overwrite or config.repair:
             check_is_cache(directory)
         elif (manifest := find_finished(directory, identity, specs)) is not None:
             return _finished(directory, manifest)
@@ -115,6 +117,8 @@ def export(config: ExportConfig, progress: Progress) -> ExportSummary:
     if directory is None:
         return job.count(started)
     with DirectoryLock(directory, _part_name(config)) as lock:
+        if config.repair:
+            return job.repair(directory, lock, find_same(directory, identity, specs))
         # Another one may have finished while the sources were read.
         if not config.overwrite and (manifest := find_finished(directory, identity, specs)) is not None:
             return _finished(directory, manifest)
@@ -196,6 +200,29 @@ class _Job:
             raise nothing_left(manifest, f"Each row's reason is in {storage.join(directory, DROPPED_NAME)}.")
         self._publish(directory, manifest, ordered, lock)
         return self._summary(manifest, ordered, started, done)
+
+    def repair(self, directory: str, lock: DirectoryLock, manifest: Manifest | None) -> ExportSummary:
+        """Make again what is damaged of the finished cache.
+
+        Raises:
+            ConfigError: if there is none.
+            MismatchError: if it cannot be made as it was.
+        """
+        if manifest is None:
+            raise ConfigError(
+                f"--repair: {directory} holds no finished cache", "Leave --repair out: the export goes on or begins."
+            )
+        damaged = damaged_files(directory, manifest)
+        for file in damaged:
+            self.progress.note(f"{file} is damaged, and made again")
+
+        def run(tasks: Sequence[Task], scratch: str) -> Mapping[int, TaskResult]:
+            work = Work(self.config.encode_spec, scratch, self.config.strict, lock=lock.stamp)
+            return dataclasses.replace(self, tasks=tasks)._run({}, work, lock.check_soon)
+
+        if damaged:
+            repair(directory, manifest, damaged, self.tasks, run)
+        return _finished(directory, manifest)
 
     def _publish(self, directory: str, manifest: Manifest, results: Sequence[TaskResult], lock: DirectoryLock) -> None:
         try:

@@ -198,7 +198,8 @@ class ShardFile:
 
     def __init__(self, path: str) -> None:
         try:
-            self._batches = list(pa.ipc.open_stream(pa.memory_map(path)))
+            data = pa.BufferReader(storage.read_bytes(path)) if storage.is_remote(path) else pa.memory_map(path)
+            self._batches = list(pa.ipc.open_stream(data))
             for batch in self._batches:
                 batch.validate()
         except (OSError, pa.ArrowException) as error:

@@ -11,7 +11,7 @@ from typing import Any
 
 from packtool import __version__, storage
 from packtool.cache.finish import is_shard, tidy
-from packtool.cache.lock import is_lock
+from packtool.cache.lock import holders, is_lock
 from packtool.cache.manifest import Identity, Manifest, SourceInfo, fingerprint_of
 from packtool.cache.reader import check_sizes
 from packtool.cache.task import TASKS_DIR, TaskResult
@@ -64,10 +64,25 @@ def published(directory: str, identity: Identity, sources: tuple[SourceInfo, ...
 
 
 def find_finished(directory: str, identity: Identity, specs: Sequence[SourceSpec]) -> Manifest | None:
-    """The manifest of a finished cache in the directory, if it is the one that would be made.
+    """The manifest of a finished cache in the directory, if it is the one that would be made and is whole.
 
     Raises:
         MismatchError: if it is another, naming every setting that differs, or is damaged.
+    """
+    manifest = find_same(directory, identity, specs)
+    if manifest is not None:
+        for split in manifest.splits:
+            check_sizes(directory, manifest, split)
+        if not any(holder.is_live for holder in holders(directory).values()):
+            tidy(directory, manifest)  # for an export that was killed at its very end
+    return manifest
+
+
+def find_same(directory: str, identity: Identity, specs: Sequence[SourceSpec]) -> Manifest | None:
+    """The manifest of a finished cache in the directory, whole or damaged, if it is the one that would be made.
+
+    Raises:
+        MismatchError: if it is another, naming every setting that differs.
     """
     if not storage.exists(storage.join(directory, MANIFEST_NAME)):
         return None
@@ -88,9 +103,6 @@ def find_finished(directory: str, identity: Identity, specs: Sequence[SourceSpec
             f"{directory} holds a finished cache of other settings:\n{lines}",
             "Give another --output-dir, or --overwrite to replace it.",
         )
-    for split in manifest.splits:
-        check_sizes(directory, manifest, split)
-    tidy(directory, manifest)  # for an export that was killed at its very end
     return manifest
 
 

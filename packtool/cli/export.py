@@ -59,6 +59,8 @@ def _ended_by_schedulers() -> Iterator[None]:
 
 
 def _title(config: ExportConfig, already_finished: bool) -> str:
+    if config.repair:
+        return f"{config.output_dir} is whole"
     if already_finished:
         return f"{config.output_dir} was already finished with these settings: nothing to do"
     if config.is_part and config.task_index is not None:

@@ -40,7 +40,7 @@ def find(directory: str, progress: Progress) -> dict[str, Any]:
         "seconds": round(time.perf_counter() - begin, 3),
         "without_checksum": [f"{name}/index.arrow" for name, info in manifest.splits.items() if not info.index_sha256],
         "damaged": damaged,
-        "mend": export_command(directory, manifest) if damaged else None,
+        "mend": export_command(directory, manifest).replace("--overwrite", "--repair") if damaged else None,
     }
 
 
@@ -53,5 +53,5 @@ def lines(found: dict[str, Any]) -> list[str]:
         told.append(f"made before indexes had checksums, so these could only be read: {found['without_checksum']}")
     if not found["damaged"]:
         return [*told, "all files are as they were exported"]
-    mend = "Copy these files again from where they are whole, or make the cache anew:"
+    mend = "Copy these files again from where they are whole, or make them again from the rows:"
     return [*told, f"{len(found['damaged'])} files are damaged. {mend}", f"  {found['mend']}"]

@@ -17,7 +17,7 @@ from packtool.cache import verified
 from packtool.cache.export import ExportSummary
 from packtool.cache.local import LocalCopies
 from packtool.cache.reader import CacheReader
-from packtool.errors import MismatchError
+from packtool.errors import ConfigError, MismatchError
 from packtool.progress import SilentProgress
 from packtool.report import damage
 from tests.cache.conftest import tree
@@ -66,7 +66,7 @@ def test_any_flipped_bit_is_found(cache: Path, tmp_path: Path, data: st.DataObje
                 _read(cache, tmp_path / "notes", mode)
         found = damage.find(str(cache), SilentProgress())
         assert [one["file"] for one in found["damaged"]] == [f"train/{path.name}"]
-        assert "--overwrite" in found["mend"]
+        assert "--repair" in found["mend"]
     finally:
         path.write_bytes(whole)
 
@@ -144,3 +144,41 @@ def test_old_caches_without_a_checksum_of_the_index_open_and_say_so(cache: Path)
     assert found["damaged"] == []
     assert found["without_checksum"] == ["train/index.arrow", "val/index.arrow"]
     assert "made before indexes had checksums" in "\n".join(damage.lines(found))
+
+
+def test_repair_makes_again_what_is_damaged_and_nothing_else(
+    cache: Path, run_export: Export, rows: Path, hashed: list[str]
+) -> None:
+    whole = tree(cache)
+    shards = sorted((cache / "train").glob("data-*"))
+    _flip(shards[1], 8 * 5000)
+    shards[4].write_bytes(shards[4].read_bytes()[:-7])
+    (cache / "val" / "index.arrow").unlink()
+    times = {path: path.stat().st_mtime_ns for path in cache.rglob("*.arrow")}
+    run_export(split_dataset_ratio=0.1, repair=True)
+    assert tree(cache) == whole
+    renewed = {path for path, time in times.items() if path.stat().st_mtime_ns != time}
+    assert renewed == {shards[1], shards[4]}
+    for name in ("train", "val"):
+        _flip(cache / name / "index.arrow", 8 * 700)
+    run_export(split_dataset_ratio=0.1, repair=True)
+    assert tree(cache) == whole
+    with pytest.raises(MismatchError, match="other settings"):
+        run_export(split_dataset_ratio=0.2, repair=True)
+    rows.write_text(rows.read_text() + "\n")
+    _flip(shards[1], 8 * 5000)
+    with pytest.raises(MismatchError, match="has changed"):
+        run_export(split_dataset_ratio=0.1, repair=True)
+
+
+def test_a_repair_that_would_be_something_else_is_refused(cache: Path, run_export: Export) -> None:
+    path = cache / "packtool.json"
+    document = json.loads(path.read_text())
+    document["splits"]["train"]["shards"][2]["sha256"] = "0" * 64  # as if another version had written it
+    path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    before = tree(cache)
+    with pytest.raises(MismatchError, match=r"data-00002.*is not what was there(.|\n)*--overwrite"):
+        run_export(split_dataset_ratio=0.1, repair=True)
+    assert tree(cache) == before
+    with pytest.raises(ConfigError, match="holds no finished cache"):
+        run_export("nothing", repair=True)
