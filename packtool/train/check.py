@@ -198,6 +198,8 @@ def export_command(directory: str, manifest: Manifest, **changes: object) -> str
             words += ["--" + name.replace("_", "-"), str(value).lower() if isinstance(value, bool) else str(value)]
     if manifest.identity.split_dataset_ratio:
         words += ["--split-dataset-ratio", str(manifest.identity.split_dataset_ratio)]
+    if manifest.identity.rows_per_shard:
+        words += ["--rows-per-shard", str(manifest.identity.rows_per_shard)]
     words += ["--seed", str(manifest.identity.seed), "--output-dir", directory, "--overwrite"]
     return shlex.join(words)
 

@@ -66,6 +66,7 @@ def test_any_flipped_bit_is_found(cache: Path, tmp_path: Path, data: st.DataObje
                 _read(cache, tmp_path / "notes", mode)
         found = damage.find(str(cache), SilentProgress())
         assert [one["file"] for one in found["damaged"]] == [f"train/{path.name}"]
+        assert "--rows-per-shard 50" in found["mend"]
         assert "--repair" in found["mend"]
     finally:
         path.write_bytes(whole)
