@@ -71,7 +71,7 @@ class LocalCopies:
     def of(cls, options: CacheOptions) -> LocalCopies:
         """As a command's options say."""
         directory = options.cache_dir or cls.default().directory
-        return cls(directory, options.cache_dir_bytes, verify=options.verify_cache)
+        return cls(directory, options.cache_dir_size, verify=options.verify_cache)
 
     def check(self, path: str, fingerprint: str, sha256: str) -> None:
         """Hold a file of this machine against its checksum, if that is wanted and was not done yet.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from packtool.config.settings import option
-from packtool.config.sizes import num_bytes
+from packtool.config.sizes import Bytes
 
 VerifyCache = Literal["always", "once", "never"]
 _PANEL = "Caches"
@@ -23,7 +23,7 @@ class CacheOptions:
         panel=_PANEL,
         env="PACKTOOL_CACHE_DIR",
     )
-    cache_dir_size: str | None = option(
+    cache_dir_size: Bytes | None = option(
         None,
         "Most that --cache-dir may hold, as in 200GB; copies of other caches go first. By default all the disk has.",
         panel=_PANEL,
@@ -35,17 +35,3 @@ class CacheOptions:
         "machine and again when a file has changed, or never.",
         panel=_PANEL,
     )
-
-    @property
-    def cache_dir_bytes(self) -> int | None:
-        """The limit of the directory of copies, or None."""
-        return None if self.cache_dir_size is None else num_bytes(self.cache_dir_size)
-
-
-def cache_problems(options: CacheOptions) -> list[str]:
-    """Mistakes in these options."""
-    try:
-        _ = options.cache_dir_bytes
-    except ValueError as error:
-        return [f"--cache-dir-size: {error}"]
-    return []

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from packtool.config.caches import CacheOptions, cache_problems
+from packtool.config.caches import CacheOptions
 from packtool.config.parallel import ParallelOptions, parallel_problems
 from packtool.config.settings import REQUIRED, option
+from packtool.config.sizes import Tokens
 from packtool.config.verify import ATTN_IMPL_HELP, AttnImpl
 
 Split = Literal["train", "val"]
@@ -28,7 +29,7 @@ class EvalConfig(CacheOptions, ParallelOptions):
     cached_dataset: tuple[str, ...] = option(REQUIRED, "Caches that packtool export made; several may follow.")
     output: str = option(REQUIRED, "File to write a line for each sample to, ending in .parquet.")
     split: Split | None = option(None, "Split to evaluate; by default val if all caches have one, else train.")
-    max_tokens_per_micro_batch: int | None = option(None, MAX_TOKENS_HELP, panel="Speed", minimum=1)
+    max_tokens_per_micro_batch: Tokens | None = option(None, MAX_TOKENS_HELP, panel="Speed", minimum=1)
     max_samples_per_micro_batch: int | None = option(None, "Most samples of a forward pass.", panel="Speed", minimum=1)
     limit: int | None = option(None, "Evaluate only so many samples, the first ones.", minimum=1)
     torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
@@ -44,5 +45,4 @@ class EvalConfig(CacheOptions, ParallelOptions):
         found = parallel_problems(self, attn_impl=self.attn_impl)
         if not self.output.endswith(_SUFFIX):
             found.append(f"--output {self.output}: the file's name must end in {_SUFFIX}, for that is what is written")
-        found += cache_problems(self)
         return found

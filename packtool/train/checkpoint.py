@@ -172,9 +172,11 @@ def finished_checkpoints(output_dir: str) -> list[str]:
     return sorted(finished, key=lambda directory: (read_state(directory).saved_at, read_state(directory).step))
 
 
-def remove_oldest(output_dir: str, limit: int | None) -> None:
-    """Keep the newest ``limit`` finished checkpoints."""
+def remove_oldest(output_dir: str, limit: int | None, *, keep: str | None = None) -> None:
+    """Keep the newest ``limit`` finished checkpoints, and one more wherever it stands among them."""
     for checkpoint in finished_checkpoints(output_dir)[:-limit] if limit else []:
+        if keep is not None and os.path.abspath(checkpoint) == os.path.abspath(keep):
+            continue
         discard_state(checkpoint)
         shutil.rmtree(checkpoint)
 
