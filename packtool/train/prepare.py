@@ -169,7 +169,7 @@ def _validation(
 ) -> Validation | None:
     if config.eval_strategy == "no":
         return None
-    val = CacheReader.open(reader.directories, VAL_SPLIT)
+    val = CacheReader.open(reader.directories, VAL_SPLIT, reader.copies)
     plan = plan_of_samples(val, world.data, max_tokens=config.max_tokens_per_micro_batch, alignment=axes.multiple)
     return Validation(val, val if choice is None else ChosenTargets(val, choice), plan)
 
