@@ -10,6 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
+from packtool.attention.features import look_once
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.register import set_attention
 from packtool.attention.support import refuse_unsupported
@@ -84,6 +85,7 @@ def load_model(
             f"{model} lacks {len(missing)} weights of a {type(loaded).__name__}: {shown}",
             "Check that --model is a complete checkpoint with a language head.",
         )
+    look_once(loaded)
     if packing:
         set_attention(loaded, attn_impl, parallel)
     return loaded
