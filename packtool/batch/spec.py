@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -13,6 +13,9 @@ from packtool.encode.families import MediaLimits, is_multimodal
 from packtool.encode.families.qwen_omni import MODEL_TYPES as OMNI_TYPES
 from packtool.encode.families.qwen_vl import MODEL_TYPES as VISION_TYPES
 from packtool.errors import ConfigError
+
+Tower = Literal["vision", "sound"]
+"""What looks at pictures and videos, and what listens; a model runs each of them at most once for a micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,13 @@ class InputSpec:
         """Whether the model takes sounds."""
         return self.config.model_type in OMNI_TYPES
 
+    @property
+    def towers(self) -> frozenset[Tower]:
+        """Those that the model has."""
+        found: list[Tower] = ["vision"] * self.sees
+        found += ["sound"] * self.hears
+        return frozenset(found)
+
     @cached_property
     def pad_ids(self) -> dict[str, int]:
         """The token that stands for a piece of a medium, by kind."""
@@ -76,6 +86,11 @@ class InputSpec:
         """Numbers in one row of ``pixel_values``."""
         vision = self.config.vision_config
         return int(vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
+
+    @property
+    def num_mel_bins(self) -> int:
+        """Numbers in one frame of ``input_features``, of a model that hears."""
+        return int(self.config.audio_config.num_mel_bins)
 
 
 def model_config(model: str) -> PreTrainedConfig:

@@ -29,7 +29,7 @@ from packtool.train.callbacks import (
 )
 from packtool.train.checkpoint import PREFIX
 from packtool.train.evaluation import evaluate_in_training
-from packtool.train.loader import StepLoader, cut_of
+from packtool.train.loader import StepLoader, cut_of, use_of_towers
 from packtool.train.memory import MemoryEstimate, estimate_memory, model_without_weights
 from packtool.train.model import count_parameters, load_model, make_trainable, resolve_dtype, weights_dtype
 from packtool.train.part_rates import PartRates
@@ -229,6 +229,7 @@ def _make_loader(run: PreparedRun | PreparedStream, spec: InputSpec) -> StepLoad
         config=run.config,
         start=run.start,
         cut=cut_of(run),
+        use=use_of_towers(run, spec),
     )
 
 

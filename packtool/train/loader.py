@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from packtool.batch.batch import Batch
-from packtool.batch.dataset import PlannedMicroBatches, load_micro_batches
+from packtool.batch.dataset import PlannedMicroBatches, TowerUse, load_micro_batches
 from packtool.batch.shard import Cut
-from packtool.batch.spec import InputSpec
+from packtool.batch.spec import InputSpec, Tower
 from packtool.cache.chosen import SampleReader
 from packtool.config.train import TrainConfig
 from packtool.plan.epoch import EpochPlan
@@ -19,6 +21,7 @@ from packtool.train.figures import SampleFigures, StepFigures, figures_of_steps
 from packtool.train.prepare import PreparedRun
 from packtool.train.prepare_stream import PreparedStream
 from packtool.train.schedule import Schedule
+from packtool.train.towers import frozen_parts
 from packtool.train.world import World
 
 
@@ -44,6 +47,20 @@ def cut_of(run: PreparedRun | PreparedStream) -> Cut | None:
     return Cut(run.axes.ring_size, run.axes.ulysses_size, run.world.share_rank)
 
 
+def use_of_towers(run: PreparedRun, spec: InputSpec) -> TowerUse:
+    """Towers that are trained run in every micro-batch, others where some rank has something for them."""
+    frozen = {"vision tower", "aligner"} <= frozen_parts(run.config)
+    index, audio = run.reader.index, spec.limits.audio
+    sounds = index.num_audios > 0
+    if audio is not None and audio.in_video:
+        sounds = sounds | (index.num_videos > 0)
+    brings: dict[Tower, npt.NDArray[np.bool_]] = {
+        "vision": (index.num_images > 0) | (index.num_videos > 0),
+        "sound": sounds,
+    }
+    return TowerUse(frozenset() if frozen else spec.towers, {tower: brings[tower] for tower in sorted(spec.towers)})
+
+
 class StepLoader:
     """The training steps of one rank from ``start`` on: what transformers' Trainer takes for its dataloader.
 
@@ -59,6 +76,7 @@ class StepLoader:
         config: how micro-batches are made.
         start: first step.
         cut: of rows that several ranks share.
+        use: of the model's towers; by default all of them run in every micro-batch.
     """
 
     def __init__(
@@ -72,6 +90,7 @@ class StepLoader:
         config: TrainConfig,
         start: int = 0,
         cut: Cut | None = None,
+        use: TowerUse | None = None,
     ) -> None:
         self.schedule = schedule
         self.reader = reader
@@ -81,6 +100,7 @@ class StepLoader:
         self.config = config
         self.start = start
         self.cut = cut
+        self.use = use
 
     def __len__(self) -> int:
         return self.schedule.num_steps
@@ -111,6 +131,7 @@ class StepLoader:
             packing=self.config.removes_padding,
             skip_bad_media=self.config.on_bad_media == "skip",
             cut=self.cut,
+            use=self.use,
         )
         return load_micro_batches(
             dataset,

@@ -114,7 +114,7 @@ def make_trainable(model: PreTrainedModel, run: TrainConfig) -> PreTrainedModel 
         return get_peft_model(model, adapters)
     frozen = frozen_parts(run)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(towers.part_of(name) not in frozen)
+        parameter.requires_grad_(towers.part_of(name) not in frozen and not towers.is_unused(name))
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
             f"nothing is left to train: {', '.join(sorted(frozen))} are frozen, and the model has no other part",
