@@ -1,0 +1,100 @@
+"""Ranks whose micro-batches hold other kinds of media: they run the same towers, and learn what one process learns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from packtool.progress import SilentProgress
+from packtool.train.run import train
+from tests.forked import run_ranks
+from tests.train.jobs import Job, run_jobs
+from tests.train.test_gradients import DESCENT
+from tests.train.tiny import TinyWorld, read_metrics
+from tests.train.tiny_media import KINDS, export_kinds, make_media_world
+
+# Rows as they come, one a pack, one pack of each rank a step: what is drawn is what meets.
+IN_ORDER: dict[str, Any] = DESCENT | {
+    "learning_rate": 0.02,
+    "packing_length": 128,
+    "packing_algorithm": "sequential",
+    "look_ahead": 0,
+    "shuffle": False,
+    "balance": "none",
+    "max_samples_per_pack": 1,
+    "verify_packing": False,
+}
+TRAINED: dict[str, dict[str, Any]] = {
+    "full": {},
+    "frozen": {"freeze_vit": True, "freeze_aligner": True},
+    "lora": {"train_type": "lora", "lora_dropout": 0.0},
+}
+SPREAD: dict[str, dict[str, Any]] = {"ddp": {}, "fsdp": {"fsdp": ("full_shard",)}}
+ROW = st.lists(st.sampled_from(KINDS), min_size=1, max_size=3).map(tuple)
+ROWS = st.lists(ROW, min_size=8, max_size=8)
+
+
+@pytest.fixture(scope="module")
+def hearing(tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:
+    """A model that sees and hears."""
+    torch.set_num_threads(1)
+    return make_media_world(tmp_path_factory.mktemp("hearing"), hears=True)
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:
+    """A model that sees, with DeepStack."""
+    torch.set_num_threads(1)
+    return make_media_world(tmp_path_factory.mktemp("seeing"), hears=False)
+
+
+def check_same_run(output_dir: Path, alone: Path, name: str) -> None:
+    """The losses and gradient norms of every step, and the weights in the end."""
+    lines, expected = read_metrics(output_dir), read_metrics(alone)
+    assert len(lines) == len(expected) > 0, name
+    for line, wanted in zip(lines, expected, strict=True):
+        told = f"{name}, step {line['step']}"
+        assert line["loss"] == pytest.approx(wanted["loss"], rel=1e-5), told
+        assert line["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4), told
+    (weights, others) = (_weights(folder, len(expected)) for folder in (output_dir, alone))
+    assert weights.keys() == others.keys()
+    for key in others:
+        torch.testing.assert_close(
+            weights[key], others[key], rtol=0, atol=1e-5, msg=lambda text, k=key: f"{name}: {k}: {text}"
+        )
+
+
+def _weights(output_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    (path,) = (output_dir / f"checkpoint-{step}").glob("*.safetensors")
+    return load_file(path)
+
+
+def compare(tiny: TinyWorld, rows: Sequence[Sequence[str]], jobs: dict[str, dict[str, Any]], size: int) -> None:
+    """Run each job on so many ranks and on one, which takes as many packs a step."""
+    root = Path(tiny.model).parent
+    root = root / f"run-{len(list(root.glob('run-*')))}"
+    tiny = export_kinds(tiny, str(root / "cache"), rows)
+    ranks: list[Job] = [("train", root / name, IN_ORDER | job) for name, job in jobs.items()]
+    run_ranks(size, run_jobs, tiny, ranks, scratch=root)
+    for name, job in jobs.items():
+        kept = {key: value for key, value in job.items() if key not in ("fsdp", "sequence_parallel_size")}
+        alone = root / ("alone-" + name.split()[-1])
+        if not alone.exists():
+            together = size // job.get("sequence_parallel_size", 1)
+            train(tiny.config(alone, **IN_ORDER | kept | {"gradient_accumulation_steps": together}), SilentProgress())
+        check_same_run(root / name, alone, f"{name} on {rows}")
+
+
+@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=ROWS)
+def test_ranks_with_other_media_learn_what_one_process_learns(hearing: TinyWorld, rows: list[tuple[str, ...]]) -> None:
+    jobs = {f"{spread} {kind}": SPREAD[spread] | TRAINED[kind] for spread in SPREAD for kind in TRAINED}
+    compare(hearing, rows, jobs, 2)
