@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from transformers import AutoConfig, PreTrainedConfig
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModel, PreTrainedConfig
+from transformers.integrations import deepspeed as transformers_deepspeed
 
 from packtool.config.train import LossReduction
 from packtool.encode.families import MediaLimits, is_multimodal
@@ -76,6 +81,18 @@ class InputSpec:
         kinds = ("image", "video", "audio") if self.hears else ("image", "video")
         return {kind: _token_id(self.config, kind) for kind in kinds}
 
+    @cached_property
+    def rope_index(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        """The model's ``get_rope_index``: a method, so the model is made without weights, once for each process."""
+        auto: Any = AutoModel
+        with _weights_in_one_piece(), torch.device("meta"):
+            found: Callable[..., tuple[Tensor, Tensor]] = auto.from_config(self.config).get_rope_index
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the model, which another process makes for itself."""
+        return {name: value for name, value in vars(self).items() if name != "rope_index"}
+
     @property
     def image_pad_id(self) -> int | None:
         """The token that stands for a piece of a picture."""
@@ -98,6 +115,18 @@ def model_config(model: str) -> PreTrainedConfig:
     config = AutoConfig.from_pretrained(model)
     thinker = getattr(config, "thinker_config", None)
     return thinker if isinstance(thinker, PreTrainedConfig) else config
+
+
+@contextmanager
+def _weights_in_one_piece() -> Iterator[None]:
+    """Inside, a model is made by this process alone: under ZeRO-3 transformers would have all of them make it."""
+    hook: Any = transformers_deepspeed
+    sharded = hook._hf_deepspeed_config_weak_ref
+    hook._hf_deepspeed_config_weak_ref = None
+    try:
+        yield
+    finally:
+        hook._hf_deepspeed_config_weak_ref = sharded
 
 
 def _token_id(config: Any, kind: str) -> int:

@@ -37,7 +37,7 @@ from packtool.train.prepare import PreparedRun
 from packtool.train.prepare_stream import PreparedStream, first_samples
 from packtool.train.quiet import quiet_transformers
 from packtool.train.result import TrainResult
-from packtool.train.sharding import shard_on_cpus
+from packtool.train.sharding import is_zero3, meet_on_cpus, shard_on_cpus
 from packtool.train.skipped import all_skipped, skipped_lines, write_skipped
 from packtool.train.stream_loader import StreamLoader
 from packtool.train.trainer import PackTrainer
@@ -140,7 +140,7 @@ def verify_packing(
     config, on_gpu = run.config, torch.cuda.is_available()
     if not (config.removes_padding and config.verify_packing):
         return
-    if on_gpu and (config.fsdp or config.deepspeed):
+    if is_zero3(config) or (on_gpu and (config.fsdp or config.deepspeed)):
         progress.note("packing is not verified before weights are sharded; packtool verify does it on one device")
         return
     dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
@@ -180,6 +180,7 @@ def make_trainer(
     parallel = None
     if run.world.num_sharing > 1:
         parallel = SequenceParallel.on_mesh(run.axes, "cuda" if on_gpu else "cpu")
+    meet_on_cpus(config)
     model = _make_model(run, spec, dtype, parallel)
     shard_on_cpus(config)
     trainer = PackTrainer(

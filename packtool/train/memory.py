@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 
 from packtool.config.train import TrainConfig
 from packtool.train.head_loss import CHUNK_LOGITS
-from packtool.train.model import make_trainable, weights_dtype
+from packtool.train.model import make_trainable, weights_dtype, whole_size
 
 _GIB = 2**30
 # Bytes of a layer's activations for each token and unit of width, in 16 bits, with attention that keeps no scores:
@@ -60,7 +60,9 @@ def estimate_memory(
     Args:
         dtype: of the computation.
     """
-    sizes = [(parameter.numel(), parameter.element_size(), parameter.requires_grad) for parameter in model.parameters()]
+    sizes = [
+        (whole_size(parameter), parameter.element_size(), parameter.requires_grad) for parameter in model.parameters()
+    ]
     weights = sum(count * size for count, size, _ in sizes)
     trained = sum(count * size for count, size, is_trained in sizes if is_trained)
     stage = _stage(config)

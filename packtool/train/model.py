@@ -158,8 +158,13 @@ def adapted_modules(model: PreTrainedModel, towers: Towers, run: TrainConfig) ->
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
     """(trainable, all)."""
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    sizes = [(whole_size(parameter), parameter.requires_grad) for parameter in model.parameters()]
     return sum(size for size, trainable in sizes if trainable), sum(size for size, _ in sizes)
+
+
+def whole_size(parameter: nn.Parameter) -> int:
+    """Numbers in a parameter, of which ZeRO-3 leaves a process its share only."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _is_named(name: str, target: str) -> bool:
