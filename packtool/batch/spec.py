@@ -85,7 +85,7 @@ class InputSpec:
     def rope_index(self) -> Callable[..., tuple[Tensor, Tensor]]:
         """The model's ``get_rope_index``: a method, so the model is made without weights, once for each process."""
         auto: Any = AutoModel
-        with _weights_in_one_piece(), torch.device("meta"):
+        with weights_in_one_piece(), torch.device("meta"):
             found: Callable[..., tuple[Tensor, Tensor]] = auto.from_config(self.config).get_rope_index
         return found
 
@@ -118,7 +118,7 @@ def model_config(model: str) -> PreTrainedConfig:
 
 
 @contextmanager
-def _weights_in_one_piece() -> Iterator[None]:
+def weights_in_one_piece() -> Iterator[None]:
     """Inside, a model is made by this process alone: under ZeRO-3 transformers would have all of them make it."""
     hook: Any = transformers_deepspeed
     sharded = hook._hf_deepspeed_config_weak_ref

@@ -86,6 +86,9 @@ def load_model(
             "Check that --model is a complete checkpoint with a language head.",
         )
     look_once(loaded)
+    # Under ZeRO-3 transformers would undo renamings in every checkpoint that this one never needed.
+    if renamings := getattr(loaded, "_weight_conversions", None):
+        loaded._weight_conversions = [renaming for renaming in renamings if renaming.was_used()]
     if packing:
         set_attention(loaded, attn_impl, parallel)
     return loaded
