@@ -27,6 +27,7 @@ from packtool.config.simulate import SimulateConfig
 from packtool.config.train import TrainConfig
 from packtool.config.verify import VerifyConfig
 from packtool.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_UNEXPECTED, EXIT_USAGE, PacktoolError
+from packtool.launch import end_with_launcher
 
 app = typer.Typer(
     name="packtool",
@@ -93,7 +94,8 @@ def _root(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command line and exit with its code."""
+    """Run a command line and exit with its code; one of torchrun's processes ends with torchrun at the latest."""
+    end_with_launcher(os.environ)
     sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
 
 
