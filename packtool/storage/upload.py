@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from packtool.errors import StorageError
 from packtool.storage.faults import code_of, storage_error
 from packtool.storage.remote import answer, patiently, result_of, start, wait
-
-if TYPE_CHECKING:
-    from packtool.storage.s3 import S3Store
 
 PART_BYTES = 8 * 2**20
 _PARTS_AT_ONCE = 3
 # S3 allows 10,000 parts: from here on they are larger, which makes room for 350 GB.
 _LARGE_FROM, _LARGE_PART_BYTES = 5000, 64 * 2**20
 _ABORT_S = 10.0
+
+
+class Requests(Protocol):
+    """The requests of an S3 store that an upload is made of; ``S3Store`` documents each."""
+
+    async def request(self, method: str, num_bytes: int = 0, **arguments: Any) -> Any:
+        """One request, repeated while it fails for passing reasons."""
+
+    async def request_once(self, method: str, **arguments: Any) -> Any:
+        """One request, tried once."""
+
+    async def abort_upload(self, bucket: str, key: str, upload: str) -> None:
+        """End one unfinished upload."""
+
+    async def abort_uploads(self, bucket: str, prefix: str, wanted: Callable[[str, str], bool]) -> None:
+        """End the unfinished uploads that are wanted, by key and upload id."""
 
 
 class S3Writer:
@@ -36,7 +50,7 @@ class S3Writer:
         StorageError: from write and commit; nothing is left behind then.
     """
 
-    def __init__(self, store: S3Store, path: str, bucket: str, key: str) -> None:
+    def __init__(self, store: Requests, path: str, bucket: str, key: str) -> None:
         self._store, self._path = store, path
         self._place = {"Bucket": bucket, "Key": key}
         self._buffer = bytearray()
