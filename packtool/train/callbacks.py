@@ -19,6 +19,7 @@ from packtool.train.prepare_stream import OpenSchedule
 from packtool.train.result import METRICS_NAME
 from packtool.train.schedule import Schedule
 from packtool.train.stream_loader import StreamLoader
+from packtool.train.workers import WaitingNote
 
 
 class PlanCallback(TrainerCallback):
@@ -127,8 +128,9 @@ class ReportCallback(TrainerCallback):
         first_loss, last_loss: of the first and the last log line.
     """
 
-    def __init__(self, progress: Progress, output_dir: str, start: int) -> None:
+    def __init__(self, progress: Progress, output_dir: str, start: int, waiting: WaitingNote) -> None:
         self.progress = progress
+        self.waiting = waiting
         self.path = os.path.join(output_dir, METRICS_NAME)
         self.start = start
         self.first_loss: float | None = None
@@ -175,6 +177,8 @@ class ReportCallback(TrainerCallback):
             "fill": f"{logs['fill']:.1%}",
             "waiting": f"{logs['data_wait']:.0%}",
         }
+        if (remark := self.waiting.after(logs["data_wait"], logs["seconds"])) is not None:
+            self.progress.note(remark)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

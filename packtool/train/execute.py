@@ -29,7 +29,7 @@ from packtool.train.callbacks import (
 )
 from packtool.train.checkpoint import PREFIX
 from packtool.train.evaluation import evaluate_in_training
-from packtool.train.loader import StepLoader, cut_of, use_of_towers
+from packtool.train.loader import StepLoader, cut_of
 from packtool.train.memory import MemoryEstimate, estimate_memory, model_without_weights
 from packtool.train.model import count_parameters, load_model, make_trainable, resolve_dtype, weights_dtype
 from packtool.train.part_rates import PartRates
@@ -42,6 +42,7 @@ from packtool.train.skipped import all_skipped, skipped_lines, write_skipped
 from packtool.train.stream_loader import StreamLoader
 from packtool.train.trainer import PackTrainer
 from packtool.train.verify import few_samples, raise_if_failed, verify_cheaply
+from packtool.train.workers import WaitingNote, cores_of_a_rank, workers_of
 from packtool.train.world import check_ranks_agree
 
 
@@ -90,6 +91,8 @@ def execute(run: PreparedRun | PreparedStream, spec: InputSpec, result: TrainRes
     Returns:
         ``result`` with what came of it.
     """
+    if run.config.dataloader_num_workers is None:
+        run = dataclasses.replace(run, config=dataclasses.replace(run.config, dataloader_num_workers=workers_of(run)))
     with quiet_transformers():
         trainer, report = make_trainer(run, spec, progress)
         assert trainer.model is not None
@@ -174,7 +177,8 @@ def make_trainer(
     if isinstance(loader, StreamLoader):
         callbacks.append(StreamCallback(loader))
     callbacks.append(CheckpointCallback(run.state, run.schedule, run.files.directory, config.save_total_limit))
-    report = ReportCallback(progress, config.output_dir, run.start)
+    waiting = WaitingNote(workers_of(run), cores_of_a_rank())
+    report = ReportCallback(progress, config.output_dir, run.start, waiting)
     if run.world.is_first:
         callbacks.append(report)
     parallel = None
@@ -212,7 +216,7 @@ def _evaluate(run: PreparedRun, trainer: PackTrainer) -> dict[str, float]:
         trainer.loader.spec,
         validation.plan,
         world=run.world,
-        num_workers=run.config.dataloader_num_workers,
+        num_workers=workers_of(run),
         samples=validation.samples,
         parallel=trainer.parallel,
     )
@@ -230,7 +234,6 @@ def _make_loader(run: PreparedRun | PreparedStream, spec: InputSpec) -> StepLoad
         config=run.config,
         start=run.start,
         cut=cut_of(run),
-        use=use_of_towers(run, spec),
     )
 
 

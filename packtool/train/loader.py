@@ -47,18 +47,16 @@ def cut_of(run: PreparedRun | PreparedStream) -> Cut | None:
     return Cut(run.axes.ring_size, run.axes.ulysses_size, run.world.share_rank)
 
 
-def use_of_towers(run: PreparedRun, spec: InputSpec) -> TowerUse:
+def use_of_towers(samples: SampleFigures, spec: InputSpec, config: TrainConfig) -> TowerUse:
     """Towers that are trained run in every micro-batch, others where some rank has something for them."""
-    frozen = {"vision tower", "aligner"} <= frozen_parts(run.config)
-    index, audio = run.reader.index, spec.limits.audio
-    sounds = index.num_audios > 0
-    if audio is not None and audio.in_video:
-        sounds = sounds | (index.num_videos > 0)
-    brings: dict[Tower, npt.NDArray[np.bool_]] = {
-        "vision": (index.num_images > 0) | (index.num_videos > 0),
-        "sound": sounds,
-    }
-    return TowerUse(frozenset() if frozen else spec.towers, {tower: brings[tower] for tower in sorted(spec.towers)})
+    if not {"vision tower", "aligner"} <= frozen_parts(config):
+        return TowerUse(spec.towers, {})
+    found: dict[Tower, npt.NDArray[np.bool_] | None] = {"vision": samples.is_seen, "sound": samples.is_heard}
+    brings = {tower: found[tower] for tower in sorted(spec.towers)}
+    return TowerUse(
+        frozenset(tower for tower, known in brings.items() if known is None),
+        {tower: known for tower, known in brings.items() if known is not None},
+    )
 
 
 class StepLoader:
@@ -76,7 +74,6 @@ class StepLoader:
         config: how micro-batches are made.
         start: first step.
         cut: of rows that several ranks share.
-        use: of the model's towers; by default all of them run in every micro-batch.
     """
 
     def __init__(
@@ -90,7 +87,6 @@ class StepLoader:
         config: TrainConfig,
         start: int = 0,
         cut: Cut | None = None,
-        use: TowerUse | None = None,
     ) -> None:
         self.schedule = schedule
         self.reader = reader
@@ -100,7 +96,6 @@ class StepLoader:
         self.config = config
         self.start = start
         self.cut = cut
-        self.use = use
 
     def __len__(self) -> int:
         return self.schedule.num_steps
@@ -131,11 +126,11 @@ class StepLoader:
             packing=self.config.removes_padding,
             skip_bad_media=self.config.on_bad_media == "skip",
             cut=self.cut,
-            use=self.use,
+            use=use_of_towers(self.samples, self.spec, self.config),
         )
         return load_micro_batches(
             dataset,
             range(int(dataset.first[first_step]), len(dataset)),
-            num_workers=self.config.dataloader_num_workers,
+            num_workers=self.config.dataloader_num_workers or 0,
             pin_memory=torch.cuda.is_available(),
         )
