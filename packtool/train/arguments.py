@@ -10,6 +10,7 @@ from transformers import TrainingArguments
 
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
+from packtool.train.liger import SETTINGS
 from packtool.train.sharding import sharding_arguments
 
 # Decided by the plan, by packtool's own options, or without effect because packtool does that part itself.
@@ -72,10 +73,7 @@ def training_arguments(config: TrainConfig, *, num_steps: int, dtype: torch.dtyp
         "save_steps": config.save_steps,
         "report_to": list(config.report_to) or "none",
         "use_liger_kernel": config.use_liger_kernel,
-        # The loss is made in packtool's own head.
-        "liger_kernel_config": {"fused_linear_cross_entropy": False, "cross_entropy": False}
-        if config.use_liger_kernel
-        else None,
+        "liger_kernel_config": SETTINGS if config.use_liger_kernel else None,
         **sharding_arguments(config),
         "disable_tqdm": True,
         "remove_unused_columns": False,

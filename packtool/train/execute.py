@@ -29,6 +29,7 @@ from packtool.train.callbacks import (
 )
 from packtool.train.checkpoint import PREFIX
 from packtool.train.evaluation import evaluate_in_training
+from packtool.train.liger import refuse_without_liger
 from packtool.train.loader import StepLoader, cut_of
 from packtool.train.memory import MemoryEstimate, estimate_memory, model_without_weights
 from packtool.train.model import count_parameters, load_model, make_trainable, resolve_dtype, weights_dtype
@@ -51,7 +52,7 @@ def load_spec(run: PreparedRun | PreparedStream) -> InputSpec:
 
     Raises:
         ConfigError: for a multimodal model of an unknown family.
-        UnsupportedModelError: for a model whose packed samples could not be kept apart.
+        UnsupportedModelError: for a model whose packed samples could not be kept apart, or that Liger fails to patch.
     """
     spec = InputSpec.load(run.files.directory, run.media_limits)
     spec = dataclasses.replace(spec, loss_reduction=run.config.loss_reduction)
@@ -63,6 +64,10 @@ def load_spec(run: PreparedRun | PreparedStream) -> InputSpec:
         choose(run.config.attn_impl, device, dtype)
         if run.world.num_sharing > 1:
             choose_blocks(run.config.attn_impl, device, dtype, head_dims=(0, 0))
+    if run.config.use_liger_kernel:
+        with quiet_transformers():
+            model = model_without_weights(run.config, spec.config, torch.float32)
+        refuse_without_liger(model, spec.config.model_type, on_gpu=torch.cuda.is_available())
     return spec
 
 

@@ -12,8 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from packtool.batch.batch import Batch
+from packtool.batch.collate import collate_packs
+from packtool.batch.dataset import PlannedMicroBatches
 from packtool.progress import SilentProgress
+from packtool.train.execute import load_spec
+from packtool.train.loader import use_of_towers
+from packtool.train.model import load_model, make_trainable
+from packtool.train.prepare import prepare_run
 from packtool.train.run import train
+from packtool.train.world import World
 from tests.forked import run_ranks
 from tests.train.jobs import Job, run_jobs
 from tests.train.test_gradients import DESCENT
@@ -117,3 +125,47 @@ SHARED: dict[str, dict[str, Any]] = {
 @given(rows=st.permutations([row for row in ROWS if "sound" not in row] * 2))
 def test_four_ranks_of_which_two_share_rows(seeing: TinyWorld, rows: list[tuple[str, ...]]) -> None:
     compare(seeing, rows, SHARED, 4)
+
+
+def test_every_trained_parameter_has_a_gradient_whatever_a_micro_batch_holds(
+    hearing: TinyWorld, seeing: TinyWorld, tmp_path: Path
+) -> None:
+    """Processes wait for all of them; towers that are not to run stay still."""
+    for tiny in (hearing, seeing):
+        rows = [row for row in ROWS if tiny is hearing or "sound" not in row]
+        tiny = export_kinds(tiny, str(tmp_path / Path(tiny.model).parent.name), rows)
+        run = prepare_run(tiny.config(tmp_path), World())
+        spec = load_spec(run)
+        model = make_trainable(load_model(tiny.model, spec.config, dtype=torch.float32, packing=True), run.config)
+        for position in range(len(rows)):
+            sample = run.reader.sample(position)
+            model.zero_grad()
+            model(**collate_packs([sample], spec).model_inputs()).logits.sum().backward()
+            bare = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+            assert not bare, (rows[position], bare)
+            media = collate_packs([sample], spec, frozenset()).media
+            assert ("input_features" in media) == bool(sample.audios)
+            assert bool(media.keys() & {"pixel_values", "pixel_values_videos"}) == bool(sample.images or sample.videos)
+
+
+def test_the_plan_says_which_towers_run(hearing: TinyWorld, tmp_path: Path) -> None:
+    """Frozen ones where some rank has something for them, and trained ones always."""
+    rows = [("text",), ("picture",), ("text",), ("text",), ("sound",), ("video", "sound")]
+    tiny = export_kinds(hearing, str(tmp_path / "cache"), rows)
+    frozen = tiny.config(tmp_path, **IN_ORDER | TRAINED["frozen"])
+    run = prepare_run(frozen, World(size=2))
+    spec, plan = load_spec(run), run.schedule.plan_of(0)
+    running = use_of_towers(run.figures, spec, frozen).in_micro_batches(plan)
+    assert {tower: runs.tolist() for tower, runs in running.items()} == {
+        "vision": [True, False, True],
+        "sound": [False, False, True],
+    }
+    trained = use_of_towers(run.figures, spec, tiny.config(tmp_path)).in_micro_batches(plan)
+    assert all(runs.all() for runs in trained.values())
+    for rank in range(2):
+        batches = PlannedMicroBatches(
+            run.samples, plan, rank=rank, spec=spec, use=use_of_towers(run.figures, spec, frozen)
+        )
+        found = [batches[number] for number in range(3)]
+        assert [isinstance(batch, Batch) and "input_features" in batch.media for batch in found] == [False, False, True]
+        assert [isinstance(batch, Batch) and "input_ids" in batch.model_inputs() for batch in found] == [True] * 3
