@@ -243,3 +243,19 @@ def test_sigusr1_ends_the_launcher_and_its_ranks(tmp_path: Path) -> None:
         process.send_signal(signal.SIGUSR1)
         assert process.wait(timeout=60) == 128 + signal.SIGUSR1
         assert wait_until_gone(number)
+
+
+def test_a_port_that_is_taken_is_told_in_two_lines() -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "packtool.train.elastic", "--nnodes", "1", "--nproc-per-node", "2"]
+        command += ["--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", port, "--module", "json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == ConfigError.exit_code
+    assert port in done.stderr
+    assert "MASTER_PORT" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -29,7 +29,7 @@ def refuse_without_liger(model: nn.Module, model_type: str, *, on_gpu: bool) -> 
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as KNOWN
     except ImportError as error:
         raise ConfigError(
-            f"--use-liger-kernel: liger-kernel cannot be imported: {error}",
+            f"--use-liger-kernel true: Liger's kernels are not installed, or do not import: {error}",
             f"pip install liger-kernel. {_REMEDY}",
         ) from error
     if not on_gpu:

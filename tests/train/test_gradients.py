@@ -114,6 +114,7 @@ def two_processes(tiny: TinyWorld, alone: Path, tmp_path_factory: pytest.TempPat
     jobs: list[tuple[str, dict[str, Any]]] = [
         (str(root / name), DESCENT | settings) for name, settings in TWO_PROCESSES.items()
     ]
+    jobs.append((str(root / "versions"), DESCENT | {"add_version": True}))
     whole = root / "whole"
     jobs.append((str(whole), RESUMED))
     # All rows are in one block, so the second rank has none: its packs are empty, and the mean is over true targets.
@@ -193,6 +194,12 @@ def test_what_is_left_is_dealt_to_other_processes(alone: Path, two_processes: Pa
 
 def test_two_sharded_processes_resume_exactly(two_processes: Path) -> None:
     check_same_rest(two_processes / "sharded", two_processes / "sharded-resumed", 2)
+
+
+def test_all_ranks_write_into_one_version(two_processes: Path) -> None:
+    (version,) = (two_processes / "versions").iterdir()
+    (checkpoint,) = version.glob("checkpoint-*")
+    assert {"rng_state_0.pth", "rng_state_1.pth", "packtool_state.json"} <= {path.name for path in checkpoint.iterdir()}
 
 
 def test_uneven_shares_were_tried(two_processes: Path) -> None:
