@@ -8,6 +8,7 @@
     ├── MismatchError                4   a cache, a plan, a checkpoint and a run do not fit each other
     │   └── UnsupportedModelError    4   a model whose layers cannot be isolated under packing
     └── StorageError                 5   a local or remote file system said no
+        └── RemoteError              5   the same of a remote one, with the kind of its refusal
 
 Messages say what was wrong, where (file, row, option) and what to do about it. Anything that is not a
 ``PacktoolError`` is a bug and exits with 1; Ctrl-C exits with 130.
@@ -16,6 +17,7 @@ Messages say what was wrong, where (file, row, option) and what to do about it. 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 EXIT_OK = 0
 EXIT_UNEXPECTED = 1
@@ -112,3 +114,20 @@ class StorageError(PacktoolError):
     """Reading or writing a file system failed."""
 
     exit_code = EXIT_STORAGE
+
+
+RemoteFault = Literal["missing", "refused", "unreachable", "invalid"]
+
+
+class RemoteError(StorageError):
+    """A remote place did not give a file.
+
+    Args:
+        fault: ``missing``: there is no such file. ``refused``: the server answers that this file is not to be had.
+            ``unreachable``: the store as a whole: no answer, broken or busy for long, or credentials that it does not
+            take. ``invalid``: the address, or what lies there, is nothing that can be read.
+    """
+
+    def __init__(self, message: str, remedy: str | None = None, fault: RemoteFault = "invalid") -> None:
+        super().__init__(message, remedy)
+        self.fault: RemoteFault = fault

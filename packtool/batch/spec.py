@@ -13,11 +13,13 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, PreTrainedConfig
 from transformers.integrations import deepspeed as transformers_deepspeed
 
+from packtool.config.rows import AccessOptions
 from packtool.config.train import LossReduction
 from packtool.encode.families import MediaLimits, is_multimodal
 from packtool.encode.families.qwen_omni import MODEL_TYPES as OMNI_TYPES
 from packtool.encode.families.qwen_vl import MODEL_TYPES as VISION_TYPES
 from packtool.errors import ConfigError
+from packtool.rows.rights import MediaRights, rights_of_cache
 
 Tower = Literal["vision", "sound"]
 """What looks at pictures and videos, and what listens; a model runs each of them at most once for a micro-batch."""
@@ -32,16 +34,21 @@ class InputSpec:
         config: the model's configuration; of an Omni model its thinker's.
         limits: bounds on media that the cache was made with.
         loss_reduction: ``sample`` makes labels weigh so that each sample's mean counts once.
+        media_rights: which media may be read.
     """
 
     model: str
     config: PreTrainedConfig
     limits: MediaLimits
     loss_reduction: LossReduction = "token"
+    media_rights: MediaRights = rights_of_cache(AccessOptions())
 
     @classmethod
-    def load(cls, model: str, limits: MediaLimits) -> InputSpec:
+    def load(cls, model: str, limits: MediaLimits, access: AccessOptions | None = None) -> InputSpec:
         """Read the configuration of ``model``.
+
+        Args:
+            access: which media may be read.
 
         Raises:
             ConfigError: for a multimodal model whose inputs packtool cannot make.
@@ -54,7 +61,7 @@ class InputSpec:
                 "train yet",
                 f"Those it can train are {', '.join(known)}, and every model of text alone.",
             )
-        return cls(model, config, limits)
+        return cls(model, config, limits, media_rights=rights_of_cache(access or AccessOptions()))
 
     @cached_property
     def sees(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,14 +19,20 @@ from packtool.cache.restart import begin, check_is_cache, clear, find_finished, 
 from packtool.cache.task import TASKS_DIR, Task, TaskResult
 from packtool.cache.tasks import make_tasks
 from packtool.config.export import ExportConfig
-from packtool.constants import MANIFEST_NAME
+from packtool.constants import DROPPED_NAME, MANIFEST_NAME
+from packtool.encode.blocks import check_template, refused_at_first
 from packtool.encode.encoder import Encoder
 from packtool.encode.families import MediaLimits, family_of
 from packtool.encode.model_files import ModelFiles, place_of
 from packtool.errors import DataError, StorageError
 from packtool.progress import Progress
+from packtool.rows.boundary import unforeseen_note
+from packtool.rows.opened import close_readers
+from packtool.rows.rights import ALLOWED_BY, NOT_ALLOWED
 from packtool.rows.scan import scan_sources
 from packtool.rows.sources import sources_of
+
+_LOOKED_AT = 8  # tasks whose first rows are looked at before the work begins
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ def export(config: ExportConfig, progress: Progress) -> ExportSummary:
         StorageError: if writing fails.
     """
     started = time.perf_counter()
-    files = ModelFiles.load(config.model)
+    files = ModelFiles.load(config.model, config.chat_template)
     identity = identity_of(config, files)
     specs = sources_of(config)
     directory = None if config.dry_run else storage.normalize(config.output_dir)
@@ -87,9 +92,11 @@ def export(config: ExportConfig, progress: Progress) -> ExportSummary:
     sources = tuple(
         SourceInfo(s.source.label, s.size, s.modified, s.digest, s.num_rows, s.spec.settings) for s in scanned
     )
+    check_template(config.model, encoder, ((found.source, found.blocks) for found in scanned))
     tasks = make_tasks(scanned, config)
     if not tasks:
         raise DataError(f"no rows in {', '.join(config.dataset)}")
+    _note_refusals(tasks, progress)
     if directory is not None and config.overwrite:
         clear(directory)  # only now: a mistake in the settings must not cost the old cache
     splits = {split for task in tasks for split in task.shards}
@@ -103,12 +110,26 @@ def export(config: ExportConfig, progress: Progress) -> ExportSummary:
     manifest = build_manifest(identity, sources, ordered)
     if not any(split.rows for split in manifest.splits.values()):
         reasons = ", ".join(f"{count} {reason}" for reason, count in manifest.dropped.items())
-        raise DataError(f"none of {manifest.rows} rows is left: {reasons}", _look_at_drops(directory))
+        remedy = _look_at_drops(directory)
+        if NOT_ALLOWED in manifest.dropped:
+            remedy = f"{NOT_ALLOWED}: {ALLOWED_BY}. {remedy}"
+        raise DataError(f"none of {manifest.rows} rows is left: {reasons}", remedy)
     if directory is not None:
         _publish(directory, manifest, ordered, config)
+    told_in = storage.join(directory, DROPPED_NAME) if directory else f"{DROPPED_NAME} of a run without --dry-run"
+    if note := unforeseen_note(manifest.dropped, told_in):
+        progress.note(note)
     lengths = _percentiles(dict(length_counts(ordered)))
     seconds = time.perf_counter() - started
     return _summary(manifest, lengths, seconds, config.output_dir, num_reused=len(done))
+
+
+def _note_refusals(tasks: Sequence[Task], progress: Progress) -> None:
+    """Say before the work begins if rows name media that they may not."""
+    lines = (refused_at_first(task.source, task.blocks) for task in tasks[:_LOOKED_AT])
+    if (line := next(filter(None, lines), None)) is not None:
+        progress.note(line)
+    close_readers()  # workers have their own
 
 
 def _publish(directory: str, manifest: Manifest, results: Sequence[TaskResult], config: ExportConfig) -> None:
@@ -171,7 +192,7 @@ def identity_of(config: ExportConfig, files: ModelFiles) -> Identity:
     family = family_of(files, config)
     return Identity(
         # What is looked up later must be found from any directory; the fingerprint leaves the model's place out.
-        spec=dataclasses.asdict(config.encode_spec) | {"model": place_of(config.model)},
+        spec=config.encode_spec.recorded() | {"model": place_of(config.model)},
         model_type=files.model_type,
         tokenizer_hash=files.tokenizer_hash,
         template_hash=files.template_hash,

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-
-import typer
 
 from packtool.cli import train
 from packtool.config.evaluate import EvalConfig
 from packtool.launch import Processes, is_launched, launch_if_asked, share_cores_politely
+from packtool.visible import show, show_json
 
 
 def run_eval(config: EvalConfig, as_json: bool) -> None:
@@ -29,6 +27,7 @@ def run_eval(config: EvalConfig, as_json: bool) -> None:
             prepare_evaluation(config, world)
             launch_if_asked(train.invocation)
     from packtool.report.evaluation import evaluation_json, print_evaluation
+    from packtool.report.names import named
     from packtool.report.terminal import TerminalProgress
     from packtool.train.run_eval import evaluate_caches
 
@@ -37,7 +36,7 @@ def run_eval(config: EvalConfig, as_json: bool) -> None:
     if not world.is_first:
         return
     if as_json:
-        typer.echo(json.dumps(evaluation_json(result)))
+        show_json(named(evaluation_json(result)))
         return
     print_evaluation(result)
-    typer.echo(f"written: {result.output}")
+    show(f"written: {result.output}")

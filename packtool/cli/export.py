@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import json
-
 import typer
 
 from packtool.config.export import ExportConfig
 from packtool.errors import EXIT_INTERRUPTED
+from packtool.visible import show_json
 
 
 def run_export(config: ExportConfig, as_json: bool) -> None:
     """Export and print the summary."""
     from packtool.cache.export import export
+    from packtool.report.names import named
     from packtool.report.statistics import export_json, export_lines
     from packtool.report.terminal import TerminalProgress, print_table
+    from packtool.rows.modelscope import with_local_copies
 
+    config = with_local_copies(config)
     with TerminalProgress() as progress:
         try:
             summary = export(config, progress)
@@ -28,7 +30,7 @@ def run_export(config: ExportConfig, as_json: bool) -> None:
             "missing, and the last part to finish publishes the cache (or the same command with --finalize)"
         )
     if as_json:
-        typer.echo(json.dumps(export_json(summary)))
+        show_json(named(export_json(summary)))
         return
     print_table(_title(config, summary.already_finished), export_lines(summary))
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 
-import typer
-
 from packtool.config.simulate import SimulateConfig
+from packtool.visible import show, show_json
 
 
 def run_simulate(config: SimulateConfig, as_json: bool) -> None:
     """Simulate, print, and write the page that is asked for."""
+    from packtool.report.names import named
     from packtool.report.simulation import assumption_text, simulation_json, simulation_page, table_lines, title_of
     from packtool.report.terminal import TerminalProgress
     from packtool.train.simulate import run_simulation
@@ -25,11 +24,11 @@ def run_simulate(config: SimulateConfig, as_json: bool) -> None:
         command = shlex.join(["packtool", *sys.argv[1:]])
         storage.publish(config.html, simulation_page(found, command).encode())
     if as_json:
-        typer.echo(json.dumps(simulation_json(found)))
+        show_json(named(simulation_json(found)))
         return
-    typer.echo(title_of(found))
-    typer.echo("\n".join(table_lines(found)))
-    typer.echo("\nwhat the times rest on")
-    typer.echo("\n".join(assumption_text(found)))
+    show(title_of(found))
+    show("\n".join(table_lines(found)))
+    show("\nwhat the times rest on")
+    show("\n".join(assumption_text(found)))
     if config.html is not None:
-        typer.echo(f"written: {config.html}")
+        show(f"written: {config.html}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from packtool.cli.interrupts import interrupts_heard
 from packtool.config.train import TrainConfig
 from packtool.errors import EXIT_INTERRUPTED
 from packtool.launch import Processes, is_launched, launch_if_asked, share_cores_politely
+from packtool.visible import show, show_json
 
 if TYPE_CHECKING:
     from packtool.train.world import World
@@ -28,8 +28,10 @@ def run_train(config: TrainConfig, as_json: bool) -> None:
     What does not fit is told here, once and at once, before any process is started; a dry run starts none at all.
     """
     share_cores_politely()
+    from packtool.rows.modelscope import with_local_copies
     from packtool.train.world import World
 
+    config = with_local_copies(config)
     world = World.from_environment()
     if not is_launched(os.environ):
         world = World(0, Processes.from_environment(os.environ).total).shared_by(config.num_sharing)
@@ -40,6 +42,7 @@ def run_train(config: TrainConfig, as_json: bool) -> None:
     from packtool.encode.model_files import ModelFiles
     from packtool.report.statistics import train_lines
     from packtool.report.terminal import TerminalProgress, print_table
+    from packtool.rows.boundary import unforeseen_note
     from packtool.train.result import next_lines
     from packtool.train.run import train
 
@@ -53,17 +56,19 @@ def run_train(config: TrainConfig, as_json: bool) -> None:
     if not world.is_first:
         return
     curves = None if config.dry_run else _draw_curves(result.output_dir)
+    if note := unforeseen_note(result.dropped or {}, os.path.join(result.output_dir, "dropped-*.jsonl")):
+        show(f"packtool: {note}", error=True)
     if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(result)))
+        show_json(dataclasses.asdict(result))
         return
     if config.dry_run:
         print_table("planned, nothing trained (--dry-run)", train_lines(result))
     else:
-        print_table(f"trained: {result.checkpoint}", train_lines(result))
+        print_table(f"trained: {result.checkpoint or 'nothing saved (--save-strategy no)'}", train_lines(result))
         for line in next_lines(config, result, sees=is_multimodal(ModelFiles.load(config.model).config)):
-            typer.echo(line)
+            show(line)
         if curves is not None:
-            typer.echo(f"curves: {curves}")
+            show(f"curves: {curves}")
 
 
 def _after_interrupt(config: TrainConfig) -> str:
@@ -87,7 +92,7 @@ def _draw_curves(output_dir: str) -> str | None:
     try:
         return write_curves(metrics, output_dir)
     except OSError as error:
-        typer.echo(f"packtool: the curves could not be drawn: {error}", err=True)
+        show(f"packtool: the curves could not be drawn: {error}", error=True)
         return None
 
 

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from packtool.config.rows import (
     DATASET_HELP,
     LOSS_SCALE_HELP,
     OVERFLOW_HELP,
+    TEMPLATE_HELP,
     TRUNCATION_HELP,
     MediaOptions,
     MediaOverflow,
     RowOptions,
     TruncationStrategy,
+    access_problems,
     image_limit_problems,
 )
 from packtool.config.settings import REQUIRED, option
+from packtool.config.sizes import Tokens
 
 Executor = Literal["local", "ray"]
 MediaStorage = Literal["reference", "embed"]
@@ -30,13 +34,26 @@ class EncodeSpec(MediaOptions):
     model: str = option(
         REQUIRED, "Directory (or hub id) of the model: only its tokenizer, processor settings and config are read."
     )
-    max_length: int = option(REQUIRED, "Most tokens of a sample.", minimum=2)
+    max_length: Tokens = option(REQUIRED, "Most tokens of a sample.", minimum=2)
     truncation_strategy: TruncationStrategy = option("delete", TRUNCATION_HELP)
     media_overflow: MediaOverflow = option("drop", OVERFLOW_HELP)
     loss_scale: str = option("default", LOSS_SCALE_HELP)
+    chat_template: str | None = option(None, TEMPLATE_HELP)
     media: MediaStorage = option(
         "reference", "Keep the media's paths, or embed the encoded files' bytes into the cache."
     )
+
+    def recorded(self) -> dict[str, Any]:
+        """What a cache's manifest keeps of it.
+
+        A later option that is not given leaves no trace, so that the identity of caches that need none of it stays.
+        """
+        values = dataclasses.asdict(self)
+        if self.chat_template is None:
+            del values["chat_template"]
+        else:
+            values["chat_template"] = os.path.abspath(self.chat_template)
+        return values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +94,7 @@ class ExportConfig(RowOptions, EncodeSpec):
 
     def problems(self) -> list[str]:
         """Mistakes that only show when settings are seen together."""
-        found = image_limit_problems(self)
+        found = [*image_limit_problems(self), *access_problems(self)]
         if (self.task_index is None) != (self.num_tasks is None):
             found.append("--task-index and --num-tasks go together: part i of n")
         elif self.task_index is not None and self.num_tasks is not None and self.task_index >= self.num_tasks:

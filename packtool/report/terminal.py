@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
@@ -11,6 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
+
+from packtool.visible import visible, visible_line
 
 _PLAIN_SECONDS = 5.0
 
@@ -41,34 +44,42 @@ class TerminalProgress:
 
     def start(self, title: str, total: int | None) -> None:
         """See ``packtool.progress.Progress``."""
-        self._title, self._total, self._done = title, total or 0, 0
+        self._title, self._total, self._done = visible_line(title), total or 0, 0
         self._begin = self._last = time.monotonic()
         if not self._enabled or not self._console.is_terminal:
             return
         self._bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[shown]}"),
+            TextColumn("{task.fields[shown]}", markup=False),
             console=self._console,
             transient=True,
         )
-        self._task = self._bar.add_task(title, total=total, shown="")
+        self._task = self._bar.add_task(self._title, total=total, shown="")
         self._bar.start()
 
     def advance(self, num_done: int, **fields: float | int | str) -> None:
         """See ``packtool.progress.Progress``."""
         self._done += num_done
-        shown = "  ".join(f"{name.replace('_', ' ')} {_short(value)}" for name, value in fields.items())
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=self._done, shown=shown)
+            self._bar.update(self._task, completed=self._done, shown=_shown(fields))
         elif self._enabled and time.monotonic() - self._last >= _PLAIN_SECONDS:
-            self._last = time.monotonic()
-            share = f"{self._done:,} of {self._total:,}" if self._total else f"{self._done:,}"
-            seconds = self._last - self._begin
-            left = f", {_duration(seconds / self._done * (self._total - self._done))} left" if self._total else ""
-            self._print(f"{self._title}: {share} after {_duration(seconds)}{left}  {shown}")
+            self._print_line(fields)
+
+    def line(self, **fields: float | int | str) -> None:
+        """See ``packtool.progress.Progress``."""
+        if self._bar is None and self._enabled:
+            self._print_line(fields)
+
+    def _print_line(self, fields: Mapping[str, float | int | str]) -> None:
+        self._last = time.monotonic()
+        share = f"{self._done:,} of {self._total:,}" if self._total else f"{self._done:,}"
+        seconds = self._last - self._begin
+        rest = seconds / self._done * (self._total - self._done) if self._done else 0.0
+        left = f", {_duration(rest)} left" if self._total and self._done else ""
+        self._print(f"{self._title}: {share} after {_duration(seconds)}{left}  {_shown(fields)}")
 
     def note(self, message: str) -> None:
         """See ``packtool.progress.Progress``."""
@@ -86,18 +97,18 @@ class TerminalProgress:
 
     def _print(self, message: str) -> None:
         # No wrapping: logs are searched by line, and commands are copied from them.
-        self._console.print(message, markup=False, soft_wrap=True)
+        self._console.print(visible(message), markup=False, soft_wrap=True)
 
 
 def print_table(title: str, lines: list[tuple[str, str]], console: Console | None = None) -> None:
     """A two-column table on stdout: what, and how much."""
     console = console or Console(file=sys.stdout, highlight=False)
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right", overflow="fold")
     for what, value in lines:
-        table.add_row(what, value)
-    console.print(title, markup=False, soft_wrap=True)
+        table.add_row(Text(visible_line(what)), Text(visible_line(value)))
+    console.print(visible(title), markup=False, soft_wrap=True)
     console.print(table)
 
 
@@ -106,12 +117,12 @@ def print_columns(
 ) -> None:
     """A table of several columns on stdout, the first one of names."""
     console = console or Console(file=sys.stdout, highlight=False)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="")
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="")
     for number, name in enumerate(header):
-        table.add_column(Text(name), justify="right" if number else "left", no_wrap=True)
+        table.add_column(Text(visible_line(name)), justify="right" if number else "left", no_wrap=True)
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    console.print(title, markup=False, soft_wrap=True)
+        table.add_row(*(Text(visible_line(cell)) for cell in row))
+    console.print(visible(title), markup=False, soft_wrap=True)
     console.print(table)
 
 
@@ -120,6 +131,10 @@ def _duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _shown(fields: Mapping[str, float | int | str]) -> str:
+    return visible_line("  ".join(f"{name.replace('_', ' ')} {_short(value)}" for name, value in fields.items()))
 
 
 def _short(value: float | int | str) -> str:

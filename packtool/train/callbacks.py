@@ -11,7 +11,11 @@ from typing import Any
 
 from accelerate import PartialState
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import SaveStrategy
 
+from packtool.config.checkpoints import CheckpointOptions
+from packtool.encode.model_files import ModelFiles
+from packtool.errors import ConfigError
 from packtool.progress import Progress
 from packtool.stream.state import write_state as write_stream
 from packtool.train.checkpoint import PREFIX, RunState, copy_processor, discard_state, remove_oldest, write_state
@@ -23,18 +27,26 @@ from packtool.train.workers import WaitingNote
 
 
 class PlanCallback(TrainerCallback):
-    """Keeps the Trainer's idea of epochs right: for it the whole run is one."""
+    """Keeps the Trainer's idea of epochs right: for it the whole run is one.
 
-    def __init__(self, schedule: Schedule | OpenSchedule) -> None:
+    Args:
+        saves_epochs: a checkpoint is wanted at the end of every epoch, and of the run.
+    """
+
+    def __init__(self, schedule: Schedule | OpenSchedule, *, saves_epochs: bool = False) -> None:
         self.schedule = schedule
+        self.saves_epochs = saves_epochs
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """After the Trainer has counted a step, before it logs or saves."""
         state.epoch = state.global_step / self.schedule.steps_per_epoch
-        if state.global_step >= self.schedule.num_steps:
+        is_end = state.global_step >= self.schedule.num_steps
+        if is_end:
             control.should_log = True
+        if self.saves_epochs and (is_end or self.schedule.locate(state.global_step)[1] == 0):
+            control.should_save = True
         return control
 
 
@@ -52,7 +64,8 @@ class StreamCallback(TrainerCallback):
     ) -> TrainerControl:
         """The step that was given last may be the last there is."""
         if self.loader.is_last:
-            control.should_log = control.should_save = control.should_training_stop = True
+            control.should_log = control.should_training_stop = True
+            control.should_save = args.save_strategy == SaveStrategy.STEPS
         return control
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -68,11 +81,18 @@ class CheckpointCallback(TrainerCallback):
     """Adds to a checkpoint what is packtool's, and declares it finished when all ranks have written their part."""
 
     def __init__(
-        self, run: RunState, schedule: Schedule | OpenSchedule, model_directory: str, save_total_limit: int | None
+        self,
+        run: RunState,
+        schedule: Schedule | OpenSchedule,
+        files: ModelFiles,
+        save_total_limit: int | None,
+        *,
+        keeps_best: bool = False,
     ) -> None:
+        self.keeps_best = keeps_best
         self.run = run
         self.schedule = schedule
-        self.model_directory = model_directory
+        self.files = files
         self.save_total_limit = save_total_limit
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -85,7 +105,7 @@ class CheckpointCallback(TrainerCallback):
         PartialState().wait_for_everyone()
         if state.is_world_process_zero:
             checkpoint = os.path.join(str(args.output_dir), f"{PREFIX}{state.global_step}")
-            copy_processor(self.model_directory, checkpoint)
+            copy_processor(self.files.directory, checkpoint, self.files.template_file)
             epoch, step_in_epoch = self.schedule.locate(state.global_step)
             write_state(
                 checkpoint,
@@ -98,27 +118,50 @@ class CheckpointCallback(TrainerCallback):
                 ),
             )
             # Not left to the Trainer, which deletes older ones before this one is finished.
-            remove_oldest(str(args.output_dir), self.save_total_limit)
+            best = state.best_model_checkpoint if self.keeps_best else None
+            remove_oldest(str(args.output_dir), self.save_total_limit, keep=best)
 
 
 class EvaluationCallback(TrainerCallback):
     """Evaluates between steps, and logs what comes of it.
 
+    Must come before ``CheckpointCallback``: the best evaluation so far may ask for a checkpoint.
+
     Args:
-        evaluate: and log; called on every rank.
+        evaluate: and log; called on every rank, where it returns the same.
         every: steps between two evaluations; the last step is evaluated, too.
+        options: whether the best evaluation is saved, and what best means.
     """
 
-    def __init__(self, evaluate: Callable[[], None], every: int) -> None:
-        self.evaluate, self.every = evaluate, every
+    def __init__(self, evaluate: Callable[[], dict[str, float]], every: int, options: CheckpointOptions) -> None:
+        self.evaluate, self.every, self.options = evaluate, every, options
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """A step is done on every rank."""
         if state.global_step % self.every == 0 or state.global_step >= state.max_steps:
             # Logging takes back the wish to log, which the step itself may still have.
             should_log = control.should_log
-            self.evaluate()
+            figures = self.evaluate()
             control.should_log = should_log
+            if self.options.seeks_best and self._is_best(figures, state):
+                state.best_global_step = state.global_step
+                state.best_model_checkpoint = os.path.join(str(args.output_dir), f"{PREFIX}{state.global_step}")
+                control.should_save = True
+
+    def _is_best(self, figures: dict[str, float], state: TrainerState) -> bool:
+        name = self.options.best_metric
+        if name not in figures:
+            raise ConfigError(
+                f"--metric-for-best-model {self.options.metric_for_best_model}: an evaluation has no {name}",
+                f"It has {', '.join(sorted(figures))}.",
+            )
+        figure, before = figures[name], state.best_metric
+        if figure != figure or (
+            before is not None and not (figure > before if self.options.prefers_greater else figure < before)
+        ):
+            return False
+        state.best_metric = figure
+        return True
 
 
 class ReportCallback(TrainerCallback):
@@ -166,17 +209,20 @@ class ReportCallback(TrainerCallback):
             file.write(json.dumps(line) + "\n")
         if "loss" not in logs:
             self._shown["val loss"] = round(logs["eval_loss"], 4)
+            self.progress.line(**{"val loss": self._shown["val loss"]})
             return
         self.last_loss = float(logs["loss"])
         if self.first_loss is None:
             self.first_loss = self.last_loss
-        self._shown |= {
+        shown: dict[str, float | int | str] = {
             "loss": round(self.last_loss, 4),
             "lr": float(f"{logs['learning_rate']:.3g}"),
             "targets/s": round(logs["target_tokens_per_second"]),
             "fill": f"{logs['fill']:.1%}",
             "waiting": f"{logs['data_wait']:.0%}",
         }
+        self._shown |= shown
+        self.progress.line(**shown)
         if (remark := self.waiting.after(logs["data_wait"], logs["seconds"])) is not None:
             self.progress.note(remark)
 

@@ -172,15 +172,23 @@ def finished_checkpoints(output_dir: str) -> list[str]:
     return sorted(finished, key=lambda directory: (read_state(directory).saved_at, read_state(directory).step))
 
 
-def remove_oldest(output_dir: str, limit: int | None) -> None:
-    """Keep the newest ``limit`` finished checkpoints."""
+def remove_oldest(output_dir: str, limit: int | None, *, keep: str | None = None) -> None:
+    """Keep the newest ``limit`` finished checkpoints, and one more wherever it stands among them."""
     for checkpoint in finished_checkpoints(output_dir)[:-limit] if limit else []:
+        if keep is not None and os.path.abspath(checkpoint) == os.path.abspath(keep):
+            continue
         discard_state(checkpoint)
         shutil.rmtree(checkpoint)
 
 
-def copy_processor(model_directory: str, checkpoint: str) -> None:
-    """Copy tokenizer and processor files, byte for byte, so that a checkpoint loads like the model it came from."""
+def copy_processor(model_directory: str, checkpoint: str, template_file: str | None = None) -> None:
+    """Copy tokenizer and processor files, byte for byte, so that a checkpoint loads like the model it came from.
+
+    Args:
+        template_file: the chat template that was trained, where it is not the model's own.
+    """
     for name in sorted(os.listdir(model_directory)):
         if _PROCESSOR_FILE.fullmatch(name):
             shutil.copyfile(os.path.join(model_directory, name), os.path.join(checkpoint, name))
+    if template_file is not None:
+        shutil.copyfile(template_file, os.path.join(checkpoint, "chat_template.jinja"))

@@ -18,6 +18,7 @@ from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.support import refuse_unsupported
 from packtool.batch.dataset import is_bad
 from packtool.batch.spec import InputSpec
+from packtool.config.train import TrainConfig
 from packtool.encode.model_files import place_of
 from packtool.progress import Progress
 from packtool.train.arguments import training_arguments
@@ -56,7 +57,7 @@ def load_spec(run: PreparedRun | PreparedStream) -> InputSpec:
         ConfigError: for a multimodal model of an unknown family.
         UnsupportedModelError: for a model whose packed samples could not be kept apart, or that Liger fails to patch.
     """
-    spec = InputSpec.load(run.files.directory, run.media_limits)
+    spec = InputSpec.load(run.files.directory, run.media_limits, run.config)
     spec = dataclasses.replace(spec, loss_reduction=run.config.loss_reduction)
     if run.config.use_liger_kernel:
         with quiet_transformers():
@@ -139,7 +140,7 @@ def execute(run: PreparedRun | PreparedStream, spec: InputSpec, result: TrainRes
         target_tokens_per_second=result.target_tokens / seconds,
         first_loss=report.first_loss,
         last_loss=report.last_loss,
-        checkpoint=os.path.join(run.config.output_dir, f"{PREFIX}{steps}"),
+        checkpoint=_last_checkpoint(run.config, trainer),
         num_trainable_parameters=num_trainable,
         num_parameters=num_parameters,
     )
@@ -147,6 +148,15 @@ def execute(run: PreparedRun | PreparedStream, spec: InputSpec, result: TrainRes
         result.write()
         write_skipped(run.config.output_dir, skipped)
     return result
+
+
+def _last_checkpoint(config: TrainConfig, trainer: PackTrainer) -> str | None:
+    """The checkpoint that a run ends with: its last, or its best where that is asked for."""
+    if config.seeks_best and trainer.state.best_model_checkpoint is not None:
+        return trainer.state.best_model_checkpoint
+    if config.save_strategy in ("no", "best"):
+        return None
+    return os.path.join(config.output_dir, f"{PREFIX}{trainer.state.global_step}")
 
 
 def verify_packing(
@@ -204,10 +214,9 @@ def make_trainer(
     config, on_gpu = run.config, torch.cuda.is_available()
     dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
     loader = _make_loader(run, spec)
-    callbacks: list[TrainerCallback] = [PlanCallback(run.schedule)]
+    callbacks: list[TrainerCallback] = [PlanCallback(run.schedule, saves_epochs=config.save_strategy == "epoch")]
     if isinstance(loader, StreamLoader):
         callbacks.append(StreamCallback(loader))
-    callbacks.append(CheckpointCallback(run.state, run.schedule, run.files.directory, config.save_total_limit))
     waiting = WaitingNote(workers_of(run), cores_of_a_rank())
     report = ReportCallback(progress, config.output_dir, run.start, waiting)
     if run.world.is_first:
@@ -231,9 +240,11 @@ def make_trainer(
     trainer.parallel = parallel
     if isinstance(run, PreparedRun) and run.validation is not None:
         every = config.eval_steps if config.eval_strategy == "steps" else run.schedule.steps_per_epoch
-        trainer.add_callback(
-            EvaluationCallback(partial(trainer.log_evaluation, partial(_evaluate, run, trainer)), every)
-        )
+        evaluate = partial(trainer.log_evaluation, partial(_evaluate, run, trainer))
+        trainer.add_callback(EvaluationCallback(evaluate, every, config))
+    keeps_best = config.load_best_model_at_end
+    saves = CheckpointCallback(run.state, run.schedule, run.files, config.save_total_limit, keeps_best=keeps_best)
+    trainer.add_callback(saves)
     return trainer, report
 
 

@@ -17,6 +17,7 @@ from packtool.batch.spec import InputSpec, Tower
 from packtool.cache.chosen import SampleReader
 from packtool.config.train import TrainConfig
 from packtool.plan.epoch import EpochPlan
+from packtool.train.batch_log import is_watched, packs_in_words, watched
 from packtool.train.figures import SampleFigures, StepFigures, figures_of_steps
 from packtool.train.prepare import PreparedRun
 from packtool.train.prepare_stream import PreparedStream
@@ -49,7 +50,10 @@ def cut_of(run: PreparedRun | PreparedStream) -> Cut | None:
 
 def use_of_towers(samples: SampleFigures, spec: InputSpec, config: TrainConfig) -> TowerUse:
     """Towers that are trained run in every micro-batch, others where some rank has something for them."""
-    if not {"vision tower", "aligner"} <= frozen_parts(config):
+    named = any(
+        (config.trainable_parameters, config.trainable_parameters_regex, config.modules_to_save, config.target_regex)
+    )
+    if named or config.adapters or not {"vision tower", "aligner"} <= frozen_parts(config):
         return TowerUse(spec.towers, {})
     found: dict[Tower, npt.NDArray[np.bool_] | None] = {"vision": samples.is_seen, "sound": samples.is_heard}
     brings = {tower: found[tower] for tower in sorted(spec.towers)}
@@ -114,7 +118,13 @@ class StepLoader:
             last = min(plan.steps.num_steps, first + self.schedule.num_steps - step)
             for step_in_epoch in range(first, last):
                 num = plan.steps.num_micro_batches(step_in_epoch)
-                yield TrainingStep(figures[step_in_epoch], num, islice(batches, num))
+                micro_batches: Iterator[Batch] = islice(batches, num)
+                if is_watched():
+                    rank = self.world.data.rank
+                    packs = (packs_in_words(plan.samples(step_in_epoch, rank, number)) for number in range(num))
+                    done = step + step_in_epoch - first
+                    micro_batches = watched(micro_batches, packs, rank=rank, step=done, num=num)
+                yield TrainingStep(figures[step_in_epoch], num, micro_batches)
             step += last - first
 
     def _micro_batches(self, plan: EpochPlan, first_step: int) -> Iterator[Batch]:

@@ -19,7 +19,7 @@ from packtool.encode.families import MediaLimits
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.relabel import TargetChoice
 from packtool.plan.evaluation import EvaluationPlan
-from packtool.train.check import check_plan, choice_of_targets, open_caches, packs_of
+from packtool.train.check import check_plan, choice_of_targets, open_caches, packs_of, with_template_of
 from packtool.train.checkpoint import RunState, read_state
 from packtool.train.figures import SampleFigures
 from packtool.train.place import checkpoint_of, with_resumed_version
@@ -90,6 +90,7 @@ def prepare_run(config: TrainConfig, world: World) -> PreparedRun:
     config = with_resumed_version(config)
     files = ModelFiles.load(config.model)
     reader = open_caches(config, files)
+    files = with_template_of(reader, files)
     index = reader.index
     choice = choice_of_targets(config, reader, files)
     samples: SampleReader = reader
@@ -103,7 +104,7 @@ def prepare_run(config: TrainConfig, world: World) -> PreparedRun:
     mine: Dealing = (world.data.size, config.gradient_accumulation_steps, config.per_device_train_batch_size)
     state = _state(config, planner, mine, reader.fingerprint)
     dealings: tuple[tuple[int, int, int, int], ...] = ((0, *mine),)
-    notes: list[str] = []
+    notes = _access_notes(config, reader)
     if checkpoint is not None and before is not None:
         state.check_continues(checkpoint, before)
         dealings = before.dealings or ((0, *before.dealing),)
@@ -144,6 +145,18 @@ def _media_kinds(reader: CacheReader) -> tuple[npt.NDArray[np.bool_], npt.NDArra
     has_videos = index.num_videos > 0
     may_sound = has_videos & (audio is not None and audio.in_video)
     return (index.num_images > 0) | has_videos, (index.num_audios > 0) | may_sound
+
+
+def _access_notes(config: TrainConfig, reader: CacheReader) -> list[str]:
+    """Said before the first step, for the one sample with a web address may come after hours."""
+    for manifest in reader.manifests:
+        far = any('"media_access": "any"' in source.settings for source in manifest.sources)
+        kept = manifest.identity.spec["media"] == "reference" and any(s.media_tokens for s in manifest.splits.values())
+        if far and kept and config.media_access != "any":
+            return [
+                "a cache was exported with --media-access any: if its rows name web addresses, training needs it, too"
+            ]
+    return []
 
 
 def _planner(
