@@ -144,8 +144,12 @@ class TrainConfig(
     report_to: tuple[str, ...] = option(
         (), "Also log to tensorboard, wandb, swanlab, mlflow, ...; metrics.jsonl is always written.", panel="Run"
     )
-    dataloader_num_workers: int = option(
-        1, "Processes a rank that load pictures ahead of the step.", panel="Run", minimum=0
+    dataloader_num_workers: int | None = option(
+        None,
+        "Processes a rank that load pictures ahead of the step; by default as many as its media and cores suggest, "
+        "from 1 to 8.",
+        panel="Run",
+        minimum=0,
     )
     on_bad_media: Literal["raise", "skip"] = option(
         "raise",

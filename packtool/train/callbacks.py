@@ -23,6 +23,7 @@ from packtool.train.place import METRICS_NAME
 from packtool.train.prepare_stream import OpenSchedule
 from packtool.train.schedule import Schedule
 from packtool.train.stream_loader import StreamLoader
+from packtool.train.workers import WaitingNote
 
 
 class PlanCallback(TrainerCallback):
@@ -170,8 +171,9 @@ class ReportCallback(TrainerCallback):
         first_loss, last_loss: of the first and the last log line.
     """
 
-    def __init__(self, progress: Progress, output_dir: str, start: int) -> None:
+    def __init__(self, progress: Progress, output_dir: str, start: int, waiting: WaitingNote) -> None:
         self.progress = progress
+        self.waiting = waiting
         self.path = os.path.join(output_dir, METRICS_NAME)
         self.start = start
         self.first_loss: float | None = None
@@ -221,6 +223,8 @@ class ReportCallback(TrainerCallback):
         }
         self._shown |= shown
         self.progress.line(**shown)
+        if (remark := self.waiting.after(logs["data_wait"], logs["seconds"])) is not None:
+            self.progress.note(remark)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

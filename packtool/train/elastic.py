@@ -29,6 +29,8 @@ def run(arguments: Sequence[str]) -> int:
     """
     # The failed process has said what was wrong; torchrun would add a table and a stack of its own.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # torchrun hands on SIGTERM and its like only; schedulers send this one before they take a machine away.
+    signal.signal(signal.SIGUSR1, _hand_on)
     try:
         torchrun(list(arguments))
     except ChildFailedError as error:
@@ -56,6 +58,11 @@ def run(arguments: Sequence[str]) -> int:
     except SignalException as error:
         return _SIGNAL_BASE + int(error.sigval)
     return 0
+
+
+def _hand_on(number: int, _frame: object) -> None:
+    signal.signal(number, signal.SIG_IGN)  # once is enough
+    raise SignalException(f"signal {number}", signal.Signals(number))
 
 
 if __name__ == "__main__":

@@ -76,3 +76,22 @@ def shard_on_cpus(config: TrainConfig) -> None:
     """
     if config.fsdp and PartialState().distributed_type == DistributedType.MULTI_CPU:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+
+
+def meet_on_cpus(config: TrainConfig) -> None:
+    """Tell DeepSpeed of the processes that torch knows, where there are no GPUs: accelerate leaves it to the caller.
+
+    To be called between the arguments and the model.
+    """
+    if config.deepspeed and PartialState().distributed_type == DistributedType.MULTI_CPU:
+        import deepspeed  # an extra, and slow to import
+
+        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+
+
+def is_zero3(config: TrainConfig) -> bool:
+    """Whether DeepSpeed shards weights, which it does as soon as they are read."""
+    if config.deepspeed is None:
+        return False
+    zero = deepspeed_settings(config.deepspeed).get("zero_optimization") or {}
+    return bool(zero.get("stage") == 3)
