@@ -20,6 +20,8 @@ from packtool.errors import ConfigError
 
 _FPS = 2.0
 _MIN_FRAMES, _MAX_FRAMES = 4, 768
+# Processors of pictures for which one of videos has the same name; there is none for ...Fast.
+_NAMED_ALIKE = ("Qwen2VLImageProcessor",)
 
 
 def video_limits(
@@ -32,14 +34,16 @@ def video_limits(
     """Limits from the processor's settings, overridden by the user's.
 
     Args:
-        is_qwen3: bounds are for all frames together, and frames are spread from the first to the last.
+        is_qwen3: frames are spread from the first to the last, and bounds are for all frames together, unless the
+            settings are another processor's.
         frame_tokens: least and most tokens of a frame where the family's processor sets them itself (Omni).
 
     Raises:
         ConfigError: if limits contradict each other.
     """
     size = processor.get("size") or {}
-    patch_size = int(processor.get("patch_size", 16 if is_qwen3 else 14))
+    of_all = is_qwen3 and _bounds_all_frames(processor)
+    patch_size = int(processor.get("patch_size", 16 if of_all else 14))
     merge_size = int(processor.get("merge_size", 2))
     per_token = (patch_size * merge_size) ** 2
     low, high = frame_tokens or (128, 768)
@@ -53,12 +57,12 @@ def video_limits(
         fps=float(options.fps or processor.get("fps") or _FPS),
         min_frames=options.fps_min_frames or int(processor.get("min_frames") or _MIN_FRAMES),
         max_frames=options.fps_max_frames or int(processor.get("max_frames") or _MAX_FRAMES),
-        min_pixels=int(least if is_qwen3 else frame_least or least),
-        max_pixels=int(options.video_total_pixels or most if is_qwen3 else frame_most or most),
-        over_all_frames=is_qwen3,
-        frame_min_pixels=frame_least if is_qwen3 else None,
-        frame_max_pixels=frame_most if is_qwen3 else None,
-        total_pixels=None if is_qwen3 else options.video_total_pixels,
+        min_pixels=int(least if of_all else frame_least or least),
+        max_pixels=int(options.video_total_pixels or most if of_all else frame_most or most),
+        over_all_frames=of_all,
+        frame_min_pixels=frame_least if of_all else None,
+        frame_max_pixels=frame_most if of_all else None,
+        total_pixels=None if of_all else options.video_total_pixels,
         even_ends=is_qwen3,
         patch_size=patch_size,
         merge_size=merge_size,
@@ -75,6 +79,16 @@ def video_limits(
                 "Set both limits: what you leave out comes from the model's processor settings.",
             )
     return limits
+
+
+def _bounds_all_frames(processor: Mapping[str, Any]) -> bool:
+    """Whether the processor that transformers makes of a Qwen3-VL model's settings bounds all frames together.
+
+    In a folder without settings for videos the pictures' stand for both, and transformers makes the video processor
+    that is named as the pictures' is, if there is one: Qwen2-VL's, which bounds each frame.
+    """
+    named = processor.get("video_processor_type")
+    return not str(named).startswith("Qwen2") if named else processor.get("image_processor_type") not in _NAMED_ALIKE
 
 
 def _pixels(pixels: int | None, tokens: int | None, per_token: int) -> int | None:

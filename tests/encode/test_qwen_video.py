@@ -1,0 +1,78 @@
+"""Grids of videos against the processor that transformers makes of the same folder, whatever sizes and limits."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoVideoProcessor
+
+from packtool.config.rows import MediaOptions
+from packtool.encode.families.qwen_video import video_grid, video_limits
+from packtool.encode.families.qwen_vl import QWEN3_TYPES
+
+PATCHES = {"temporal_patch_size": 2, "merge_size": 2, "size": {"shortest_edge": 784, "longest_edge": 40000}}
+PICTURES = {"plain": "Qwen2VLImageProcessor", "fast": "Qwen2VLImageProcessorFast", "unnamed": None}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("processors")
+
+
+def write(path: Path, value: dict[str, Any]) -> dict[str, Any]:
+    path.write_text(json.dumps(value))
+    return value
+
+
+@cache
+def processor(folder: Path, model_type: str, patch_size: int, pictures: str, videos: str | None) -> tuple[Any, Any]:
+    """The settings that packtool reads, and what transformers makes of them."""
+    place = folder / f"{model_type}-{patch_size}-{pictures}-{videos}"
+    place.mkdir()
+    write(place / "config.json", {"model_type": model_type})
+    patches = PATCHES | {"patch_size": patch_size}
+    named = {"image_processor_type": PICTURES[pictures]} if PICTURES[pictures] else {}
+    found = write(place / "preprocessor_config.json", patches | named)
+    if videos is not None:
+        found = write(place / "video_preprocessor_config.json", patches | {"video_processor_type": videos})
+    made: Any = AutoVideoProcessor
+    return found, made.from_pretrained(place)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    model_type=st.sampled_from(["qwen2_5_vl", "qwen3_vl"]),
+    patch_size=st.sampled_from([14, 16]),
+    pictures=st.sampled_from(sorted(PICTURES)),
+    videos=st.sampled_from([None, "Qwen2VLVideoProcessor", "Qwen3VLVideoProcessor"]),
+    frames=st.integers(2, 9),
+    height=st.integers(1, 300),
+    width=st.integers(1, 300),
+    total=st.none() | st.integers(1000, 200_000),
+    most=st.none() | st.integers(800, 40_000),
+)
+def test_grids_are_the_processors(folder: Path, **drawn: Any) -> None:
+    wants = {"qwen2_5_vl": "Qwen2VLVideoProcessor", "qwen3_vl": None}[drawn["model_type"]]
+    videos = drawn["videos"] if drawn["videos"] is None or wants is None else wants
+    place = drawn["model_type"], drawn["patch_size"], drawn["pictures"], videos
+    found, theirs = processor(folder, *place)
+    options = MediaOptions(video_total_pixels=drawn["total"], video_max_pixels=drawn["most"])
+    limits = video_limits(found, options, is_qwen3=drawn["model_type"] in QWEN3_TYPES)
+    least, most = limits.bounds(drawn["frames"])
+    pixels = torch.zeros(drawn["frames"], 3, drawn["height"], drawn["width"], dtype=torch.uint8)
+    given = {"do_sample_frames": False, "cap_pixels_per_frame": False, "return_tensors": "pt"}
+    try:
+        grid = video_grid(drawn["height"], drawn["width"], drawn["frames"], limits)
+    except ValueError:
+        with pytest.raises((ValueError, RuntimeError, ZeroDivisionError)):
+            theirs(videos=[pixels], size={"shortest_edge": least, "longest_edge": most}, **given)
+        return
+    made = theirs(videos=[pixels], size={"shortest_edge": least, "longest_edge": most}, **given)
+    assert grid == tuple(made["video_grid_thw"][0].tolist())
