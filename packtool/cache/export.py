@@ -151,7 +151,7 @@ class _Job:
         ordered = [results[task.number] for task in self.tasks]
         manifest = build_manifest(self.identity, self.sources, ordered)
         if not _num_kept(manifest):
-            raise nothing_left(manifest, "Without --dry-run each row's reason is kept in the output directory.")
+            raise nothing_left(manifest, ordered, "Without --dry-run each row's reason is kept in the output directory.")
         self._note_unforeseen(manifest, f"{DROPPED_NAME} of a run without --dry-run")
         return self._summary(manifest, ordered, started, {})
 
@@ -181,7 +181,7 @@ class _Job:
         if not _num_kept(manifest):
             merge_dropped(directory, ordered)
             forget_tasks(directory)
-            raise nothing_left(manifest, f"Each row's reason is in {storage.join(directory, DROPPED_NAME)}.")
+            raise nothing_left(manifest, ordered, f"Each row's reason is in {storage.join(directory, DROPPED_NAME)}.")
         self._publish(directory, manifest, ordered, lock)
         self._note_unforeseen(manifest, storage.join(directory, DROPPED_NAME))
         return self._summary(manifest, ordered, started, done)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from packtool.cache.manifest import Manifest
+from packtool.cache.task import TaskResult
 from packtool.errors import DataError
 from packtool.rows.rights import ALLOWED_BY, NOT_ALLOWED
 
@@ -18,6 +21,22 @@ _REMEDIES = {
     "what --truncation-strategy cut off.",
     "turns_not_found": "The chat template writes the turns so that they cannot be found again: give another model or "
     "template.",
+    "media_unreadable": "The files are there, and are not what the rows say: look at one of them.",
+    "media_size": "Their files are larger than --max-media-bytes, or the model cannot be shown media of such a size.",
+    "media_refused": "Their store refuses them: check the credentials, and whether the addresses are still good.",
+    "media_unreachable": "Their store does not answer: check the network and the addresses.",
+    "over_max_row_bytes": "Give a larger --max-row-bytes, as in --max-row-bytes 256MB.",
+    "cannot_be_split": "Take another --truncation-strategy: split is for plain text.",
+    "duplicate_keys": "Write each key of an object once: JSON readers do not agree on which of two counts.",
+    "invalid_text": "Save the file as UTF-8, and mend what was cut through in the middle of a character.",
+    "invalid_content": "Turns must say text: NaN, Infinity and parts of unknown kinds are no text.",
+    "empty_conversation": "The rows hold no turns: say which column does with --columns, as in --columns messages=dialog.",
+    "turn_left_out": "The chat template does not write all turns, as some write only the first system prompt: join them "
+    "in the rows, or give another template with --chat-template FILE.",
+    "template_refused": "The chat template does not take such conversations: mend the rows, or give another template "
+    "with --chat-template FILE.",
+    "no_chat_template": "Give a template with --chat-template FILE, or take the instruct model.",
+    "role_order": "Conversations begin with a turn of the user, behind the system prompt.",
     "unknown_form": "Say which columns hold what with --columns, as in --columns messages=dialog.",
     "unknown_role": "Say how the rows name their roles in --dataset-info.",
     "invalid_json": "Is it a .jsonl file, with one JSON object a line?",
@@ -28,14 +47,18 @@ _MARKS = (
 )
 
 
-def nothing_left(manifest: Manifest, where: str) -> DataError:
+def nothing_left(manifest: Manifest, results: Sequence[TaskResult], where: str) -> DataError:
     """The error.
 
     Args:
+        results: of all tasks; the first row that the commonest reason met stands for the others.
         where: says where each row's reason is kept.
     """
     common = sorted(manifest.dropped.items(), key=lambda item: -item[1])
     told = ", ".join(f"{count:,} {reason}" for reason, count in common)
     reason = common[0][0] if common else ""
     remedy = _REMEDIES.get(reason, _MARKS if reason.endswith("_marks") else "")
-    return DataError(f"none of {manifest.rows:,} rows is left: {told}", f"{remedy} {where}".strip())
+    firsts = (result.first_dropped.get(reason) for result in results)
+    first = next(filter(None, firsts), "")
+    message = f"none of {manifest.rows:,} rows is left: {told}" + (f"\nThe first: {first}" if first else "")
+    return DataError(message, f"{remedy} {where}".strip())

@@ -32,6 +32,7 @@ from packtool.rows.source import Blocks, Source
 
 TASKS_DIR = ".tasks"
 BATCH_ROWS = 128
+_MOST_SHOWN = 300  # characters of what is wrong with a row
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ class TaskResult:
     Args:
         export: that it belongs to.
         dropped_sha256: of its part of ``dropped.jsonl``.
+        first_dropped: by reason, which row was the first and what is wrong with it.
     """
 
     number: int
@@ -128,6 +130,7 @@ class TaskResult:
     rows: int = 0
     marks_added: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
+    first_dropped: dict[str, str] = field(default_factory=dict)
     splits: dict[str, SplitCounts] = field(default_factory=dict)
     channels: list[str] = field(default_factory=list)
 
@@ -188,21 +191,19 @@ def run_task(task: Task, encoder: Encoder, work: Work, report: Report = _to_nobo
     try:
         for group in _groups(rows):
             kept: dict[str, list[EncodedSample]] = {name: [] for name in task.shards}
-            num_dropped = 0
+            before = outputs.num_dropped
             for item in encode_samples(group, encoder):
                 split = VAL_SPLIT if position in val_rows or TRAIN_SPLIT not in task.shards else TRAIN_SPLIT
                 position += 1
                 if not isinstance(item, Dropped):
                     kept[split] += item
                     outputs.result.splits[split].pieces_added += len(item) - 1
-                elif work.strict:
-                    raise RowError(item.source, item.row, item.reason, item.detail)
                 else:
                     outputs.drop(item)
-                    num_dropped += 1
             outputs.result.marks_added += sum(isinstance(s, Sample) and s.num_marks_added > 0 for s in group)
             outputs.write(kept)
-            report(len(group), num_dropped, sum(sample.length for samples in kept.values() for sample in samples))
+            tokens = sum(sample.length for samples in kept.values() for sample in samples)
+            report(len(group), outputs.num_dropped - before, tokens)
         return outputs.commit(position)
     except BaseException:
         outputs.discard()
@@ -231,26 +232,33 @@ class _Outputs:
             if work.directory is not None:
                 self._writers[split] = ShardWriter(storage.join(work.directory, split, name))
 
+    @property
+    def num_dropped(self) -> int:
+        """Rows so far."""
+        return len(self._drops)
+
     def drop(self, item: Dropped) -> None:
+        """Count and write down a row that is left out.
+
+        Raises:
+            RowError: in strict mode.
+        """
+        if self._strict:
+            raise RowError(item.source, item.row, item.reason, item.detail)
         self.result.dropped[item.reason] = self.result.dropped.get(item.reason, 0) + 1
+        self.result.first_dropped.setdefault(item.reason, f"{item.source}, row {item.row}: {item.detail[:_MOST_SHOWN]}")
         self._drops.append(json.dumps(asdict(item), ensure_ascii=False) + "\n")
 
     def write(self, kept: Mapping[str, list[EncodedSample]]) -> None:
         for split, samples in kept.items():
             counts = self.result.splits[split]
             embeds = self._embed and self._directory is not None
-            for part in embedded(samples, self._rights, self._lose) if embeds else (samples,):
+            for part in embedded(samples, self._rights, self.drop) if embeds else (samples,):
                 if self._directory is not None:
                     self._index[split].append(index_part(part, counts.shard, counts.rows, self._codes))
                     self._writers[split].write(part)
                 for sample in part:
                     counts.add(sample)
-
-    def _lose(self, item: Dropped) -> None:
-        """Drop a row whose medium could be measured, and then could not be read."""
-        if self._strict:
-            raise RowError(item.source, item.row, item.reason, item.detail)
-        self.drop(item)
 
     def commit(self, num_rows: int) -> TaskResult:
         self.result.rows = num_rows
