@@ -151,7 +151,9 @@ class _Job:
         ordered = [results[task.number] for task in self.tasks]
         manifest = build_manifest(self.identity, self.sources, ordered)
         if not _num_kept(manifest):
-            raise nothing_left(manifest, ordered, "Without --dry-run each row's reason is kept in the output directory.")
+            raise nothing_left(
+                manifest, ordered, "Without --dry-run each row's reason is kept in the output directory."
+            )
         self._note_unforeseen(manifest, f"{DROPPED_NAME} of a run without --dry-run")
         return self._summary(manifest, ordered, started, {})
 

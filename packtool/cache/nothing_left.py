@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from packtool.cache.manifest import Manifest
 from packtool.cache.task import TaskResult
@@ -30,9 +30,10 @@ _REMEDIES = {
     "duplicate_keys": "Write each key of an object once: JSON readers do not agree on which of two counts.",
     "invalid_text": "Save the file as UTF-8, and mend what was cut through in the middle of a character.",
     "invalid_content": "Turns must say text: NaN, Infinity and parts of unknown kinds are no text.",
-    "empty_conversation": "The rows hold no turns: say which column does with --columns, as in --columns messages=dialog.",
-    "turn_left_out": "The chat template does not write all turns, as some write only the first system prompt: join them "
-    "in the rows, or give another template with --chat-template FILE.",
+    "empty_conversation": "The rows hold no turns: say which column does with --columns, as in "
+    "--columns messages=dialog.",
+    "turn_left_out": "The chat template does not write all turns, as some write only the first system prompt: join "
+    "them in the rows, or give another template with --chat-template FILE.",
     "template_refused": "The chat template does not take such conversations: mend the rows, or give another template "
     "with --chat-template FILE.",
     "no_chat_template": "Give a template with --chat-template FILE, or take the instruct model.",
@@ -48,17 +49,29 @@ _MARKS = (
 
 
 def nothing_left(manifest: Manifest, results: Sequence[TaskResult], where: str) -> DataError:
-    """The error.
+    """The error of an export.
 
     Args:
-        results: of all tasks; the first row that the commonest reason met stands for the others.
         where: says where each row's reason is kept.
     """
-    common = sorted(manifest.dropped.items(), key=lambda item: -item[1])
+    firsts: dict[str, str] = {}
+    for result in results:
+        firsts = result.first_dropped | firsts
+    return all_dropped(f"none of {manifest.rows:,} rows is left", manifest.dropped, firsts, where)
+
+
+def all_dropped(what: str, dropped: Mapping[str, int], firsts: Mapping[str, str], where: str) -> DataError:
+    """The error of whoever reads rows and keeps none.
+
+    Args:
+        what: happened, in a few words.
+        dropped: rows by reason.
+        firsts: the first row of each reason, and what is wrong with it; that of the commonest stands for all.
+        where: says where each row's reason is kept.
+    """
+    common = sorted(dropped.items(), key=lambda item: -item[1])
     told = ", ".join(f"{count:,} {reason}" for reason, count in common)
     reason = common[0][0] if common else ""
     remedy = _REMEDIES.get(reason, _MARKS if reason.endswith("_marks") else "")
-    firsts = (result.first_dropped.get(reason) for result in results)
-    first = next(filter(None, firsts), "")
-    message = f"none of {manifest.rows:,} rows is left: {told}" + (f"\nThe first: {first}" if first else "")
-    return DataError(message, f"{remedy} {where}".strip())
+    first = f"\nThe first: {firsts[reason]}" if reason in firsts else ""
+    return DataError(f"{what}: {told or 'there were none'}{first}", f"{remedy} {where}".strip())

@@ -32,7 +32,6 @@ from packtool.rows.source import Blocks, Source
 
 TASKS_DIR = ".tasks"
 BATCH_ROWS = 128
-_MOST_SHOWN = 300  # characters of what is wrong with a row
 
 
 @dataclass(frozen=True)
@@ -246,7 +245,7 @@ class _Outputs:
         if self._strict:
             raise RowError(item.source, item.row, item.reason, item.detail)
         self.result.dropped[item.reason] = self.result.dropped.get(item.reason, 0) + 1
-        self.result.first_dropped.setdefault(item.reason, f"{item.source}, row {item.row}: {item.detail[:_MOST_SHOWN]}")
+        self.result.first_dropped.setdefault(item.reason, item.shown)
         self._drops.append(json.dumps(asdict(item), ensure_ascii=False) + "\n")
 
     def write(self, kept: Mapping[str, list[EncodedSample]]) -> None:

@@ -192,8 +192,10 @@ class Encoder:
             messages = [_message(turn, shield, kinds, as_list) for turn in sample.turns]
             tools = shield.value(sample.tools)
             rendered = self._template.render(messages, tools)
-        except (TemplateFailure, RecursionError) as failure:
+        except TemplateFailure as failure:
             raise _CannotRender("template_refused", str(failure)) from failure
+        except RecursionError as error:
+            raise _CannotRender("template_refused", "the row's values nest too deep") from error
         if (number := self._left_out.first(sample.turns, messages, tools)) is not None:
             detail = f"the chat template leaves out turn {number}, of the {sample.turns[number].role}"
             raise _CannotRender("turn_left_out", detail)

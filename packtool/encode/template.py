@@ -20,7 +20,7 @@ from packtool.errors import ConfigError
 # What a template can run into on a conversation it was not written for.
 _FAILURES = (
     *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError),
-    *(ArithmeticError, RecursionError),
+    ArithmeticError,
 )
 _COUNTED = "packtool_counted"
 _MOST_ROUNDS = 10_000_000
@@ -163,6 +163,8 @@ class ChatTemplate:
                     raise TemplateFailure(f"the template writes more than {_MOST_CHARS:,} characters")
         except TemplateFailure:
             raise
+        except RecursionError as error:  # whose words depend on who called
+            raise TemplateFailure("the template calls itself without end") from error
         except _FAILURES as error:
             raise TemplateFailure(str(error) or type(error).__name__) from error
         return "".join(pieces)

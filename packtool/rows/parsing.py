@@ -13,6 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 _OPENING, _BLANKS = ("{", "["), " \t\r\n"
+MOST_DEEP = 100
+"""Lists and objects in each other: far from where Python's own limit, which counts the caller's calls too, begins."""
+
+_TOO_DEEP = f"lists and objects nest more than {MOST_DEEP} deep"
 # JSON can spell half of a character that needs two halves; real files hold such, cut through an emoji.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -35,8 +39,8 @@ def parse_json(text: str | bytes) -> Any:
     """What a JSON text stands for.
 
     Raises:
-        JsonProblem: if it is none or is not UTF-8, nests about a thousand deep, holds a key twice in one object, or
-            half of a surrogate pair.
+        JsonProblem: if it is none or is not UTF-8, nests more than 100 deep, holds a key twice in one object, or half
+            of a surrogate pair.
     """
     if isinstance(text, bytes):
         try:
@@ -50,14 +54,31 @@ def parse_json(text: str | bytes) -> Any:
     except JsonProblem:
         raise
     except RecursionError as error:
-        raise JsonProblem("invalid_json", "lists and objects nest too deep") from error
+        raise JsonProblem("invalid_json", _TOO_DEEP) from error
     except StopIteration as error:  # what the parser within the parser says for "expecting value"
         raise JsonProblem("invalid_json", f"a value is missing or broken at character {error.value}") from error
     except ValueError as error:
         raise JsonProblem("invalid_json", str(error)) from error
+    if text.count("[") + text.count("{") > MOST_DEEP and _is_deep(value):
+        raise JsonProblem("invalid_json", _TOO_DEEP)
     if _SURROGATE.search(text) and not is_text(value):
         raise JsonProblem("invalid_text", "half of a surrogate pair (\\ud800 to \\udfff alone) is no character")
     return value
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether lists and objects nest more than ``MOST_DEEP`` deep."""
+    level = [value] if isinstance(value, (dict, list)) else []
+    for _ in range(MOST_DEEP):
+        level = [
+            child
+            for item in level
+            for child in (item.values() if item.__class__ is dict else item)
+            if child.__class__ is dict or child.__class__ is list
+        ]
+        if not level:
+            return False
+    return True
 
 
 def is_text(value: Any) -> bool:

@@ -80,7 +80,7 @@ class Sample:
     lone_mark: str = ""
 
 
-_LONGEST_DETAIL = 1000
+_LONGEST_DETAIL, _MOST_SHOWN = 1000, 300
 
 
 @dataclass(frozen=True)
@@ -101,3 +101,8 @@ class Dropped:
         if len(detail) > _LONGEST_DETAIL:
             detail = f"{detail[:_LONGEST_DETAIL]}..."
         object.__setattr__(self, "detail", detail.encode(errors="backslashreplace").decode())
+
+    @property
+    def shown(self) -> str:
+        """Which row, and what is wrong with it, in a line or so."""
+        return f"{self.source}, row {self.row}: {self.detail[:_MOST_SHOWN]}"

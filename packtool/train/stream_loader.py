@@ -23,8 +23,8 @@ import torch.distributed as dist
 from packtool.batch.batch import Batch
 from packtool.batch.dataset import GivenMicroBatches, load_micro_batches
 from packtool.batch.spec import InputSpec
+from packtool.cache.nothing_left import all_dropped
 from packtool.encode.encoded import EncodedSample
-from packtool.errors import DataError
 from packtool.rows.sample import Dropped
 from packtool.stream.packs import PackStream, StreamedPack
 from packtool.stream.state import StreamState
@@ -97,7 +97,8 @@ class StreamLoader:
             own = self._own.popleft()
             sums = dict(zip(_SUMS, self._summed(own.counts), strict=True))
             if not sums["packs"]:
-                raise DataError("no sample is left of the rows", self._look_at_drops())
+                where = f"Rows that were dropped are listed in {self._log.path}."
+                raise all_dropped("no sample is left of the rows", self._stream.dropped, self._log.firsts, where)
             more = sums.pop("more")
             self.totals.update(sums)
             self._after = {step: self._after.get(step, own.after), step + 1: own.after}
@@ -194,24 +195,26 @@ class StreamLoader:
         dist.all_gather_object(found, value, group=self._group)
         return found[:: self.run.world.num_sharing]
 
-    def _look_at_drops(self) -> str:
-        return f"Rows that were dropped are listed in {self._log.path}."
-
 
 class DropLog:
     """``OUTPUT_DIR/dropped-00000.jsonl``: a line for each row that a rank could not use.
 
     Args:
         run: of this rank; the lines of an earlier run that it goes on from stay, those behind its checkpoint go.
+
+    Attributes:
+        firsts: of each reason, the first row that this run met.
     """
 
     def __init__(self, run: PreparedStream) -> None:
         self.path = os.path.join(run.config.output_dir, f"dropped-{run.world.data.rank:05d}.jsonl")
+        self.firsts: dict[str, str] = {}
         self._writes = run.world.share_rank == 0
         self._kept = sum(run.stream.dropped.values()) if run.stream is not None else 0
 
     def __call__(self, item: Dropped) -> None:
         """Append a line."""
+        self.firsts.setdefault(item.reason, item.shown)
         if not self._writes:
             return
         with open(self.path, "a", encoding="utf-8") as file:

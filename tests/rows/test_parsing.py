@@ -44,6 +44,27 @@ def test_what_is_no_json_to_rely_on(text: bytes, reason: str) -> None:
     assert caught.value.reason == reason
 
 
+def _from_below(frames: int, text: bytes) -> str:
+    """What becomes of a text that is read by somebody who was called so many times over."""
+    if frames:
+        return _from_below(frames - 1, text)
+    try:
+        parse_json(text)
+    except JsonProblem as problem:
+        return problem.detail
+    return ""
+
+
+@pytest.mark.parametrize(("opening", "closing"), [(b"[", b"]"), (b'{"a":', b"}"), (b'[{"a":', b"}]")])
+@pytest.mark.parametrize("inner", [b"1", b'"\\ud83d\\ude00 [[[ {{{"', b"null"])
+@pytest.mark.parametrize("depth", [100, 102, 300, 600, 900, 990, 5000])
+def test_depth_is_bounded_whoever_asks(opening: bytes, closing: bytes, inner: bytes, depth: int) -> None:
+    times = depth // (len(opening.strip(b'"a:')) or 1)
+    text = opening * times + inner + closing * times
+    told = {_from_below(frames, text) for frames in (0, 100, 400, 700)}
+    assert told == ({""} if depth == 100 else {"lists and objects nest more than 100 deep"})
+
+
 def test_what_only_looks_dangerous() -> None:
     assert parse_json(b'["\\ud83d\\ude00", "\\\\ud83d", "[[[{{{"]') == ["\U0001f600", "\\ud83d", "[[[{{{"]
     assert parse_json(b" [1]\r\n") == [1]

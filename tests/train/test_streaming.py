@@ -100,8 +100,11 @@ def test_max_steps_is_the_end_as_well(tiny: TinyWorld, rows: str, tmp_path: Path
 def test_rows_of_which_nothing_is_left(tiny: TinyWorld, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("{\n{\n")
     config = tiny.config(tmp_path / "out", **tiny.streamed(str(tmp_path / "rows.jsonl")))
-    with pytest.raises(DataError, match=r"no sample is left of the rows") as caught:
+    with pytest.raises(
+        DataError, match=r"no sample is left of the rows: 2 invalid_json\nThe first: .*row 0: "
+    ) as caught:
         train(config, SilentProgress())
+    assert "one JSON object a line" in str(caught.value.remedy)
     assert "dropped-00000.jsonl" in str(caught.value.remedy)
 
 
