@@ -53,16 +53,19 @@ def with_cache(config: TrainConfig, progress: Progress) -> TrainConfig:
     os.makedirs(root, exist_ok=True)
     with locked(directory + ".lock"):
         summary = export(dataclasses.replace(asked, output_dir=directory), progress)
-    dropped = sum(summary.dropped.values())
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(summary.dropped.items(), key=_commonest))
+    dropped = f"{sum(summary.dropped.values()):,} dropped" + (f": {reasons}" if reasons else "")
     found = "found" if summary.already_finished else "made"
-    progress.note(
-        f"cache {found}: {directory} ({summary.kept:,} samples of {summary.rows:,} rows, {dropped:,} dropped)"
-    )
+    progress.note(f"cache {found}: {directory} ({summary.kept:,} samples of {summary.rows:,} rows, {dropped})")
     kept = {"media_root", *(field.name for field in dataclasses.fields(AccessOptions))}
     plain: dict[str, Any] = {
         field.name: field.default for field in dataclasses.fields(RowOptions) if field.name not in kept
     }
     return dataclasses.replace(config, **plain, chat_template=None, cached_dataset=(directory,))
+
+
+def _commonest(item: tuple[str, int]) -> int:
+    return -item[1]
 
 
 def rows_fingerprint(
