@@ -38,6 +38,7 @@ ROWS_ONLY = (
     "strict",
 )
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+MasterWeights = Literal["float32", "kahan", "none"]
 LossReduction = Literal["token", "sample"]
 
 
@@ -78,7 +79,17 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions, ParallelOptions):
     shuffle_buffer_size: int = option(
         1000, "Samples that streaming draws the next one from; 1 keeps the order.", panel="Streaming", minimum=1
     )
-    torch_dtype: DType = option("auto", "Precision of the weights; auto is the checkpoint's.", panel="Model and data")
+    torch_dtype: DType = option(
+        "auto",
+        "Precision of the computation; auto is the checkpoint's on a GPU and float32 on a CPU.",
+        panel="Model and data",
+    )
+    master_weights: MasterWeights = option(
+        "float32",
+        "How all weights are kept while they are trained in 16 bits: float32 (16 bytes each with gradient and AdamW); "
+        "kahan, bfloat16 and what rounding takes (12 bytes); none, bfloat16 alone, which loses small updates (8).",
+        panel="Training",
+    )
 
     packing: bool = option(False, "Pack samples without padding.", panel="Packing")
     attn_impl: AttnImpl = option("auto", ATTN_IMPL_HELP, panel="Packing")
@@ -193,11 +204,27 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions, ParallelOptions):
                 "--on-bad-media skip: processes that share a row load different media of it, and would not skip alike; "
                 "leave out --sequence-parallel-size, or skip bad rows at export"
             )
+        found += self._master_problems()
         if self.deepspeed is not None and self.fsdp:
             found.append("--deepspeed and --fsdp are two ways to shard: give one of them")
         found += [f"--fsdp {word}: known are {', '.join(FSDP_WORDS)}" for word in self.fsdp if word not in FSDP_WORDS]
         if self.freeze_vit and self.freeze_aligner and self.freeze_llm:
             found.append("--freeze-vit, --freeze-aligner and --freeze-llm together leave nothing to train")
+        return found
+
+    def _master_problems(self) -> list[str]:
+        """Where ``--master-weights`` says something that would not be done."""
+        if self.master_weights == "float32":
+            return []
+        given, found = f"--master-weights {self.master_weights}", []
+        if self.train_type == "lora":
+            found.append(f"{given}: adapters are small and always float32; it goes with --train-type full")
+        if self.fsdp or self.deepspeed is not None:
+            found.append(f"{given}: FSDP and DeepSpeed keep float32 weights, shared out over the processes")
+        if self.torch_dtype == "float16":
+            found.append(f"{given}: float16 gradients cannot be unscaled; use --torch-dtype bfloat16")
+        if self.master_weights == "kahan" and "optim" in self.training:
+            found.append(f"{given} is an AdamW of its own: leave out --set training.optim")
         return found
 
     def _row_problems(self) -> list[str]:

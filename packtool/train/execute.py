@@ -31,13 +31,14 @@ from packtool.train.checkpoint import PREFIX
 from packtool.train.evaluation import evaluate_in_training
 from packtool.train.loader import StepLoader, cut_of
 from packtool.train.memory import MemoryEstimate, estimate_memory, model_without_weights
-from packtool.train.model import count_parameters, load_model, make_trainable, resolve_dtype, weights_dtype
+from packtool.train.model import count_parameters, load_model, make_trainable, resolve_dtype
 from packtool.train.part_rates import PartRates
+from packtool.train.precision import SavedPrecision, loaded_dtype, precision_lines
 from packtool.train.prepare import PreparedRun
 from packtool.train.prepare_stream import PreparedStream, first_samples
 from packtool.train.quiet import quiet_transformers
 from packtool.train.result import TrainResult
-from packtool.train.sharding import shard_on_cpus
+from packtool.train.sharding import keep_digits_of_outputs, shard_on_cpus
 from packtool.train.skipped import all_skipped, skipped_lines, write_skipped
 from packtool.train.stream_loader import StreamLoader
 from packtool.train.trainer import PackTrainer
@@ -180,7 +181,9 @@ def make_trainer(
     parallel = None
     if run.world.num_sharing > 1:
         parallel = SequenceParallel.on_mesh(run.axes, "cuda" if on_gpu else "cpu")
-    model = _make_model(run, spec, dtype, parallel)
+    model, saved = _make_model(run, spec, dtype, parallel)
+    for line in precision_lines(model, dtype, config, saved):
+        progress.note(line)
     shard_on_cpus(config)
     trainer = PackTrainer(
         model,
@@ -192,7 +195,8 @@ def make_trainer(
         skips=config.on_bad_media == "skip",
         part_rates=PartRates.of(config, model),
     )
-    trainer.parallel = parallel
+    trainer.parallel, trainer.saved, trainer.kahan = parallel, saved, config.master_weights == "kahan"
+    keep_digits_of_outputs(trainer.accelerator, config)
     if isinstance(run, PreparedRun) and run.validation is not None:
         every = config.eval_steps if config.eval_strategy == "steps" else run.schedule.steps_per_epoch
         trainer.add_callback(
@@ -234,10 +238,10 @@ def _make_loader(run: PreparedRun | PreparedStream, spec: InputSpec) -> StepLoad
 
 def _make_model(
     run: PreparedRun | PreparedStream, spec: InputSpec, dtype: torch.dtype, parallel: SequenceParallel | None
-) -> PreTrainedModel | PeftModel:
+) -> tuple[PreTrainedModel | PeftModel, SavedPrecision]:
     # Adapters are drawn at random: alike on every rank, and in every run with this seed.
     set_seed(run.config.seed)
-    dtype = weights_dtype(dtype, run.config)
+    dtype = loaded_dtype(dtype, spec.config, run.config)
     model = load_model(
         run.config.model,
         spec.config,
@@ -246,4 +250,5 @@ def _make_model(
         attn_impl=run.config.attn_impl,
         parallel=parallel,
     )
-    return make_trainable(model, run.config)
+    saved = SavedPrecision.of(spec.config, model)
+    return make_trainable(model, run.config), saved

@@ -16,6 +16,7 @@ from packtool.attention.support import refuse_unsupported
 from packtool.config.evaluate import EvalConfig
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, MismatchError
+from packtool.train.precision import checkpoint_dtype, keeps_masters, raise_to_masters
 from packtool.train.towers import Towers, frozen_parts, towers_of
 
 _SHOWN_NAMES = 4
@@ -32,19 +33,6 @@ def resolve_dtype(config: PreTrainedConfig, run: TrainConfig | EvalConfig, *, on
     if run.torch_dtype == "float16" and not on_gpu:
         raise ConfigError("--torch-dtype float16 needs a GPU", "Use float32 or bfloat16 on the CPU.")
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[run.torch_dtype]
-
-
-def checkpoint_dtype(config: PreTrainedConfig) -> torch.dtype:
-    """Precision that a checkpoint was saved in; float32 where it does not say."""
-    named = config.dtype
-    if isinstance(named, str):
-        named = getattr(torch, named)
-    return named if isinstance(named, torch.dtype) else torch.float32
-
-
-def weights_dtype(dtype: torch.dtype, run: TrainConfig) -> torch.dtype:
-    """Precision of the weights in memory: the computation's, but gradients of float16 weights cannot be unscaled."""
-    return torch.float32 if dtype == torch.float16 and run.train_type == "full" else dtype
 
 
 def load_model(
@@ -90,7 +78,7 @@ def load_model(
 
 
 def make_trainable(model: PreTrainedModel, run: TrainConfig) -> PreTrainedModel | PeftModel:
-    """Freeze what the options keep, and add adapters with ``--train-type lora``.
+    """Freeze what the options keep, add adapters with ``--train-type lora``, and keep float32 of what is trained.
 
     Raises:
         ConfigError: if a target module's name matches nothing, or nothing is left to train.
@@ -118,6 +106,8 @@ def make_trainable(model: PreTrainedModel, run: TrainConfig) -> PreTrainedModel 
             f"nothing is left to train: {', '.join(sorted(frozen))} are frozen, and the model has no other part",
             "Set one of --freeze-llm, --freeze-vit, --freeze-aligner to false.",
         )
+    if keeps_masters(run):
+        raise_to_masters(model)
     return model
 
 

@@ -16,6 +16,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -23,10 +24,12 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.batch.batch import Batch, SkippedSample
 from packtool.train.head_loss import HeadLoss
+from packtool.train.kahan import KahanAdamW
 from packtool.train.loader import StepLoader, TrainingStep
 from packtool.train.loss import sum_of_losses, takes_logits_to_keep
 from packtool.train.meter import Meter
 from packtool.train.part_rates import PartRates, split_groups
+from packtool.train.precision import SavedPrecision, load_masters, save_masters
 from packtool.train.stream_loader import StreamLoader
 
 
@@ -45,6 +48,8 @@ class PackTrainer(Trainer):
 
     Attributes:
         parallel: ranks that share rows with this one, as the model was told; None for nobody.
+        saved: what checkpoints are saved as; None leaves weights as they are kept.
+        kahan: whether weights are 16 bits long, and the optimizer keeps what rounding takes.
     """
 
     def __init__(
@@ -73,6 +78,8 @@ class PackTrainer(Trainer):
         for printing in (PrinterCallback, ProgressCallback):
             self.remove_callback(printing)
         self.parallel: SequenceParallel | None = None
+        self.saved: SavedPrecision | None = None
+        self.kahan = False
         self.part_rates, self.by_samples, self.skips = part_rates, by_samples, skips
         self.skipped: list[SkippedSample] = []
         self._meter = Meter(by_channel=by_channel)
@@ -80,6 +87,10 @@ class PackTrainer(Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The Trainer's, with parts of the model that have learning rates of their own in groups of their own."""
         is_new = self.optimizer is None
+        if self.kahan:
+            betas = (self.args.adam_beta1, self.args.adam_beta2)
+            settings = {"lr": self.args.learning_rate, "betas": betas, "eps": self.args.adam_epsilon}
+            self.optimizer_cls_and_kwargs = (KahanAdamW, settings)
         optimizer = super().create_optimizer(model)
         if is_new and self.part_rates:
             whole = model or self.model
@@ -87,6 +98,35 @@ class PackTrainer(Trainer):
             names = {id(parameter): name for name, parameter in whole.named_parameters()}
             optimizer.param_groups[:] = list(split_groups(optimizer.param_groups, names, self.part_rates))
         return optimizer
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        """The Trainer's, with a whole model in its checkpoint's own precision."""
+        model: Any = self.model
+        if self.saved is None or isinstance(model, PeftModel) or not self.args.should_save:
+            super()._save(output_dir, state_dict)
+            return
+        trained = frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+        state = self.saved.cast(model.state_dict() if state_dict is None else state_dict, trained)
+        super()._save(output_dir, state)
+        # Saving writes the precision of the weights in memory into the config.
+        model.config.dtype = self.saved.dtype
+        model.config.save_pretrained(output_dir)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """The Trainer's, and the digits that the saved model lacks; FSDP and DeepSpeed save theirs."""
+        super()._save_optimizer_and_scheduler(output_dir)
+        is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        if self.args.should_save and self.saved is not None and not is_sharded and not isinstance(self.model, PeftModel):
+            assert self.model is not None
+            save_masters(self.model, self.saved, output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """The Trainer's, and the digits that the saved model lacks."""
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if not self.is_fsdp_enabled:
+            whole = model or self.model
+            assert whole is not None
+            load_masters(whole, resume_from_checkpoint)
 
     def get_train_dataloader(self) -> Any:
         """The steps as they are: already this rank's own, so accelerate must neither shard nor move them."""

@@ -1,0 +1,153 @@
+"""In which precision weights are kept, computed with and saved: three answers that need not agree.
+
+An update of AdamW is about as large as the learning rate. In bfloat16, which keeps 8 binary digits, 1e-5 is less than
+half of the last digit of every weight above 0.005 and rounding takes it away again. What is trained is therefore kept
+in float32 and rounded for the computation alone (autocast), or kept in bfloat16 with the digits that rounding took
+kept beside it (``kahan``). What is frozen never changes and stays as its checkpoint has it.
+
+    --master-weights    bytes for each trained weight: weight, gradient, optimizer's states (AdamW)
+    float32             16 = 4 + 4 + 8
+    kahan               12 = 2 + 2 + 8 (two moments, one of them with its lost digits; the weight's lost digits)
+    none                 8 = 2 + 2 + 4 and most of a small update is lost
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from packtool.config.train import TrainConfig
+
+MASTER_NAME = "master_weights.safetensors"
+"""The trained weights of a checkpoint in float32, where its model is saved with fewer digits."""
+
+_SHORT = (torch.bfloat16, torch.float16)
+
+
+def checkpoint_dtype(config: PreTrainedConfig) -> torch.dtype:
+    """Precision that a checkpoint was saved in; float32 where it does not say."""
+    named = config.dtype
+    if isinstance(named, str):
+        named = getattr(torch, named)
+    return named if isinstance(named, torch.dtype) else torch.float32
+
+
+def keeps_masters(run: TrainConfig) -> bool:
+    """Whether trained weights are float32 in this process; DeepSpeed keeps such copies of its own, adapters are peft's."""
+    return run.train_type == "full" and run.master_weights == "float32" and run.deepspeed is None
+
+
+def loaded_dtype(dtype: torch.dtype, config: PreTrainedConfig, run: TrainConfig) -> torch.dtype:
+    """Precision to read weights in: the computation's, or float32 where that would lose digits of master weights.
+
+    Args:
+        dtype: of the computation.
+        config: of the checkpoint.
+    """
+    loses = dtype in _SHORT and dtype != checkpoint_dtype(config)
+    return torch.float32 if loses and keeps_masters(run) else dtype
+
+
+def raise_to_masters(model: nn.Module) -> None:
+    """Turn the weights that are trained into float32, in place; frozen ones stay what they are."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype in _SHORT:
+            parameter.data = parameter.data.float()
+
+
+def precision_lines(model: nn.Module, dtype: torch.dtype, run: TrainConfig, saved: SavedPrecision) -> Iterator[str]:
+    """What the weights of a run are kept, computed with and saved in.
+
+    Args:
+        model: made trainable, not yet wrapped.
+        dtype: of the computation.
+    """
+    kept = {str(parameter.dtype)[6:] for parameter in model.parameters() if parameter.requires_grad}
+    frozen = {str(parameter.dtype)[6:] for parameter in model.parameters() if not parameter.requires_grad}
+    how = ", ".join(sorted(kept))
+    if run.train_type == "full" and run.master_weights == "kahan":
+        how += " with what rounding takes kept beside them (kahan)"
+    elif run.deepspeed is not None and dtype in _SHORT:
+        how += " with DeepSpeed's float32 copies"
+    elif run.train_type == "full" and kept & {"bfloat16"}:
+        how += ": small updates are lost, and --master-weights float32 keeps them"
+    parts = [f"trained weights: {how}"]
+    if frozen:
+        parts.append(f"frozen weights: {', '.join(sorted(frozen))}")
+    parts.append(f"computed in {str(dtype)[6:]}")
+    if not isinstance(model, PeftModel):
+        parts.append(f"saved as {str(saved.dtype)[6:]}")
+    yield "; ".join(parts)
+
+
+@dataclass(frozen=True)
+class SavedPrecision:
+    """What a whole model is saved as: its checkpoint's precision.
+
+    Args:
+        dtype: of the checkpoint that training began with.
+        long: names of weights that stay float32 whatever the rest is, as the model's class demands.
+    """
+
+    dtype: torch.dtype
+    long: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig, model: nn.Module) -> SavedPrecision:
+        """From a model as it was loaded, before anything was made trainable."""
+        weights = [(name, parameter.dtype) for name, parameter in model.named_parameters()]
+        is_short = any(dtype in _SHORT for _, dtype in weights)
+        long = (name for name, dtype in weights if dtype == torch.float32) if is_short else ()
+        return cls(checkpoint_dtype(config), frozenset(long))
+
+    def cast(self, state: Mapping[str, Tensor], trained: frozenset[str]) -> dict[str, Tensor]:
+        """A model's state as it is saved.
+
+        Args:
+            state: names and weights.
+            trained: names of weights that were trained: these are rounded, others only where that loses nothing.
+        """
+        # By where they lie, so that tied weights stay one.
+        done: dict[tuple[int, torch.Size], Tensor] = {}
+        return {name: self._cast(name, weight, name in trained, done) for name, weight in state.items()}
+
+    def _cast(
+        self, name: str, weight: Tensor, is_trained: bool, done: dict[tuple[int, torch.Size], Tensor]
+    ) -> Tensor:
+        if weight.dtype != torch.float32 or self.dtype not in _SHORT or name in self.long:
+            return weight
+        key = weight.data_ptr(), weight.shape
+        if key not in done:
+            short = weight.to(self.dtype)
+            done[key] = short if is_trained or torch.equal(short.float(), weight) else weight
+        return done[key]
+
+
+def save_masters(model: nn.Module, saved: SavedPrecision, checkpoint: str) -> None:
+    """Write the trained weights that are kept with more digits than the model is saved with, if there are any."""
+    masters = {
+        name: parameter.detach().contiguous()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.dtype == torch.float32 and name not in saved.long
+    }
+    if masters and saved.dtype in _SHORT:
+        save_file(masters, os.path.join(checkpoint, MASTER_NAME))
+
+
+@torch.no_grad()
+def load_masters(model: nn.Module, checkpoint: str) -> None:
+    """Read back what ``save_masters`` wrote; nothing if it wrote nothing."""
+    path = os.path.join(checkpoint, MASTER_NAME)
+    if not os.path.exists(path):
+        return
+    masters = load_file(path)
+    for name, parameter in model.named_parameters():
+        if name in masters:
+            parameter.copy_(masters[name])
