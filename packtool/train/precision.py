@@ -118,9 +118,7 @@ class SavedPrecision:
         done: dict[tuple[int, torch.Size], Tensor] = {}
         return {name: self._cast(name, weight, name in trained, done) for name, weight in state.items()}
 
-    def _cast(
-        self, name: str, weight: Tensor, is_trained: bool, done: dict[tuple[int, torch.Size], Tensor]
-    ) -> Tensor:
+    def _cast(self, name: str, weight: Tensor, is_trained: bool, done: dict[tuple[int, torch.Size], Tensor]) -> Tensor:
         if weight.dtype != torch.float32 or self.dtype not in _SHORT or name in self.long:
             return weight
         key = weight.data_ptr(), weight.shape

@@ -105,7 +105,9 @@ class PackTrainer(Trainer):
         if self.saved is None or isinstance(model, PeftModel) or not self.args.should_save:
             super()._save(output_dir, state_dict)
             return
-        trained = frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+        # Tied weights under each of their names.
+        named = model.named_parameters(remove_duplicate=False)
+        trained = frozenset(name for name, parameter in named if parameter.requires_grad)
         state = self.saved.cast(model.state_dict() if state_dict is None else state_dict, trained)
         super()._save(output_dir, state)
         # Saving writes the precision of the weights in memory into the config.
@@ -116,7 +118,12 @@ class PackTrainer(Trainer):
         """The Trainer's, and the digits that the saved model lacks; FSDP and DeepSpeed save theirs."""
         super()._save_optimizer_and_scheduler(output_dir)
         is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        if self.args.should_save and self.saved is not None and not is_sharded and not isinstance(self.model, PeftModel):
+        if (
+            self.args.should_save
+            and self.saved is not None
+            and not is_sharded
+            and not isinstance(self.model, PeftModel)
+        ):
             assert self.model is not None
             save_masters(self.model, self.saved, output_dir)
 

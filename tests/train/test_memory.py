@@ -28,14 +28,19 @@ def estimate(tiny: TinyWorld, world_size: int = 4, **settings: Any) -> Any:
 def test_full_training_and_its_sharding(tiny: TinyWorld) -> None:
     plain = estimate(tiny)
     assert plain.num_parameters == plain.num_trainable > 0
-    assert plain.weights * GIB == plain.gradients * GIB == 2 * plain.num_parameters
+    assert plain.weights * GIB == plain.gradients * GIB == 4 * plain.num_parameters
     assert plain.optimizer == 2 * plain.weights
     full = estimate(tiny, fsdp=("full_shard",))
     assert (full.weights, full.gradients, full.optimizer) == tuple(
         part / 4 for part in (plain.weights, plain.gradients, plain.optimizer)
     )
     second = estimate(tiny, deepspeed="zero2")
-    assert (second.weights, second.gradients) == (plain.weights, plain.gradients / 4)
+    assert (second.weights, second.gradients) == (plain.weights / 2, plain.gradients / 8)
+    assert second.optimizer == plain.weights * 3 / 4
+    kahan, none = (estimate(tiny, master_weights=way) for way in ("kahan", "none"))
+    assert [way.weights + way.gradients + way.optimizer for way in (plain, kahan, none)] == [
+        number * plain.num_parameters / GIB for number in (16, 12, 8)
+    ]
     assert f"{plain.total:.2f} GiB" in plain.sentence()
 
 
