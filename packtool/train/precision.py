@@ -40,7 +40,7 @@ def checkpoint_dtype(config: PreTrainedConfig) -> torch.dtype:
 
 
 def keeps_masters(run: TrainConfig) -> bool:
-    """Whether trained weights are float32 in this process; DeepSpeed keeps such copies of its own, adapters are peft's."""
+    """Whether trained weights are float32 in this process; DeepSpeed keeps its own, adapters are peft's."""
     return run.train_type == "full" and run.master_weights == "float32" and run.deepspeed is None
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from packtool.train.model import make_trainable
 from packtool.train.precision import MASTER_NAME
 from packtool.train.run import train
 from tests.batch.reduced import VISION_MODELS, mixed_samples, reduced_model, reduced_spec, save_image_processor
-from tests.train.tiny import TinyWorld, check_same_rest, read_metrics
+from tests.train.tiny import TinyWorld, check_same_rest
 
 FEW_STEPS: dict[str, Any] = {
     "learning_rate": 1e-5,
@@ -110,7 +109,7 @@ def test_compensated_steps_are_those_of_float32() -> None:
 def test_frozen_and_trained_parts_of_different_precision_go_together(name: str, tmp_path: Path) -> None:
     save_image_processor(name, str(tmp_path))
     spec = reduced_spec(name, str(tmp_path))
-    batch = collate_packs([mixed_samples(name)], spec)
+    batch = collate_packs(mixed_samples(name), spec)
     losses = []
     for frozen in itertools.product((False, True), repeat=3):
         if all(frozen):
@@ -123,7 +122,7 @@ def test_frozen_and_trained_parts_of_different_precision_go_together(name: str, 
         with torch.autocast("cpu", torch.bfloat16):
             loss = HeadLoss(model).losses(model, batch).sum(None)
         loss.backward()
-        losses.append(float(loss))
+        losses.append(loss.item())
         for parameter in model.parameters():
             assert parameter.dtype == (torch.float32 if parameter.requires_grad else torch.bfloat16)
     assert max(losses) - min(losses) < 0.02 * max(losses)
