@@ -26,7 +26,7 @@ from packtool.config.plan import PlanConfig
 from packtool.config.simulate import SimulateConfig
 from packtool.config.train import TrainConfig
 from packtool.config.verify import VerifyConfig
-from packtool.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_UNEXPECTED, EXIT_USAGE, PacktoolError
+from packtool.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_UNEXPECTED, EXIT_USAGE, PacktoolError, StoppedError
 
 app = typer.Typer(
     name="packtool",
@@ -119,7 +119,11 @@ def run(arguments: list[str]) -> int:
     except PacktoolError as error:
         if debug:
             traceback.print_exc()
-        _say(f"error: {error}")
+        if isinstance(error, StoppedError):
+            if error.message:
+                _say(str(error))
+        else:
+            _say(f"error: {error}")
         return error.exit_code
     except Exception as error:
         if debug:

@@ -53,7 +53,9 @@ def run_train(config: TrainConfig, as_json: bool) -> None:
         return
     curves = None if config.dry_run else _draw_curves(config.output_dir)
     if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(result)))
+        from packtool.cache.evaluation_file import plain_json
+
+        typer.echo(json.dumps(plain_json(dataclasses.asdict(result))))
         return
     if config.dry_run:
         print_table("planned, nothing trained (--dry-run)", train_lines(result))

@@ -39,6 +39,7 @@ ROWS_ONLY = (
 )
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 MasterWeights = Literal["float32", "kahan", "none"]
+OnNan = Literal["stop", "skip", "go-on"]
 LossReduction = Literal["token", "sample"]
 
 
@@ -177,6 +178,12 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions, ParallelOptions):
         "What media that cannot be loaded do: stop the run, or leave their sample out, counted and listed.",
         panel="Run",
     )
+    on_nan: OnNan = option(
+        "stop",
+        "What a loss or gradient that is infinite or not a number does: end the run before the update, leave the step "
+        "out, or nothing.",
+        panel="Run",
+    )
     resume_from_checkpoint: str | None = option(
         None, "true for the newest checkpoint in --output-dir, or the directory of one.", panel="Run"
     )
@@ -204,6 +211,8 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions, ParallelOptions):
                 "--on-bad-media skip: processes that share a row load different media of it, and would not skip alike; "
                 "leave out --sequence-parallel-size, or skip bad rows at export"
             )
+        if self.deepspeed is not None and self.on_nan == "skip":
+            found.append("--on-nan skip leaves out updates, which DeepSpeed makes itself: use stop or go-on")
         found += self._master_problems()
         if self.deepspeed is not None and self.fsdp:
             found.append("--deepspeed and --fsdp are two ways to shard: give one of them")

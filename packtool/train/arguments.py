@@ -85,6 +85,12 @@ def training_arguments(config: TrainConfig, *, num_steps: int, dtype: torch.dtyp
         "fp16": dtype == torch.float16,
         "use_cpu": not on_gpu,
     }
+    if config.training.get("enable_jit_checkpoint"):
+        raise ConfigError(
+            "--set training.enable_jit_checkpoint: its checkpoints are half written when the process ends",
+            "Leave it out: SIGTERM, SIGUSR1 and Ctrl-C finish the step, save a whole checkpoint and end with 143, 138 "
+            "and 130, whatever the settings.",
+        )
     taken = [name for name in config.training if name in _TAKEN or name.startswith(_TAKEN_PREFIXES)]
     if taken:
         raise ConfigError.from_problems(

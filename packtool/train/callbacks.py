@@ -12,6 +12,7 @@ from typing import Any
 from accelerate import PartialState
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from packtool.cache.evaluation_file import plain_json
 from packtool.progress import Progress
 from packtool.stream.state import write_state as write_stream
 from packtool.train.checkpoint import PREFIX, RunState, copy_processor, discard_state, remove_oldest, write_state
@@ -19,6 +20,7 @@ from packtool.train.prepare_stream import OpenSchedule
 from packtool.train.result import METRICS_NAME
 from packtool.train.schedule import Schedule
 from packtool.train.stream_loader import StreamLoader
+from packtool.train.watch import StepWatch
 
 
 class PlanCallback(TrainerCallback):
@@ -67,12 +69,18 @@ class CheckpointCallback(TrainerCallback):
     """Adds to a checkpoint what is packtool's, and declares it finished when all ranks have written their part."""
 
     def __init__(
-        self, run: RunState, schedule: Schedule | OpenSchedule, model_directory: str, save_total_limit: int | None
+        self,
+        run: RunState,
+        schedule: Schedule | OpenSchedule,
+        model_directory: str,
+        save_total_limit: int | None,
+        watch: StepWatch | None = None,
     ) -> None:
         self.run = run
         self.schedule = schedule
         self.model_directory = model_directory
         self.save_total_limit = save_total_limit
+        self.watch = watch
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """A checkpoint may be about to be written over one of an earlier run."""
@@ -97,7 +105,8 @@ class CheckpointCallback(TrainerCallback):
                 ),
             )
             # Not left to the Trainer, which deletes older ones before this one is finished.
-            remove_oldest(str(args.output_dir), self.save_total_limit)
+            last_good = self.watch.last_good if self.watch is not None else None
+            remove_oldest(str(args.output_dir), self.save_total_limit, last_good)
 
 
 class EvaluationCallback(TrainerCallback):
@@ -161,7 +170,7 @@ class ReportCallback(TrainerCallback):
             return
         line = {"step": state.global_step, **logs}
         with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(plain_json(line)) + "\n")
         if "loss" not in logs:
             self._shown["val loss"] = round(logs["eval_loss"], 4)
             return

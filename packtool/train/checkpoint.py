@@ -172,9 +172,17 @@ def finished_checkpoints(output_dir: str) -> list[str]:
     return sorted(finished, key=lambda directory: (read_state(directory).saved_at, read_state(directory).step))
 
 
-def remove_oldest(output_dir: str, limit: int | None) -> None:
-    """Keep the newest ``limit`` finished checkpoints."""
-    for checkpoint in finished_checkpoints(output_dir)[:-limit] if limit else []:
+def remove_oldest(output_dir: str, limit: int | None, last_good: int | None = None) -> None:
+    """Keep the newest ``limit`` finished checkpoints.
+
+    Args:
+        last_good: step after which weights may be no numbers: the newest checkpoint up to there stays, too.
+    """
+    finished = finished_checkpoints(output_dir)
+    good = [checkpoint for checkpoint in finished if last_good is not None and read_state(checkpoint).step <= last_good]
+    for checkpoint in finished[:-limit] if limit else []:
+        if checkpoint in good[-1:]:
+            continue
         discard_state(checkpoint)
         shutil.rmtree(checkpoint)
 

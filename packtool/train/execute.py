@@ -29,6 +29,7 @@ from packtool.train.callbacks import (
 )
 from packtool.train.checkpoint import PREFIX
 from packtool.train.evaluation import evaluate_in_training
+from packtool.train.finite import name_samples
 from packtool.train.loader import StepLoader, cut_of
 from packtool.train.memory import MemoryEstimate, estimate_memory, model_without_weights
 from packtool.train.model import count_parameters, load_model, make_trainable, resolve_dtype
@@ -40,9 +41,11 @@ from packtool.train.quiet import quiet_transformers
 from packtool.train.result import TrainResult
 from packtool.train.sharding import keep_digits_of_outputs, shard_on_cpus
 from packtool.train.skipped import all_skipped, skipped_lines, write_skipped
+from packtool.train.stopping import StopSignals
 from packtool.train.stream_loader import StreamLoader
 from packtool.train.trainer import PackTrainer
 from packtool.train.verify import few_samples, raise_if_failed, verify_cheaply
+from packtool.train.watch import StepWatch
 from packtool.train.world import check_ranks_agree
 
 
@@ -91,8 +94,9 @@ def execute(run: PreparedRun | PreparedStream, spec: InputSpec, result: TrainRes
     Returns:
         ``result`` with what came of it.
     """
+    signals = StopSignals(launched=run.world.size > 1)
     with quiet_transformers():
-        trainer, report = make_trainer(run, spec, progress)
+        trainer, report, watch = make_trainer(run, spec, progress, signals)
         assert trainer.model is not None
         num_trainable, num_parameters = count_parameters(trainer.model)
         progress.note(f"parameters: {num_parameters:,}, of them trained: {num_trainable:,} ({run.config.train_type})")
@@ -100,12 +104,13 @@ def execute(run: PreparedRun | PreparedStream, spec: InputSpec, result: TrainRes
         progress.note(_estimate(run, trainer.model, spec, dtype).sentence())
         verify_packing(run, trainer, spec, progress)
         begin = time.perf_counter()
-        trainer.train(resume_from_checkpoint=run.checkpoint)
+        with signals:
+            trainer.train(resume_from_checkpoint=run.checkpoint)
         seconds = time.perf_counter() - begin
     steps = trainer.state.global_step
     if isinstance(trainer.loader, StreamLoader):
         result = trainer.loader.counted(result)
-        if steps < result.steps:
+        if steps < result.steps and not watch.stopped_by:
             progress.note(
                 f"the rows ended after step {steps:,} of {result.steps:,}; a larger --num-train-epochs reads them again"
             )
@@ -127,6 +132,10 @@ def execute(run: PreparedRun | PreparedStream, spec: InputSpec, result: TrainRes
     if run.world.is_first:
         result.write()
         write_skipped(run.config.output_dir, skipped)
+    assert result.checkpoint is not None
+    # No rank may end before all is written: a launcher ends the others when the first one ends.
+    trainer.accelerator.wait_for_everyone()
+    watch.raise_if_stopped(steps, run.schedule.num_steps, result.checkpoint)
     return result
 
 
@@ -159,9 +168,9 @@ def verify_packing(
 
 
 def make_trainer(
-    run: PreparedRun | PreparedStream, spec: InputSpec, progress: Progress
-) -> tuple[PackTrainer, ReportCallback]:
-    """The Trainer of this rank, and what it reports to."""
+    run: PreparedRun | PreparedStream, spec: InputSpec, progress: Progress, signals: StopSignals
+) -> tuple[PackTrainer, ReportCallback, StepWatch]:
+    """The Trainer of this rank, what it reports to, and what ends it."""
     config, on_gpu = run.config, torch.cuda.is_available()
     dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
     args = training_arguments(config, num_steps=run.schedule.num_steps, dtype=dtype, on_gpu=on_gpu)
@@ -171,13 +180,9 @@ def make_trainer(
     if run.world.is_first:
         os.makedirs(config.output_dir, exist_ok=True)
     loader = _make_loader(run, spec)
-    callbacks: list[TrainerCallback] = [PlanCallback(run.schedule)]
-    if isinstance(loader, StreamLoader):
-        callbacks.append(StreamCallback(loader))
-    callbacks.append(CheckpointCallback(run.state, run.schedule, run.files.directory, config.save_total_limit))
+    watch = StepWatch(signals, partial(name_samples, run), on_nan=config.on_nan, world=run.world, progress=progress)
     report = ReportCallback(progress, config.output_dir, run.start)
-    if run.world.is_first:
-        callbacks.append(report)
+    callbacks = _callbacks(run, loader, watch, report)
     parallel = None
     if run.world.num_sharing > 1:
         parallel = SequenceParallel.on_mesh(run.axes, "cuda" if on_gpu else "cpu")
@@ -196,13 +201,27 @@ def make_trainer(
         part_rates=PartRates.of(config, model),
     )
     trainer.parallel, trainer.saved, trainer.kahan = parallel, saved, config.master_weights == "kahan"
+    trainer.numbers = watch.numbers
     keep_digits_of_outputs(trainer.accelerator, config)
     if isinstance(run, PreparedRun) and run.validation is not None:
         every = config.eval_steps if config.eval_strategy == "steps" else run.schedule.steps_per_epoch
         trainer.add_callback(
             EvaluationCallback(partial(trainer.log_evaluation, partial(_evaluate, run, trainer)), every)
         )
-    return trainer, report
+    return trainer, report, watch
+
+
+def _callbacks(
+    run: PreparedRun | PreparedStream, loader: StepLoader | StreamLoader, watch: StepWatch, report: ReportCallback
+) -> list[TrainerCallback]:
+    """In the order in which they must come."""
+    callbacks: list[TrainerCallback] = [PlanCallback(run.schedule), watch]
+    if isinstance(loader, StreamLoader):
+        callbacks.append(StreamCallback(loader))
+    callbacks.append(
+        CheckpointCallback(run.state, run.schedule, run.files.directory, run.config.save_total_limit, watch)
+    )
+    return [*callbacks, report] if run.world.is_first else callbacks
 
 
 def _evaluate(run: PreparedRun, trainer: PackTrainer) -> dict[str, float]:

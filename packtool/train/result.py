@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from packtool.cache.evaluation_file import plain_json
 from packtool.config.train import TrainConfig
 from packtool.plan.summary import SkrullFigures
 from packtool.train.prepare_stream import PreparedStream
@@ -120,7 +121,7 @@ class TrainResult:
     def write(self) -> None:
         """Into the output directory."""
         with open(os.path.join(self.output_dir, RESULT_NAME), "w", encoding="utf-8") as file:
-            json.dump(dataclasses.asdict(self), file, indent=1)
+            json.dump(plain_json(dataclasses.asdict(self)), file, indent=1)
             file.write("\n")
 
 

@@ -23,6 +23,8 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.batch.batch import Batch, SkippedSample
+from packtool.cache.evaluation_file import plain_json
+from packtool.train.finite import StepNumbers
 from packtool.train.head_loss import HeadLoss
 from packtool.train.kahan import KahanAdamW
 from packtool.train.loader import StepLoader, TrainingStep
@@ -48,6 +50,7 @@ class PackTrainer(Trainer):
 
     Attributes:
         parallel: ranks that share rows with this one, as the model was told; None for nobody.
+        numbers: of the step that is being computed.
         saved: what checkpoints are saved as; None leaves weights as they are kept.
         kahan: whether weights are 16 bits long, and the optimizer keeps what rounding takes.
     """
@@ -79,6 +82,7 @@ class PackTrainer(Trainer):
             self.remove_callback(printing)
         self.parallel: SequenceParallel | None = None
         self.saved: SavedPrecision | None = None
+        self.numbers = StepNumbers()
         self.kahan = False
         self.part_rates, self.by_samples, self.skips = part_rates, by_samples, skips
         self.skipped: list[SkippedSample] = []
@@ -162,6 +166,7 @@ class PackTrainer(Trainer):
             with contextlib.nullcontext() if is_last else self.accelerator.no_sync(model=model):
                 on_device = batch.to(self.args.device, non_blocking=True)
                 loss = super().training_step(model, {"batch": on_device, "scale": scale})
+            self.numbers.see_loss(loss)
             total += loss
             self.skipped += batch.skipped
             num_skipped += sum(1 if self.by_samples else sample.num_target_tokens for sample in batch.skipped)
@@ -170,6 +175,12 @@ class PackTrainer(Trainer):
             units = self._without_skipped(num_skipped, inputs.figures.units)
         self._meter.add(dataclasses.replace(inputs.figures, units=units))
         return total / scale * self.args.world_size
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """The Trainer's, shown to whoever watches the step's numbers."""
+        norm = super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
+        self.numbers.see_norm(0.0 if norm is None else norm, is_scaled=self.accelerator.scaler is not None)
+        return norm
 
     def _without_skipped(self, num_skipped: int, units: int) -> int:
         """What a step's loss is divided by without the samples that no rank could load; mends the gradients, too."""
@@ -214,6 +225,8 @@ class PackTrainer(Trainer):
         if "loss" in logs:
             logs.update(self._meter.logged(logs["loss"], self.accelerator))
         super().log(logs, start_time)
+        # trainer_state.json is made of these, and JSON has no word for what is not a number.
+        self.state.log_history[-1] = plain_json(self.state.log_history[-1])
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Not counted: the Trainer's estimate would need a batch of its own form."""
