@@ -8,13 +8,14 @@ import torch
 
 from packtool.attention.flash import FlashKernel
 from packtool.attention.flex import FlexKernel
-from packtool.attention.kernel import Kernel, Unavailable
+from packtool.attention.kernel import Kernel, Unavailable, needs_half
 from packtool.attention.reference import ReferenceKernel
 from packtool.attention.sdpa import SdpaKernel
 from packtool.attention.torch_varlen import TorchVarlenKernel
 from packtool.errors import ConfigError
 
 AUTO = "auto"
+_WITHOUT_GPU = ("sdpa", "flex", "reference")
 _FLASH = (FlashKernel(3), FlashKernel(2))
 KERNELS: dict[str, Kernel] = {
     kernel.name: kernel for kernel in (SdpaKernel(), TorchVarlenKernel(), *_FLASH, FlexKernel(), ReferenceKernel())
@@ -54,6 +55,16 @@ def choose(
             f"{missing.remedy} --attn-impl auto takes the best that is there, here {found.name}.",
         )
     return kernel
+
+
+def choose_elsewhere(name: str, dtype: torch.dtype) -> None:
+    """Refuse a kernel that cannot compute numbers of this type on any GPU; whether it is installed there is not asked.
+
+    Raises:
+        ConfigError: with the remedy.
+    """
+    if name not in (AUTO, *_WITHOUT_GPU) and (missing := needs_half(name, dtype)):
+        raise ConfigError(f"--attn-impl {name}: {missing.reason}", missing.remedy)
 
 
 def _problem(

@@ -122,6 +122,11 @@ def needs_fast_gpu(name: str, device: torch.device, dtype: torch.dtype) -> Unava
         )
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
         return Unavailable(f"{name} attention needs a GPU since Ampere (compute capability 8.0)", "Use sdpa.")
+    return needs_half(name, dtype)
+
+
+def needs_half(name: str, dtype: torch.dtype) -> Unavailable | None:
+    """What flash kernels can never compute, on whatever machine."""
     if dtype not in HALF_TYPES:
         shown = str(dtype).removeprefix("torch.")
         return Unavailable(

@@ -107,7 +107,7 @@ def load_micro_batches(
     *,
     num_workers: int = 0,
     pin_memory: bool = False,
-    remedy: str = "--resume-from-checkpoint true goes on from the newest checkpoint",
+    remedy: str = "--resume-from-checkpoint true goes on from the newest checkpoint, if there is one",
 ) -> Iterator[Batch]:
     """The micro-batches at some indices, made ahead of time by ``num_workers`` processes.
 

@@ -23,7 +23,7 @@ from packtool.config.export import ExportConfig
 from packtool.constants import MANIFEST_NAME
 from packtool.encode.encoder import Encoder
 from packtool.encode.families import MediaLimits, family_of
-from packtool.encode.model_files import ModelFiles
+from packtool.encode.model_files import ModelFiles, place_of
 from packtool.errors import DataError, StorageError
 from packtool.progress import Progress
 from packtool.rows.scan import scan_sources
@@ -170,7 +170,8 @@ def identity_of(config: ExportConfig, files: ModelFiles) -> Identity:
     """
     family = family_of(files, config)
     return Identity(
-        spec=dataclasses.asdict(config.encode_spec),
+        # What is looked up later must be found from any directory; the fingerprint leaves the model's place out.
+        spec=dataclasses.asdict(config.encode_spec) | {"model": place_of(config.model)},
         model_type=files.model_type,
         tokenizer_hash=files.tokenizer_hash,
         template_hash=files.template_hash,

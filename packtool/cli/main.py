@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -94,7 +97,28 @@ def _root(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line and exit with its code."""
-    sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
+    code = run(list(sys.argv[1:] if arguments is None else arguments))
+    if code == EXIT_INTERRUPTED:
+        _leave_at_once(code)
+    sys.exit(code)
+
+
+def _leave_at_once(code: int) -> None:
+    """End without Python's own teardown, which an interrupted run may not survive.
+
+    Ctrl-C leaves whatever was being done half done: torch's threads and objects of C++ may then crash while the
+    interpreter takes them apart (exit by SIGSEGV), and an interrupt in code that was made from a text, as dataclasses
+    are, makes Python end itself by SIGINT whoever has caught it. Worker processes, temporary files and logs are seen
+    to as in any exit, for all that registers with ``atexit`` is called.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it has been heard
+    try:
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):  # nobody reads it any more
+                stream.flush()
+    finally:
+        os._exit(code)
 
 
 def run(arguments: list[str]) -> int:

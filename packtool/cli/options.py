@@ -15,6 +15,7 @@ import typer.core
 
 from packtool.cli.arguments import Kind
 from packtool.config.settings import option_names, resolve, value_type
+from packtool.config.yaml_values import parse_yaml
 from packtool.errors import EXIT_INTERRUPTED, ConfigError
 
 T = TypeVar("T")
@@ -180,7 +181,7 @@ def _read_yaml(path: str) -> Mapping[str, Any]:
     import yaml  # here, because most runs need none of it
 
     try:
-        value = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        value = parse_yaml(Path(path).read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: {error}") from error
     if value is None:

@@ -46,12 +46,11 @@ def run_train(config: TrainConfig, as_json: bool) -> None:
         try:
             result = train(config, progress, world)
         except KeyboardInterrupt:
-            remedy = f"--resume-from-checkpoint true goes on from the newest checkpoint in {config.output_dir}"
-            progress.note(f"interrupted; the same command with {remedy}")
+            progress.note(_after_interrupt(config))
             raise typer.Exit(EXIT_INTERRUPTED) from None
     if not world.is_first:
         return
-    curves = None if config.dry_run else _draw_curves(config.output_dir)
+    curves = None if config.dry_run else _draw_curves(result.output_dir)
     if as_json:
         from packtool.cache.evaluation_file import plain_json
 
@@ -67,10 +66,20 @@ def run_train(config: TrainConfig, as_json: bool) -> None:
             typer.echo(f"curves: {curves}")
 
 
+def _after_interrupt(config: TrainConfig) -> str:
+    """What there is to go on from."""
+    from packtool.train.place import newest_checkpoint
+
+    checkpoint = newest_checkpoint(config)
+    if checkpoint is None:
+        return "interrupted; no checkpoint was finished, so there is nothing to go on from"
+    return f"interrupted; the same command with --resume-from-checkpoint true goes on from {checkpoint}"
+
+
 def _draw_curves(output_dir: str) -> str | None:
     """A picture more or less must not make a trained run look failed."""
     from packtool.report.curves import write_curves
-    from packtool.train.result import METRICS_NAME
+    from packtool.train.place import METRICS_NAME
 
     metrics = os.path.join(output_dir, METRICS_NAME)
     if not os.path.exists(metrics):

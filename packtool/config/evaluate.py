@@ -24,6 +24,7 @@ class EvalConfig(ParallelOptions):
     """What ``packtool eval`` needs to know."""
 
     model: str = option(REQUIRED, "Directory (or hub id) of a model, or of an adapter whose base model is there.")
+    base_model: str | None = option(None, "Where the base model of an adapter is now, if it has moved.")
     cached_dataset: tuple[str, ...] = option(REQUIRED, "Caches that packtool export made; several may follow.")
     output: str = option(REQUIRED, "File to write a line for each sample to, ending in .parquet.")
     split: Split | None = option(None, "Split to evaluate; by default val if all caches have one, else train.")

@@ -112,12 +112,6 @@ class PackingOptions:
 def packing_problems(options: PackingOptions, packing: bool) -> list[str]:
     """Options of packing that contradict each other."""
     found = []
-    longest, room = options.max_length, options.packing_length
-    if longest is not None and room is not None and room < longest:
-        found.append(
-            f"--packing-length {room} is smaller than --max-length {longest}: "
-            "a sample could be longer than a pack; raise the one or lower the other"
-        )
     if packing and (options.group_by_length or options.dynamic_batch_tokens is not None):
         name = "--group-by-length" if options.group_by_length else "--dynamic-batch-tokens"
         found.append(f"{name} is for runs without packing: leave it out, or set --packing false")

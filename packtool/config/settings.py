@@ -16,10 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING
 from typing import Any, Literal, TypeVar, Union
 
+from packtool.config.yaml_values import parse_yaml
 from packtool.errors import ConfigError
 
 T = TypeVar("T")
 REQUIRED: Any = MISSING
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 def option(
@@ -155,7 +157,7 @@ def _all_given(
         import yaml  # here, because most runs need none of it
 
         try:
-            value = yaml.safe_load(text) if text else None
+            value = parse_yaml(text) if text else None
         except yaml.YAMLError as error:
             problems.append(f"--set {item}: {error}")
             continue
@@ -193,8 +195,8 @@ def _convert(raw: Any, hint: Any) -> Any:
         items = raw if isinstance(raw, (list, tuple)) else [raw]
         return tuple(str(item) for item in items)
     if hint is bool:
-        if isinstance(raw, str) and raw.lower() in ("true", "false", "1", "0"):
-            return raw.lower() in ("true", "1")
+        if isinstance(raw, str) and raw.lower() in (*_TRUE, *_FALSE):
+            return raw.lower() in _TRUE
         if not isinstance(raw, bool):
             raise ValueError(f"{raw!r} is neither true nor false")
         return raw

@@ -187,7 +187,18 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions, ParallelOptions):
     resume_from_checkpoint: str | None = option(
         None, "true for the newest checkpoint in --output-dir, or the directory of one.", panel="Run"
     )
+    overwrite_output_dir: bool = option(
+        False, "Remove the checkpoints and figures of an earlier run in --output-dir.", panel="Run"
+    )
+    add_version: bool = option(
+        False, "Write into a new folder of --output-dir for each run: v0-DATE-TIME, v1-DATE-TIME, ...", panel="Run"
+    )
     dry_run: bool = option(False, "Plan, check and print, but do not train.", panel="Run")
+    hardware: str | None = option(
+        None,
+        "GPUs elsewhere that --dry-run plans for: h100, h200, a100, 910b, or a file as simulate takes it.",
+        panel="Run",
+    )
     training: Mapping[str, Any] = option(
         {},
         "Further fields of transformers' TrainingArguments, as --set training.name=value.",
@@ -214,6 +225,10 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions, ParallelOptions):
         if self.deepspeed is not None and self.on_nan == "skip":
             found.append("--on-nan skip leaves out updates, which DeepSpeed makes itself: use stop or go-on")
         found += self._master_problems()
+        if self.hardware is not None and not self.dry_run:
+            found.append("--hardware is for plans of runs on other machines: it goes with --dry-run")
+        if self.overwrite_output_dir and self.add_version:
+            found.append("--add-version never meets an earlier run: leave out --overwrite-output-dir")
         if self.deepspeed is not None and self.fsdp:
             found.append("--deepspeed and --fsdp are two ways to shard: give one of them")
         found += [f"--fsdp {word}: known are {', '.join(FSDP_WORDS)}" for word in self.fsdp if word not in FSDP_WORDS]
@@ -250,6 +265,12 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions, ParallelOptions):
             found.append("--max-steps is missing: --streaming true does not know how many rows there are")
         if not self.packing:
             found.append("--streaming true packs what it reads: it goes with --packing true")
+        longest, room = self.max_length, self.packing_length
+        if longest is not None and room is not None and room < longest:
+            found.append(
+                f"--packing-length {room} is smaller than --max-length {longest}: nobody has counted the samples of "
+                "--streaming true, and one could be longer than a pack; raise the one or lower the other"
+            )
         if self.eval_strategy != "no":
             found.append("--eval-strategy needs a cache with a val split: leave out --streaming true")
         if self.schedule != "packs":

@@ -120,6 +120,11 @@ class ModelFiles:
         return found
 
 
+def place_of(model: str) -> str:
+    """A model's directory as it is called from any other directory; ids of the hub and remote stores stay."""
+    return os.path.abspath(model) if os.path.isdir(model) else model
+
+
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -160,7 +160,7 @@ def sample_view(directory: str, split: str, row: int, model: str | None = None) 
     if not 0 <= row < len(reader):
         raise ConfigError(f"--row {row}: the {split} split has rows 0 to {len(reader) - 1}")
     sample = reader.sample(row)
-    files = ModelFiles.load(model or str(reader.manifests[0].identity.spec["model"]))
+    files = _files_of(directory, model, str(reader.manifests[0].identity.spec["model"]))
     tokenizer = Tokenizer.from_str(files.tokenizer_json)
     facts = [
         ("source", f"{sample.source}, row {sample.row}"),
@@ -170,6 +170,18 @@ def sample_view(directory: str, split: str, row: int, model: str | None = None) 
     if sample.num_truncated:
         facts.append(("truncated", f"{sample.num_truncated:,} tokens"))
     return SampleView(facts, list(_parts(sample, tokenizer, _pad_ids(files.config, tokenizer))))
+
+
+def _files_of(directory: str, model: str | None, exported_for: str) -> ModelFiles:
+    try:
+        return ModelFiles.load(model or exported_for)
+    except ConfigError as error:
+        if model is not None:
+            raise
+        raise ConfigError(
+            f"{directory} was exported for {exported_for}, which cannot be read here: {error.message}",
+            "Say where that model is now: --model DIR.",
+        ) from error
 
 
 def _pad_ids(config: Mapping[str, Any], tokenizer: Tokenizer) -> dict[int, str]:

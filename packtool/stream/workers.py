@@ -68,8 +68,8 @@ def encoded_blocks(
     except BrokenProcessPool:
         raise PacktoolError(
             "a worker process that encodes rows died (killed, or out of memory?)",
-            "--resume-from-checkpoint true goes on from the newest checkpoint; fewer --dataset-num-proc need less "
-            "memory.",
+            "--resume-from-checkpoint true goes on from the newest checkpoint, if there is one; fewer "
+            "--dataset-num-proc need less memory.",
         ) from None
     finally:
         kill(pool)

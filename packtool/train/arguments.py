@@ -2,47 +2,37 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from typing import Any
 
 import torch
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments, get_scheduler
+from transformers.integrations import integration_utils
+from transformers.training_args import OptimizerNames
+from transformers.utils.import_utils import is_liger_kernel_available
 
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
 from packtool.train.sharding import sharding_arguments
+from packtool.train.trainer_fields import checked_fields
 
-# Decided by the plan, by packtool's own options, or without effect because packtool does that part itself.
-_TAKEN = frozenset(
-    {
-        "output_dir",
-        "num_train_epochs",
-        "max_steps",
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        "auto_find_batch_size",
-        "remove_unused_columns",
-        "ignore_data_skip",
-        "label_smoothing_factor",
-        "train_sampling_strategy",
-        "disable_tqdm",
-        "save_total_limit",
-        "resume_from_checkpoint",
-        "seed",
-        "data_seed",
-        "bf16",
-        "fp16",
-        "use_cpu",
-        "gradient_checkpointing",
-        "activation_checkpointing",
-        "deepspeed",
-        "fsdp",
-        "fsdp_config",
-        "use_liger_kernel",
-        "report_to",
-    }
+_CHECK = (
+    "Check --lr-scheduler-type, --torch-dtype, --report-to, and the fields given with --set training.NAME=VALUE "
+    "(transformers' TrainingArguments documents them)."
 )
-_TAKEN_PREFIXES = ("dataloader_", "eval_", "hub_", "push_to_")
+# Where training may be logged to, and the package of each.
+_REPORTERS = {
+    "azure_ml": "azureml-core",
+    "comet_ml": "comet-ml",
+    "flyte": "flytekit",
+    **{name: name for name in ("clearml", "codecarbon", "dagshub", "dvclive", "kubeflow", "mlflow", "neptune")},
+    **{name: name for name in ("swanlab", "tensorboard", "trackio", "wandb")},
+}
+# Made from the modules of a model.
+_OF_A_MODEL = frozenset(
+    name for name in OptimizerNames if name.value.startswith(("galore", "apollo", "lomo", "adalomo"))
+)
 
 
 def training_arguments(config: TrainConfig, *, num_steps: int, dtype: torch.dtype, on_gpu: bool) -> TrainingArguments:
@@ -85,27 +75,65 @@ def training_arguments(config: TrainConfig, *, num_steps: int, dtype: torch.dtyp
         "fp16": dtype == torch.float16,
         "use_cpu": not on_gpu,
     }
-    if config.training.get("enable_jit_checkpoint"):
-        raise ConfigError(
-            "--set training.enable_jit_checkpoint: its checkpoints are half written when the process ends",
-            "Leave it out: SIGTERM, SIGUSR1 and Ctrl-C finish the step, save a whole checkpoint and end with 143, 138 "
-            "and 130, whatever the settings.",
-        )
-    taken = [name for name in config.training if name in _TAKEN or name.startswith(_TAKEN_PREFIXES)]
-    if taken:
-        raise ConfigError.from_problems(
-            [f"--set training.{name}: packtool decides this by its own options or plan" for name in taken]
-        )
+    fields |= checked_fields(config.training)
+    _check_packages(config)
     try:
-        args = TrainingArguments(**{**fields, **config.training})
+        args = TrainingArguments(**fields)
     except (TypeError, ValueError, ImportError) as error:
-        raise ConfigError(
-            f"transformers refuses these settings: {error}",
-            "Check --lr-scheduler-type, --torch-dtype, --report-to, and the fields given with --set "
-            "training.NAME=VALUE; --deepspeed and --use-liger-kernel need their packages (pip install deepspeed, "
-            "liger-kernel).",
-        ) from error
+        raise ConfigError(f"transformers refuses these settings: {error}", _CHECK) from error
+    _check_reports(args)
+    _check_optimizer(args, num_steps)
     # One process drives one device; seeing several, the Trainer would wrap the model in DataParallel.
     assert args.device is not None
     args._n_gpu = min(args.n_gpu, 1)
     return args
+
+
+def _check_packages(config: TrainConfig) -> None:
+    """Packages that options call for.
+
+    Raises:
+        ConfigError: with the command that installs what is missing.
+    """
+    if config.deepspeed is not None and importlib.util.find_spec("deepspeed") is None:
+        raise ConfigError(f"--deepspeed {config.deepspeed}: DeepSpeed is not installed", "pip install deepspeed")
+    if config.use_liger_kernel and not is_liger_kernel_available():
+        raise ConfigError("--use-liger-kernel true: Liger's kernels are not installed", "pip install liger-kernel")
+
+
+def _check_reports(args: TrainingArguments) -> None:
+    """What the Trainer will log to, made as the Trainer will make it.
+
+    Raises:
+        ConfigError: for an unknown name, or with the command that installs what is missing.
+    """
+    callbacks: dict[str, Any] = integration_utils.INTEGRATION_TO_CALLBACK
+    for name in args.report_to or ():
+        if name not in callbacks:
+            raise ConfigError(f"--report-to {name}: there is no such place", f"Known are {', '.join(callbacks)}.")
+        try:
+            callbacks[name]()
+        except (RuntimeError, ImportError) as error:
+            package = _REPORTERS.get(name, name)
+            raise ConfigError(f"--report-to {name}: {package} is not installed", f"pip install {package}") from error
+
+
+def _check_optimizer(args: TrainingArguments, num_steps: int) -> None:
+    """Optimizer and schedule, made for a parameter of one number: their settings are found wrong now, not at step 1.
+
+    Raises:
+        ConfigError: with what they say.
+    """
+    try:
+        if args.optim not in _OF_A_MODEL:
+            kind, settings = Trainer.get_optimizer_cls_and_kwargs(args)
+            optimizer = kind([torch.nn.Parameter(torch.zeros(1))], **settings)
+            get_scheduler(
+                args.lr_scheduler_type,
+                optimizer=optimizer,
+                num_warmup_steps=args.get_warmup_steps(num_steps),
+                num_training_steps=num_steps,
+                scheduler_specific_kwargs=dict(args.lr_scheduler_kwargs or {}),  # type: ignore[arg-type]
+            )
+    except (TypeError, ValueError, ImportError, RuntimeError, KeyError) as error:
+        raise ConfigError(f"the optimizer or its schedule cannot be made: {error}", _CHECK) from error

@@ -27,8 +27,9 @@ from packtool.plan.simulate_cost import Constants
 from packtool.progress import Progress
 from packtool.train.head_loss import CHUNK_LOGITS
 from packtool.train.memory import estimate_memory, model_without_weights
-from packtool.train.model import resolve_dtype
+from packtool.train.model import has_gpu, resolve_dtype
 from packtool.train.quiet import quiet_transformers
+from packtool.train.simulate import read_hardware
 from packtool.train.world import World
 
 _GIB = 2**30
@@ -47,7 +48,7 @@ def with_bucket(config: TrainConfig, world: World, progress: Progress) -> TrainC
     """
     if config.bucket_size != "auto":
         return config
-    on_gpu = torch.cuda.is_available()
+    on_gpu = has_gpu(config)
     model = model_config(config.model)
     if is_multimodal(model.to_dict()) and not config.freeze_vit:
         raise ConfigError(
@@ -56,7 +57,10 @@ def with_bucket(config: TrainConfig, world: World, progress: Progress) -> TrainC
         )
     dtype = resolve_dtype(model, config, on_gpu=on_gpu)
     per_token = bytes_per_token(config, model, dtype)
-    memory = device_bytes(on_gpu=on_gpu) * Constants().usable_memory
+    if config.hardware is not None:
+        memory = read_hardware(config.hardware).memory_gb * 1e9 * Constants().usable_memory
+    else:
+        memory = device_bytes(on_gpu=on_gpu) * Constants().usable_memory
     with quiet_transformers():
         empty = model_without_weights(config, model, dtype)
     bare = dataclasses.replace(config, bucket_size="1")

@@ -16,8 +16,8 @@ from packtool.cache.evaluation_file import plain_json
 from packtool.progress import Progress
 from packtool.stream.state import write_state as write_stream
 from packtool.train.checkpoint import PREFIX, RunState, copy_processor, discard_state, remove_oldest, write_state
+from packtool.train.place import METRICS_NAME
 from packtool.train.prepare_stream import OpenSchedule
-from packtool.train.result import METRICS_NAME
 from packtool.train.schedule import Schedule
 from packtool.train.stream_loader import StreamLoader
 from packtool.train.watch import StepWatch

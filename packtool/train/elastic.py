@@ -15,11 +15,12 @@ from collections.abc import Sequence
 from types import FrameType
 
 import psutil
+from torch.distributed import DistNetworkError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
 
-from packtool.errors import EXIT_UNEXPECTED
+from packtool.errors import EXIT_UNEXPECTED, ConfigError
 
 _SIGNAL_BASE = 128
 # The terminal sends one Ctrl-C to a whole group of processes; a person is slower.
@@ -83,14 +84,23 @@ def run(arguments: Sequence[str]) -> int:
             hint = " (out of memory?)" if name == "SIGKILL" else ""
             print(
                 f"packtool: rank {rank} (process {failure.pid}) was ended by {name}{hint}; all others were stopped.\n"
-                "--resume-from-checkpoint true goes on from the newest checkpoint.",
+                "--resume-from-checkpoint true goes on from the newest checkpoint, if there is one.",
                 file=sys.stderr,
             )
         return _SIGNAL_BASE - code if code < 0 else code or EXIT_UNEXPECTED
+    except DistNetworkError as error:
+        raise ConfigError(
+            f"the processes cannot meet: {str(error).splitlines()[0]}",
+            "Another job may have the port: give a free MASTER_PORT, or, on one machine, leave it out.",
+        ) from error
     except SignalException as error:
         return _SIGNAL_BASE + int(error.sigval)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:]))
+    try:
+        sys.exit(run(sys.argv[1:]))
+    except ConfigError as refused:
+        print(f"packtool: error: {refused}", file=sys.stderr)
+        sys.exit(refused.exit_code)

@@ -10,14 +10,15 @@ from functools import partial
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import PreTrainedModel, TrainerCallback, set_seed
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
 
-from packtool.attention.choose import choose
+from packtool.attention.choose import choose, choose_elsewhere
 from packtool.attention.parallel.blocks import choose_blocks
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.support import refuse_unsupported
 from packtool.batch.dataset import is_bad
 from packtool.batch.spec import InputSpec
+from packtool.encode.model_files import place_of
 from packtool.progress import Progress
 from packtool.train.arguments import training_arguments
 from packtool.train.callbacks import (
@@ -32,8 +33,9 @@ from packtool.train.evaluation import evaluate_in_training
 from packtool.train.finite import name_samples
 from packtool.train.loader import StepLoader, cut_of
 from packtool.train.memory import MemoryEstimate, estimate_memory, model_without_weights
-from packtool.train.model import count_parameters, load_model, make_trainable, resolve_dtype
+from packtool.train.model import count_parameters, has_gpu, load_model, make_trainable, resolve_dtype
 from packtool.train.part_rates import PartRates
+from packtool.train.place import make_place
 from packtool.train.precision import SavedPrecision, loaded_dtype, precision_lines
 from packtool.train.prepare import PreparedRun
 from packtool.train.prepare_stream import PreparedStream, first_samples
@@ -44,7 +46,7 @@ from packtool.train.skipped import all_skipped, skipped_lines, write_skipped
 from packtool.train.stopping import StopSignals
 from packtool.train.stream_loader import StreamLoader
 from packtool.train.trainer import PackTrainer
-from packtool.train.verify import few_samples, raise_if_failed, verify_cheaply
+from packtool.train.verify import few_samples, fewer_tokens, raise_if_failed, verify_cheaply
 from packtool.train.watch import StepWatch
 from packtool.train.world import check_ranks_agree
 
@@ -60,21 +62,29 @@ def load_spec(run: PreparedRun | PreparedStream) -> InputSpec:
     spec = dataclasses.replace(spec, loss_reduction=run.config.loss_reduction)
     if run.config.removes_padding:
         refuse_unsupported(spec.config)
-        on_gpu = torch.cuda.is_available()
-        device = torch.device("cuda" if on_gpu else "cpu")
+        on_gpu = has_gpu(run.config)
         dtype = resolve_dtype(spec.config, run.config, on_gpu=on_gpu)
+        if on_gpu and not torch.cuda.is_available():
+            choose_elsewhere(run.config.attn_impl, dtype)
+            return spec
+        device = torch.device("cuda" if on_gpu else "cpu")
         choose(run.config.attn_impl, device, dtype)
         if run.world.num_sharing > 1:
             choose_blocks(run.config.attn_impl, device, dtype, head_dims=(0, 0))
     return spec
 
 
-def preview_memory(run: PreparedRun | PreparedStream, spec: InputSpec) -> MemoryEstimate:
-    """What training would need, without loading weights."""
-    on_gpu = torch.cuda.is_available()
-    dtype = resolve_dtype(spec.config, run.config, on_gpu=on_gpu)
+def preview(run: PreparedRun | PreparedStream, spec: InputSpec) -> MemoryEstimate:
+    """What training would need, without loading weights; everything that it would refuse is refused.
+
+    Raises:
+        ConfigError, UnsupportedModelError: as training.
+    """
+    dtype = resolve_dtype(spec.config, run.config, on_gpu=has_gpu(run.config))
     with quiet_transformers():
+        training_arguments(run.config, num_steps=run.schedule.num_steps, dtype=dtype, on_gpu=torch.cuda.is_available())
         model = model_without_weights(run.config, spec.config, dtype)
+        PartRates.of(run.config, model)
     return _estimate(run, model, spec, dtype)
 
 
@@ -96,7 +106,8 @@ def execute(run: PreparedRun | PreparedStream, spec: InputSpec, result: TrainRes
     """
     signals = StopSignals(launched=run.world.size > 1)
     with quiet_transformers():
-        trainer, report, watch = make_trainer(run, spec, progress, signals)
+        run, args = enter(run, spec, progress)
+        trainer, report, watch = make_trainer(run, args, spec, progress, signals)
         assert trainer.model is not None
         num_trainable, num_parameters = count_parameters(trainer.model)
         progress.note(f"parameters: {num_parameters:,}, of them trained: {num_trainable:,} ({run.config.train_type})")
@@ -120,6 +131,7 @@ def execute(run: PreparedRun | PreparedStream, spec: InputSpec, result: TrainRes
     result = dataclasses.replace(
         result,
         num_skipped=len(skipped),
+        output_dir=run.config.output_dir,
         steps=steps,
         seconds=seconds,
         target_tokens_per_second=result.target_tokens / seconds,
@@ -162,23 +174,41 @@ def verify_packing(
         samples = first_samples(run)
     if config.on_bad_media == "skip":
         samples = [sample for sample in samples if not is_bad(sample, spec)]
+    samples = fewer_tokens(samples)
     if len(samples) > 1:
         assert trainer.model is not None
         raise_if_failed(verify_cheaply(trainer.model, samples, spec, dtype=dtype, parallel=trainer.parallel))
 
 
+def enter(
+    run: PreparedRun | PreparedStream, spec: InputSpec, progress: Progress
+) -> tuple[PreparedRun | PreparedStream, TrainingArguments]:
+    """Start the process group, let the ranks compare what they will train, and make the output directory.
+
+    Returns:
+        the run with the directory that all ranks write to.
+    """
+    on_gpu = torch.cuda.is_available()
+    dtype = resolve_dtype(spec.config, run.config, on_gpu=on_gpu)
+    args = training_arguments(run.config, num_steps=run.schedule.num_steps, dtype=dtype, on_gpu=on_gpu)
+    check_ranks_agree(run.state, run.world, run.axes.name)
+    config = make_place(run.config, run.world)
+    if config.output_dir != run.config.output_dir:
+        progress.note(f"this run is in {config.output_dir}")
+    args.output_dir = config.output_dir
+    return dataclasses.replace(run, config=config), args
+
+
 def make_trainer(
-    run: PreparedRun | PreparedStream, spec: InputSpec, progress: Progress, signals: StopSignals
+    run: PreparedRun | PreparedStream,
+    args: TrainingArguments,
+    spec: InputSpec,
+    progress: Progress,
+    signals: StopSignals,
 ) -> tuple[PackTrainer, ReportCallback, StepWatch]:
     """The Trainer of this rank, what it reports to, and what ends it."""
     config, on_gpu = run.config, torch.cuda.is_available()
     dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
-    args = training_arguments(config, num_steps=run.schedule.num_steps, dtype=dtype, on_gpu=on_gpu)
-    check_ranks_agree(run.state, run.world, run.axes.name)
-    if run.world.size == 1 and (config.fsdp or config.deepspeed):
-        progress.note("one process has nothing to share: NPROC_PER_NODE=8 in front starts eight")
-    if run.world.is_first:
-        os.makedirs(config.output_dir, exist_ok=True)
     loader = _make_loader(run, spec)
     watch = StepWatch(signals, partial(name_samples, run), on_nan=config.on_nan, world=run.world, progress=progress)
     report = ReportCallback(progress, config.output_dir, run.start)
@@ -262,7 +292,7 @@ def _make_model(
     set_seed(run.config.seed)
     dtype = loaded_dtype(dtype, spec.config, run.config)
     model = load_model(
-        run.config.model,
+        place_of(run.config.model),  # which an adapter names as its base
         spec.config,
         dtype=dtype,
         packing=run.config.removes_padding,

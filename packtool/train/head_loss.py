@@ -10,7 +10,8 @@ sees a head like any other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,14 +57,14 @@ class HeadLoss:
 
     Args:
         model: bare, or inside an adapter; not yet wrapped for several processes.
-        chunk_logits: logits that are made at a time.
+        chunk_logits: logits that are made at a time; by default ``CHUNK_LOGITS``.
     """
 
-    def __init__(self, model: nn.Module, chunk_logits: int = CHUNK_LOGITS) -> None:
+    def __init__(self, model: nn.Module, chunk_logits: int | None = None) -> None:
         head: Any = head_of(model)
         assert head is not None, "see applies_to"
         self._forward_of_head: Callable[[Tensor], Tensor] = head.forward
-        self._chunk_logits = chunk_logits
+        self._chunk_logits = chunk_logits or CHUNK_LOGITS
         self._labels: Tensor | None = None
         self._found: tuple[Tensor, Tensor] | None = None
         head.forward = self._forward
@@ -131,6 +132,24 @@ class HeadLoss:
         else:
             losses = [checkpoint(losses_of, *chunk, use_reentrant=False) for chunk in chunks]
         return torch.cat(losses), torch.cat([hits[number] for number in range(len(chunks))])
+
+
+@contextmanager
+def losses_of_head(model: nn.Module) -> Iterator[HeadLoss | None]:
+    """The Trainer's, if the model is being trained; else one that is gone afterwards; None where there can be none."""
+    head: Any = head_of(model)
+    theirs = getattr(getattr(head, "forward", None), "__self__", None)
+    if isinstance(theirs, HeadLoss) or not HeadLoss.applies_to(model):
+        yield theirs if isinstance(theirs, HeadLoss) else None
+        return
+    before = vars(head).get("forward")
+    try:
+        yield HeadLoss(model)
+    finally:
+        if before is None:
+            del head.forward
+        else:
+            head.forward = before
 
 
 def head_of(model: nn.Module) -> nn.Module | None:

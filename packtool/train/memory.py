@@ -10,9 +10,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
 from packtool.config.train import TrainConfig
-from packtool.train.head_loss import CHUNK_LOGITS
+from packtool.plan.hardware import Hardware
+from packtool.train.head_loss import CHUNK_LOGITS, HeadLoss
 from packtool.train.model import make_trainable
+from packtool.train.pack_under_test import CHECKED_POSITIONS
 from packtool.train.precision import loaded_dtype
+from packtool.train.verify import FEW
 
 _GIB = 2**30
 # Bytes of a layer's activations for each token and unit of width, in 16 bits, with attention that keeps no scores:
@@ -52,6 +55,12 @@ class MemoryEstimate:
             f"{self.num_tokens:,} tokens)"
         )
 
+    def sentence_on(self, hardware: Hardware) -> str:
+        """For a person who plans for other machines than this one."""
+        room = hardware.memory_gb * 1e9 / _GIB
+        verdict = f"has {room:.1f} GiB" if self.total <= room else f"has only {room:.1f} GiB: this will not fit"
+        return f"planned for {hardware.name}, which {verdict}; what is installed there was not looked at"
+
 
 def estimate_memory(
     config: TrainConfig, model: nn.Module, model_config: PreTrainedConfig, *, dtype: torch.dtype, world_size: int
@@ -77,7 +86,7 @@ def estimate_memory(
     activations = layer * layers
     if config.gradient_checkpointing:
         activations = layer + layers * dtype.itemsize * tokens * int(text.hidden_size)
-    logits = 3 * 4 * min(CHUNK_LOGITS, tokens * int(text.vocab_size))
+    logits = 3 * 4 * _num_logits(config, model, tokens, int(text.vocab_size))
     return MemoryEstimate(
         weights=weights / _GIB / (world_size if stage >= 3 else 1),
         gradients=trained / _GIB / (world_size if stage >= 2 else 1),
@@ -94,6 +103,16 @@ def _optimizer_bytes(config: TrainConfig, trained: int, dtype: torch.dtype) -> i
     if config.deepspeed is not None and dtype.itemsize == 2:
         return 6 * trained  # float32: two moments and a copy of the weights
     return (4 if config.master_weights == "kahan" and config.train_type == "full" else 2) * trained
+
+
+def _num_logits(config: TrainConfig, model: nn.Module, tokens: int, vocab_size: int) -> int:
+    """The most logits that are there at a time: of the head's losses, or of the check before the first step."""
+    in_step = tokens * vocab_size
+    if HeadLoss.applies_to(model):
+        in_step = min(max(CHUNK_LOGITS, vocab_size), in_step)
+    checks = config.removes_padding and config.verify_packing
+    in_check = min(FEW * CHECKED_POSITIONS, tokens) * vocab_size if checks else 0
+    return max(in_step, in_check)
 
 
 def model_without_weights(config: TrainConfig, model_config: PreTrainedConfig, dtype: torch.dtype) -> nn.Module:

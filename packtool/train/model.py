@@ -35,6 +35,11 @@ def resolve_dtype(config: PreTrainedConfig, run: TrainConfig | EvalConfig, *, on
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[run.torch_dtype]
 
 
+def has_gpu(run: TrainConfig) -> bool:
+    """Whether a run computes on a GPU: one of this machine, or one that a dry run plans for."""
+    return run.hardware is not None or torch.cuda.is_available()
+
+
 def load_model(
     model: str,
     config: PreTrainedConfig,

@@ -21,9 +21,10 @@ from packtool.batch.shard import SHARDED
 from packtool.batch.sounds import sounds_in_order
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
+from packtool.train.head_loss import losses_of_head
 from packtool.train.loss import sum_of_losses, takes_logits_to_keep
 
-_POSITIONS = 32
+CHECKED_POSITIONS = 32
 """Positions of a sample whose logits are compared; all of a long sample's would need gigabytes."""
 
 
@@ -138,6 +139,10 @@ class PackUnderTest:
 
     def loss(self, batch: Batch) -> Tensor:
         """A batch's share of the pack's mean loss; of a row that ranks share, this rank's part."""
+        with losses_of_head(self.model) as head_loss:
+            # As the step makes it, so that the check never holds more logits than the step.
+            if head_loss is not None:
+                return head_loss.losses(self.model, batch).sum(batch.loss_weights) / self.num_targets
         return sum_of_losses(self.model, batch, label_logits_only=self.label_logits_only) / self.num_targets
 
     def packed_loss(self) -> float:
@@ -197,9 +202,9 @@ def _without_boundaries(batch: PackedBatch) -> Batch:
 
 def _positions(length: int) -> Tensor:
     """int64 (P,) of a sample: its first ones, where a leak is largest, and others up to its end."""
-    if length <= _POSITIONS:
+    if length <= CHECKED_POSITIONS:
         return torch.arange(length)
-    half = _POSITIONS // 2
+    half = CHECKED_POSITIONS // 2
     return torch.cat([torch.arange(half), torch.linspace(half, length - 1, half).long()])
 
 

@@ -20,8 +20,9 @@ from packtool.encode.model_files import ModelFiles
 from packtool.encode.relabel import TargetChoice
 from packtool.plan.evaluation import EvaluationPlan
 from packtool.train.check import check_plan, choice_of_targets, open_caches, packs_of
-from packtool.train.checkpoint import RunState, find_checkpoint, read_state
+from packtool.train.checkpoint import RunState, read_state
 from packtool.train.figures import SampleFigures
+from packtool.train.place import checkpoint_of, with_resumed_version
 from packtool.train.planner import Dealing, Planner, plan_options, with_model
 from packtool.train.prepare_eval import plan_of_samples
 from packtool.train.schedule import Schedule
@@ -86,6 +87,7 @@ def prepare_run(config: TrainConfig, world: World) -> PreparedRun:
     Raises:
         ConfigError, DataError, MismatchError: naming what does not fit, and what to do.
     """
+    config = with_resumed_version(config)
     files = ModelFiles.load(config.model)
     reader = open_caches(config, files)
     index = reader.index
@@ -96,7 +98,7 @@ def prepare_run(config: TrainConfig, world: World) -> PreparedRun:
         samples = chosen = ChosenTargets(reader, choice)
         targets = chosen.target_tokens()
     planner = _planner(config, files, reader, targets)
-    checkpoint = find_checkpoint(config.resume_from_checkpoint, config.output_dir)
+    checkpoint = checkpoint_of(config)
     before = read_state(checkpoint) if checkpoint is not None else None
     mine: Dealing = (world.data.size, config.gradient_accumulation_steps, config.per_device_train_batch_size)
     state = _state(config, planner, mine, reader.fingerprint)

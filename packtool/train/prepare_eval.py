@@ -47,7 +47,7 @@ def prepare_evaluation(config: EvalConfig, world: World) -> PreparedEvaluation:
     Raises:
         ConfigError, DataError, MismatchError, StorageError: naming what does not fit, and what to do.
     """
-    trained = TrainedModel.find(config.model)
+    trained = TrainedModel.find(config.model, config.base_model)
     files = ModelFiles.load(trained.base)
     split = config.split or (VAL_SPLIT if VAL_SPLIT in common_splits(config.cached_dataset) else TRAIN_SPLIT)
     copies = LocalCopies(config.cache_dir or LocalCopies.default().directory, config.cache_dir_bytes)

@@ -24,9 +24,10 @@ from packtool.rows.sources import sources_of
 from packtool.stream.packs import StreamOptions
 from packtool.stream.reading import MOST_OPEN
 from packtool.stream.state import StreamState, read_state
-from packtool.train.checkpoint import RunState, find_checkpoint
+from packtool.train.checkpoint import RunState
 from packtool.train.checkpoint import read_state as read_run_state
 from packtool.train.from_rows import length_of_rows, rows_fingerprint
+from packtool.train.place import checkpoint_of, with_resumed_version
 from packtool.train.planner import cost_of
 from packtool.train.sharing import axes_of
 from packtool.train.world import World
@@ -92,6 +93,7 @@ def prepare_stream(config: TrainConfig, world: World) -> PreparedStream:
     Raises:
         ConfigError, DataError, MismatchError, StorageError: naming what does not fit, and what to do.
     """
+    config = with_resumed_version(config)
     assert config.max_steps is not None, "checked with the settings"
     files = ModelFiles.load(config.model)
     max_length = length_of_rows(config, files)
@@ -115,7 +117,7 @@ def prepare_stream(config: TrainConfig, world: World) -> PreparedStream:
         per_device_train_batch_size=config.per_device_train_batch_size,
         streaming=_settings(config),
     )
-    checkpoint = find_checkpoint(config.resume_from_checkpoint, config.output_dir)
+    checkpoint = checkpoint_of(config)
     start = 0
     if checkpoint is not None:
         before = read_run_state(checkpoint)

@@ -140,6 +140,8 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
     model_config, cost_source = _model(config, reader)
     room = packing_length or config.packing_length
     max_length = min(config.max_length or longest, room or longest)
+    if packing_length is None and config.max_length is not None:
+        max_length = config.max_length  # as training has it: what is there and longer than a pack is told
     options = plan_options(
         config, packing=config.packing, max_length=max_length, world_size=config.world_size // config.num_sharing
     )

@@ -13,12 +13,10 @@ from dataclasses import dataclass, field
 from packtool.cache.evaluation_file import plain_json
 from packtool.config.train import TrainConfig
 from packtool.plan.summary import SkrullFigures
+from packtool.train.place import RESULT_NAME
 from packtool.train.prepare_stream import PreparedStream
 from packtool.train.schedule import Schedule
 from packtool.train.world import World
-
-RESULT_NAME = "packtool_train.json"
-METRICS_NAME = "metrics.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from packtool.train.prepare import PreparedRun, prepare_run
 from packtool.train.prepare_stream import PreparedStream, prepare_stream
 from packtool.train.result import TrainResult, plan_lines, settings_lines, stream_lines
 from packtool.train.sharing import sharing_lines
+from packtool.train.simulate import read_hardware
 from packtool.train.world import World
 
 
@@ -30,6 +31,8 @@ def train(config: TrainConfig, progress: Progress, world: World | None = None) -
     """
     world = (world or World.from_environment()).shared_by(config.num_sharing)
     progress = progress if world.is_first else SilentProgress()
+    world.check_shards(config)
+    hardware = None if config.hardware is None else read_hardware(config.hardware)
     config = with_cache(config, progress)
     if config.bucket_size == "auto":
         # Needs torch, and the plan needs its answer.
@@ -42,20 +45,22 @@ def train(config: TrainConfig, progress: Progress, world: World | None = None) -
         result, lines = TrainResult.expected(run), stream_lines(run)
     else:
         run = prepare_run(config, world)
-        result = TrainResult.planned(run.schedule, world, config.output_dir, run.start)
+        result = TrainResult.planned(run.schedule, world, run.config.output_dir, run.start)
         result = dataclasses.replace(result, resumed_from=run.checkpoint)
         lines = plan_lines(run.schedule, result)
-    for line in (*settings_lines(config), *lines, *sharing_lines(run.world, run.axes), *run.notes):
+    for line in (*settings_lines(run.config), *lines, *sharing_lines(run.world, run.axes), *run.notes):
         progress.note(line)
     # From here on torch and transformers are needed; mistakes of the user should have been told by now.
-    from packtool.train.execute import execute, load_spec, preview_memory
+    from packtool.train.execute import execute, load_spec, preview
 
     spec = load_spec(run)
     if config.dry_run:
-        estimate = preview_memory(run, spec)
+        estimate = preview(run, spec)
         trained, parameters = estimate.num_trainable, estimate.num_parameters
         progress.note(f"parameters: {parameters:,}, of them trained: {trained:,} ({config.train_type})")
         progress.note(estimate.sentence())
+        if hardware is not None:
+            progress.note(estimate.sentence_on(hardware))
         return dataclasses.replace(
             result, num_parameters=estimate.num_parameters, num_trainable_parameters=estimate.num_trainable
         )

@@ -25,7 +25,7 @@ from packtool.batch.batch import Batch
 from packtool.batch.padding import restore_padding
 from packtool.constants import IGNORE_INDEX
 from packtool.errors import UnsupportedModelError
-from packtool.train.head_loss import HeadLoss, head_of
+from packtool.train.head_loss import HeadLoss, losses_of_head
 from packtool.train.loss import label_positions, takes_logits_to_keep, target_logits
 
 SCORES = ("sum of losses", "target tokens", "right ones", "first wrong position or -1")
@@ -170,7 +170,7 @@ def evaluating(model: nn.Module, *, packed: bool) -> Iterator[Scorer]:
     model.eval()
     try:
         # Not inference mode: what a model remembers of a forward pass must be fit for the next training step.
-        with torch.no_grad(), _losses_of_head(model) as head_loss:
+        with torch.no_grad(), losses_of_head(model) as head_loss:
             yield Scorer(model, head_loss)
     finally:
         for module, was_training in modes:
@@ -179,24 +179,6 @@ def evaluating(model: nn.Module, *, packed: bool) -> Iterator[Scorer]:
             inner.set_attn_implementation(route(inner.config, str(name)))
             if not was_isolated:
                 release_recurrent_layers(inner)
-
-
-@contextmanager
-def _losses_of_head(model: nn.Module) -> Iterator[HeadLoss | None]:
-    """The Trainer's, if the model is being trained; else one that is gone afterwards; None where there can be none."""
-    head: Any = head_of(model)
-    theirs = getattr(getattr(head, "forward", None), "__self__", None)
-    if isinstance(theirs, HeadLoss) or not HeadLoss.applies_to(model):
-        yield theirs if isinstance(theirs, HeadLoss) else None
-        return
-    before = vars(head).get("forward")
-    try:
-        yield HeadLoss(model)
-    finally:
-        if before is None:
-            del head.forward
-        else:
-            head.forward = before
 
 
 def _attention_of(model: PreTrainedModel) -> str | None:

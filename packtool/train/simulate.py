@@ -15,6 +15,7 @@ import numpy.typing as npt
 from packtool import storage
 from packtool.cache.reader import CacheReader
 from packtool.config.simulate import BASELINE, SimulateConfig, StrategyName
+from packtool.config.yaml_values import parse_yaml
 from packtool.errors import ConfigError, DataError
 from packtool.plan.distributions import draw, quantiles
 from packtool.plan.hardware import PRESETS, Hardware
@@ -212,7 +213,7 @@ def read_hardware(name: str) -> Hardware:
     import yaml  # here, because most runs need none of it
 
     try:
-        fields = json.loads(text) if name.endswith(".json") else yaml.safe_load(text)
+        fields = json.loads(text) if name.endswith(".json") else parse_yaml(text.decode())
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"--hardware {name}: {error}") from error
     if not isinstance(fields, Mapping):

@@ -44,7 +44,10 @@ from packtool.train.verify_checks import (
 )
 from packtool.train.world import World
 
-_FEW = 4
+FEW = 4
+"""Samples that are looked at before the first step, at most."""
+
+_FEW_TOKENS = 4096
 _CHANGES_BEFORE_TRAINING = 2
 
 
@@ -216,7 +219,7 @@ def verify_first_pack(
         raise_if_failed(verify_cheaply(model, samples, spec, dtype=dtype))
 
 
-def few_samples(reader: CacheReader, positions: Sequence[int], most: int = _FEW) -> list[EncodedSample]:
+def few_samples(reader: CacheReader, positions: Sequence[int], most: int = FEW) -> list[EncodedSample]:
     """The shortest of some samples of a cache, in their order, for ``verify_cheaply``.
 
     Args:
@@ -225,6 +228,14 @@ def few_samples(reader: CacheReader, positions: Sequence[int], most: int = _FEW)
     lengths = reader.index.length
     shortest = sorted(positions, key=lambda position: int(lengths[position]))[:most]
     return [reader.sample(int(position)) for position in positions if position in shortest]
+
+
+def fewer_tokens(samples: Sequence[EncodedSample], most: int = _FEW_TOKENS) -> list[EncodedSample]:
+    """The shortest of some samples, in their order, that have together no more tokens; two, whatever their length."""
+    shortest = sorted(range(len(samples)), key=lambda number: samples[number].length)
+    sums = np.cumsum([samples[number].length for number in shortest])
+    kept = set(shortest[: max(int((sums <= most).sum()), 2)])
+    return [sample for number, sample in enumerate(samples) if number in kept]
 
 
 def choose_packs(reader: CacheReader, config: VerifyConfig) -> list[list[int]]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, MismatchError
 from packtool.train.checkpoint import RunState
 
@@ -55,6 +56,18 @@ class World:
                 f"NPROC_PER_NODE={num_sharing} in front, or a multiple of it, starts enough.",
             )
         return dataclasses.replace(self, num_sharing=num_sharing)
+
+    def check_shards(self, config: TrainConfig) -> None:
+        """Raise for a run whose weights are to be spread over a single process.
+
+        Raises:
+            ConfigError: with what starts more.
+        """
+        if config.fsdp and self.size == 1:
+            raise ConfigError(
+                f"--fsdp {' '.join(config.fsdp)} spreads weights over processes, and there is one",
+                "NPROC_PER_NODE=8 in front starts eight; leave --fsdp out to train in one.",
+            )
 
     @property
     def data(self) -> World:

@@ -16,7 +16,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from packtool.errors import ConfigError, DataError, MismatchError, UnsupportedModelError
 from packtool.progress import SilentProgress
-from packtool.train.result import RESULT_NAME
+from packtool.train.place import RESULT_NAME
 from packtool.train.run import train
 from packtool.train.world import World
 from tests.train.tiny import TinyWorld, export_rows, make_tiny_text_world, read_metrics
