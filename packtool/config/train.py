@@ -193,6 +193,11 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions, ParallelOptions):
     add_version: bool = option(
         False, "Write into a new folder of --output-dir for each run: v0-DATE-TIME, v1-DATE-TIME, ...", panel="Run"
     )
+    resume_only_model: bool = option(
+        False,
+        "Take only the weights of --resume-from-checkpoint, and begin a new schedule with a new optimizer.",
+        panel="Run",
+    )
     dry_run: bool = option(False, "Plan, check and print, but do not train.", panel="Run")
     hardware: str | None = option(
         None,
@@ -224,6 +229,8 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions, ParallelOptions):
             )
         if self.deepspeed is not None and self.on_nan == "skip":
             found.append("--on-nan skip leaves out updates, which DeepSpeed makes itself: use stop or go-on")
+        if self.resume_only_model and self.resume_from_checkpoint in (None, "false"):
+            found.append("--resume-only-model goes with --resume-from-checkpoint, which names the weights")
         found += self._master_problems()
         if self.hardware is not None and not self.dry_run:
             found.append("--hardware is for plans of runs on other machines: it goes with --dry-run")

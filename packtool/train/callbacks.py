@@ -21,6 +21,7 @@ from packtool.train.prepare_stream import OpenSchedule
 from packtool.train.schedule import Schedule
 from packtool.train.stream_loader import StreamLoader
 from packtool.train.watch import StepWatch
+from packtool.train.whole import saving
 
 
 class PlanCallback(TrainerCallback):
@@ -92,18 +93,19 @@ class CheckpointCallback(TrainerCallback):
         PartialState().wait_for_everyone()
         if state.is_world_process_zero:
             checkpoint = os.path.join(str(args.output_dir), f"{PREFIX}{state.global_step}")
-            copy_processor(self.model_directory, checkpoint)
-            epoch, step_in_epoch = self.schedule.locate(state.global_step)
-            write_state(
-                checkpoint,
-                dataclasses.replace(
-                    self.run,
-                    step=state.global_step,
-                    epoch=epoch,
-                    step_in_epoch=step_in_epoch,
-                    saved_at=time.time(),
-                ),
-            )
+            with saving(checkpoint):
+                copy_processor(self.model_directory, checkpoint)
+                epoch, step_in_epoch = self.schedule.locate(state.global_step)
+                write_state(
+                    checkpoint,
+                    dataclasses.replace(
+                        self.run,
+                        step=state.global_step,
+                        epoch=epoch,
+                        step_in_epoch=step_in_epoch,
+                        saved_at=time.time(),
+                    ),
+                )
             # Not left to the Trainer, which deletes older ones before this one is finished.
             last_good = self.watch.last_good if self.watch is not None else None
             remove_oldest(str(args.output_dir), self.save_total_limit, last_good)

@@ -36,7 +36,7 @@ from packtool.train.memory import MemoryEstimate, estimate_memory, model_without
 from packtool.train.model import count_parameters, has_gpu, load_model, make_trainable, resolve_dtype
 from packtool.train.part_rates import PartRates
 from packtool.train.place import make_place
-from packtool.train.precision import SavedPrecision, loaded_dtype, precision_lines
+from packtool.train.precision import SavedPrecision, loaded_dtype, precision_lines, take_weights
 from packtool.train.prepare import PreparedRun
 from packtool.train.prepare_stream import PreparedStream, first_samples
 from packtool.train.quiet import quiet_transformers
@@ -217,6 +217,8 @@ def make_trainer(
     if run.world.num_sharing > 1:
         parallel = SequenceParallel.on_mesh(run.axes, "cuda" if on_gpu else "cpu")
     model, saved = _make_model(run, spec, dtype, parallel)
+    if run.weights is not None:
+        progress.note(f"weights are those of {run.weights}; optimizer, schedule and data begin anew")
     for line in precision_lines(model, dtype, config, saved):
         progress.note(line)
     shard_on_cpus(config)
@@ -300,4 +302,7 @@ def _make_model(
         parallel=parallel,
     )
     saved = SavedPrecision.of(spec.config, model)
-    return make_trainable(model, run.config), saved
+    trained = make_trainable(model, run.config)
+    if run.weights is not None:
+        take_weights(trained, run.weights)
+    return trained, saved

@@ -13,17 +13,20 @@ kept beside it (``kahan``). What is frozen never changes and stays as its checkp
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from packtool.config.train import TrainConfig
+from packtool.errors import MismatchError
 
 MASTER_NAME = "master_weights.safetensors"
 """The trained weights of a checkpoint in float32, where its model is saved with fewer digits."""
@@ -149,3 +152,32 @@ def load_masters(model: nn.Module, checkpoint: str) -> None:
     for name, parameter in model.named_parameters():
         if name in masters:
             parameter.copy_(masters[name])
+
+
+@torch.no_grad()
+def take_weights(model: nn.Module, checkpoint: str) -> None:
+    """Give a model, made trainable and not yet wrapped, the weights of a checkpoint and nothing else of it.
+
+    Raises:
+        MismatchError: if they are another model's, or another adapter's.
+    """
+    state: dict[str, Tensor] = {}
+    for path in sorted(glob.glob(os.path.join(glob.escape(checkpoint), "*.safetensors"))):
+        if os.path.basename(path) != MASTER_NAME:
+            state |= load_file(path)
+    if isinstance(model, PeftModel):
+        loaded: Any = set_peft_model_state_dict(model, state)
+        unknown = list(loaded.unexpected_keys)
+        missing = [name for name in get_peft_model_state_dict(model) if name not in state]
+    else:
+        missing, unknown = (list(names) for names in model.load_state_dict(state, strict=False))
+        tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - {
+            name for name, _ in model.named_parameters()
+        }
+        missing = [name for name in missing if name not in tied]
+    if missing or unknown or not state:
+        raise MismatchError(
+            f"{checkpoint} does not have the weights of this model: {len(missing)} are missing, {len(unknown)} unknown",
+            "Give the --model, --train-type and adapter settings that it was trained with.",
+        )
+    load_masters(model, checkpoint)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -24,6 +25,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.batch.batch import Batch, SkippedSample
 from packtool.cache.evaluation_file import plain_json
+from packtool.train.checkpoint import PREFIX
 from packtool.train.finite import StepNumbers
 from packtool.train.head_loss import HeadLoss
 from packtool.train.kahan import KahanAdamW
@@ -33,6 +35,7 @@ from packtool.train.meter import Meter
 from packtool.train.part_rates import PartRates, split_groups
 from packtool.train.precision import SavedPrecision, load_masters, save_masters
 from packtool.train.stream_loader import StreamLoader
+from packtool.train.whole import loading, saving
 
 
 class PackTrainer(Trainer):
@@ -133,11 +136,20 @@ class PackTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """The Trainer's, and the digits that the saved model lacks."""
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        if not self.is_fsdp_enabled:
-            whole = model or self.model
-            assert whole is not None
-            load_masters(whole, resume_from_checkpoint)
+        with loading(resume_from_checkpoint, "the weights"):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            if not self.is_fsdp_enabled:
+                whole = model or self.model
+                assert whole is not None
+                load_masters(whole, resume_from_checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with loading(str(checkpoint), "the optimizer's states or the schedule"):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        with saving(os.path.join(str(self.args.output_dir), f"{PREFIX}{self.state.global_step}")):
+            super()._save_checkpoint(model, trial)
 
     def get_train_dataloader(self) -> Any:
         """The steps as they are: already this rank's own, so accelerate must neither shard nor move them."""
