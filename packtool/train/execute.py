@@ -36,7 +36,7 @@ from packtool.train.memory import MemoryEstimate, estimate_memory, model_without
 from packtool.train.model import count_parameters, has_gpu, load_model, make_trainable, resolve_dtype
 from packtool.train.part_rates import PartRates
 from packtool.train.place import make_place
-from packtool.train.precision import SavedPrecision, loaded_dtype, precision_lines, take_weights
+from packtool.train.precision import SavedPrecision, load_masters, loaded_dtype, precision_lines, take_adapter
 from packtool.train.prepare import PreparedRun
 from packtool.train.prepare_stream import PreparedStream, first_samples
 from packtool.train.quiet import quiet_transformers
@@ -292,9 +292,10 @@ def _make_model(
 ) -> tuple[PreTrainedModel | PeftModel, SavedPrecision]:
     # Adapters are drawn at random: alike on every rank, and in every run with this seed.
     set_seed(run.config.seed)
-    dtype = loaded_dtype(dtype, spec.config, run.config)
+    dtype, is_adapter = loaded_dtype(dtype, spec.config, run.config), run.config.train_type == "lora"
     model = load_model(
-        place_of(run.config.model),  # which an adapter names as its base
+        # Which an adapter names as its base.
+        run.weights if run.weights is not None and not is_adapter else place_of(run.config.model),
         spec.config,
         dtype=dtype,
         packing=run.config.removes_padding,
@@ -303,6 +304,8 @@ def _make_model(
     )
     saved = SavedPrecision.of(spec.config, model)
     trained = make_trainable(model, run.config)
-    if run.weights is not None:
-        take_weights(trained, run.weights)
+    if run.weights is not None and isinstance(trained, PeftModel):
+        take_adapter(trained, run.weights)
+    elif run.weights is not None:
+        load_masters(trained, run.weights)
     return trained, saved

@@ -17,19 +17,20 @@ import glob
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from packtool.config.train import TrainConfig
 from packtool.errors import MismatchError
+from packtool.train.whole import ONLY_MODEL
 
 MASTER_NAME = "master_weights.safetensors"
-"""The trained weights of a checkpoint in float32, where its model is saved with fewer digits."""
+"""The trained weights of a checkpoint as they are kept, where its model is saved with fewer digits or other names."""
 
 _SHORT = (torch.bfloat16, torch.float16)
 
@@ -132,52 +133,68 @@ class SavedPrecision:
 
 
 def save_masters(model: nn.Module, saved: SavedPrecision, checkpoint: str) -> None:
-    """Write the trained weights that are kept with more digits than the model is saved with, if there are any."""
+    """Write the trained weights that the saved model does not have as they are kept, if there are any.
+
+    It has fewer digits of them, or other names: transformers saves the experts of a mixture one by one, and a resumed
+    Trainer, which looks for them under their names in memory, would go on with those that training began with.
+    """
+    names = set(_saved_weights(checkpoint))
     masters = {
         name: parameter.detach().contiguous()
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.dtype == torch.float32 and name not in saved.long
+        if parameter.requires_grad and (name not in names or _is_rounded(name, parameter, saved))
     }
-    if masters and saved.dtype in _SHORT:
+    if masters:
         save_file(masters, os.path.join(checkpoint, MASTER_NAME))
+
+
+def _is_rounded(name: str, parameter: Tensor, saved: SavedPrecision) -> bool:
+    return parameter.dtype == torch.float32 and saved.dtype in _SHORT and name not in saved.long
+
+
+def _saved_weights(checkpoint: str) -> Iterator[str]:
+    for path in glob.glob(os.path.join(glob.escape(checkpoint), "model*.safetensors")):
+        with safe_open(path, "pt") as file:
+            yield from file.keys()
 
 
 @torch.no_grad()
 def load_masters(model: nn.Module, checkpoint: str) -> None:
-    """Read back what ``save_masters`` wrote; nothing if it wrote nothing."""
+    """Read back what ``save_masters`` wrote.
+
+    Raises:
+        MismatchError: if trained weights are neither there nor in the saved model.
+    """
     path = os.path.join(checkpoint, MASTER_NAME)
-    if not os.path.exists(path):
-        return
-    masters = load_file(path)
+    masters = load_file(path) if os.path.exists(path) else {}
+    there = masters.keys() | set(_saved_weights(checkpoint))
+    lacking = []
+    by_parameter: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_parameter.setdefault(id(parameter), []).append(name)
     for name, parameter in model.named_parameters():
         if name in masters:
             parameter.copy_(masters[name])
+        elif parameter.requires_grad and not there & set(by_parameter[id(parameter)]):
+            lacking.append(name)
+    if lacking:
+        raise MismatchError(
+            f"{checkpoint} lacks {len(lacking)} weights that this run trains: {', '.join(lacking[:3])}",
+            f"Freeze what was frozen there; or {ONLY_MODEL}",
+        )
 
 
-@torch.no_grad()
-def take_weights(model: nn.Module, checkpoint: str) -> None:
-    """Give a model, made trainable and not yet wrapped, the weights of a checkpoint and nothing else of it.
+def take_adapter(model: PeftModel, checkpoint: str) -> None:
+    """Give a new adapter the weights of one that was saved.
 
     Raises:
-        MismatchError: if they are another model's, or another adapter's.
+        MismatchError: if that one has other modules or another rank.
     """
-    state: dict[str, Tensor] = {}
-    for path in sorted(glob.glob(os.path.join(glob.escape(checkpoint), "*.safetensors"))):
-        if os.path.basename(path) != MASTER_NAME:
-            state |= load_file(path)
-    if isinstance(model, PeftModel):
-        loaded: Any = set_peft_model_state_dict(model, state)
-        unknown = list(loaded.unexpected_keys)
-        missing = [name for name in get_peft_model_state_dict(model) if name not in state]
-    else:
-        missing, unknown = (list(names) for names in model.load_state_dict(state, strict=False))
-        tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - {
-            name for name, _ in model.named_parameters()
-        }
-        missing = [name for name in missing if name not in tied]
-    if missing or unknown or not state:
+    state = load_file(os.path.join(checkpoint, "adapter_model.safetensors"))
+    wanted = {name: tuple(weight.shape) for name, weight in get_peft_model_state_dict(model).items()}
+    if wanted != {name: tuple(weight.shape) for name, weight in state.items()}:
         raise MismatchError(
-            f"{checkpoint} does not have the weights of this model: {len(missing)} are missing, {len(unknown)} unknown",
-            "Give the --model, --train-type and adapter settings that it was trained with.",
+            f"the adapter in {checkpoint} is not that of these settings",
+            "Give the --lora-rank, --target-modules and --freeze-... that it was trained with.",
         )
-    load_masters(model, checkpoint)
+    set_peft_model_state_dict(model, state)

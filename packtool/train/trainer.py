@@ -138,7 +138,7 @@ class PackTrainer(Trainer):
         """The Trainer's, and the digits that the saved model lacks."""
         with loading(resume_from_checkpoint, "the weights"):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-            if not self.is_fsdp_enabled:
+            if not self.is_fsdp_enabled and not isinstance(self.model, PeftModel):
                 whole = model or self.model
                 assert whole is not None
                 load_masters(whole, resume_from_checkpoint)
@@ -236,6 +236,8 @@ class PackTrainer(Trainer):
             return
         if "loss" in logs:
             logs.update(self._meter.logged(logs["loss"], self.accelerator))
+            # The Trainer takes the sum away from itself, which does not help where it is no number.
+            self._tr_loss.zero_()
         super().log(logs, start_time)
         # trainer_state.json is made of these, and JSON has no word for what is not a number.
         self.state.log_history[-1] = plain_json(self.state.log_history[-1])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from packtool.attention.register import set_attention
 from packtool.batch.collate import collate_packs
@@ -24,7 +24,7 @@ from packtool.train.model import make_trainable
 from packtool.train.precision import MASTER_NAME
 from packtool.train.run import train
 from tests.batch.reduced import VISION_MODELS, mixed_samples, reduced_model, reduced_spec, save_image_processor
-from tests.train.tiny import TinyWorld, check_same_rest
+from tests.train.tiny import TinyWorld, check_same_rest, make_tiny_text_world
 
 FEW_STEPS: dict[str, Any] = {
     "learning_rate": 1e-5,
@@ -137,3 +137,19 @@ def test_what_would_not_be_done_is_refused() -> None:
     assert any("FSDP and DeepSpeed" in line for line in problems(train_type="full", fsdp=("full_shard",)))
     assert any("AdamW of its own" in line for line in problems(train_type="full", training={"optim": "sgd"}))
     assert problems(train_type="full") == []
+
+
+def test_experts_that_are_saved_one_by_one_are_resumed_whole(tmp_path: Path) -> None:
+    """transformers' Trainer would go on with those that training began with: the saved file has other names."""
+    tiny = make_tiny_text_world(tmp_path / "world")
+    text = AutoConfig.from_pretrained(tiny.model)
+    kept = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    sizes = {name: getattr(text, name) for name in kept} | {"num_hidden_layers": 1, "moe_intermediate_size": 32}
+    mixture = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2))
+    mixture.save_pretrained(tiny.model)
+    given: dict[str, Any] = {"gradient_accumulation_steps": 1, "save_steps": 1, "max_steps": 2}
+    given |= {"freeze_vit": True, "freeze_aligner": True, "num_train_epochs": 2.0}
+    train(tiny.config(tmp_path / "whole", **given), SilentProgress())
+    resumed = {"resume_from_checkpoint": str(tmp_path / "whole" / "checkpoint-1")}
+    train(tiny.config(tmp_path / "resumed", **given, **resumed), SilentProgress())
+    check_same_rest(tmp_path / "whole", tmp_path / "resumed", 1)
