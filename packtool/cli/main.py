@@ -19,12 +19,14 @@ from packtool.cli.demo import DemoConfig, run_demo_command
 from packtool.cli.eval import run_eval
 from packtool.cli.export import run_export
 from packtool.cli.inspect import InspectConfig, run_inspect
+from packtool.cli.merge import run_merge
 from packtool.cli.options import PanelCommand, command_of, option_kinds
 from packtool.cli.plan import run_plan
 from packtool.cli.simulate import run_simulate
 from packtool.cli.verify import run_verify
 from packtool.config.evaluate import EvalConfig
 from packtool.config.export import ExportConfig
+from packtool.config.merge import MergeConfig
 from packtool.config.plan import PlanConfig
 from packtool.config.simulate import SimulateConfig
 from packtool.config.train import TrainConfig
@@ -48,6 +50,9 @@ app.command(cls=PanelCommand, name="sft", help="The same as train.")(command_of(
 app.command(
     cls=PanelCommand, name="eval", help="Loss, perplexity and accuracy of every sample for itself, into a file."
 )(command_of(EvalConfig, run_eval))
+app.command(cls=PanelCommand, name="merge", help="Work an adapter into the weights of its base model.")(
+    command_of(MergeConfig, run_merge)
+)
 app.command(cls=PanelCommand, name="demo", help="Watch both stages work on a small world made on the spot.")(
     command_of(DemoConfig, run_demo_command)
 )
@@ -73,13 +78,19 @@ _SETTINGS = {
     "train": TrainConfig,
     "sft": TrainConfig,
     "eval": EvalConfig,
+    "merge": MergeConfig,
     "inspect": InspectConfig,
     "plan": PlanConfig,
     "simulate": SimulateConfig,
     "verify": VerifyConfig,
     "demo": DemoConfig,
 }
-_NAMELESS = {"inspect": "--directory", "plan": "--cached-dataset", "simulate": "--cached-dataset"}
+_NAMELESS = {
+    "inspect": "--directory",
+    "plan": "--cached-dataset",
+    "simulate": "--cached-dataset",
+    "merge": "--adapter",
+}
 
 
 def _version(show: bool) -> None:

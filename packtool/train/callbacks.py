@@ -16,6 +16,7 @@ from packtool.cache.evaluation_file import plain_json
 from packtool.progress import Progress
 from packtool.stream.state import write_state as write_stream
 from packtool.train.checkpoint import PREFIX, RunState, copy_processor, discard_state, remove_oldest, write_state
+from packtool.train.outcome import BEST, LAST, best_of, point
 from packtool.train.place import METRICS_NAME
 from packtool.train.prepare_stream import OpenSchedule
 from packtool.train.schedule import Schedule
@@ -107,8 +108,17 @@ class CheckpointCallback(TrainerCallback):
                     ),
                 )
             # Not left to the Trainer, which deletes older ones before this one is finished.
-            last_good = self.watch.last_good if self.watch is not None else None
-            remove_oldest(str(args.output_dir), self.save_total_limit, last_good)
+            self._name(str(args.output_dir), checkpoint, state)
+
+    def _name(self, output_dir: str, checkpoint: str, state: TrainerState) -> None:
+        """Let the names that stay be the right checkpoints, then remove the oldest ones."""
+        best = best_of(output_dir, state.log_history)
+        with saving(os.path.join(output_dir, f".{LAST}.part")):
+            point(output_dir, LAST, checkpoint)
+            if best is not None:
+                point(output_dir, BEST, best)
+        last_good = self.watch.last_good if self.watch is not None else None
+        remove_oldest(output_dir, self.save_total_limit, last_good, best)
 
 
 class EvaluationCallback(TrainerCallback):

@@ -247,16 +247,17 @@ def finished_checkpoints(output_dir: str) -> list[str]:
     return [checkpoint for _, checkpoint in sorted((at, name) for at, name in found if at is not None)]
 
 
-def remove_oldest(output_dir: str, limit: int | None, last_good: int | None = None) -> None:
+def remove_oldest(output_dir: str, limit: int | None, last_good: int | None = None, best: str | None = None) -> None:
     """Keep the newest ``limit`` finished checkpoints.
 
     Args:
         last_good: step after which weights may be no numbers: the newest checkpoint up to there stays, too.
+        best: another one that stays.
     """
     finished = finished_checkpoints(output_dir)
     good = [checkpoint for checkpoint in finished if last_good is not None and read_state(checkpoint).step <= last_good]
     for checkpoint in finished[:-limit] if limit else []:
-        if checkpoint in good[-1:]:
+        if checkpoint in (*good[-1:], best):
             continue
         discard_state(checkpoint)
         shutil.rmtree(checkpoint)

@@ -27,6 +27,7 @@ from packtool.train.checkpoint import (
     find_checkpoint,
     finished_checkpoints,
 )
+from packtool.train.outcome import remove_names
 from packtool.train.world import World
 
 RESULT_NAME = "packtool_train.json"
@@ -117,6 +118,7 @@ def _clear(output_dir: str) -> None:
             shutil.rmtree(path)
         else:
             os.remove(path)
+    remove_names(output_dir)
     for name in _OTHER_NAMES:
         with contextlib.suppress(FileNotFoundError):
             os.remove(os.path.join(output_dir, name))

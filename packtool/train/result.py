@@ -148,6 +148,7 @@ def next_lines(config: TrainConfig, result: TrainResult, *, sees: bool) -> Itera
     yield f"evaluate: packtool eval --model {checkpoint} --cached-dataset {caches} --output eval.parquet"
     if config.train_type == "lora":
         yield f'load: peft.PeftModel.from_pretrained(model, "{result.checkpoint}")  # onto {config.model}'
+        yield f"merge: packtool merge {checkpoint} --output MERGED"
     else:
         auto = "AutoModelForImageTextToText" if sees else "AutoModelForCausalLM"
         yield f'load: transformers.{auto}.from_pretrained("{result.checkpoint}")'

@@ -80,7 +80,7 @@ def test_what_to_do_next(train_type: Any, sees: bool, told: str, tiny: TinyWorld
     counts |= dict.fromkeys(("num_empty_micro_batches", "num_processes", "target_tokens"), 1)
     sizes: Any = {"max_length": 1, "packing_length": 1, "fill": 1.0, "samples_per_pack": 1.0, "packing": True}
     result = TrainResult(**counts, **sizes, output_dir="o", checkpoint="o/checkpoint 3")
-    evaluate, load = next_lines(tiny.config("o", train_type=train_type), result, sees=sees)
+    evaluate, load, *_ = next_lines(tiny.config("o", train_type=train_type), result, sees=sees)
     assert "packtool eval --model 'o/checkpoint 3'" in evaluate
     assert told in load
     assert "CausalLM" in list(next_lines(tiny.config("o"), result, sees=False))[1]

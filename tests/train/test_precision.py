@@ -141,6 +141,7 @@ def test_what_would_not_be_done_is_refused() -> None:
 
 def test_experts_that_are_saved_one_by_one_are_resumed_whole(tmp_path: Path) -> None:
     """transformers' Trainer would go on with those that training began with: the saved file has other names."""
+    (tmp_path / "world").mkdir()
     tiny = make_tiny_text_world(tmp_path / "world")
     text = AutoConfig.from_pretrained(tiny.model)
     kept = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
