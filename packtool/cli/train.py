@@ -107,6 +107,7 @@ def _prepare(config: TrainConfig, world: World) -> None:
         # Every process finds it out for itself, and says so; the plan is only checked here.
         from packtool.progress import SilentProgress
         from packtool.train.bucket import with_bucket
+        from packtool.train.recompute import with_recomputing
 
-        config = with_bucket(config, world, SilentProgress())
+        config = with_bucket(with_recomputing(config), world, SilentProgress())
     prepare_run(config, world)

@@ -130,7 +130,11 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions, ParallelOptions):
         "Mean over the target tokens of a step, or over its samples, each by its own mean.",
         panel="Training",
     )
-    gradient_checkpointing: bool = option(False, "Recompute activations to save memory.", panel="Training")
+    gradient_checkpointing: bool | None = option(
+        None,
+        "Recompute activations to save memory; by default for models of more than 100 million parameters.",
+        panel="Training",
+    )
 
     deepspeed: str | None = option(
         None,

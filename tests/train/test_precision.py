@@ -24,7 +24,7 @@ from packtool.train.model import make_trainable
 from packtool.train.precision import MASTER_NAME
 from packtool.train.run import train
 from tests.batch.reduced import VISION_MODELS, mixed_samples, reduced_model, reduced_spec, save_image_processor
-from tests.train.tiny import TinyWorld, check_same_rest, make_tiny_text_world
+from tests.train.tiny import TinyWorld, check_same_rest, export_rows, make_tiny_text_world
 
 FEW_STEPS: dict[str, Any] = {
     "learning_rate": 1e-5,
@@ -148,6 +148,8 @@ def test_experts_that_are_saved_one_by_one_are_resumed_whole(tmp_path: Path) -> 
     sizes = {name: getattr(text, name) for name in kept} | {"num_hidden_layers": 1, "moe_intermediate_size": 32}
     mixture = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2))
     mixture.save_pretrained(tiny.model)
+    tiny = dataclasses.replace(tiny, cache=str(tmp_path / "cache"))
+    export_rows(tiny, tiny.cache)
     given: dict[str, Any] = {"gradient_accumulation_steps": 1, "save_steps": 1, "max_steps": 2}
     given |= {"freeze_vit": True, "freeze_aligner": True, "num_train_epochs": 2.0}
     train(tiny.config(tmp_path / "whole", **given), SilentProgress())
