@@ -29,6 +29,7 @@ _PANELS = (
     "Rows",
     "Streaming",
     "Packing",
+    "Sequence parallel",
     "Training",
     "Parameters",
     "Speed",
@@ -76,16 +77,20 @@ def option_kinds(cls: type) -> dict[str, Kind]:
 class PanelCommand(typer.core.TyperCommand):
     """A command whose ``--help`` shows options under the headings that they were declared with."""
 
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """See click; without rich, which takes a tenth of a second to import."""
-        panels: dict[str, list[tuple[str, str]]] = {}
+    def panels(self, ctx: Any) -> dict[str, list[tuple[str, str]]]:
+        """(names and value, help) of every option, by heading, in the order of ``--help``."""
+        found: dict[str, list[tuple[str, str]]] = {name: [] for name in (*_PANELS, _OTHERS)}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             if record is not None:
-                panels.setdefault(getattr(parameter, "rich_help_panel", None) or _OTHERS, []).append(record)
-        for name in sorted(panels, key=lambda name: (name == _OTHERS, _PANELS.index(name) if name in _PANELS else -1)):
+                found[getattr(parameter, "rich_help_panel", None) or _OTHERS].append(record)
+        return {name: records for name, records in found.items() if records}
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """See click; without rich, which takes a tenth of a second to import."""
+        for name, records in self.panels(ctx).items():
             with formatter.section(name):
-                formatter.write_dl(panels[name])
+                formatter.write_dl(records)
 
 
 def command_of(cls: type[T], run: Callable[[T, bool], None]) -> Callable[..., None]:

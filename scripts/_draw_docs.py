@@ -1,0 +1,117 @@
+"""The pictures of docs/how-it-works.md: a plan of packtool's packer, a mask, positions, a ring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+
+import numpy as np
+
+from packtool.plan.packing import PackOptions, pack
+
+COLOURS = ("#3b6fd4", "#e08a3c", "#3aa37a", "#b4569b", "#8a8f3c", "#c9504c", "#5a9bd0", "#7d66c4")
+EMPTY, INK, PAPER = "#e4e6ea", "#30343b", "#ffffff"
+LENGTHS = (900, 620, 410, 380, 300, 280, 240, 180, 150, 120, 90, 60)
+CAPACITY = 1000
+
+
+def box(x: float, y: float, width: float, height: float, colour: str, title: str = "") -> str:
+    """A rectangle with a hint."""
+    hint = f"<title>{escape(title)}</title>" if title else ""
+    place = f'x="{x:.1f}" y="{y:.1f}" width="{max(width - 1, 0.5):.1f}" height="{max(height - 1, 0.5):.1f}"'
+    return f'<rect {place} rx="2" fill="{colour}">{hint}</rect>'
+
+
+def word(x: float, y: float, text: str, anchor: str = "start", size: int = 13, colour: str = INK) -> str:
+    """A line of text whose baseline is at y."""
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{colour}">{escape(text)}</text>'
+    )
+
+
+def picture(width: int, height: int, parts: Iterator[str]) -> str:
+    """An SVG on a white card, which is readable on light and dark pages."""
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    card = f'<rect width="{width}" height="{height}" rx="8" fill="{PAPER}"/>'
+    return f'{head} font-family="system-ui, sans-serif">\n{card}\n' + "\n".join(parts) + "\n</svg>\n"
+
+
+def packing() -> Iterator[str]:
+    """Padded rows on the left, packs on the right, to one scale."""
+    lengths = np.array(LENGTHS, np.int32)
+    plan = pack(lengths, PackOptions(capacity=CAPACITY, shuffle=False), seed=0, epoch=0)
+    scale, tall, top = 0.3, 18, 44
+    yield word(20, 26, f"padded: {len(LENGTHS)} rows, {lengths.sum() / len(LENGTHS) / lengths.max():.0%} used")
+    for row, length in enumerate(LENGTHS):
+        y = top + row * tall
+        yield box(20, y, length * scale, tall, COLOURS[row % len(COLOURS)], f"a sample of {length} tokens")
+        yield box(20 + length * scale, y, (max(LENGTHS) - length) * scale, tall, EMPTY, "padding")
+    left = 60 + max(LENGTHS) * scale
+    num_packs = len(plan.offsets) - 1
+    yield word(left, 26, f"packed: {num_packs} rows of {CAPACITY}, {lengths.sum() / num_packs / CAPACITY:.0%} used")
+    for number in range(num_packs):
+        x, y = left, top + number * tall
+        for sample in plan.samples[plan.offsets[number] : plan.offsets[number + 1]]:
+            length = LENGTHS[sample]
+            yield box(x, y, length * scale, tall, COLOURS[sample % len(COLOURS)], f"a sample of {length} tokens")
+            x += length * scale
+        yield box(x, y, left + CAPACITY * scale - x, tall, EMPTY, "room that is left")
+
+
+def mask(lengths: Sequence[int] = (5, 3, 7), cell: int = 20) -> Iterator[str]:
+    """What each token of a pack attends to."""
+    total = sum(lengths)
+    owners = np.repeat(np.arange(len(lengths)), lengths)
+    for query in range(total):
+        for key in range(total):
+            seen = owners[query] == owners[key] and key <= query
+            yield box(60 + key * cell, 40 + query * cell, cell, cell, COLOURS[owners[query]] if seen else EMPTY)
+    yield word(60, 28, "keys")
+    yield word(52, 52, "queries", "end", 11)
+    ends = np.cumsum([0, *lengths]).tolist()
+    yield word(60, 62 + total * cell, f"cu_seqlens = {ends}")
+
+
+def positions(lengths: Sequence[int] = (5, 3, 7), cell: int = 34) -> Iterator[str]:
+    """Tokens of a pack, their positions, and labels that stop at each sample's end."""
+    names = ("token", "position", "its label")
+    for line, name in enumerate(names):
+        yield word(90, 48 + line * 40, name, "end")
+    at = 0
+    for sample, length in enumerate(lengths):
+        for position in range(length):
+            x = 100 + at * cell
+            letter = "ABC"[sample]
+            following = f"{letter}{position + 1}" if position + 1 < length else "none"
+            for line, text in enumerate((f"{letter}{position}", str(position), following)):
+                colour = EMPTY if text == "none" else COLOURS[sample]
+                yield box(x, 28 + line * 40, cell, 30, colour)
+                yield word(x + cell / 2, 48 + line * 40, text, "middle", 12, INK if text == "none" else PAPER)
+            at += 1
+
+
+def ring(num_ranks: int = 4) -> Iterator[str]:
+    """Which rank holds which chunks of a sample, and how much causal attention each of them is."""
+    num_chunks, wide, cell = 2 * num_ranks, 60, 26
+    owners = [chunk if chunk < num_ranks else num_chunks - 1 - chunk for chunk in range(num_chunks)]
+    for chunk, rank in enumerate(owners):
+        yield box(40 + chunk * wide, 36, wide, 34, COLOURS[rank], f"chunk {chunk} of rank {rank}")
+        yield word(40 + (chunk + 0.5) * wide, 58, f"rank {rank}", "middle", 12, PAPER)
+    yield word(40, 26, f"one sample in {num_chunks} chunks")
+    yield word(40, 104, "work of each chunk: squares of its attention")
+    for chunk, rank in enumerate(owners):
+        for key in range(chunk + 1):
+            yield box(40 + chunk * wide, 120 + (num_chunks - 1 - key) * cell, wide, cell, COLOURS[rank])
+    work = {rank: sum(chunk + 0.5 for chunk, owner in enumerate(owners) if owner == rank) for rank in range(num_ranks)}
+    told = ", ".join(f"rank {rank}: {amount:g}" for rank, amount in work.items())
+    yield word(40, 146 + num_chunks * cell, f"squares in all: {told}")
+
+
+def pictures() -> dict[str, str]:
+    """Each picture's name and SVG."""
+    return {
+        "packing": picture(680, 56 + 18 * len(LENGTHS), packing()),
+        "mask": picture(420, 400, mask()),
+        "positions": picture(640, 160, positions()),
+        "ring": picture(560, 380, ring()),
+    }

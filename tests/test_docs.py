@@ -1,0 +1,111 @@
+"""The documentation is true: its commands run, its links lead somewhere, its generated pages are fresh."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from packtool.cli.main import _SETTINGS
+from packtool.cli.options import option_kinds
+from packtool.demo.model import make_model
+from packtool.demo.world import make_rows
+from tests.cli.commands import run_here
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+# Blocks that begin so need what no test machine has, and say what.
+_ELSEWHERE = "# needs "
+
+
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def commands() -> list[str]:
+    """Every packtool command of every page that can run here, in the order of the site, each once."""
+    found = []
+    for page in ["getting-started.md", *(page.name for page in PAGES)]:
+        for block in blocks(DOCS / page):
+            if not block.startswith(_ELSEWHERE):
+                found += re.findall(r"^(?:[A-Z_]+=\S+ )*packtool (?:.*\\\n)*.+", block, re.MULTILINE)
+    return list(dict.fromkeys(found))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("docs")
+    make_model(str(folder / "model"), 0)
+    make_rows(str(folder), 80, 0)
+    (folder / "train.json").rename(folder / "rows.json")
+    return folder
+
+
+def test_every_command_runs(world: Path, monkeypatch: pytest.MonkeyPatch, repository: Path) -> None:
+    """Those of several processes are planned here, and run in tests/test_readme.py and tests/train."""
+    monkeypatch.chdir(world)
+    readme = (repository / "README.md").read_text()
+    for command in commands():
+        if "NPROC_PER_NODE" not in command:
+            run_here(command)
+        elif " verify " in command:
+            assert command in readme
+        else:
+            run_here(command if "--dry-run" in command else f"{command} --dry-run")
+
+
+def test_blocks_that_do_not_run_say_what_they_need() -> None:
+    for page in PAGES:
+        for block in blocks(page):
+            first = block.splitlines()[0]
+            assert first.startswith((_ELSEWHERE, "packtool ", "scripts/")) or "=" in first.split()[0], first
+
+
+def _anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def test_every_link_leads_somewhere(repository: Path) -> None:
+    for page in [*PAGES, repository / "README.md", repository / "CONTRIBUTING.md"]:
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            if "://" in target:
+                continue
+            name, _, anchor = target.partition("#")
+            file = page.parent / name if name else page
+            assert file.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in _anchors(file), f"{page.name}: {target}"
+
+
+def test_every_option_that_is_named_exists() -> None:
+    known = {name for settings in _SETTINGS.values() for name in option_kinds(settings)} | {"--help", "--version"}
+    foreign = {page for page in PAGES if page.name.startswith("from-")}
+    for page in set(PAGES) - foreign:
+        text = re.sub(r"^(sbatch|.*gpus-per-node).*$", "", page.read_text(), flags=re.MULTILINE)
+        text = re.sub(r"`sbatch[^`]*`", "", text)
+        for name in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)):
+            assert name in known or name.replace("--no-", "--") in known, f"{page.name}: {name}"
+
+
+def test_every_page_is_in_the_navigation(repository: Path) -> None:
+    text = yaml.safe_dump(yaml.safe_load((repository / "mkdocs.yml").read_text())["nav"])
+    assert set(re.findall(r"[\w-]+\.md", text)) == {page.name for page in PAGES}
+
+
+def test_generated_pages_are_fresh(repository: Path) -> None:
+    command = [sys.executable, "scripts/make_docs.py", "--check"]
+    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_lines_are_short() -> None:
+    """Text is wrapped; tables, links and commands may be longer."""
+    for page in PAGES:
+        if page.name == "options.md" or page.name.startswith("from-"):
+            continue
+        for number, line in enumerate(page.read_text().splitlines(), 1):
+            assert len(line) <= 120 or line.startswith(("|", "{")), f"{page.name}:{number}: {len(line)}"
