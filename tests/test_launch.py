@@ -171,3 +171,19 @@ def test_a_rank_that_was_killed_is_named_and_ends_the_others(tmp_path: Path) -> 
     assert done.returncode == 128 + 9
     assert "rank 1 (process" in done.stderr
     assert "was ended by SIGKILL (out of memory?)" in done.stderr
+
+
+def test_a_port_that_is_taken_is_told_in_two_lines() -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "packtool.train.elastic", "--nnodes", "1", "--nproc-per-node", "2"]
+        command += ["--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", port, "--module", "json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == ConfigError.exit_code
+    assert port in done.stderr
+    assert "MASTER_PORT" in done.stderr
+    assert "Traceback" not in done.stderr

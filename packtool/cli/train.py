@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from packtool.cli.interrupts import interrupts_heard
 from packtool.config.train import TrainConfig
 from packtool.errors import EXIT_INTERRUPTED
 from packtool.launch import Processes, is_launched, launch_if_asked, share_cores_politely
@@ -44,7 +45,8 @@ def run_train(config: TrainConfig, as_json: bool) -> None:
 
     with TerminalProgress(enabled=world.is_first) as progress:
         try:
-            result = train(config, progress, world)
+            with interrupts_heard(progress) as listening:
+                result = train(config, listening, world)
         except KeyboardInterrupt:
             progress.note(_after_interrupt(config))
             raise typer.Exit(EXIT_INTERRUPTED) from None

@@ -60,6 +60,9 @@ class StopSignals:
         if not self.received:
             self.received, self._at = number, now
         elif number == signal.SIGINT and now - self._at > _SAME_KEY_SECONDS:
+            before = self._before[signal.SIGINT]
+            if callable(before):
+                before(number, frame)
             raise KeyboardInterrupt
 
     def _in_child(self, number: int) -> None:

@@ -61,6 +61,7 @@ _REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model", "greater_is_better"), _BEST),
     "fsdp_config": "--fsdp says all that FSDP2 is told",
     "parallelism_config": "--sequence-parallel-size, --fsdp and --deepspeed say what processes share",
+    "ddp_backend": "the devices decide it, NCCL or gloo; --fsdp and --deepspeed work with both",
     "local_rank": "NPROC_PER_NODE=8 in front starts eight processes, and tells each its number; --fsdp shards them",
 }
 _REFUSED_PREFIXES: Mapping[str, str] = {"dataloader_": _LOADS, "eval_": _EVALUATES, "hub_": _PUSH, "push_to_": _PUSH}

@@ -133,3 +133,26 @@ def test_ctrl_c_while_training_says_how_to_go_on(tmp_path: Path) -> None:
     assert process.returncode == EXIT_INTERRUPTED
     assert "--resume-from-checkpoint true" in told
     assert "Traceback" not in told
+
+
+@pytest.mark.parametrize("crashes", [False, True])
+def test_an_interrupt_ends_with_130_whatever_the_teardown_does(crashes: bool, tmp_path: Path) -> None:
+    """An interrupt in code made from a text, and C++ objects that crash when Python is taken apart."""
+    (tmp_path / "interrupted.py").write_text(
+        "import atexit, ctypes, packtool.cli.main as main\n"
+        "atexit.register(print, 'seen to')\n"
+        + ("ctypes.pythonapi.Py_AtExit(ctypes.CDLL(None).abort)\n" if crashes else "")
+        + "def run(arguments):\n"
+        "    try:\n"
+        "        exec('raise KeyboardInterrupt')\n"
+        "    except KeyboardInterrupt:\n"
+        "        return 130\n"
+        "main.run = run\n"
+        "main.main([])\n"
+    )
+    import os
+
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    command = [sys.executable, "-m", "interrupted"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (EXIT_INTERRUPTED, "seen to")

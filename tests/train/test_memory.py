@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import packtool.train.head_loss as head_loss
 from packtool.progress import SilentProgress
 from packtool.train.memory import estimate_memory, model_without_weights
 from packtool.train.result import TrainResult, next_lines, settings_lines
@@ -84,3 +87,24 @@ def test_what_to_do_next(train_type: Any, sees: bool, told: str, tiny: TinyWorld
     assert "packtool eval --model 'o/checkpoint 3'" in evaluate
     assert told in load
     assert "CausalLM" in list(next_lines(tiny.config("o"), result, sees=False))[1]
+
+
+def test_the_check_before_training_and_heads_that_make_all_logits_are_counted(tiny: TinyWorld) -> None:
+    """Where a model's logits are treated behind its head, they are made for all tokens."""
+    config = tiny.config("out", packing_length=1 << 20)
+    model_config = reduced_config("qwen3_vl")
+    vocab_size = model_config.get_text_config().vocab_size
+
+    def logits(**settings: Any) -> float:
+        model = model_without_weights(config, copy.deepcopy(model_config), torch.float32)
+        vars(model.config).update(settings.get("model", {}))
+        asked = dataclasses.replace(config, **settings.get("run", {}))
+        found = estimate_memory(asked, model, model_config, dtype=torch.float32, world_size=1)
+        return found.activations * GIB
+
+    plain, treated = logits(), logits(model={"final_logit_softcapping": 30.0})
+    assert treated - plain == pytest.approx(3 * 4 * ((vocab_size << 20) - head_loss.CHUNK_LOGITS))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("packtool.train.memory.CHUNK_LOGITS", vocab_size)
+        checked, unchecked = logits(), logits(run={"verify_packing": False})
+    assert checked - unchecked == pytest.approx(3 * 4 * vocab_size * (4 * 32 - 1))

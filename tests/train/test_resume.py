@@ -167,8 +167,8 @@ def test_a_checkpoint_that_is_being_overwritten_is_not_finished(
     train(config, SilentProgress())
     monkeypatch.setattr(Trainer, "_save_optimizer_and_scheduler", _break_off)
     with pytest.raises(BrokenOffError):
-        train(config, SilentProgress())
-    assert str(tmp_path / "checkpoint-1") not in finished_checkpoints(str(tmp_path))
+        train(dataclasses.replace(config, resume_from_checkpoint=str(tmp_path / "checkpoint-1")), SilentProgress())
+    assert str(tmp_path / "checkpoint-2") not in finished_checkpoints(str(tmp_path))
 
 
 def _break_off(*_: Any) -> None:
@@ -177,7 +177,8 @@ def _break_off(*_: Any) -> None:
 
 def test_a_new_run_starts_a_new_log(tiny: TinyWorld, tmp_path: Path) -> None:
     for _ in range(2):
-        train(tiny.config(tmp_path, gradient_accumulation_steps=4), SilentProgress())
+        settings = {"gradient_accumulation_steps": 4, "overwrite_output_dir": True}
+        train(tiny.config(tmp_path, **settings), SilentProgress())
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
 
 

@@ -14,10 +14,15 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from packtool.cache.manifest import Manifest
+from packtool.config.settings import resolve
+from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, DataError, MismatchError, UnsupportedModelError
 from packtool.progress import SilentProgress
+from packtool.report.inspect import sample_view
 from packtool.train.place import RESULT_NAME
 from packtool.train.run import train
+from packtool.train.trained import TrainedModel
 from packtool.train.world import World
 from tests.train.tiny import TinyWorld, export_rows, make_tiny_text_world, read_metrics
 
@@ -199,7 +204,7 @@ def test_bfloat16_on_the_cpu_if_asked(tiny: TinyWorld, tmp_path: Path) -> None:
     assert result.last_loss is not None
     assert 3 < result.last_loss < 12
     with pytest.raises(ConfigError, match="float16 needs a GPU"):
-        train(tiny.config(tmp_path, torch_dtype="float16"), SilentProgress())
+        train(tiny.config(tmp_path / "half", torch_dtype="float16"), SilentProgress())
 
 
 @pytest.mark.parametrize(
@@ -313,3 +318,38 @@ def test_evaluations_between_steps_change_nothing(tiny: TinyWorld, tmp_path: Pat
         assert evaluated[0]["eval_loss"] != evaluated[-1]["eval_loss"]
     with pytest.raises(MismatchError, match="no val split"):
         train(tiny.config(tmp_path / "none", eval_strategy="epoch"), SilentProgress())
+
+
+def test_packs_are_judged_by_the_samples_that_are_there(tiny: TinyWorld, tmp_path: Path) -> None:
+    longest = 82
+    config = tiny.config(tmp_path, max_length=10240, packing_length=longest, dry_run=True)
+    assert train(config, SilentProgress()).packing_length == longest
+    with pytest.raises(DataError, match=r"1 of 40 samples are longer than a pack of 81 tokens; the longest has 82"):
+        train(dataclasses.replace(config, packing_length=longest - 1), SilentProgress())
+    with pytest.raises(ConfigError, match="nobody has counted"):
+        resolve(TrainConfig, {**vars(config), **tiny.streamed(), "max_length": 100, "training": None})
+
+
+def test_models_are_found_from_any_directory(tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = shutil.copytree(tiny.model, tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    near = dataclasses.replace(tiny, model="model", cache="cache")
+    export_rows(near, "cache")
+    manifest, elsewhere = Manifest.read("cache"), Manifest.read(tiny.cache)
+    assert manifest.identity.spec["model"] == str(model)
+    assert manifest.fingerprint == elsewhere.fingerprint
+    train(near.config("out", train_type="lora", max_steps=1), SilentProgress())
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    assert TrainedModel.find("../out/checkpoint-1") == TrainedModel(str(model), "../out/checkpoint-1")
+    assert sample_view("../cache", "train", 0, None).facts
+    model.rename(tmp_path / "moved")
+    with pytest.raises(MismatchError, match="not there") as caught:
+        TrainedModel.find("../out/checkpoint-1")
+    assert "--base-model DIR" in str(caught.value.remedy)
+    assert TrainedModel.find("../out/checkpoint-1", "../moved").base == "../moved"
+    with pytest.raises(ConfigError, match="is no adapter"):
+        TrainedModel.find("../moved", "../moved")
+    with pytest.raises(ConfigError, match="was exported for") as refused:
+        sample_view("../cache", "train", 0, None)
+    assert "--model DIR" in str(refused.value.remedy)

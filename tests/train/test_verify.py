@@ -9,20 +9,25 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import packtool.attention.recurrent as recurrent
+import packtool.train.head_loss as head_loss
 from packtool.attention.choose import KERNELS
 from packtool.attention.register import ATTENTION_NAME, set_attention
 from packtool.attention.varlen import Varlen
+from packtool.batch.collate import collate_packs
 from packtool.batch.spec import InputSpec
 from packtool.cache.reader import CacheReader
 from packtool.config.verify import VerifyConfig
 from packtool.encode.families import MediaLimits
 from packtool.errors import ConfigError, DataError, MismatchError
+from packtool.train.head_loss import losses_of_head
 from packtool.train.model import load_model
 from packtool.train.verify import (
     choose_packs,
     few_samples,
+    fewer_tokens,
     raise_if_failed,
     verify,
     verify_cheaply,
@@ -218,3 +223,43 @@ def test_what_is_no_number_fails() -> None:
         lost,
         dataclasses.replace(fine, name="logits"),
     ]
+
+
+class Largest(TorchDispatchMode):
+    """Remembers how many numbers the largest tensor had that any operation made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, (tuple, list)) else [made]:
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return made
+
+
+def test_the_check_before_training_makes_nothing_larger_than_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of all targets at once were ten times what the step needs."""
+    vocab_size = 2000
+    monkeypatch.setattr(head_loss, "CHUNK_LOGITS", 200 * vocab_size)
+    model, spec = reduced_model("qwen2"), reduced_spec("qwen2")
+    model.resize_token_embeddings(vocab_size)
+    samples = [make_sample(num_tokens, seed=num_tokens) for num_tokens in (300, 310, 320, 330)]
+    num_targets = sum(int((sample.labels != -100).sum()) for sample in samples)
+    with Largest() as in_check:
+        raise_if_failed(verify_cheaply(model, samples, spec))
+    with losses_of_head(model) as head, Largest() as in_step:
+        assert head is not None
+        head.losses(model, collate_packs(samples, spec)).sum(None).backward()
+    assert in_check.numel <= in_step.numel < num_targets * vocab_size
+
+
+def test_the_check_takes_few_tokens() -> None:
+    samples = [make_sample(num_tokens, seed=num_tokens) for num_tokens in (30, 10, 40, 20)]
+    assert [sample.length for sample in fewer_tokens(samples, 60)] == [30, 10, 20]
+    assert [sample.length for sample in fewer_tokens(samples, 59)] == [10, 20]
+    assert [sample.length for sample in fewer_tokens(samples, 1)] == [10, 20]
+    assert fewer_tokens(samples, 1000) == samples
+    assert fewer_tokens(samples[:1], 1) == samples[:1]

@@ -1,0 +1,34 @@
+"""An interrupt that a library swallows is raised again at the next step."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from packtool.cli.interrupts import interrupts_heard
+from packtool.progress import Progress, SilentProgress
+
+
+@pytest.mark.parametrize(
+    "tell",
+    [
+        lambda progress: progress.start("train", 3),
+        lambda progress: progress.advance(1, loss=1.0),
+        lambda progress: progress.note("a line"),
+        lambda progress: progress.finish(),
+    ],
+)
+def test_what_was_swallowed_comes_back(tell: Callable[[Progress], None]) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with interrupts_heard(SilentProgress()) as progress:
+        tell(progress)
+        with contextlib.suppress(BaseException):
+            os.kill(os.getpid(), signal.SIGINT)
+            pytest.fail("nothing was raised")
+        with pytest.raises(KeyboardInterrupt):
+            tell(progress)
+    assert signal.getsignal(signal.SIGINT) == before

@@ -1,0 +1,89 @@
+"""``--dry-run`` accepts what the run accepts and refuses what it refuses, with the same words."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from packtool.errors import ConfigError, PacktoolError
+from packtool.progress import SilentProgress
+from packtool.train.run import train
+from packtool.train.world import World
+from tests.train.test_run import Recording
+from tests.train.tiny import TinyWorld
+
+# Of each setting: values that can be, and values that cannot.
+CHOICES: dict[str, list[Any]] = {
+    "lr_scheduler_type": ["linear", "cosine_with_restarts", "cosin", "reduce_lr_on_plateau"],
+    "report_to": [(), ("none",), ("foo",), ("tensorboard",), ("wandb",)],
+    "deepspeed": [None, "nofile.json", "zero2", "zero1_offload"],
+    "fsdp": [(), ("full_shard",)],
+    "use_liger_kernel": [False, True],
+    "torch_dtype": ["auto", "bfloat16", "float16"],
+    "attn_impl": ["auto", "sdpa", "flash_attention_2", "varlen"],
+    "train_type": ["full", "lora"],
+    "target_modules": [("all-linear",), ("q_proj",), ("nothing",)],
+    "vit_lr": [None, 1e-4],
+    "packing_length": [128, 64],
+    "max_length": [None, 60],
+    "training": [
+        *({}, {"neftune_noise": 5}, {"neftune_noise_alpha": 5.0}, {"adam_epsilon": "x"}, {"optim": "adamw"}),
+        *({"optim": "sgd"}, {"lr_scheduler_kwargs": {"foo": 1}}, {"warmup_steps": -1}, {"adam_beta1": 2.0}),
+    ],
+}
+
+
+def outcome(tiny: TinyWorld, output_dir: Path, given: dict[str, Any]) -> str:
+    """What came of it: nothing, or the error."""
+    try:
+        train(tiny.config(output_dir, max_steps=1, **given), SilentProgress())
+    except PacktoolError as error:
+        return repr(error)
+    return "accepted"
+
+
+@st.composite
+def settings_of_runs(draw: st.DrawFn) -> dict[str, Any]:
+    """Most of them left as they are, so that more than one in two can be carried out."""
+    names = draw(st.lists(st.sampled_from(sorted(CHOICES)), unique=True, max_size=3))
+    return {name: draw(st.sampled_from(CHOICES[name])) for name in names}
+
+
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
+@given(settings_of_runs())
+@example({"lr_scheduler_type": "cosin"})
+@example({"report_to": ("foo",)})
+@example({"deepspeed": "nofile.json"})
+@example({"training": {"neftune_noise": 5}})
+@example({"use_liger_kernel": True})
+def test_both_say_the_same(tiny: TinyWorld, given: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as output_dir:
+        planned = outcome(tiny, Path(output_dir), given | {"dry_run": True})
+        assert outcome(tiny, Path(output_dir), given) == planned
+        assert "unexpected" not in planned
+
+
+def test_a_laptop_plans_for_gpus_elsewhere(tiny: TinyWorld, tmp_path: Path) -> None:
+    def plan(**given: Any) -> str:
+        progress = Recording()
+        train(tiny.config(tmp_path, dry_run=True, **given), progress, World(0, 8))
+        return progress.notes[-1]
+
+    for dtype in ("bfloat16", "float16"):
+        said = plan(hardware="h100", attn_impl="flash_attention_2", torch_dtype=dtype, fsdp=("full_shard",))
+        assert "planned for H100" in said
+    assert "this will not fit" in plan(hardware="a100", dynamic_batch_tokens=10**9, packing=False)
+    for wrong, message in (
+        ({"hardware": "h100", "attn_impl": "varlen", "torch_dtype": "float32"}, "computes in bfloat16 or float16"),
+        ({"hardware": "h1000"}, "neither h100"),
+        ({"attn_impl": "flash_attention_2"}, "--attn-impl flash_attention_2"),
+        ({"torch_dtype": "float16"}, "float16 needs a GPU"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            plan(**wrong)
+    assert "goes with --dry-run" in tiny.config(tmp_path, hardware="h100").problems()[0]
