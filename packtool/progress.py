@@ -14,6 +14,9 @@ class Progress(Protocol):
     def advance(self, num_done: int, **fields: float | int | str) -> None:
         """``num_done`` more are finished; ``fields`` are shown beside the bar (drops, tokens, ...)."""
 
+    def line(self, **fields: float | int | str) -> None:
+        """Figures that were asked for at this point: they get a line where no bar shows them."""
+
     def note(self, message: str) -> None:
         """Something worth a line."""
 
@@ -28,6 +31,9 @@ class SilentProgress:
         pass
 
     def advance(self, num_done: int, **fields: float | int | str) -> None:
+        pass
+
+    def line(self, **fields: float | int | str) -> None:
         pass
 
     def note(self, message: str) -> None:

@@ -1,4 +1,5 @@
-"""Writes the generated parts of docs/: options.md from the declarations of the options, and the pictures.
+"""Writes the generated parts of docs/: options.md from the declarations of the options, from-other-tools.md from the
+table of other tools' names, and the pictures.
 
 usage: python scripts/make_docs.py [--check]      with --check nothing is written, and a stale file is an error
 """
@@ -13,6 +14,7 @@ import typer
 from _draw_docs import pictures
 
 from packtool.cli.main import app
+from packtool.config.peers import EVERY_COMMAND, peer_names
 
 DOCS = Path(__file__).parent.parent / "docs"
 _INTRODUCTION = """# Options
@@ -41,13 +43,48 @@ def options_page() -> str:
     return "\n".join(parts)
 
 
+_STRANGERS = """# From other tools
+
+What became of the options, YAML keys and environment variables of other tools. A command that meets one of them says
+the same; names without an effect are accepted, and those that are not done here are accepted where they say no.
+
+<!-- Made by scripts/make_docs.py from packtool/config/peers.tsv; do not edit. -->
+"""
+_WORDS = {
+    "same": "the same",
+    "renamed": "another name",
+    "set": "`--set training.NAME=VALUE`",
+    "unneeded": "no effect",
+    "unsupported": "not done",
+}
+
+
+def strangers_page() -> str:
+    """The table of names, a heading for each tool."""
+    grouped: dict[str, dict[tuple[str, str, str, str], list[str]]] = {}
+    for entry in peer_names():
+        tool = f"{entry.tool}, environment" if entry.is_variable else entry.tool
+        line = (entry.status, entry.command, entry.here, entry.why)
+        grouped.setdefault(tool, {}).setdefault(line, []).append(entry.name)
+    parts = [_STRANGERS]
+    for tool, lines in grouped.items():
+        parts.append(f"## {tool}\n\n| names | here | |\n|---|---|---|")
+        for (status, command, here, why), names in lines.items():
+            told = f"`{here}`" if status == "renamed" else _WORDS[status]
+            told += f" ({command})" if command != EVERY_COMMAND else ""
+            parts.append(f"| {' '.join(f'`{name}`' for name in names)} | {_cell(told)} | {_cell(why)} |")
+        parts.append("")
+    return "\n".join(parts)
+
+
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
 def generated() -> dict[Path, str]:
     """Every generated file's path and content."""
-    return {DOCS / "options.md": options_page(), **{DOCS / "images" / f"{k}.svg": v for k, v in pictures().items()}}
+    pages = {DOCS / "options.md": options_page(), DOCS / "from-other-tools.md": strangers_page()}
+    return {**pages, **{DOCS / "images" / f"{k}.svg": v for k, v in pictures().items()}}
 
 
 def main() -> None:

@@ -34,6 +34,7 @@ def run_demo_command(config: DemoConfig, as_json: bool) -> None:
     """Run the demo and print its table; exit code 1 if the model has not learned to see."""
     share_cores_politely()
     from packtool.demo.run import run_demo
+    from packtool.report.names import named
     from packtool.report.terminal import TerminalProgress, print_table
 
     with TerminalProgress() as progress:
@@ -43,7 +44,7 @@ def run_demo_command(config: DemoConfig, as_json: bool) -> None:
             progress.note("interrupted; the same command starts afresh")
             raise typer.Exit(EXIT_INTERRUPTED) from None
     if as_json:
-        typer.echo(json.dumps({**dataclasses.asdict(result), "passed": result.passed}))
+        typer.echo(json.dumps(named({**dataclasses.asdict(result), "passed": result.passed})))
     else:
         print_table("\nwhat the demo shows", demo_lines(result))
     if not result.passed:

@@ -29,6 +29,7 @@ def run_eval(config: EvalConfig, as_json: bool) -> None:
             prepare_evaluation(config, world)
             launch_if_asked(train.invocation)
     from packtool.report.evaluation import evaluation_json, print_evaluation
+    from packtool.report.names import named
     from packtool.report.terminal import TerminalProgress
     from packtool.train.run_eval import evaluate_caches
 
@@ -37,7 +38,7 @@ def run_eval(config: EvalConfig, as_json: bool) -> None:
     if not world.is_first:
         return
     if as_json:
-        typer.echo(json.dumps(evaluation_json(result)))
+        typer.echo(json.dumps(named(evaluation_json(result))))
         return
     print_evaluation(result)
     typer.echo(f"written: {result.output}")

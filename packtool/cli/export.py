@@ -13,9 +13,12 @@ from packtool.errors import EXIT_INTERRUPTED
 def run_export(config: ExportConfig, as_json: bool) -> None:
     """Export and print the summary."""
     from packtool.cache.export import export
+    from packtool.report.names import named
     from packtool.report.statistics import export_json, export_lines
     from packtool.report.terminal import TerminalProgress, print_table
+    from packtool.rows.modelscope import with_local_copies
 
+    config = with_local_copies(config)
     with TerminalProgress() as progress:
         try:
             summary = export(config, progress)
@@ -28,7 +31,7 @@ def run_export(config: ExportConfig, as_json: bool) -> None:
             "missing, and the last part to finish publishes the cache (or the same command with --finalize)"
         )
     if as_json:
-        typer.echo(json.dumps(export_json(summary)))
+        typer.echo(json.dumps(named(export_json(summary))))
         return
     print_table(_title(config, summary.already_finished), export_lines(summary))
 

@@ -38,10 +38,11 @@ class InspectConfig:
 def run_inspect(config: InspectConfig, as_json: bool) -> None:
     """Print a cache's figures, a sample or a pack."""
     from packtool.report import inspect
+    from packtool.report.names import named
 
     if config.plan is not None and config.pack is not None:
         pack = inspect.pack_figures(config.directory, config.plan, config.pack)
-        typer.echo(json.dumps(pack) if as_json else "\n".join(_pack_lines(pack)))
+        typer.echo(json.dumps(named(pack)) if as_json else "\n".join(_pack_lines(pack)))
         return
     if config.row is not None:
         view = inspect.sample_view(config.directory, config.split, config.row, config.model)
@@ -55,7 +56,7 @@ def run_inspect(config: InspectConfig, as_json: bool) -> None:
         return
     figures = inspect.cache_figures(config.directory)
     if as_json:
-        typer.echo(json.dumps(figures))
+        typer.echo(json.dumps(named(figures)))
         return
     typer.echo(figures["directory"])
     typer.echo(_aligned(inspect.figure_lines(figures)))

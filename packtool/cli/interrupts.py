@@ -53,6 +53,11 @@ class _Listening:
         self._check()
         self._progress.advance(num_done, **fields)
 
+    def line(self, **fields: float | int | str) -> None:
+        """See ``packtool.progress.Progress``."""
+        self._check()
+        self._progress.line(**fields)
+
     def note(self, message: str) -> None:
         """See ``packtool.progress.Progress``."""
         self._check()

@@ -8,13 +8,16 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import typer
 
 from packtool import __version__
 from packtool.cli import train
 from packtool.cli.arguments import rewrite
+from packtool.cli.debug import asks_for_debug, show_debug
 from packtool.cli.demo import DemoConfig, run_demo_command
 from packtool.cli.eval import run_eval
 from packtool.cli.export import run_export
@@ -23,6 +26,7 @@ from packtool.cli.merge import run_merge
 from packtool.cli.options import PanelCommand, command_of, option_kinds
 from packtool.cli.plan import run_plan
 from packtool.cli.simulate import run_simulate
+from packtool.cli.strangers import Strangers
 from packtool.cli.verify import run_verify
 from packtool.config.evaluate import EvalConfig
 from packtool.config.export import ExportConfig
@@ -32,65 +36,65 @@ from packtool.config.simulate import SimulateConfig
 from packtool.config.train import TrainConfig
 from packtool.config.verify import VerifyConfig
 from packtool.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_UNEXPECTED, EXIT_USAGE, PacktoolError, StoppedError
+from packtool.launch import is_launched
 
 app = typer.Typer(
     name="packtool",
     help="Turns multimodal conversations into packed training steps.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_TRAIN_HELP = "Train on packed samples; NPROC_PER_NODE=8 in front starts eight processes."
-app.command(cls=PanelCommand, name="export", help="Tokenize rows into a cache.")(command_of(ExportConfig, run_export))
-app.command(cls=PanelCommand, name="train", help=_TRAIN_HELP)(command_of(TrainConfig, train.run_train))
-app.command(cls=PanelCommand, name="sft", help="The same as train.")(command_of(TrainConfig, train.run_train))
-app.command(
-    cls=PanelCommand, name="eval", help="Loss, perplexity and accuracy of every sample for itself, into a file."
-)(command_of(EvalConfig, run_eval))
-app.command(cls=PanelCommand, name="merge", help="Work an adapter into the weights of its base model.")(
-    command_of(MergeConfig, run_merge)
-)
-app.command(cls=PanelCommand, name="demo", help="Watch both stages work on a small world made on the spot.")(
-    command_of(DemoConfig, run_demo_command)
-)
+# Each command's settings, what runs it, and what its --help begins with.
+_COMMANDS: dict[str, tuple[type, Callable[[Any, bool], None], str]] = {
+    "export": (ExportConfig, run_export, "Tokenize rows into a cache."),
+    "train": (
+        TrainConfig,
+        train.run_train,
+        "Train on packed samples; NPROC_PER_NODE=8 in front starts eight processes.",
+    ),
+    "sft": (TrainConfig, train.run_train, "The same as train."),
+    "eval": (EvalConfig, run_eval, "Loss, perplexity and accuracy of every sample for itself, into a file."),
+    "merge": (MergeConfig, run_merge, "Work an adapter into the weights of its base model."),
+    "demo": (DemoConfig, run_demo_command, "Watch both stages work on a small world made on the spot."),
+    "inspect": (InspectConfig, run_inspect, "Look into a cache: its figures, a sample, a pack."),
+    "plan": (PlanConfig, run_plan, "Look at a whole schedule before paying for it."),
+    "simulate": (SimulateConfig, run_simulate, "Time the steps of every strategy on a cluster that is only on paper."),
+    "verify": (
+        VerifyConfig,
+        run_verify,
+        "Show that packed samples are what they are alone, with your model and data.",
+    ),
+}
+_SETTINGS = {name: settings for name, (settings, _, _) in _COMMANDS.items()}
+# The option that words without a name are values of, and how the usage line shows them.
+_NAMELESS = {
+    "inspect": ("--directory", "CACHE"),
+    "plan": ("--cached-dataset", "[CACHE]..."),
+    "simulate": ("--cached-dataset", "[CACHE]..."),
+    "merge": ("--adapter", "ADAPTER"),
+}
 
-app.command(cls=PanelCommand, name="inspect", help="Look into a cache: its figures, a sample, a pack.")(
-    command_of(InspectConfig, run_inspect)
-)
-app.command(cls=PanelCommand, name="plan", help="Look at a whole schedule before paying for it.")(
-    command_of(PlanConfig, run_plan)
-)
-app.command(
-    cls=PanelCommand, name="simulate", help="Time the steps of every strategy on a cluster that is only on paper."
-)(command_of(SimulateConfig, run_simulate))
-app.command(
-    cls=PanelCommand, name="verify", help="Show that packed samples are what they are alone, with your model and data."
-)(command_of(VerifyConfig, run_verify))
+
+def _strangers(command: str) -> Strangers:
+    return Strangers(command, _SETTINGS, _remark)
+
+
+def _remark(message: str) -> None:
+    """Say something that is no mistake, once and not in every process."""
+    if not is_launched(os.environ):
+        _say(message)
+
+
+for _name, (_settings, _run, _help) in _COMMANDS.items():
+    _shown = _NAMELESS[_name][1] if _name in _NAMELESS else None
+    _command = type("PanelCommand", (PanelCommand,), {"nameless": _shown})
+    app.command(cls=_command, name=_name, help=_help)(command_of(_settings, _run, partial(_strangers, _name)))
 
 # What gloo and NCCL say when a process that they talk to is gone.
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
-
-_SETTINGS = {
-    "export": ExportConfig,
-    "train": TrainConfig,
-    "sft": TrainConfig,
-    "eval": EvalConfig,
-    "merge": MergeConfig,
-    "inspect": InspectConfig,
-    "plan": PlanConfig,
-    "simulate": SimulateConfig,
-    "verify": VerifyConfig,
-    "demo": DemoConfig,
-}
-_NAMELESS = {
-    "inspect": "--directory",
-    "plan": "--cached-dataset",
-    "simulate": "--cached-dataset",
-    "merge": "--adapter",
-}
 
 
 def _version(show: bool) -> None:
@@ -139,13 +143,13 @@ def run(arguments: list[str]) -> int:
         The exit code: see ``packtool.errors``.
     """
     train.invocation = tuple(arguments)
-    settings = _SETTINGS.get(arguments[0]) if arguments else None
-    if settings is not None:
-        arguments = [arguments[0], *rewrite(arguments[1:], option_kinds(settings), _NAMELESS.get(arguments[0]))]
-    debug = "--debug" in arguments
+    debug = asks_for_debug(arguments, os.environ)
     try:
+        if arguments and arguments[0] in _COMMANDS:
+            show_debug(debug, os.environ)
+            arguments = _rewritten(*arguments)
         # Typer answers --help and wrong usage by itself, with SystemExit.
-        app(args=arguments, standalone_mode=True)
+        app(args=arguments, standalone_mode=True, prog_name="packtool")
     except SystemExit as end:
         return EXIT_OK if end.code is None else end.code if isinstance(end.code, int) else EXIT_USAGE
     except KeyboardInterrupt:
@@ -169,6 +173,12 @@ def run(arguments: list[str]) -> int:
         _say(f"unexpected error: {type(error).__name__}: {error}\nThis is a bug; --debug shows the traceback.")
         return EXIT_UNEXPECTED
     return EXIT_OK
+
+
+def _rewritten(command: str, *words: str) -> list[str]:
+    nameless, _ = _NAMELESS.get(command, (None, None))
+    stranger = _strangers(command).on_command_line
+    return [command, *rewrite(words, option_kinds(_SETTINGS[command]), nameless, stranger)]
 
 
 def _say(message: str) -> None:

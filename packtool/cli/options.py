@@ -14,7 +14,8 @@ import typer
 import typer.core
 
 from packtool.cli.arguments import Kind
-from packtool.config.settings import option_names, resolve, value_type
+from packtool.cli.strangers import Strangers
+from packtool.config.settings import option_names, resolve, unit_of, value_type
 from packtool.config.yaml_values import parse_yaml
 from packtool.errors import EXIT_INTERRUPTED, ConfigError
 
@@ -31,6 +32,7 @@ _PANELS = (
     "Packing",
     "Sequence parallel",
     "Training",
+    "Optimizer",
     "Parameters",
     "Speed",
     "Run",
@@ -61,7 +63,16 @@ COMMON_OPTIONS: dict[str, tuple[Any, Any]] = {
         ],
         False,
     ),
-    "debug": (Annotated[bool, typer.Option("--debug", help="Tracebacks.")], False),
+    "debug": (
+        Annotated[
+            bool,
+            typer.Option(
+                "--debug",
+                help="Tracebacks, and what each batch holds while training (environment: PACKTOOL_LOG_LEVEL=DEBUG).",
+            ),
+        ],
+        False,
+    ),
 }
 _COMMON_KINDS: dict[str, Kind] = {"--config": "single", "--set": "list", "--json": "flag", "--debug": "flag"}
 
@@ -75,7 +86,17 @@ def option_kinds(cls: type) -> dict[str, Kind]:
 
 
 class PanelCommand(typer.core.TyperCommand):
-    """A command whose ``--help`` shows options under the headings that they were declared with."""
+    """A command whose ``--help`` shows options under the headings that they were declared with.
+
+    Attributes:
+        nameless: what words without an option's name are, as the usage line shows it; None where there are none.
+    """
+
+    nameless: str | None = None
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """See click; with the words that ``cli.arguments`` gives a name."""
+        return [*super().collect_usage_pieces(ctx), *([self.nameless] if self.nameless else [])]
 
     def panels(self, ctx: Any) -> dict[str, list[tuple[str, str]]]:
         """(names and value, help) of every option, by heading, in the order of ``--help``."""
@@ -93,18 +114,22 @@ class PanelCommand(typer.core.TyperCommand):
                 formatter.write_dl(records)
 
 
-def command_of(cls: type[T], run: Callable[[T, bool], None]) -> Callable[..., None]:
+def command_of(cls: type[T], run: Callable[[T, bool], None], strangers: Callable[[], Strangers]) -> Callable[..., None]:
     """A function that typer reads as a command with all of ``cls``'s options.
 
     Args:
         cls: the settings.
         run: called with the merged settings and whether JSON is wanted.
+        strangers: what is said of names that are not known.
     """
 
     def command(**given: Any) -> None:
         common = {name: given.pop(name) for name in COMMON_OPTIONS}
         file = _read_yaml(common["config"]) if common["config"] else {}
-        config = resolve(cls, given, sets=common["set_"] or (), environ=os.environ, file=file)
+        asked = strangers()
+        sets = common["set_"] or ()
+        config = resolve(cls, given, sets=sets, environ=os.environ, file=file, stranger=asked.in_settings)
+        asked.variables(os.environ)
         try:
             run(config, common["json_"])
         except KeyboardInterrupt:
@@ -155,7 +180,8 @@ def _option(field: dataclasses.Field[Any], cls: type) -> tuple[Any, Any]:
     if kind == "flag":
         names = [f"{name}/--no-{name.removeprefix('--')}" for name in names]
         return Annotated[bool | None, typer.Option(*names, **settings)], None
-    settings["metavar"] = _metavar(value_type(field, cls))
+    unit = unit_of(field, cls)
+    settings["metavar"] = _metavar(value_type(field, cls)) if unit is None else unit.letter
     if kind == "list":
         return Annotated[list[str] | None, typer.Option(*names, **settings)], None
     return Annotated[str | None, typer.Option(*names, **settings)], None
@@ -179,6 +205,8 @@ def _metavar(hint: Any) -> str:
         return "|".join(typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
         return "TEXT..."
+    if typing.get_origin(hint) is not None:
+        return "JSON"
     return {int: "N", float: "X"}.get(hint, "TEXT")
 
 

@@ -19,6 +19,7 @@ _COLUMNS = ("capacity", "packs", "samples_per_pack", "fill", "over_lower_bound",
 
 def run_plan(config: PlanConfig, as_json: bool) -> None:
     """Plan, print, and write what is asked for."""
+    from packtool.report.names import named
     from packtool.report.plan import content_of, plan_lines
     from packtool.report.terminal import print_table
     from packtool.train.preview import preview, save_plan
@@ -37,7 +38,7 @@ def run_plan(config: PlanConfig, as_json: bool) -> None:
 
         storage.publish(config.html, page(content_of(found, figures, _command(config), name)).encode())
     if as_json:
-        typer.echo(json.dumps(figures))
+        typer.echo(json.dumps(named(figures)))
         return
     print_table(f"plan for {name}", plan_lines(figures))
     _print_histograms(found)
@@ -48,11 +49,12 @@ def run_plan(config: PlanConfig, as_json: bool) -> None:
 
 def _sweep(config: PlanConfig, as_json: bool) -> None:
     """One row for each packing length."""
+    from packtool.report.names import named
     from packtool.train.preview import preview
 
     rows = [preview(config, length).figures(config.tflops, config.mfu) for length in config.sweep_lengths()]
     if as_json:
-        typer.echo(json.dumps(rows))
+        typer.echo(json.dumps([named(row) for row in rows]))
         return
     typer.echo("  ".join(f"{name.replace('_', ' '):>16}" for name in _COLUMNS))
     for row in rows:

@@ -13,6 +13,7 @@ from packtool.config.simulate import SimulateConfig
 
 def run_simulate(config: SimulateConfig, as_json: bool) -> None:
     """Simulate, print, and write the page that is asked for."""
+    from packtool.report.names import named
     from packtool.report.simulation import assumption_text, simulation_json, simulation_page, table_lines, title_of
     from packtool.report.terminal import TerminalProgress
     from packtool.train.simulate import run_simulation
@@ -25,7 +26,7 @@ def run_simulate(config: SimulateConfig, as_json: bool) -> None:
         command = shlex.join(["packtool", *sys.argv[1:]])
         storage.publish(config.html, simulation_page(found, command).encode())
     if as_json:
-        typer.echo(json.dumps(simulation_json(found)))
+        typer.echo(json.dumps(named(simulation_json(found))))
         return
     typer.echo(title_of(found))
     typer.echo("\n".join(table_lines(found)))

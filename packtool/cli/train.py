@@ -28,8 +28,10 @@ def run_train(config: TrainConfig, as_json: bool) -> None:
     What does not fit is told here, once and at once, before any process is started; a dry run starts none at all.
     """
     share_cores_politely()
+    from packtool.rows.modelscope import with_local_copies
     from packtool.train.world import World
 
+    config = with_local_copies(config)
     world = World.from_environment()
     if not is_launched(os.environ):
         world = World(0, Processes.from_environment(os.environ).total).shared_by(config.num_sharing)
@@ -61,7 +63,7 @@ def run_train(config: TrainConfig, as_json: bool) -> None:
     if config.dry_run:
         print_table("planned, nothing trained (--dry-run)", train_lines(result))
     else:
-        print_table(f"trained: {result.checkpoint}", train_lines(result))
+        print_table(f"trained: {result.checkpoint or 'nothing saved (--save-strategy no)'}", train_lines(result))
         for line in next_lines(config, result, sees=is_multimodal(ModelFiles.load(config.model).config)):
             typer.echo(line)
         if curves is not None:

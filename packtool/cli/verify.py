@@ -30,6 +30,7 @@ def run_verify(config: VerifyConfig, as_json: bool) -> None:
         started = World(0, Processes.from_environment(os.environ).total).shared_by(config.num_sharing)
         axes_of(config, started, ModelFiles.load(config.model), np.zeros(0, np.int64))
         launch_if_asked(train.invocation)
+    from packtool.report.names import named
     from packtool.report.terminal import TerminalProgress
     from packtool.report.verify import print_report, verify_json
     from packtool.train.verify import verify
@@ -41,7 +42,7 @@ def run_verify(config: VerifyConfig, as_json: bool) -> None:
         # The first one says what is wrong.
         raise typer.Exit(EXIT_OK if report.passed else EXIT_MISMATCH)
     if as_json:
-        typer.echo(json.dumps(verify_json(report)))
+        typer.echo(json.dumps(named(verify_json(report))))
     else:
         print_report(report)
     report.raise_if_failed()

@@ -7,7 +7,7 @@ from typing import Literal
 
 from packtool.config.parallel import ParallelOptions, parallel_problems
 from packtool.config.settings import REQUIRED, option
-from packtool.config.sizes import num_bytes
+from packtool.config.sizes import Bytes, Tokens
 from packtool.config.verify import ATTN_IMPL_HELP, AttnImpl
 
 Split = Literal["train", "val"]
@@ -28,7 +28,7 @@ class EvalConfig(ParallelOptions):
     cached_dataset: tuple[str, ...] = option(REQUIRED, "Caches that packtool export made; several may follow.")
     output: str = option(REQUIRED, "File to write a line for each sample to, ending in .parquet.")
     split: Split | None = option(None, "Split to evaluate; by default val if all caches have one, else train.")
-    max_tokens_per_micro_batch: int | None = option(None, MAX_TOKENS_HELP, panel="Speed", minimum=1)
+    max_tokens_per_micro_batch: Tokens | None = option(None, MAX_TOKENS_HELP, panel="Speed", minimum=1)
     max_samples_per_micro_batch: int | None = option(None, "Most samples of a forward pass.", panel="Speed", minimum=1)
     limit: int | None = option(None, "Evaluate only so many samples, the first ones.", minimum=1)
     torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
@@ -43,7 +43,7 @@ class EvalConfig(ParallelOptions):
         "Directory of this machine for copies of remote caches; by default packtool in ~/.cache.",
         env="PACKTOOL_CACHE_DIR",
     )
-    cache_dir_size: str | None = option(
+    cache_dir_size: Bytes | None = option(
         None,
         "Most that --cache-dir may hold, as in 200GB; copies of other caches go first. By default all the disk has.",
         env="PACKTOOL_CACHE_DIR_SIZE",
@@ -54,13 +54,4 @@ class EvalConfig(ParallelOptions):
         found = parallel_problems(self, attn_impl=self.attn_impl)
         if not self.output.endswith(_SUFFIX):
             found.append(f"--output {self.output}: the file's name must end in {_SUFFIX}, for that is what is written")
-        try:
-            _ = self.cache_dir_bytes
-        except ValueError as error:
-            found.append(f"--cache-dir-size: {error}")
         return found
-
-    @property
-    def cache_dir_bytes(self) -> int | None:
-        """The limit of the directory of copies, or None."""
-        return None if self.cache_dir_size is None else num_bytes(self.cache_dir_size)

@@ -18,6 +18,7 @@ from packtool.config.rows import (
     image_limit_problems,
 )
 from packtool.config.settings import REQUIRED, option
+from packtool.config.sizes import Tokens
 
 Executor = Literal["local", "ray"]
 MediaStorage = Literal["reference", "embed"]
@@ -30,7 +31,7 @@ class EncodeSpec(MediaOptions):
     model: str = option(
         REQUIRED, "Directory (or hub id) of the model: only its tokenizer, processor settings and config are read."
     )
-    max_length: int = option(REQUIRED, "Most tokens of a sample.", minimum=2)
+    max_length: Tokens = option(REQUIRED, "Most tokens of a sample.", minimum=2)
     truncation_strategy: TruncationStrategy = option("delete", TRUNCATION_HELP)
     media_overflow: MediaOverflow = option("drop", OVERFLOW_HELP)
     loss_scale: str = option("default", LOSS_SCALE_HELP)

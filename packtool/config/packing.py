@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from packtool.config.settings import option
-from packtool.config.sizes import num_tokens
+from packtool.config.sizes import Tokens, num_tokens
 
 Balance = Literal["none", "within-step", "window"]
 Schedule = Literal["packs", "skrull"]
@@ -17,10 +17,10 @@ PackingAlgorithm = Literal["best_fit", "first_fit", "binpacking", "sequential"]
 class PackingOptions:
     """What decides which samples share a pack, and which pack is trained when and where."""
 
-    max_length: int | None = option(
+    max_length: Tokens | None = option(
         None, "Samples longer than this are left out and counted; by default the export's.", panel="Packing", minimum=2
     )
-    packing_length: int | None = option(
+    packing_length: Tokens | None = option(
         None, "Tokens that a pack holds at most; by default --max-length.", panel="Packing", minimum=2
     )
     packing_algorithm: PackingAlgorithm = option(
@@ -43,7 +43,11 @@ class PackingOptions:
         minimum=1,
     )
     packing_batch_size: int = option(
-        1000, "Samples that --packing-algorithm binpacking packs at a time.", panel="Packing", minimum=1
+        1000,
+        "Samples that --packing-algorithm binpacking packs at a time.",
+        panel="Packing",
+        env="PACKING_BATCH_SIZE",
+        minimum=1,
     )
     look_ahead: int = option(
         64,
@@ -52,7 +56,7 @@ class PackingOptions:
         minimum=0,
     )
     max_samples_per_pack: int | None = option(None, "Most samples of a pack.", panel="Packing", minimum=1)
-    max_media_tokens_per_pack: int | None = option(
+    max_media_tokens_per_pack: Tokens | None = option(
         None, "Most media tokens of a pack: bounds the memory of the vision tower.", panel="Packing", minimum=1
     )
     shuffle: bool = option(
@@ -77,7 +81,7 @@ class PackingOptions:
         panel="Packing",
     )
     group_by_length: bool = option(False, "Without packing: rows of about one length share a batch.", panel="Packing")
-    dynamic_batch_tokens: int | None = option(
+    dynamic_batch_tokens: Tokens | None = option(
         None,
         "Without packing: micro-batches of at most so many tokens, padding removed, instead of a number of rows.",
         panel="Packing",

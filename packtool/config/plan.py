@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from packtool.config.packing import PackingOptions, packing_problems
 from packtool.config.parallel import ParallelOptions, parallel_problems
 from packtool.config.settings import option
+from packtool.config.sizes import num_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,7 @@ class PlanConfig(PackingOptions, ParallelOptions):
         1, "Processes; with --sequence-parallel-size several share each pack, without each has its own.", minimum=1
     )
     num_train_epochs: float = option(1.0, "Times that every sample is seen.", minimum=0.0)
-    sweep: str | None = option(None, "Packing lengths to compare, one row each: 4096,8192,16384.")
+    sweep: str | None = option(None, "Packing lengths to compare, one row each: 4096,8192,16K.")
     tflops: float | None = option(None, "Peak TFLOP/s of one device: with --mfu it tells the time.", minimum=0.001)
     mfu: float = option(0.4, "Share of the peak that training reaches.", minimum=0.001, maximum=1.0)
     save: str | None = option(None, "Write the plan to this file, for packtool train --plan and inspect --plan.")
@@ -48,7 +49,7 @@ class PlanConfig(PackingOptions, ParallelOptions):
         try:
             self.sweep_lengths()
         except ValueError:
-            found.append(f"--sweep {self.sweep}: give packing lengths with commas between them, as in 4096,8192")
+            found.append(f"--sweep {self.sweep}: give packing lengths with commas between them, as in 4096,8K")
         return found
 
     def sweep_lengths(self) -> list[int]:
@@ -57,4 +58,4 @@ class PlanConfig(PackingOptions, ParallelOptions):
         Raises:
             ValueError: if one is no number.
         """
-        return [int(length) for length in (self.sweep or "").split(",") if length]
+        return [num_tokens(length) for length in (self.sweep or "").split(",") if length]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from packtool.config.settings import option
+from packtool.config.sizes import Tokens
 
 TruncationStrategy = Literal["delete", "left", "right", "split", "raise"]
 MediaOverflow = Literal["drop", "trim", "raise"]
@@ -51,6 +52,12 @@ class RowOptions:
     split_dataset_ratio: float = option(
         0.0, "Share of the rows that goes to the val split.", panel="Rows", minimum=0.0, maximum=0.999
     )
+    use_hf: bool | None = option(
+        None,
+        "Where ids of models and rows come from: true, the Hugging Face hub, or false, ModelScope. By default the hub.",
+        panel="Rows",
+        env="USE_HF",
+    )
     strict: bool = option(False, "Stop at the first row that cannot be used, with exit code 3.", panel="Rows")
     dataset_num_proc: int = option(
         1, "Worker processes that encode; the output is the same for any number.", panel="Rows", minimum=1
@@ -70,10 +77,10 @@ class ImageOptions:
     min_pixels: int | None = option(
         None, "Fewest pixels of a picture; smaller ones are enlarged.", panel="Pictures", env="MIN_PIXELS", minimum=1
     )
-    image_max_token_num: int | None = option(
+    image_max_token_num: Tokens | None = option(
         None, "Most tokens of a picture.", panel="Pictures", env="IMAGE_MAX_TOKEN_NUM", minimum=1
     )
-    image_min_token_num: int | None = option(
+    image_min_token_num: Tokens | None = option(
         None, "Fewest tokens of a picture.", panel="Pictures", env="IMAGE_MIN_TOKEN_NUM", minimum=1
     )
     resize: int = option(
@@ -110,10 +117,10 @@ class MediaOptions(ImageOptions):
     video_total_pixels: int | None = option(
         None, "Most pixels of all frames of a video.", panel="Video and audio", env="VIDEO_TOTAL_PIXELS", minimum=1
     )
-    video_max_token_num: int | None = option(
+    video_max_token_num: Tokens | None = option(
         None, "Most tokens of a video's frame.", panel="Video and audio", env="VIDEO_MAX_TOKEN_NUM", minimum=1
     )
-    video_min_token_num: int | None = option(
+    video_min_token_num: Tokens | None = option(
         None, "Fewest tokens of a video's frame.", panel="Video and audio", env="VIDEO_MIN_TOKEN_NUM", minimum=1
     )
     use_audio_in_video: bool | None = option(

@@ -3,6 +3,9 @@
 A setting is declared once, as a field of a frozen dataclass (``packtool.config``); the command line builds its options
 from the same declarations. A value is taken from the first of: a flag, ``--set key=value``, an environment variable,
 the file given with ``--config``, the default. Every mistake found is reported in one ``ConfigError``.
+
+What a value may look like follows from the declared type: ``Tokens`` and ``Bytes`` (``sizes``) take suffixes, booleans
+take yes and no, and ``Annotated[..., Synonyms(...)]`` takes further words.
 """
 
 from __future__ import annotations
@@ -10,18 +13,31 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import json
 import types
 import typing
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass
 from typing import Any, Literal, TypeVar, Union
 
+from packtool.config.sizes import Unit
 from packtool.config.yaml_values import parse_yaml
 from packtool.errors import ConfigError
 
 T = TypeVar("T")
 REQUIRED: Any = MISSING
-_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+TRUE_WORDS = ("true", "yes", "on", "1")
+FALSE_WORDS = ("false", "no", "off", "0")
+
+
+@dataclass(frozen=True)
+class Synonyms:
+    """Further words for a setting's values: those of other tools, by what they mean here."""
+
+    words: Mapping[str, str]
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.words.items()))
 
 
 def option(
@@ -74,15 +90,32 @@ def option_names(field: dataclasses.Field[Any]) -> tuple[str, ...]:
 
 @functools.cache
 def _type_hints(owner: type) -> dict[str, Any]:
-    return typing.get_type_hints(owner)
+    return typing.get_type_hints(owner, include_extras=True)
 
 
 def value_type(field: dataclasses.Field[Any], owner: type) -> Any:
-    """The declared type of a field without its ``None``."""
+    """The declared type of a field without its ``None`` and without what is said about it."""
+    return _plain(_declared(field, owner))
+
+
+def unit_of(field: dataclasses.Field[Any], owner: type) -> Unit | None:
+    """What a field's number counts, if it may be written with a suffix."""
+    return next((note for note in _notes(_declared(field, owner)) if isinstance(note, Unit)), None)
+
+
+def _declared(field: dataclasses.Field[Any], owner: type) -> Any:
     hint = _type_hints(owner)[field.name]
     if typing.get_origin(hint) in (Union, types.UnionType):
         (hint,) = (arg for arg in typing.get_args(hint) if arg is not type(None))
     return hint
+
+
+def _notes(hint: Any) -> tuple[Any, ...]:
+    return tuple(getattr(hint, "__metadata__", ()))
+
+
+def _plain(hint: Any) -> Any:
+    return hint.__origin__ if _notes(hint) else hint
 
 
 def resolve(
@@ -92,6 +125,7 @@ def resolve(
     sets: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
     file: Mapping[str, Any] | None = None,
+    stranger: Callable[[str, Any], str | None] | None = None,
 ) -> T:
     """Merge all sources into one checked ``cls``.
 
@@ -101,6 +135,8 @@ def resolve(
         sets: ``key=value`` strings, values in YAML's notation, dots for nested keys.
         environ: the environment.
         file: the parsed YAML file.
+        stranger: asked what to say of an unknown name and its value; None where nothing needs to be said. By default
+            the most similar name is suggested.
 
     Raises:
         ConfigError: naming every setting that is wrong, and where it came from.
@@ -113,10 +149,11 @@ def resolve(
         name = key.replace("-", "_")
         name = next((f.name for f in fields.values() if name in f.metadata["aliases"]), name)
         if name not in fields:
-            problems.append(f"{origin}: unknown setting {key!r}{_did_you_mean(name, fields)}")
+            said = stranger(name, raw) if stranger is not None else _unknown(key, name, fields)
+            problems += [f"{origin}: {said}"] if said is not None else []
             continue
         try:
-            value = _convert(raw, value_type(fields[name], cls))
+            value = _convert(raw, _declared(fields[name], cls))
             _check_bounds(value, fields[name])
         except ValueError as error:
             problems.append(f"{origin}: {error}")
@@ -174,9 +211,9 @@ def _all_given(
     return given
 
 
-def _did_you_mean(name: str, fields: Mapping[str, Any]) -> str:
+def _unknown(key: str, name: str, fields: Mapping[str, Any]) -> str:
     close = difflib.get_close_matches(name, fields, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return f"unknown setting {key!r}" + (f"; did you mean {close[0]!r}?" if close else "")
 
 
 def _convert(raw: Any, hint: Any) -> Any:
@@ -185,6 +222,12 @@ def _convert(raw: Any, hint: Any) -> Any:
     Raises:
         ValueError: with the value and what was expected.
     """
+    unit: Unit | None = None
+    for note in _notes(hint):
+        if isinstance(note, Synonyms) and isinstance(raw, (str, bool)):
+            raw = note.words.get(str(raw).lower(), raw)
+        unit = note if isinstance(note, Unit) else unit
+    hint = _plain(hint)
     origin = typing.get_origin(hint)
     if origin is Literal:
         choices = typing.get_args(hint)
@@ -195,17 +238,11 @@ def _convert(raw: Any, hint: Any) -> Any:
         items = raw if isinstance(raw, (list, tuple)) else [raw]
         return tuple(str(item) for item in items)
     if hint is bool:
-        if isinstance(raw, str) and raw.lower() in (*_TRUE, *_FALSE):
-            return raw.lower() in _TRUE
-        if not isinstance(raw, bool):
-            raise ValueError(f"{raw!r} is neither true nor false")
-        return raw
+        return _to_bool(raw)
     if hint in (int, float):
-        return _to_number(raw, hint)
+        return _to_number(raw, hint, unit)
     if origin is not None:
-        if not isinstance(raw, Mapping):
-            raise ValueError(f"{raw!r} is not a mapping of names to values")
-        return dict(raw)
+        return _to_mapping(raw)
     if isinstance(raw, bool):
         return str(raw).lower()
     if isinstance(raw, (Mapping, list, tuple)):
@@ -213,13 +250,34 @@ def _convert(raw: Any, hint: Any) -> Any:
     return str(raw)
 
 
-def _to_number(raw: Any, hint: type[int] | type[float]) -> int | float:
+def _to_bool(raw: Any) -> bool:
+    word = str(raw).lower()
+    if isinstance(raw, float) or word not in TRUE_WORDS + FALSE_WORDS:
+        raise ValueError(f"{raw!r} is neither true nor false")
+    return word in TRUE_WORDS
+
+
+def _to_mapping(raw: Any) -> dict[str, Any]:
+    """Of names to values; text is read as JSON, as other tools take it on the command line."""
+    if isinstance(raw, str):
+        try:
+            raw = json.loads(raw)
+        except ValueError as error:
+            raise ValueError(f"{raw!r} is no JSON object of names to values: {error}") from error
+    if not isinstance(raw, Mapping):
+        raise ValueError(f"{raw!r} is not a mapping of names to values")
+    return dict(raw)
+
+
+def _to_number(raw: Any, hint: type[int] | type[float], unit: Unit | None = None) -> int | float:
     expected = "an integer" if hint is int else "a number"
     try:
         number = float(raw) if not isinstance(raw, bool) else None
     except (TypeError, ValueError):
         number = None
     if number is None or number != number or (hint is int and not number.is_integer()):
+        if unit is not None and isinstance(raw, str):
+            return unit.parse(raw)
         raise ValueError(f"{raw!r} is not {expected}")
     if hint is float:
         return number

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from packtool.config.settings import option
-from packtool.config.sizes import num_tokens
+from packtool.config.sizes import Tokens, num_tokens
 
 StrategyName = Literal["padded", "packed", "packed-balanced", "context-parallel", "sorted", "packed-shared", "skrull"]
 STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
@@ -23,7 +23,7 @@ class SimulateConfig:
     distribution: Literal["wikipedia", "lmsys", "chatqa2"] | None = option(
         None, "Draw lengths like those of Wikipedia, LMSYS-Chat-1M or ChatQA2-Long-SFT."
     )
-    max_length: int | None = option(
+    max_length: Tokens | None = option(
         None, "Samples longer than this are left out; by default those that a whole group cannot hold.", minimum=2
     )
     steps: int | None = option(
@@ -57,7 +57,7 @@ class SimulateConfig:
         "what fits.",
         panel="Steps",
     )
-    packing_length: int | None = option(
+    packing_length: Tokens | None = option(
         None, "Tokens of a pack, on each GPU; by default --bucket-size.", panel="Steps", minimum=1
     )
     sequences_per_rank: int = option(

@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from packtool.config.adapters import AdapterOptions, adapter_problems
+from packtool.config.checkpoints import CheckpointOptions, checkpoint_problems
 from packtool.config.evaluate import MAX_TOKENS_HELP
 from packtool.config.export import ExportConfig
+from packtool.config.optimizer import OptimizerOptions
 from packtool.config.packing import PackingOptions, packing_problems
 from packtool.config.parallel import ParallelOptions, parallel_problems
 from packtool.config.rows import (
@@ -22,11 +25,10 @@ from packtool.config.rows import (
     image_limit_problems,
 )
 from packtool.config.settings import REQUIRED, option
-from packtool.config.sizes import num_bytes
+from packtool.config.sizes import Bytes, Tokens
 from packtool.config.verify import ATTN_IMPL_HELP, AttnImpl
 
-TrainType = Literal["lora", "full"]
-FSDP_WORDS = ("full_shard", "shard_grad_op", "auto_wrap", "offload")
+FSDP_WORDS = ("fsdp2", "full_shard", "shard_grad_op", "auto_wrap", "offload")
 # Settings of a run that say something about rows, and nothing about a cache.
 ROWS_ONLY = (
     "streaming",
@@ -44,7 +46,9 @@ LossReduction = Literal["token", "sample"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(RowOptions, MediaOptions, PackingOptions, ParallelOptions):
+class TrainConfig(
+    RowOptions, MediaOptions, PackingOptions, ParallelOptions, OptimizerOptions, AdapterOptions, CheckpointOptions
+):
     """What ``packtool train`` needs to know."""
 
     model: str = option(REQUIRED, "Directory (or hub id) of the model.", panel="Model and data")
@@ -60,7 +64,7 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions, ParallelOptions):
         panel="Model and data",
         env="PACKTOOL_CACHE_DIR",
     )
-    cache_dir_size: str | None = option(
+    cache_dir_size: Bytes | None = option(
         None,
         "Most that --cache-dir may hold, as in 200GB; copies of other caches go first. By default all the disk has.",
         panel="Model and data",
@@ -91,6 +95,13 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions, ParallelOptions):
         "kahan, bfloat16 and what rounding takes (12 bytes); none, bfloat16 alone, which loses small updates (8).",
         panel="Training",
     )
+    bf16: bool | None = option(
+        None,
+        "Compute in bfloat16. Frozen weights are in it too, but for --torch-dtype float32, which keeps them; false "
+        "declines the checkpoint's bfloat16.",
+        panel="Model and data",
+    )
+    fp16: bool | None = option(None, "The same with float16.", panel="Model and data")
 
     packing: bool = option(False, "Pack samples without padding.", panel="Packing")
     attn_impl: AttnImpl = option("auto", ATTN_IMPL_HELP, panel="Packing")
@@ -101,30 +112,8 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions, ParallelOptions):
     )
     plan: str | None = option(None, "Train the packs of this file, which packtool plan --save wrote.", panel="Packing")
 
-    train_type: TrainType = option(
-        "lora", "Low-rank adapters, or all weights.", panel="Training", aliases=("tuner_type",)
-    )
     num_train_epochs: float = option(1.0, "Times that every sample is seen.", panel="Training", minimum=0.0)
     max_steps: int | None = option(None, "Stop after so many optimizer steps.", panel="Training", minimum=1)
-    learning_rate: float | None = option(
-        None, "Peak learning rate; by default 1e-4 with lora and 1e-5 with full.", panel="Training", minimum=0.0
-    )
-    vit_lr: float | None = option(
-        None, "Peak learning rate of the vision tower; by default --learning-rate.", panel="Training", minimum=0.0
-    )
-    aligner_lr: float | None = option(
-        None, "Peak learning rate of the aligner; by default --learning-rate.", panel="Training", minimum=0.0
-    )
-    weight_decay: float = option(0.1, "AdamW's weight decay.", panel="Training", minimum=0.0)
-    warmup_ratio: float = option(
-        0.05, "Share of the steps in which the learning rate rises.", panel="Training", minimum=0.0, maximum=1.0
-    )
-    lr_scheduler_type: str = option(
-        "cosine", "Schedule of the learning rate, by transformers' names.", panel="Training"
-    )
-    max_grad_norm: float = option(
-        1.0, "Gradient norm above which gradients are scaled down.", panel="Training", minimum=0.0
-    )
     loss_reduction: LossReduction = option(
         "token",
         "Mean over the target tokens of a step, or over its samples, each by its own mean.",
@@ -135,7 +124,17 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions, ParallelOptions):
         "Recompute activations to save memory; by default for models of more than 100 million parameters.",
         panel="Training",
     )
-
+    vit_gradient_checkpointing: bool | None = option(
+        None, "The same in the vision and audio towers alone; by default as --gradient-checkpointing.", panel="Training"
+    )
+    padding_free: bool | None = option(
+        None,
+        "ms-swift's word for batches without padding, which --packing true and --dynamic-batch-tokens make.",
+        panel="Packing",
+    )
+    ddp_timeout: int | None = option(
+        None, "Seconds that processes wait for each other; by default 1800.", panel="Training", minimum=1
+    )
     deepspeed: str | None = option(
         None,
         "DeepSpeed: zero0, zero1, zero2, zero3, zero2_offload, zero3_offload, or a JSON file of its settings.",
@@ -143,22 +142,10 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions, ParallelOptions):
     )
     fsdp: tuple[str, ...] = option(
         (),
-        "FSDP2: full_shard, or shard_grad_op to keep weights whole between forward and backward; and offload.",
+        "FSDP2: full_shard (or fsdp2), or shard_grad_op, which keeps weights whole after the forward; and offload.",
         panel="Training",
     )
     use_liger_kernel: bool = option(False, "Liger's kernels for norms, RoPE and SwiGLU.", panel="Training")
-
-    lora_rank: int = option(8, "Rank of the adapters.", panel="Parameters", minimum=1)
-    lora_alpha: int = option(32, "Scale of the adapters.", panel="Parameters", minimum=1)
-    lora_dropout: float = option(0.05, "Dropout before the adapters.", panel="Parameters", minimum=0.0, maximum=1.0)
-    target_modules: tuple[str, ...] = option(
-        ("all-linear",), "Modules that get adapters: all-linear or names.", panel="Parameters"
-    )
-    freeze_vit: bool = option(
-        True, "Keep the vision tower (and an Omni model's audio tower) as it is.", panel="Parameters"
-    )
-    freeze_aligner: bool = option(True, "Keep the projection from vision to text as it is.", panel="Parameters")
-    freeze_llm: bool = option(False, "Keep the language model as it is.", panel="Parameters")
 
     logging_steps: int = option(5, "Optimizer steps between two log lines.", panel="Run", minimum=1)
     enable_channel_loss: bool = option(
@@ -168,12 +155,10 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions, ParallelOptions):
         "no", "Evaluate the caches' val split: every --eval-steps, or at the end of every epoch.", panel="Run"
     )
     eval_steps: int = option(500, "Optimizer steps between two evaluations.", panel="Run", minimum=1)
-    max_tokens_per_micro_batch: int | None = option(None, MAX_TOKENS_HELP, panel="Run", minimum=1)
-    save_steps: int = option(500, "Optimizer steps between two checkpoints.", panel="Run", minimum=1)
+    max_tokens_per_micro_batch: Tokens | None = option(None, MAX_TOKENS_HELP, panel="Run", minimum=1)
     report_to: tuple[str, ...] = option(
         (), "Also log to tensorboard, wandb, swanlab, mlflow, ...; metrics.jsonl is always written.", panel="Run"
     )
-    save_total_limit: int | None = option(None, "Checkpoints to keep.", panel="Run", minimum=1)
     dataloader_num_workers: int = option(
         1, "Processes a rank that load pictures ahead of the step.", panel="Run", minimum=0
     )
@@ -187,9 +172,6 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions, ParallelOptions):
         "What a loss or gradient that is infinite or not a number does: end the run before the update, leave the step "
         "out, or nothing.",
         panel="Run",
-    )
-    resume_from_checkpoint: str | None = option(
-        None, "true for the newest checkpoint in --output-dir, or the directory of one.", panel="Run"
     )
     overwrite_output_dir: bool = option(
         False, "Remove the checkpoints and figures of an earlier run in --output-dir.", panel="Run"
@@ -218,10 +200,10 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions, ParallelOptions):
         """Mistakes that only show when settings are seen together."""
         found = [*image_limit_problems(self), *packing_problems(self, self.packing), *self._row_problems()]
         found += parallel_problems(self, removes_padding=self.removes_padding, attn_impl=self.attn_impl)
-        try:
-            _ = self.cache_dir_bytes
-        except ValueError as error:
-            found.append(f"--cache-dir-size: {error}")
+        if self.padding_free and not self.removes_padding:
+            found.append("--padding-free true goes with --packing true, or with --dynamic-batch-tokens N")
+        if self.padding_free is False and self.removes_padding:
+            found.append("--padding-free false: packs have no padding; leave it out, or set --packing false")
         if self.plan is not None and not self.packing:
             found.append("--plan names a file of packs: it goes with --packing true")
         if self.deepspeed is not None and self.on_bad_media == "skip":
@@ -243,8 +225,23 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions, ParallelOptions):
         if self.deepspeed is not None and self.fsdp:
             found.append("--deepspeed and --fsdp are two ways to shard: give one of them")
         found += [f"--fsdp {word}: known are {', '.join(FSDP_WORDS)}" for word in self.fsdp if word not in FSDP_WORDS]
-        if self.freeze_vit and self.freeze_aligner and self.freeze_llm:
-            found.append("--freeze-vit, --freeze-aligner and --freeze-llm together leave nothing to train")
+        return [
+            *found,
+            *adapter_problems(self),
+            *checkpoint_problems(self, self.eval_strategy),
+            *self._precision_problems(),
+        ]
+
+    def _precision_problems(self) -> list[str]:
+        """Options of the precision that contradict each other."""
+        if self.bf16 and self.fp16:
+            return ["--bf16 and --fp16 are two precisions: give one of them"]
+        found = []
+        for name, asked, dtype in (("bf16", self.bf16, "bfloat16"), ("fp16", self.fp16, "float16")):
+            if asked is False and self.torch_dtype == dtype:
+                found.append(f"--{name} false contradicts --torch-dtype {dtype}: leave out one of them")
+            if asked and self.torch_dtype not in ("auto", "float32", dtype):
+                found.append(f"--{name} true contradicts --torch-dtype {self.torch_dtype}: leave out one of them")
         return found
 
     def _master_problems(self) -> list[str]:
@@ -256,11 +253,26 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions, ParallelOptions):
             found.append(f"{given}: adapters are small and always float32; it goes with --train-type full")
         if self.fsdp or self.deepspeed is not None:
             found.append(f"{given}: FSDP and DeepSpeed keep float32 weights, shared out over the processes")
-        if self.torch_dtype == "float16":
-            found.append(f"{given}: float16 gradients cannot be unscaled; use --torch-dtype bfloat16")
-        if self.master_weights == "kahan" and "optim" in self.training:
-            found.append(f"{given} is an AdamW of its own: leave out --set training.optim")
+        if self.torch_dtype == "float32" and self.computation_dtype != "float32":
+            found.append(f"{given} contradicts --torch-dtype float32, which keeps weights in float32")
+        if self.computation_dtype == "float16":
+            found.append(f"{given}: float16 gradients cannot be unscaled; use bfloat16")
+        if self.master_weights == "kahan" and not self.optim.startswith("adamw_torch"):
+            found.append(f"{given} is an AdamW of its own: leave out --optim {self.optim}")
         return found
+
+    @property
+    def computation_dtype(self) -> DType:
+        """Precision that is computed in, as ``--bf16``, ``--fp16`` or else ``--torch-dtype`` say."""
+        if self.bf16 or self.fp16:
+            return "bfloat16" if self.bf16 else "float16"
+        return self.torch_dtype
+
+    @property
+    def declined_dtypes(self) -> tuple[str, ...]:
+        """Precisions that a checkpoint may have, and that ``--bf16 false`` or ``--fp16 false`` do not want."""
+        asked = {"bfloat16": self.bf16, "float16": self.fp16}
+        return tuple(name for name, wanted in asked.items() if wanted is False)
 
     def _row_problems(self) -> list[str]:
         """Mistakes about where the samples come from."""
@@ -284,6 +296,8 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions, ParallelOptions):
             )
         if self.eval_strategy != "no":
             found.append("--eval-strategy needs a cache with a val split: leave out --streaming true")
+        if self.save_strategy == "epoch":
+            found.append("--save-strategy epoch needs a cache: --streaming true does not know where an epoch ends")
         if self.schedule != "packs":
             found.append(f"--schedule {self.schedule} needs a cache: leave out --streaming true")
         if self.plan is not None:
@@ -309,11 +323,6 @@ class TrainConfig(RowOptions, MediaOptions, PackingOptions, ParallelOptions):
             seed=self.seed,
             output_dir=output_dir,
         )
-
-    @property
-    def cache_dir_bytes(self) -> int | None:
-        """The limit of the directory of copies, or None."""
-        return None if self.cache_dir_size is None else num_bytes(self.cache_dir_size)
 
     @property
     def removes_padding(self) -> bool:

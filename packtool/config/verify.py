@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from packtool.config.parallel import ParallelOptions, parallel_problems
-from packtool.config.settings import REQUIRED, option
+from packtool.config.settings import REQUIRED, Synonyms, option
+from packtool.config.sizes import Tokens
 
-AttnImpl = Literal["auto", "sdpa", "varlen", "flash_attention_2", "flash_attention_3", "flex"]
+AttnImpl = Annotated[
+    Literal["auto", "sdpa", "varlen", "flash_attention_2", "flash_attention_3", "flex"],
+    Synonyms(
+        {
+            "flash_attn": "flash_attention_2",
+            "flash_attn_2": "flash_attention_2",
+            "flash_attn_3": "flash_attention_3",
+            "fa2": "flash_attention_2",
+            "fa3": "flash_attention_3",
+            "flex_attention": "flex",
+        }
+    ),
+]
 ATTN_IMPL_HELP = (
     "Kernel of the packed attention: auto takes flash attention if it is installed, torch's own varlen on CUDA, and "
     "SDPA for each sample elsewhere."
@@ -23,7 +36,7 @@ class VerifyConfig(ParallelOptions):
     cached_dataset: tuple[str, ...] = option(
         REQUIRED, "Caches that packtool export made; several may follow. Their samples are packed and compared."
     )
-    packing_length: int | None = option(
+    packing_length: Tokens | None = option(
         None, "Tokens that a pack holds at most; by default the export's --max-length.", minimum=2
     )
     num_packs: int = option(2, "Packs to look at.", minimum=1)

@@ -98,7 +98,7 @@ def run_demo(output_dir: str, seed: int, progress: Progress) -> DemoResult:
     )
     questions = [question for asked in world.held_out_questions for question in asked]
     return DemoResult(
-        rows=exported["rows"],
+        rows=exported["num_rows"],
         dropped=sum(exported["dropped"].values()),
         num_packs=trained["num_packs"],
         fill=trained["fill"],

@@ -70,7 +70,7 @@ def train_lines(result: TrainResult) -> list[Line]:
         ("optimizer steps", f"{result.steps:,}"),
         ("  without packing", f"{result.steps_without_packing:,}"),
     ]
-    if result.checkpoint is None or result.first_loss is None or result.last_loss is None:
+    if result.first_loss is None or result.last_loss is None:
         return lines
     lines += [
         ("loss, first and last", f"{result.first_loss:.4f} → {result.last_loss:.4f}"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
@@ -60,15 +61,23 @@ class TerminalProgress:
     def advance(self, num_done: int, **fields: float | int | str) -> None:
         """See ``packtool.progress.Progress``."""
         self._done += num_done
-        shown = "  ".join(f"{name.replace('_', ' ')} {_short(value)}" for name, value in fields.items())
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=self._done, shown=shown)
+            self._bar.update(self._task, completed=self._done, shown=_shown(fields))
         elif self._enabled and time.monotonic() - self._last >= _PLAIN_SECONDS:
-            self._last = time.monotonic()
-            share = f"{self._done:,} of {self._total:,}" if self._total else f"{self._done:,}"
-            seconds = self._last - self._begin
-            left = f", {_duration(seconds / self._done * (self._total - self._done))} left" if self._total else ""
-            self._print(f"{self._title}: {share} after {_duration(seconds)}{left}  {shown}")
+            self._print_line(fields)
+
+    def line(self, **fields: float | int | str) -> None:
+        """See ``packtool.progress.Progress``."""
+        if self._bar is None and self._enabled:
+            self._print_line(fields)
+
+    def _print_line(self, fields: Mapping[str, float | int | str]) -> None:
+        self._last = time.monotonic()
+        share = f"{self._done:,} of {self._total:,}" if self._total else f"{self._done:,}"
+        seconds = self._last - self._begin
+        rest = seconds / self._done * (self._total - self._done) if self._done else 0.0
+        left = f", {_duration(rest)} left" if self._total and self._done else ""
+        self._print(f"{self._title}: {share} after {_duration(seconds)}{left}  {_shown(fields)}")
 
     def note(self, message: str) -> None:
         """See ``packtool.progress.Progress``."""
@@ -120,6 +129,10 @@ def _duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _shown(fields: Mapping[str, float | int | str]) -> str:
+    return "  ".join(f"{name.replace('_', ' ')} {_short(value)}" for name, value in fields.items())
 
 
 def _short(value: float | int | str) -> str:

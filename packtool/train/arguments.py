@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 from typing import Any
 
 import torch
@@ -50,16 +49,15 @@ def training_arguments(config: TrainConfig, *, num_steps: int, dtype: torch.dtyp
         "max_steps": num_steps,
         "per_device_train_batch_size": config.per_device_train_batch_size,
         "gradient_accumulation_steps": 1,
-        "learning_rate": config.peak_learning_rate,
-        "weight_decay": config.weight_decay,
-        "warmup_steps": math.ceil(num_steps * config.warmup_ratio),
-        "lr_scheduler_type": config.lr_scheduler_type,
-        "max_grad_norm": config.max_grad_norm,
+        **_optimizer_fields(config, num_steps),
         "seed": config.seed,
         "logging_steps": config.logging_steps,
         "logging_first_step": True,
         "logging_nan_inf_filter": False,
+        # What saves at other times is in the callbacks: for the Trainer a run is one epoch, and nothing is evaluated.
+        "save_strategy": "steps" if config.save_strategy == "steps" else "no",
         "save_steps": config.save_steps,
+        "save_only_model": config.save_only_model,
         "report_to": list(config.report_to) or "none",
         "use_liger_kernel": config.use_liger_kernel,
         # The loss is made in packtool's own head.
@@ -71,6 +69,7 @@ def training_arguments(config: TrainConfig, *, num_steps: int, dtype: torch.dtyp
         "remove_unused_columns": False,
         "ignore_data_skip": True,
         "ddp_find_unused_parameters": False,
+        **({"ddp_timeout": config.ddp_timeout} if config.ddp_timeout is not None else {}),
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
         "use_cpu": not on_gpu,
@@ -87,6 +86,16 @@ def training_arguments(config: TrainConfig, *, num_steps: int, dtype: torch.dtyp
     assert args.device is not None
     args._n_gpu = min(args.n_gpu, 1)
     return args
+
+
+def _optimizer_fields(config: TrainConfig, num_steps: int) -> dict[str, Any]:
+    names = ("weight_decay", "lr_scheduler_type", "max_grad_norm", "optim", "adam_beta1", "adam_beta2", "adam_epsilon")
+    return {
+        **{name: getattr(config, name) for name in (*names, "neftune_noise_alpha")},
+        "learning_rate": config.peak_learning_rate,
+        "warmup_steps": config.num_warmup_steps(num_steps),
+        "lr_scheduler_kwargs": dict(config.lr_scheduler_kwargs) or None,
+    }
 
 
 def _check_packages(config: TrainConfig) -> None:

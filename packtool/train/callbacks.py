@@ -11,8 +11,11 @@ from typing import Any
 
 from accelerate import PartialState
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import SaveStrategy
 
 from packtool.cache.evaluation_file import plain_json
+from packtool.config.checkpoints import CheckpointOptions
+from packtool.errors import ConfigError
 from packtool.progress import Progress
 from packtool.stream.state import write_state as write_stream
 from packtool.train.checkpoint import PREFIX, RunState, copy_processor, discard_state, remove_oldest, write_state
@@ -26,18 +29,26 @@ from packtool.train.whole import saving
 
 
 class PlanCallback(TrainerCallback):
-    """Keeps the Trainer's idea of epochs right: for it the whole run is one."""
+    """Keeps the Trainer's idea of epochs right: for it the whole run is one.
 
-    def __init__(self, schedule: Schedule | OpenSchedule) -> None:
+    Args:
+        saves_epochs: a checkpoint is wanted at the end of every epoch, and of the run.
+    """
+
+    def __init__(self, schedule: Schedule | OpenSchedule, *, saves_epochs: bool = False) -> None:
         self.schedule = schedule
+        self.saves_epochs = saves_epochs
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """After the Trainer has counted a step, before it logs or saves."""
         state.epoch = state.global_step / self.schedule.steps_per_epoch
-        if state.global_step >= self.schedule.num_steps:
+        is_end = state.global_step >= self.schedule.num_steps
+        if is_end:
             control.should_log = True
+        if self.saves_epochs and (is_end or self.schedule.locate(state.global_step)[1] == 0):
+            control.should_save = True
         return control
 
 
@@ -55,7 +66,8 @@ class StreamCallback(TrainerCallback):
     ) -> TrainerControl:
         """The step that was given last may be the last there is."""
         if self.loader.is_last:
-            control.should_log = control.should_save = control.should_training_stop = True
+            control.should_log = control.should_training_stop = True
+            control.should_save = args.save_strategy == SaveStrategy.STEPS
         return control
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -76,8 +88,11 @@ class CheckpointCallback(TrainerCallback):
         schedule: Schedule | OpenSchedule,
         model_directory: str,
         save_total_limit: int | None,
+        *,
+        keeps_best: bool = False,
         watch: StepWatch | None = None,
     ) -> None:
+        self.keeps_best = keeps_best
         self.run = run
         self.schedule = schedule
         self.model_directory = model_directory
@@ -112,33 +127,55 @@ class CheckpointCallback(TrainerCallback):
 
     def _name(self, output_dir: str, checkpoint: str, state: TrainerState) -> None:
         """Let the names that stay be the right checkpoints, then remove the oldest ones."""
-        best = best_of(output_dir, state.log_history)
+        best = state.best_model_checkpoint if self.keeps_best else best_of(output_dir, state.log_history)
         with saving(os.path.join(output_dir, f".{LAST}.part")):
             point(output_dir, LAST, checkpoint)
             if best is not None:
                 point(output_dir, BEST, best)
         last_good = self.watch.last_good if self.watch is not None else None
-        remove_oldest(output_dir, self.save_total_limit, last_good, best)
+        remove_oldest(output_dir, self.save_total_limit, last_good=last_good, keep=best)
 
 
 class EvaluationCallback(TrainerCallback):
     """Evaluates between steps, and logs what comes of it.
 
+    Must come before ``CheckpointCallback``: the best evaluation so far may ask for a checkpoint.
+
     Args:
-        evaluate: and log; called on every rank.
+        evaluate: and log; called on every rank, where it returns the same.
         every: steps between two evaluations; the last step is evaluated, too.
+        options: whether the best evaluation is saved, and what best means.
     """
 
-    def __init__(self, evaluate: Callable[[], None], every: int) -> None:
-        self.evaluate, self.every = evaluate, every
+    def __init__(self, evaluate: Callable[[], dict[str, float]], every: int, options: CheckpointOptions) -> None:
+        self.evaluate, self.every, self.options = evaluate, every, options
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """A step is done on every rank."""
         if state.global_step % self.every == 0 or state.global_step >= state.max_steps:
             # Logging takes back the wish to log, which the step itself may still have.
             should_log = control.should_log
-            self.evaluate()
+            figures = self.evaluate()
             control.should_log = should_log
+            if self.options.seeks_best and self._is_best(figures, state):
+                state.best_global_step = state.global_step
+                state.best_model_checkpoint = os.path.join(str(args.output_dir), f"{PREFIX}{state.global_step}")
+                control.should_save = True
+
+    def _is_best(self, figures: dict[str, float], state: TrainerState) -> bool:
+        name = self.options.best_metric
+        if name not in figures:
+            raise ConfigError(
+                f"--metric-for-best-model {self.options.metric_for_best_model}: an evaluation has no {name}",
+                f"It has {', '.join(sorted(figures))}.",
+            )
+        figure, before = figures[name], state.best_metric
+        if figure != figure or (
+            before is not None and not (figure > before if self.options.prefers_greater else figure < before)
+        ):
+            return False
+        state.best_metric = figure
+        return True
 
 
 class ReportCallback(TrainerCallback):
@@ -185,17 +222,20 @@ class ReportCallback(TrainerCallback):
             file.write(json.dumps(plain_json(line)) + "\n")
         if "loss" not in logs:
             self._shown["val loss"] = round(logs["eval_loss"], 4)
+            self.progress.line(**{"val loss": self._shown["val loss"]})
             return
         self.last_loss = float(logs["loss"])
         if self.first_loss is None:
             self.first_loss = self.last_loss
-        self._shown |= {
+        shown: dict[str, float | int | str] = {
             "loss": round(self.last_loss, 4),
             "lr": float(f"{logs['learning_rate']:.3g}"),
             "targets/s": round(logs["target_tokens_per_second"]),
             "fill": f"{logs['fill']:.1%}",
             "waiting": f"{logs['data_wait']:.0%}",
         }
+        self._shown |= shown
+        self.progress.line(**shown)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -34,7 +34,7 @@ def open_caches(config: TrainConfig, files: ModelFiles) -> CacheReader:
     Raises:
         MismatchError: naming both values, and the export that would mend it.
     """
-    copies = LocalCopies(config.cache_dir or LocalCopies.default().directory, config.cache_dir_bytes)
+    copies = LocalCopies(config.cache_dir or LocalCopies.default().directory, config.cache_dir_size)
     reader = CacheReader.open(config.cached_dataset, copies=copies)
     for directory, manifest in zip(reader.directories, reader.manifests, strict=True):
         check_model(directory, manifest, files, config)

@@ -247,17 +247,18 @@ def finished_checkpoints(output_dir: str) -> list[str]:
     return [checkpoint for _, checkpoint in sorted((at, name) for at, name in found if at is not None)]
 
 
-def remove_oldest(output_dir: str, limit: int | None, last_good: int | None = None, best: str | None = None) -> None:
-    """Keep the newest ``limit`` finished checkpoints.
+def remove_oldest(output_dir: str, limit: int | None, *, last_good: int | None = None, keep: str | None = None) -> None:
+    """Keep the newest ``limit`` finished checkpoints, and others wherever they stand among them.
 
     Args:
-        last_good: step after which weights may be no numbers: the newest checkpoint up to there stays, too.
-        best: another one that stays.
+        last_good: step after which weights may be no numbers: the newest checkpoint up to there stays.
+        keep: another one that stays.
     """
     finished = finished_checkpoints(output_dir)
     good = [checkpoint for checkpoint in finished if last_good is not None and read_state(checkpoint).step <= last_good]
+    kept = {os.path.abspath(checkpoint) for checkpoint in (*good[-1:], *([keep] if keep is not None else []))}
     for checkpoint in finished[:-limit] if limit else []:
-        if checkpoint in (*good[-1:], best):
+        if os.path.abspath(checkpoint) in kept:
             continue
         discard_state(checkpoint)
         shutil.rmtree(checkpoint)

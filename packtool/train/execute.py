@@ -18,6 +18,7 @@ from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.support import refuse_unsupported
 from packtool.batch.dataset import is_bad
 from packtool.batch.spec import InputSpec
+from packtool.config.train import TrainConfig
 from packtool.encode.model_files import place_of
 from packtool.progress import Progress
 from packtool.train.arguments import training_arguments
@@ -137,7 +138,7 @@ def execute(run: PreparedRun | PreparedStream, spec: InputSpec, result: TrainRes
         target_tokens_per_second=result.target_tokens / seconds,
         first_loss=report.first_loss,
         last_loss=report.last_loss,
-        checkpoint=os.path.join(run.config.output_dir, f"{PREFIX}{steps}"),
+        checkpoint=_last_checkpoint(run.config, trainer),
         num_trainable_parameters=num_trainable,
         num_parameters=num_parameters,
     )
@@ -149,6 +150,15 @@ def execute(run: PreparedRun | PreparedStream, spec: InputSpec, result: TrainRes
     trainer.accelerator.wait_for_everyone()
     watch.raise_if_stopped(steps, run.schedule.num_steps, result.checkpoint)
     return result
+
+
+def _last_checkpoint(config: TrainConfig, trainer: PackTrainer) -> str | None:
+    """The checkpoint that a run ends with: its last, or its best where that is asked for."""
+    if config.seeks_best and trainer.state.best_model_checkpoint is not None:
+        return trainer.state.best_model_checkpoint
+    if config.save_strategy in ("no", "best"):
+        return None
+    return os.path.join(config.output_dir, f"{PREFIX}{trainer.state.global_step}")
 
 
 def verify_packing(
@@ -237,22 +247,29 @@ def make_trainer(
     keep_digits_of_outputs(trainer.accelerator, config)
     if isinstance(run, PreparedRun) and run.validation is not None:
         every = config.eval_steps if config.eval_strategy == "steps" else run.schedule.steps_per_epoch
-        trainer.add_callback(
-            EvaluationCallback(partial(trainer.log_evaluation, partial(_evaluate, run, trainer)), every)
+        evaluate = partial(trainer.log_evaluation, partial(_evaluate, run, trainer))
+        trainer.add_callback(EvaluationCallback(evaluate, every, config))
+    trainer.add_callback(
+        CheckpointCallback(
+            run.state,
+            run.schedule,
+            run.files.directory,
+            config.save_total_limit,
+            keeps_best=config.load_best_model_at_end,
+            watch=watch,
         )
+    )
     return trainer, report, watch
 
 
 def _callbacks(
     run: PreparedRun | PreparedStream, loader: StepLoader | StreamLoader, watch: StepWatch, report: ReportCallback
 ) -> list[TrainerCallback]:
-    """In the order in which they must come."""
-    callbacks: list[TrainerCallback] = [PlanCallback(run.schedule), watch]
+    """In the order in which they must come; evaluation and the finishing of checkpoints come after them."""
+    saves_epochs = run.config.save_strategy == "epoch"
+    callbacks: list[TrainerCallback] = [PlanCallback(run.schedule, saves_epochs=saves_epochs), watch]
     if isinstance(loader, StreamLoader):
         callbacks.append(StreamCallback(loader))
-    callbacks.append(
-        CheckpointCallback(run.state, run.schedule, run.files.directory, run.config.save_total_limit, watch)
-    )
     return [*callbacks, report] if run.world.is_first else callbacks
 
 

@@ -15,6 +15,7 @@ from packtool.batch.spec import InputSpec
 from packtool.cache.chosen import SampleReader
 from packtool.config.train import TrainConfig
 from packtool.plan.epoch import EpochPlan
+from packtool.train.batch_log import is_watched, packs_in_words, watched
 from packtool.train.figures import SampleFigures, StepFigures, figures_of_steps
 from packtool.train.prepare import PreparedRun
 from packtool.train.prepare_stream import PreparedStream
@@ -99,7 +100,13 @@ class StepLoader:
             last = min(plan.steps.num_steps, first + self.schedule.num_steps - step)
             for step_in_epoch in range(first, last):
                 num = plan.steps.num_micro_batches(step_in_epoch)
-                yield TrainingStep(figures[step_in_epoch], num, islice(batches, num))
+                micro_batches: Iterator[Batch] = islice(batches, num)
+                if is_watched():
+                    rank = self.world.data.rank
+                    packs = (packs_in_words(plan.samples(step_in_epoch, rank, number)) for number in range(num))
+                    done = step + step_in_epoch - first
+                    micro_batches = watched(micro_batches, packs, rank=rank, step=done, num=num)
+                yield TrainingStep(figures[step_in_epoch], num, micro_batches)
             step += last - first
 
     def _micro_batches(self, plan: EpochPlan, first_step: int) -> Iterator[Batch]:

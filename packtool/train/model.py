@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
@@ -16,8 +16,10 @@ from packtool.attention.support import refuse_unsupported
 from packtool.config.evaluate import EvalConfig
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, MismatchError
+from packtool.train.adapters import add_adapters
+from packtool.train.frozen import freeze
 from packtool.train.precision import checkpoint_dtype, keeps_masters, raise_to_masters
-from packtool.train.towers import Towers, frozen_parts, towers_of
+from packtool.train.towers import Towers, towers_of
 
 _SHOWN_NAMES = 4
 
@@ -25,14 +27,23 @@ _SHOWN_NAMES = 4
 def resolve_dtype(config: PreTrainedConfig, run: TrainConfig | EvalConfig, *, on_gpu: bool) -> torch.dtype:
     """Precision of the computation: ``auto`` is the checkpoint's on a GPU, and float32 on a CPU.
 
+    ``--bf16 true`` and ``--fp16 true`` come before ``--torch-dtype``.
+
     Raises:
         ConfigError: for float16 on a CPU.
     """
-    if run.torch_dtype == "auto":
-        return checkpoint_dtype(config) if on_gpu else torch.float32
-    if run.torch_dtype == "float16" and not on_gpu:
-        raise ConfigError("--torch-dtype float16 needs a GPU", "Use float32 or bfloat16 on the CPU.")
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[run.torch_dtype]
+    asked: str = run.torch_dtype
+    declined: tuple[str, ...] = ()
+    if isinstance(run, TrainConfig):
+        asked, declined = run.computation_dtype, run.declined_dtypes
+    if asked == "auto":
+        found = checkpoint_dtype(config) if on_gpu else torch.float32
+        return torch.float32 if str(found).removeprefix("torch.") in declined else found
+    if asked == "float16" and not on_gpu:
+        raise ConfigError(
+            "--torch-dtype float16 needs a GPU, and so does --fp16 true", "Use float32 or bfloat16 on the CPU."
+        )
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[asked]
 
 
 def has_gpu(run: TrainConfig) -> bool:
@@ -86,77 +97,28 @@ def make_trainable(model: PreTrainedModel, run: TrainConfig) -> PreTrainedModel 
     """Freeze what the options keep, add adapters with ``--train-type lora``, and keep float32 of what is trained.
 
     Raises:
-        ConfigError: if a target module's name matches nothing, or nothing is left to train.
+        ConfigError: if a name matches nothing, or nothing is left to train.
         UnsupportedModelError: if a part that is to be frozen cannot be found.
     """
     towers = towers_of(model, model.config.model_type)
-    if run.gradient_checkpointing:
+    recomputes = bool(run.gradient_checkpointing)
+    in_vision = recomputes if run.vit_gradient_checkpointing is None else run.vit_gradient_checkpointing
+    if recomputes or in_vision:
         _enable_checkpointing(model)
+    if recomputes != in_vision:
+        _keep_activations(model, towers, in_vision=not in_vision)
     if run.train_type == "lora":
-        # Sorted by peft's own rule into the shortest list of endings that matches these modules and no others.
-        names = adapted_modules(model, towers, run)
-        adapters = LoraConfig(
-            r=run.lora_rank,
-            lora_alpha=run.lora_alpha,
-            lora_dropout=run.lora_dropout,
-            target_modules=names,
-            task_type="CAUSAL_LM",
-        )
-        return get_peft_model(model, adapters)
-    frozen = frozen_parts(run)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(towers.part_of(name) not in frozen)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(
-            f"nothing is left to train: {', '.join(sorted(frozen))} are frozen, and the model has no other part",
-            "Set one of --freeze-llm, --freeze-vit, --freeze-aligner to false.",
-        )
+        return add_adapters(model, towers, run)
+    freeze(model, towers, run)
     if keeps_masters(run):
         raise_to_masters(model)
     return model
-
-
-def adapted_modules(model: PreTrainedModel, towers: Towers, run: TrainConfig) -> list[str]:
-    """Full names of the linear modules that get adapters: those asked for in unfrozen parts, without the head.
-
-    Raises:
-        ConfigError: naming a target that matches nothing.
-    """
-    frozen = frozen_parts(run)
-    any_model: Any = model
-    head = any_model.get_output_embeddings()
-    linear = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and towers.part_of(name) not in frozen
-    ]
-    wanted = linear
-    if run.target_modules != ("all-linear",):
-        problems = [
-            f"--target-modules {target}: no linear module of an unfrozen part has this name"
-            for target in run.target_modules
-            if not any(_is_named(name, target) for name in linear)
-        ]
-        if problems:
-            known = sorted({name.rpartition(".")[2] for name in linear})
-            raise ConfigError("\n".join(problems), f"There are {', '.join(known)}; all-linear takes all of them.")
-        wanted = [name for name in linear if any(_is_named(name, target) for target in run.target_modules)]
-    if not wanted:
-        raise ConfigError(
-            f"no module is left to adapt: {', '.join(sorted(frozen))} are frozen, and the model has no other part",
-            "Set one of --freeze-llm, --freeze-vit, --freeze-aligner to false.",
-        )
-    return wanted
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
     """(trainable, all)."""
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     return sum(size for size, trainable in sizes if trainable), sum(size for size, _ in sizes)
-
-
-def _is_named(name: str, target: str) -> bool:
-    return name == target or name.endswith("." + target)
 
 
 def _enable_checkpointing(model: Any) -> None:
@@ -166,3 +128,11 @@ def _enable_checkpointing(model: Any) -> None:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+
+
+def _keep_activations(model: nn.Module, towers: Towers, *, in_vision: bool) -> None:
+    """Undo it, in the towers of media or outside of them."""
+    for name, module in model.named_modules():
+        is_vision = towers.part_of(name) != "language model"
+        if is_vision == in_vision and hasattr(module, "gradient_checkpointing"):
+            module.gradient_checkpointing = False

@@ -51,10 +51,14 @@ def keeps_masters(run: TrainConfig) -> bool:
 def loaded_dtype(dtype: torch.dtype, config: PreTrainedConfig, run: TrainConfig) -> torch.dtype:
     """Precision to read weights in: the computation's, or float32 where that would lose digits of master weights.
 
+    With ``--bf16`` or ``--fp16`` all weights stay in float32 where ``--torch-dtype`` says so.
+
     Args:
         dtype: of the computation.
         config: of the checkpoint.
     """
+    if run.torch_dtype == "float32":
+        return torch.float32
     loses = dtype in _SHORT and dtype != checkpoint_dtype(config)
     return torch.float32 if loses and keeps_masters(run) else dtype
 

@@ -129,7 +129,13 @@ def settings_lines(config: TrainConfig) -> Iterator[str]:
     for setting in dataclasses.fields(config):
         value = getattr(config, setting.name)
         default = setting.default_factory() if callable(setting.default_factory) else setting.default
-        if value != default:
+        if value != default and isinstance(value, Mapping) and not setting.metadata["flag"]:
+            words += [
+                f"--set {shlex.quote(f'{setting.name}.{name}={json.dumps(item)}')}" for name, item in value.items()
+            ]
+        elif value != default and isinstance(value, Mapping):
+            words.append(f"--{setting.name.replace('_', '-')} {shlex.quote(json.dumps(value))}")
+        elif value != default:
             shown = " ".join(value) if isinstance(value, tuple) else str(value)
             words.append(f"--{setting.name.replace('_', '-')} {shown.lower() if isinstance(value, bool) else shown}")
     yield f"settings: {' '.join(words)}"

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from packtool.batch.batch import Batch
 from packtool.batch.dataset import GivenMicroBatches, load_micro_batches
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
@@ -27,6 +28,7 @@ from packtool.errors import DataError
 from packtool.rows.sample import Dropped
 from packtool.stream.packs import PackStream, StreamedPack
 from packtool.stream.state import StreamState
+from packtool.train.batch_log import is_watched, rows_in_words, watched
 from packtool.train.figures import StepFigures
 from packtool.train.loader import TrainingStep, cut_of
 from packtool.train.prepare_stream import PreparedStream
@@ -62,6 +64,7 @@ class StreamLoader:
         self.totals: Counter[str] = Counter()
         self.is_last = False  # the step that was given last
         self._own = deque[_OwnStep]()
+        self._held = deque[str]()  # samples of the micro-batches to come, where somebody wants to know
         self._after: dict[int, StreamState] = {}
         self._log = DropLog(run)
         self._stream = PackStream(
@@ -99,8 +102,12 @@ class StreamLoader:
             self.totals.update(sums)
             self._after = {step: self._after.get(step, own.after), step + 1: own.after}
             self.is_last = not more
-            rest = islice(batches, config.gradient_accumulation_steps - 1)
-            yield TrainingStep(self._figures(sums), config.gradient_accumulation_steps, chain([first], rest))
+            num = config.gradient_accumulation_steps
+            micro_batches: Iterator[Batch] = chain([first], islice(batches, num - 1))
+            if is_watched():
+                held = (self._held.popleft() for _ in range(num))
+                micro_batches = watched(micro_batches, held, rank=self.run.world.data.rank, step=step, num=num)
+            yield TrainingStep(self._figures(sums), num, micro_batches)
             if not more:
                 return
 
@@ -165,7 +172,10 @@ class StreamLoader:
             )
             self._own.append(_OwnStep(counts, after))
             for micro in range(config.gradient_accumulation_steps):
-                yield [sample for pack in taken[micro * each : (micro + 1) * each] for sample in pack.samples]
+                samples = [sample for pack in taken[micro * each : (micro + 1) * each] for sample in pack.samples]
+                if is_watched():
+                    self._held.append(rows_in_words([(sample.source, sample.row) for sample in samples]))
+                yield samples
 
     def _summed(self, counts: tuple[int, ...]) -> list[int]:
         """Over all ranks."""

@@ -32,6 +32,7 @@ from packtool.train.kahan import KahanAdamW
 from packtool.train.loader import StepLoader, TrainingStep
 from packtool.train.loss import sum_of_losses, takes_logits_to_keep
 from packtool.train.meter import Meter
+from packtool.train.noise import EmbeddingNoise
 from packtool.train.part_rates import PartRates, split_groups
 from packtool.train.precision import SavedPrecision, load_masters, save_masters
 from packtool.train.stream_loader import StreamLoader
@@ -88,6 +89,9 @@ class PackTrainer(Trainer):
         self.numbers = StepNumbers()
         self.kahan = False
         self.part_rates, self.by_samples, self.skips = part_rates, by_samples, skips
+        # Not the Trainer's, which scales noise by the length of the pack.
+        alpha, self.neftune_noise_alpha = args.neftune_noise_alpha, None
+        self.noise = EmbeddingNoise(model, alpha) if alpha else None
         self.skipped: list[SkippedSample] = []
         self._meter = Meter(by_channel=by_channel)
 
@@ -216,18 +220,21 @@ class PackTrainer(Trainer):
         """A micro-batch's contribution to the mean over the target tokens of the whole step."""
         assert not return_outputs, "packtool evaluates by itself"
         batch: Batch = inputs["batch"]
+        if self.noise is not None:
+            self.noise.batch = batch
         if self.head_loss is None:
             return sum_of_losses(model, batch, label_logits_only=self.label_logits_only) * inputs["scale"]
         found = self.head_loss.losses(model, batch)
         self._meter.see(found, batch)
         return found.sum(batch.loss_weights) * inputs["scale"]
 
-    def log_evaluation(self, evaluate: Callable[[], dict[str, float]]) -> None:
-        """Log what an evaluation says; its time is none of the training's."""
+    def log_evaluation(self, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """Log what an evaluation says, and return it; its time is none of the training's."""
         begin = time.perf_counter()
         logs = evaluate()
         self._meter.leave_out(time.perf_counter() - begin)
-        self.log(logs)
+        self.log(dict(logs))
+        return logs
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log lines with the exact mean loss over the steps since the last one, and what these steps held."""

@@ -85,7 +85,7 @@ def test_a_line_a_sample_and_totals(told: Any, tiny: TinyWorld) -> None:
         chosen = [i for i in range(len(reader)) if name is None or columns["channel"][i] == name]
         targets = sum(columns["target_tokens"][i] for i in chosen)
         losses = sum(columns["loss"][i] * columns["target_tokens"][i] for i in chosen)
-        assert (total["samples"], total["target_tokens"]) == (len(chosen), targets)
+        assert (total["num_samples"], total["target_tokens"]) == (len(chosen), targets)
         assert total["loss"] == pytest.approx(losses / targets)
     assert set(found["channels"]) == {"colours", "shapes"}
     assert info["total"]["loss"] == found["loss"]

@@ -32,8 +32,8 @@ def test_figures(cache: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert words in told
     assert run(["inspect", "--json", "true", cache]) == 0
     figures = json.loads(capsys.readouterr().out)
-    assert figures["rows"] == 600
-    assert figures["rows"] == sum(split["rows"] for split in figures["splits"].values()) + sum(
+    assert figures["num_rows"] == 600
+    assert figures["num_rows"] == sum(split["num_samples"] for split in figures["splits"].values()) + sum(
         figures["dropped"].values()
     )
     assert all(1 <= len(examples) <= 2 for examples in figures["dropped_examples"].values())

@@ -90,11 +90,11 @@ def test_settings_from_a_file_and_one_json_document(tmp_path: Path, capsys: pyte
     capsys.readouterr()
     assert run(arguments) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["rows"] == document["kept"] + sum(document["dropped"].values()) == 40
+    assert document["num_rows"] == document["num_samples"] + sum(document["dropped"].values()) == 40
     assert document["truncated"] > 0
     assert document["length"]["max"] == 40
     assert set(document) >= {
-        *("rows", "kept", "truncated", "dropped", "tokens", "target_tokens", "media_tokens"),
+        *("num_rows", "num_samples", "truncated", "dropped", "tokens", "target_tokens", "media_tokens"),
         *("length", "seconds", "output_dir"),
     }
 

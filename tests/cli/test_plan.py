@@ -37,13 +37,13 @@ def test_lengths_of_a_file(kind: str, tmp_path: Path, capsys: pytest.CaptureFixt
     else:
         path.write_text(json.dumps(lengths.tolist()) if kind == "json" else "\n".join(map(str, lengths)))
     found = planned(capsys, "--lengths", str(path), "--packing-length", "2048", "--world-size", "4", "--tflops", "100")
-    assert found["samples"] == 5000
+    assert found["num_samples"] == 5000
     assert found["tokens"] == int(lengths.sum())
-    assert found["capacity"] == 2048
-    assert found["lower_bound"] <= found["packs"] <= found["lower_bound"] * 1.01
-    assert found["fill"] == pytest.approx(found["tokens"] / found["packs"] / 2048)
-    assert found["over_lower_bound"] == pytest.approx(found["packs"] / found["lower_bound"] - 1)
-    assert found["steps_per_epoch"] == -(-found["packs"] // 4)
+    assert found["packing_length"] == 2048
+    assert found["lower_bound"] <= found["num_packs"] <= found["lower_bound"] * 1.01
+    assert found["fill"] == pytest.approx(found["tokens"] / found["num_packs"] / 2048)
+    assert found["over_lower_bound"] == pytest.approx(found["num_packs"] / found["lower_bound"] - 1)
+    assert found["steps_per_epoch"] == -(-found["num_packs"] // 4)
     assert found["steps_without_packing"] == 1250
     assert 0 < found["padding_of_plain_batches"] < 1
     assert found["balance"]["mean"] >= 1
@@ -58,15 +58,15 @@ def test_a_plan_is_the_one_that_is_trained(cache: str, model: Path, tmp_path: Pa
     options = ["--packing-length", "400", "--seed", "3"]
     found = planned(capsys, cache, *options, "--save", path)
     saved = read_plan(path)
-    assert len(saved.offsets) - 1 == found["packs"]
+    assert len(saved.offsets) - 1 == found["num_packs"]
     train = ["train", "--model", str(model), "--cached-dataset", cache, "--packing", "true", "--dry-run"]
     train += ["--output-dir", str(tmp_path / "out")]
     assert run([*train, *options]) == 0
     told = capsys.readouterr()
-    assert f"packs: {found['packs']}" in told.err + told.out
+    assert f"packs: {found['num_packs']}" in told.err + told.out
     assert run([*train, "--plan", path]) == 0
     told = capsys.readouterr()
-    assert f"packs: {found['packs']}" in told.err + told.out
+    assert f"packs: {found['num_packs']}" in told.err + told.out
     assert run([*train, "--plan", path, "--packing-length", "500"]) == 4
     assert "--packing-length: 400 there, 500 here" in capsys.readouterr().err
     assert run([*train, "--plan", cache + "/packtool.json"]) == 4
@@ -100,7 +100,7 @@ def test_a_page_stands_alone(cache: str, tmp_path: Path, capsys: pytest.CaptureF
     assert tags.links == []
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
     for words in (
-        f"{found['packs']:,}",
+        f"{found['num_packs']:,}",
         found["plan_fingerprint"],
         "packs to scale",
         "dropped at export: invalid_json",
@@ -111,8 +111,8 @@ def test_a_page_stands_alone(cache: str, tmp_path: Path, capsys: pytest.CaptureF
 
 def test_a_sweep_has_a_row_for_each_length(cache: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, cache, "--sweep", "200,400,800")
-    assert [row["capacity"] for row in found] == [200, 400, 800]
-    assert found[0]["packs"] > found[1]["packs"] > found[2]["packs"]
+    assert [row["packing_length"] for row in found] == [200, 400, 800]
+    assert found[0]["num_packs"] > found[1]["num_packs"] > found[2]["num_packs"]
     assert run(["plan", cache, "--sweep", "200,400"]) == 0
     assert len(capsys.readouterr().out.strip().splitlines()) == 3
 
@@ -132,7 +132,8 @@ def test_skrull(cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     found = planned(capsys, *skrull, "--tflops", "100", "--save", str(tmp_path / "b.plan"), "--html", str(html))
     assert plain["skrull"] is None
     assert found["plan_fingerprint"] != plain["plan_fingerprint"]
-    for name in ("samples", "packs", "steps_per_epoch", "tokens", "flops_per_epoch", "padding_of_plain_batches"):
+    same = ("num_samples", "num_packs", "steps_per_epoch", "tokens", "flops_per_epoch", "padding_of_plain_batches")
+    for name in same:
         assert found[name] == pytest.approx(plain[name]), name
     figures = found["skrull"]
     assert (figures["bucket_size"], figures["context_parallel"]) == (256, 4)

@@ -62,7 +62,7 @@ def test_lengths_of_a_cache_and_of_a_file(
     assert "does not tell the sizes: 'hidden_size'" in capsys.readouterr().err
     (tmp_path / "config.json").write_text(json.dumps(PRESETS["qwen2.5-7b"]))
     found = simulated(capsys, *words, str(tmp_path))
-    assert (found["sequences"], found["left_out"]) == (2, 2)
+    assert (found["num_samples"], found["filtered"]) == (2, 2)
     assert found["model_sizes"]["num_layers"] == 28
 
 

@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+import dataclasses
+import re
 from typing import Any
 
 import pytest
 
+from packtool.cli.arguments import rewrite
+from packtool.cli.main import _SETTINGS
+from packtool.config import settings
 from packtool.config.export import ExportConfig
-from packtool.config.settings import resolve
+from packtool.config.plan import PlanConfig
+from packtool.config.settings import FALSE_WORDS, TRUE_WORDS, resolve, unit_of, value_type
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
 
@@ -48,7 +54,7 @@ def test_all_mistakes_are_told_at_once() -> None:
         file={"truncation_strategy": "middle"},
     )
     for part in (
-        "--max-length: 'ten' is not an integer",
+        "--max-length: 'ten' is no number of tokens; write it as in 8192 or 8K",
         "--split-dataset-ratio: 2.0 is above 0.999",
         "--set sed: unknown setting 'sed'; did you mean 'seed'?",
         "--set no-equals-sign",
@@ -85,7 +91,10 @@ def test_contradictions_between_settings_are_found() -> None:
     assert "--max-pixels" in problems_of(ExportConfig, {**EXPORT, "max_pixels": "9", "image_max_token_num": "9"})
     assert "pixels" in problems_of(ExportConfig, {**EXPORT, "max_pixels": "9", "min_pixels": "10"})
     assert "--to-cached-dataset" in problems_of(ExportConfig, {**EXPORT, "to_cached_dataset": False})
-    assert "--packing-length" in problems_of(TrainConfig, {**TRAIN, "max_length": "20", "packing_length": "10"})
+    streamed = {**TRAIN, "cached_dataset": None, "dataset": ("a.json",), "streaming": True, "packing": True}
+    streamed |= {"max_steps": "1", "max_length": "20", "packing_length": "10"}
+    assert "--packing-length" in problems_of(TrainConfig, streamed)
+    assert resolve(TrainConfig, {**TRAIN, "max_length": "20", "packing_length": "10"}).packing_length == 10
     told = problems_of(TrainConfig, {**TRAIN, "freeze_llm": True})
     assert "nothing to train" in told
 
@@ -99,3 +108,60 @@ def test_learning_rate_depends_on_the_train_type() -> None:
     assert resolve(TrainConfig, TRAIN).peak_learning_rate == 1e-4
     assert resolve(TrainConfig, {**TRAIN, "train_type": "full"}).peak_learning_rate == 1e-5
     assert resolve(TrainConfig, {**TRAIN, "learning_rate": "3e-4"}).peak_learning_rate == 3e-4
+
+
+COMMANDS = {name: cls for name, cls in _SETTINGS.items() if name != "sft"}
+FIELDS = [(cls, field) for cls in COMMANDS.values() for field in dataclasses.fields(cls)]
+
+
+@pytest.mark.parametrize(("word", "value"), [*((w, True) for w in TRUE_WORDS), *((w, False) for w in FALSE_WORDS)])
+def test_every_boolean_takes_the_words_of_people(word: str, value: bool) -> None:
+    for cls, field in FIELDS:
+        if value_type(field, cls) is not bool:
+            continue
+        hint = settings._declared(field, cls)
+        assert settings._convert(word, hint) is value
+        assert settings._convert(word.upper(), hint) is value
+    assert resolve(TrainConfig, TRAIN, file={"packing": word}).packing is value
+    assert resolve(TrainConfig, TRAIN, sets=[f"packing={word}"]).packing is value
+    environ = {"USE_AUDIO_IN_VIDEO": word}
+    assert resolve(ExportConfig, EXPORT, environ=environ).use_audio_in_video is value
+    assert rewrite(["--packing", word], {"--packing": "flag"}) == ["--packing" if value else "--no-packing"]
+
+
+def test_every_number_of_tokens_may_be_a_size() -> None:
+    """Whatever a field of whole numbers calls tokens in its help has the type that takes them."""
+    of_tokens = re.compile(r"^(?:Most |Fewest |)(?:media )?[Tt]okens|so many tokens|Samples longer than")
+    found = set()
+    for cls, field in FIELDS:
+        if value_type(field, cls) is int and of_tokens.search(field.metadata["help"]):
+            unit = unit_of(field, cls)
+            assert unit is not None, (cls, field.name)
+            assert settings._convert("8K", settings._declared(field, cls)) == 8192
+            assert settings._convert("128k", settings._declared(field, cls)) == 131072
+            assert settings._convert(4096, settings._declared(field, cls)) == 4096
+            found.add(field.name)
+    assert {"max_length", "packing_length", "image_max_token_num", "max_tokens_per_micro_batch"} <= found
+    assert resolve(ExportConfig, {**EXPORT, "max_length": "128K"}).max_length == 128 * 1024
+    assert resolve(ExportConfig, EXPORT, environ={"IMAGE_MAX_TOKEN_NUM": "5k"}).image_max_token_num == 5120
+    assert resolve(PlanConfig, {"lengths": "l", "sweep": "4096,8K"}).sweep_lengths() == [4096, 8192]
+
+
+def test_sizes_in_bytes() -> None:
+    assert resolve(TrainConfig, {**TRAIN, "cache_dir_size": "200GB"}).cache_dir_size == 200 * 10**9
+    assert resolve(TrainConfig, TRAIN, file={"cache_dir_size": 1000}).cache_dir_size == 1000
+    assert "write it as in 200GB" in problems_of(TrainConfig, {**TRAIN, "cache_dir_size": "big"})
+
+
+def test_the_size_of_a_batch_of_binpacking_comes_from_the_environment() -> None:
+    assert resolve(TrainConfig, TRAIN, environ={"PACKING_BATCH_SIZE": "500"}).packing_batch_size == 500
+
+
+def test_values_of_other_tools_mean_what_they_mean_there() -> None:
+    assert resolve(TrainConfig, {**TRAIN, "attn_impl": "flash_attn"}).attn_impl == "flash_attention_2"
+    assert resolve(TrainConfig, TRAIN, file={"save_strategy": False}).save_strategy == "no"
+    assert resolve(TrainConfig, {**TRAIN, "resume_from_checkpoint": "yes"}).resume_from_checkpoint == "true"
+    assert resolve(TrainConfig, {**TRAIN, "fsdp": ("fsdp2",)}).fsdp == ("fsdp2",)
+    asked = resolve(TrainConfig, {**TRAIN, "lr_scheduler_kwargs": '{"min_lr": 1e-6}'}).lr_scheduler_kwargs
+    assert asked == {"min_lr": 1e-6}
+    assert "no JSON object" in problems_of(TrainConfig, {**TRAIN, "lr_scheduler_kwargs": "min_lr=1"})

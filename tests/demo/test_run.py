@@ -46,7 +46,8 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     def pretend(arguments: list[str], progress: Any) -> dict[str, Any]:
         ran.append(arguments)
         progress.note(" ".join(arguments))
-        return dict(TRAINED) if arguments[0] == "train" else {"rows": 100, "dropped": {"too_long": 3, "no_image": 1}}
+        exported = {"num_rows": 100, "dropped": {"too_long": 3, "no_image": 1}}
+        return dict(TRAINED) if arguments[0] == "train" else exported
 
     monkeypatch.setattr(run, "NUM_ROWS", 100)
     monkeypatch.setattr(run, "_run", pretend)

@@ -12,8 +12,8 @@ from transformers import AutoConfig
 from packtool.attention.register import ATTENTION_NAME
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, MismatchError, UnsupportedModelError
+from packtool.train.adapters import adapted_modules
 from packtool.train.model import (
-    adapted_modules,
     count_parameters,
     load_model,
     make_trainable,

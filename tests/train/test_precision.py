@@ -135,7 +135,7 @@ def test_what_would_not_be_done_is_refused() -> None:
 
     assert any("adapters are small" in line for line in problems())
     assert any("FSDP and DeepSpeed" in line for line in problems(train_type="full", fsdp=("full_shard",)))
-    assert any("AdamW of its own" in line for line in problems(train_type="full", training={"optim": "sgd"}))
+    assert any("AdamW of its own" in line for line in problems(train_type="full", optim="sgd"))
     assert problems(train_type="full") == []
 
 

@@ -56,8 +56,8 @@ def world(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with redirect_stdout(io.StringIO()) as told:
         assert run([*export, "--json"]) == 0
     exported = json.loads(told.getvalue())
-    assert exported["rows"] == sum(SUBSET.values())
-    assert exported["kept"] >= 0.95 * exported["rows"]
+    assert exported["num_rows"] == sum(SUBSET.values())
+    assert exported["num_samples"] >= 0.95 * exported["num_rows"]
     return root
 
 

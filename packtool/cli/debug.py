@@ -1,0 +1,36 @@
+"""``--debug`` and ``PACKTOOL_LOG_LEVEL``: who sees tracebacks, and what every batch holds."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from packtool.errors import ConfigError
+
+_VARIABLE = "PACKTOOL_LOG_LEVEL"
+_LEVELS = ("DEBUG", "INFO")
+
+
+def asks_for_debug(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Whether the command line or the environment asks for it."""
+    return "--debug" in arguments or environ.get(_VARIABLE, "").upper() == "DEBUG"
+
+
+def show_debug(debug: bool, environ: Mapping[str, str]) -> None:
+    """Send what packtool's loggers say to stderr, from now on; or stop it.
+
+    Raises:
+        ConfigError: for a level that means nothing here.
+    """
+    level = environ.get(_VARIABLE, "")
+    if level and level.upper() not in _LEVELS:
+        raise ConfigError(f"{_VARIABLE}={level}: give {' or '.join(_LEVELS)}")
+    logger = logging.getLogger("packtool")
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+    logger.setLevel(logging.DEBUG if debug else logging.WARNING)
+    if debug:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("packtool: %(message)s"))
+        logger.addHandler(handler)
+        logger.propagate = False

@@ -1,0 +1,107 @@
+"""Which weights learn, and through which adapters. Names and meanings are ms-swift's."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from packtool.config.settings import Synonyms, option
+
+TrainType = Literal["lora", "full"]
+InitWeights = Annotated[
+    Literal["true", "false", "gaussian", "orthogonal", "pissa", "olora"],
+    Synonyms({"yes": "true", "on": "true", "no": "false", "off": "false"}),
+]
+_PANEL = "Parameters"
+_FULL_ONLY = (
+    "freeze_parameters",
+    "freeze_parameters_regex",
+    "freeze_parameters_ratio",
+    "trainable_parameters",
+    "trainable_parameters_regex",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterOptions:
+    """Which weights learn, and through which adapters."""
+
+    train_type: TrainType = option(
+        "lora", "Low-rank adapters, or all weights.", panel="Training", aliases=("tuner_type",)
+    )
+    adapters: tuple[str, ...] = option((), "Directory of an adapter to go on training from.", panel=_PANEL)
+    lora_rank: int = option(8, "Rank of the adapters.", panel=_PANEL, minimum=1)
+    lora_alpha: int = option(32, "Scale of the adapters.", panel=_PANEL, minimum=1)
+    lora_dropout: float = option(0.05, "Dropout before the adapters.", panel=_PANEL, minimum=0.0, maximum=1.0)
+    lora_bias: Literal["none", "all", "lora_only"] = option(
+        "none", "Biases that learn too: none, all of the model, or those of adapted modules.", panel=_PANEL
+    )
+    use_rslora: bool = option(
+        False, "Scale adapters by alpha over the root of the rank (rank-stabilized LoRA).", panel=_PANEL
+    )
+    use_dora: bool = option(False, "Learn the magnitudes of the weights apart from their directions.", panel=_PANEL)
+    init_weights: InitWeights = option(
+        "true",
+        "How adapters begin: true (peft's own, without effect at first), false (at random), gaussian, orthogonal, "
+        "pissa or olora.",
+        panel=_PANEL,
+    )
+    target_modules: tuple[str, ...] = option(
+        ("all-linear",), "Modules that get adapters: all-linear or names.", panel=_PANEL
+    )
+    target_regex: str | None = option(
+        None,
+        "Modules that get adapters, by a regular expression of their whole names; nothing else counts then.",
+        panel=_PANEL,
+    )
+    modules_to_save: tuple[str, ...] = option(
+        (), "Modules that learn whole beside the adapters, and are saved with them: embed_tokens lm_head.", panel=_PANEL
+    )
+    freeze_vit: bool = option(True, "Keep the vision tower (and an Omni model's audio tower) as it is.", panel=_PANEL)
+    freeze_aligner: bool = option(True, "Keep the projection from vision to text as it is.", panel=_PANEL)
+    freeze_llm: bool = option(False, "Keep the language model as it is.", panel=_PANEL)
+    freeze_parameters: tuple[str, ...] = option(
+        (), "With full: keep parameters as they are whose names begin with one of these.", panel=_PANEL
+    )
+    freeze_parameters_regex: str | None = option(
+        None, "With full: keep parameters as they are in whose names this regular expression is found.", panel=_PANEL
+    )
+    freeze_parameters_ratio: float = option(
+        0.0,
+        "With full: keep this share of the parameters as it is, from the model's first ones on.",
+        panel=_PANEL,
+        minimum=0.0,
+        maximum=1.0,
+    )
+    trainable_parameters: tuple[str, ...] = option(
+        (), "With full: train parameters whose names begin with one of these, whatever else is frozen.", panel=_PANEL
+    )
+    trainable_parameters_regex: str | None = option(
+        None, "With full: train parameters in whose names this is found, whatever else is frozen.", panel=_PANEL
+    )
+
+
+def adapter_problems(options: AdapterOptions) -> list[str]:
+    """Options of what learns that contradict each other."""
+    found = []
+    for name in ("target_regex", "freeze_parameters_regex", "trainable_parameters_regex"):
+        try:
+            re.compile(getattr(options, name) or "")
+        except re.error as error:
+            found.append(f"{_flag(name)} {getattr(options, name)}: no regular expression: {error}")
+    if options.train_type == "lora":
+        found += [f"{_flag(name)} goes with --train-type full" for name in _FULL_ONLY if getattr(options, name)]
+    else:
+        needs_lora = ("adapters", "modules_to_save", "target_regex", "use_dora", "use_rslora")
+        found += [f"{_flag(name)} goes with --train-type lora" for name in needs_lora if getattr(options, name)]
+    if len(options.adapters) > 1:
+        found.append("--adapters: one adapter is trained at a time; give a single directory")
+    is_revived = options.trainable_parameters or options.trainable_parameters_regex or options.target_regex
+    if options.freeze_vit and options.freeze_aligner and options.freeze_llm and not is_revived:
+        found.append("--freeze-vit, --freeze-aligner and --freeze-llm together leave nothing to train")
+    return found
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

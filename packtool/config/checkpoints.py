@@ -1,0 +1,77 @@
+"""When checkpoints are written, which are kept, and from which one a run goes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from packtool.config.settings import Synonyms, option
+
+SaveStrategy = Annotated[
+    Literal["steps", "epoch", "best", "no"],
+    Synonyms({"false": "no", "off": "no"}),
+]
+_YES_OR_NO = Synonyms({"yes": "true", "on": "true", "no": "false", "off": "false"})
+_PANEL = "Run"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+    """When checkpoints are written, which are kept, and from which one a run goes on."""
+
+    save_strategy: SaveStrategy = option(
+        "steps",
+        "When to save: every --save-steps, at the end of every epoch, where an evaluation is the best so far, or not "
+        "at all. The end is saved too, but with no and best.",
+        panel=_PANEL,
+    )
+    save_steps: int = option(500, "Optimizer steps between two checkpoints.", panel=_PANEL, minimum=1)
+    save_total_limit: int | None = option(None, "Checkpoints to keep.", panel=_PANEL, minimum=1)
+    save_only_model: bool = option(False, "Save weights only; such checkpoints cannot be gone on from.", panel=_PANEL)
+    load_best_model_at_end: bool = option(
+        False,
+        "End with the checkpoint whose evaluation was best: it is saved and kept, whatever else is, and told at the "
+        "end.",
+        panel=_PANEL,
+    )
+    metric_for_best_model: str = option(
+        "loss", "What best means: loss, perplexity, token_accuracy, or loss/CHANNEL.", panel=_PANEL
+    )
+    greater_is_better: bool | None = option(
+        None, "Whether more of --metric-for-best-model is better; by default of accuracies only.", panel=_PANEL
+    )
+    resume_from_checkpoint: Annotated[str, _YES_OR_NO] | None = option(
+        None, "true for the newest checkpoint in --output-dir, or the directory of one.", panel=_PANEL
+    )
+
+    @property
+    def seeks_best(self) -> bool:
+        """Whether evaluations decide which checkpoint is saved or told."""
+        return self.load_best_model_at_end or self.save_strategy == "best"
+
+    @property
+    def best_metric(self) -> str:
+        """The figure of an evaluation that decides, as log lines name it: ``eval_loss``."""
+        return "eval_" + self.metric_for_best_model.removeprefix("eval_")
+
+    @property
+    def prefers_greater(self) -> bool:
+        """Whether more of it is better."""
+        return "accuracy" in self.best_metric if self.greater_is_better is None else self.greater_is_better
+
+
+def checkpoint_problems(options: CheckpointOptions, eval_strategy: str) -> list[str]:
+    """Options of checkpoints that contradict each other."""
+    found = []
+    if options.seeks_best and eval_strategy == "no":
+        name = "--load-best-model-at-end" if options.load_best_model_at_end else "--save-strategy best"
+        found.append(f"{name} needs evaluations: give --eval-strategy steps or epoch")
+    figures = ("eval_loss", "eval_perplexity", "eval_token_accuracy")
+    if options.best_metric not in figures and not options.best_metric.startswith("eval_loss/"):
+        found.append(
+            f"--metric-for-best-model {options.metric_for_best_model}: known are loss, perplexity, token_accuracy and "
+            "loss/CHANNEL"
+        )
+    if options.load_best_model_at_end and options.save_strategy == "no":
+        found.append("--load-best-model-at-end needs checkpoints: leave out --save-strategy no")
+    return found

@@ -1,0 +1,145 @@
+"""What is said to people who give a name of another tool, of another command, or one with a slip."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from packtool.cli.main import run
+from packtool.cli.strangers import Strangers
+from packtool.config.export import ExportConfig
+from packtool.config.train import TrainConfig
+from packtool.errors import EXIT_OK, EXIT_USAGE
+
+EXPORT = ["export", "--model", "m", "--output-dir", "o", "--max-length", "9", "--dataset", "a.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("train --sequence_len 4096", "--sequence-len (axolotl) is --max-length here"),
+        ("train --lr 1e-4", "--lr (Megatron) is --learning-rate here"),
+        ("train --cutoff_len=2048", "--cutoff-len (LLaMA-Factory) is --max-length here"),
+        ("train --use_remove_padding true", "--packing true or --dynamic-batch-tokens"),
+        ("train --use_dynamic_bsz true", "--dynamic-batch-tokens"),
+        ("train --max_packing_token_size 8192", "--dynamic-batch-tokens"),
+        ("train --model_parallel_size 4", "--sequence-parallel-size"),
+        ("train --tf32 true", "--set training.tf32=true"),
+        ("train --torch_compile true", "other shapes in every step"),
+        ("train --load_in_4bit true", "quantized"),
+        ("train --rows-per-shard 9", "an option of packtool export"),
+        ("train --packin_length 9", "No such option: --packin-length; did you mean --packing-length?"),
+        ("export --packing true", "give --packing true to packtool train"),
+        ("export --num_train_epochs 3", "an option of packtool train"),
+        ("plan --set sequence_len=3", "'sequence_len' (axolotl) is --max-length here"),
+        ("plan --set packin_length=3", "did you mean --packing-length?"),
+    ],
+)
+def test_a_name_that_is_none_here_is_answered(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(words.split()) == EXIT_USAGE
+    said = capsys.readouterr().err
+    assert told in said
+    assert "Traceback" not in said
+
+
+def test_all_of_them_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "--lr", "1", "--cutoff_len", "2", "--packin_length", "3"]) == EXIT_USAGE
+    assert "3 settings are wrong" in capsys.readouterr().err
+
+
+def test_keys_of_yaml_are_answered_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "llama_factory.yaml"
+    file.write_text("model_name_or_path: m\ncutoff_len: 4096\nstage: sft\nuse_unsloth: false\nflash_attn: fa2\n")
+    assert run(["train", "--config", str(file)]) == EXIT_USAGE
+    said = capsys.readouterr().err
+    for part in (
+        "'model_name_or_path' (LLaMA-Factory) is --model here",
+        "'flash_attn'",
+        "'stage' (LLaMA-Factory) has no",
+    ):
+        assert part in said
+    assert "use_unsloth" not in said
+
+
+def test_names_without_effect_are_taken_and_told() -> None:
+    told: list[str] = []
+    strangers = Strangers("train", {"train": TrainConfig, "export": ExportConfig}, told.append)
+    given = ("model_type", "template", "lazy_tokenize", "per_device_eval_batch_size")
+    for name in given:
+        assert strangers.on_command_line("--" + name.replace("_", "-"), "x") is None
+        assert strangers.in_settings(name, "x") is None
+    assert len(told) == 2 * len(given)
+    assert all("no effect here: " in line for line in told)
+
+
+def test_declining_what_is_not_done_says_nothing() -> None:
+    told: list[str] = []
+    strangers = Strangers("train", {"train": TrainConfig}, told.append)
+    assert strangers.on_command_line("--use-galore", "false") is None
+    assert strangers.on_command_line("--quant-bits", None) is not None
+    assert told == []
+
+
+def test_variables_of_others_that_nobody_reads_are_told() -> None:
+    told: list[str] = []
+    Strangers("train", {"train": TrainConfig}, told.append).variables(
+        {"SWIFT_LOG_LEVEL": "DEBUG", "MODELSCOPE_CACHE": "x", "MAX_PIXELS": "9", "NFRAMES": ""}
+    )
+    assert told == ["environment variable SWIFT_LOG_LEVEL (ms-swift) is PACKTOOL_LOG_LEVEL here"]
+
+
+def test_ids_of_modelscope_need_its_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*EXPORT, "--use-hf", "false"]) == EXIT_USAGE
+    assert "the package modelscope is not installed" in capsys.readouterr().err
+
+
+def test_ids_of_modelscope_become_local_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from packtool.rows.modelscope import with_local_copies
+
+    hub = types.ModuleType("modelscope.hub")
+    asked: list[tuple[str, object]] = []
+    hub.snapshot_download = types.SimpleNamespace(  # type: ignore[attr-defined]
+        snapshot_download=lambda name, **settings: asked.append((name, settings)) or str(tmp_path / "model"),
+        dataset_snapshot_download=lambda name: asked.append((name, None)) or str(tmp_path / "rows"),
+    )
+    monkeypatch.setitem(sys.modules, "modelscope", types.ModuleType("modelscope"))
+    monkeypatch.setitem(sys.modules, "modelscope.hub", hub)
+    (tmp_path / "a.jsonl").write_text("")
+    local = str(tmp_path / "a.jsonl")
+    config = ExportConfig(
+        model="Qwen/Qwen3-VL", dataset=("AI-ModelScope/alpaca#500", local), output_dir="o", max_length=9, use_hf=False
+    )
+    found = with_local_copies(config)
+    assert (found.model, found.dataset) == (str(tmp_path / "model"), (f"{tmp_path}/rows#500", local))
+    assert [name for name, _ in asked] == ["Qwen/Qwen3-VL", "AI-ModelScope/alpaca"]
+
+
+@pytest.mark.parametrize(
+    ("command", "usage"),
+    [
+        ("inspect", "Usage: packtool inspect [OPTIONS] CACHE"),
+        ("plan", "[OPTIONS] [CACHE]..."),
+        ("train", "train [OPTIONS]\n"),
+    ],
+)
+def test_words_without_a_name_are_in_the_usage_line(
+    command: str, usage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([command, "--help"]) == EXIT_OK
+    assert usage in capsys.readouterr().out
+
+
+def test_a_shell_can_be_taught_the_options(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(["--help"]) == EXIT_OK
+    assert "--install-completion" in capsys.readouterr().out
+
+
+def test_a_level_of_the_log_that_means_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PACKTOOL_LOG_LEVEL", "LOUD")
+    assert run(["plan", "x"]) == EXIT_USAGE
+    assert "PACKTOOL_LOG_LEVEL=LOUD" in capsys.readouterr().err

@@ -1,0 +1,102 @@
+"""The table of other tools' names says only what is true."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from transformers import TrainingArguments
+
+from packtool.cli.main import _SETTINGS
+from packtool.config.peers import EVERY_COMMAND, STATUSES, find, peer_names
+from packtool.config.settings import option_names
+from packtool.config.train import TrainConfig
+from packtool.errors import ConfigError
+from packtool.train.arguments import training_arguments
+from packtool.train.trainer_fields import reason_against
+
+# By command, with dashes; and what other places read.
+NAMES = {
+    command: {name for field in dataclasses.fields(cls) for name in option_names(field)}
+    for command, cls in _SETTINGS.items()
+}
+VARIABLES = {field.metadata["env"] for cls in _SETTINGS.values() for field in dataclasses.fields(cls)} - {None}
+READ_ELSEWHERE = {"NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PACKTOOL_LOG_LEVEL"}
+READ_ELSEWHERE |= {"CUDA_VISIBLE_DEVICES"}
+ENTRIES = peer_names()
+
+
+def test_every_line_has_a_known_status_and_says_why() -> None:
+    for entry in ENTRIES:
+        assert entry.status in STATUSES, entry
+        assert entry.why or entry.status in ("same", "set", "renamed"), entry
+        assert (entry.here == "-") == (entry.status != "renamed"), entry
+        assert entry.command in (EVERY_COMMAND, *NAMES), entry
+        assert entry.is_variable == entry.name.isupper(), entry
+
+
+def test_what_is_the_same_is_an_option_of_export_or_train() -> None:
+    for entry in ENTRIES:
+        if entry.status != "same":
+            continue
+        if entry.is_variable:
+            assert entry.name in VARIABLES | READ_ELSEWHERE, entry
+        else:
+            assert "--" + entry.name.replace("_", "-") in NAMES["export"] | NAMES["train"], entry
+
+
+def test_what_has_another_name_has_that_name() -> None:
+    known = set().union(*NAMES.values())
+    for entry in ENTRIES:
+        if entry.status != "renamed":
+            continue
+        named = re.findall(r"--[a-z-]+|[A-Z][A-Z_]{2,}", entry.here)
+        for name in named:
+            is_known = name in known if name.startswith("--") else name in VARIABLES | READ_ELSEWHERE | {"FILE", "NAME"}
+            assert is_known or entry.here == "packtool export", entry
+
+
+def test_options_that_a_sentence_names_exist() -> None:
+    known = set().union(*NAMES.values()) | {"--set", "--config", "--use-hf"}
+    for entry in ENTRIES:
+        for name in re.findall(r"--[a-z][a-z-]+", entry.why):
+            assert name in known, entry
+
+
+def test_what_is_not_an_option_is_none() -> None:
+    for entry in ENTRIES:
+        if entry.status in ("same", "renamed") or entry.is_variable:
+            continue
+        commands = ["export", "train"] if entry.command == EVERY_COMMAND else [entry.command]
+        for command in commands:
+            assert "--" + entry.name.replace("_", "-") not in NAMES[command], entry
+
+
+def test_every_field_of_training_arguments_is_there() -> None:
+    told = {entry.name for entry in ENTRIES if entry.tool == "transformers"}
+    assert {field.name for field in dataclasses.fields(TrainingArguments)} <= told
+
+
+def test_fields_that_set_can_give_are_those_that_are_let_through() -> None:
+    statuses = {entry.name: entry.status for entry in ENTRIES if entry.tool == "transformers"}
+    for field in dataclasses.fields(TrainingArguments):
+        if statuses[field.name] == "set":
+            assert reason_against(field.name) is None, field.name
+        elif statuses[field.name] in ("renamed", "unsupported"):
+            assert reason_against(field.name) is not None, field.name
+
+
+@pytest.mark.parametrize("field", ["save_strategy", "load_best_model_at_end", "bf16"])
+def test_fields_with_an_option_are_not_set(field: str, tmp_path: object) -> None:
+    run = TrainConfig(model="m", cached_dataset=("c",), output_dir=str(tmp_path), training={field: True})
+    with pytest.raises(ConfigError, match=field):
+        training_arguments(run, num_steps=1, dtype=torch.float32, on_gpu=False)
+
+
+def test_what_is_said_of_one_command_comes_first() -> None:
+    of_export, of_plan = find("padding_free", "export"), find("padding_free", "plan")
+    assert of_export is not None
+    assert "training" in of_export.why or "packtool train" in of_export.why
+    assert of_plan is None
