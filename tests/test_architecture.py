@@ -25,7 +25,7 @@ ORDER = (
     "demo",
     "cli",
 )
-BASE = {"errors", "constants", "progress", "config", "storage"}
+BASE = {"errors", "constants", "progress", "visible", "config", "storage"}
 
 OWNERS = {
     "torch": {"batch", "attention", "train", "demo"},
@@ -147,3 +147,24 @@ def test_every_public_thing_has_a_docstring() -> None:
             if public and not ast.get_docstring(node):
                 missing.append(f"{path.relative_to(PACKAGE)}:{node.lineno} {node.name}")
     assert not missing
+
+
+# Where text goes to a terminal, or becomes HTML: each makes visible what others wrote.
+PRINTERS = {"visible.py", "report/terminal.py", "report/verify.py"}
+ESCAPERS = {"report/markup.py"}
+
+
+def test_text_of_others_is_shown_in_few_places() -> None:
+    wrong = []
+    for path, tree in TREES.items():
+        name = path.relative_to(PACKAGE).as_posix()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and name not in PRINTERS:
+                called = ast.unparse(node.func)
+                if called in ("print", "typer.echo", "typer.secho", "click.echo", "traceback.print_exc") or (
+                    called.endswith((".print", "stdout.write", "stderr.write"))
+                ):
+                    wrong.append(f"{name}:{node.lineno}: {called}: packtool.visible.show takes care of controls")
+        if name not in ESCAPERS and any(module == "html" for module, _ in _imports(path)):
+            wrong.append(f"{name}: packtool.report.markup.escape takes care of controls")
+    assert not wrong

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from packtool.cache.task import TASKS_DIR, Task, TaskResult
 from packtool.cache.tasks import make_tasks
 from packtool.config.export import ExportConfig
 from packtool.constants import MANIFEST_NAME
+from packtool.encode.blocks import check_template
 from packtool.encode.encoder import Encoder
 from packtool.encode.families import MediaLimits, family_of
 from packtool.encode.model_files import ModelFiles, place_of
@@ -71,7 +71,7 @@ def export(config: ExportConfig, progress: Progress) -> ExportSummary:
         StorageError: if writing fails.
     """
     started = time.perf_counter()
-    files = ModelFiles.load(config.model)
+    files = ModelFiles.load(config.model, config.chat_template)
     identity = identity_of(config, files)
     specs = sources_of(config)
     directory = None if config.dry_run else storage.normalize(config.output_dir)
@@ -87,6 +87,7 @@ def export(config: ExportConfig, progress: Progress) -> ExportSummary:
     sources = tuple(
         SourceInfo(s.source.label, s.size, s.modified, s.digest, s.num_rows, s.spec.settings) for s in scanned
     )
+    check_template(config.model, encoder, ((found.source, found.blocks) for found in scanned))
     tasks = make_tasks(scanned, config)
     if not tasks:
         raise DataError(f"no rows in {', '.join(config.dataset)}")
@@ -171,7 +172,7 @@ def identity_of(config: ExportConfig, files: ModelFiles) -> Identity:
     family = family_of(files, config)
     return Identity(
         # What is looked up later must be found from any directory; the fingerprint leaves the model's place out.
-        spec=dataclasses.asdict(config.encode_spec) | {"model": place_of(config.model)},
+        spec=config.encode_spec.recorded() | {"model": place_of(config.model)},
         model_type=files.model_type,
         tokenizer_hash=files.tokenizer_hash,
         template_hash=files.template_hash,

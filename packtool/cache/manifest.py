@@ -14,6 +14,9 @@ from packtool.constants import FORMAT_VERSION, MANIFEST_NAME
 from packtool.encode.families import MediaLimits
 from packtool.errors import MismatchError
 
+# Settings that are paths: what lies there counts by its hash, wherever it lies.
+PATH_SETTINGS = ("model", "chat_template")
+
 # Drops that a larger --max-length would have avoided.
 LENGTH_REASONS = ("over_max_length", "media_over_limit")
 
@@ -141,7 +144,8 @@ class Manifest:
         path = storage.join(directory, MANIFEST_NAME)
         if not storage.exists(path):
             raise MismatchError(
-                f"{directory} is no finished cache: it has no {MANIFEST_NAME}",
+                f"{directory} is no finished cache: "
+                + (f"it has no {MANIFEST_NAME}" if _may_be_there(directory) else "there is no such directory"),
                 "Run packtool export to make it, or to finish it, with that --output-dir.",
             )
         data = storage.read_bytes(path)
@@ -173,6 +177,10 @@ class Manifest:
 def fingerprint_of(identity: Identity, sources: tuple[SourceInfo, ...]) -> str:
     """Names a cache by what decides its content: identity and the digests of its sources."""
     plain = identity.as_dict()
-    plain["spec"] = {key: value for key, value in plain["spec"].items() if key != "model"}
+    plain["spec"] = {key: value for key, value in plain["spec"].items() if key not in PATH_SETTINGS}
     text = json.dumps([plain, [(source.digest, source.settings) for source in sources]], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _may_be_there(directory: str) -> bool:
+    return storage.is_remote(directory) or storage.is_directory(directory)

@@ -96,7 +96,7 @@ class _Actor:
     def __init__(self, work: Work) -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self._work = work
-        self._encoder = Encoder(work.spec, ModelFiles.load(work.spec.model))
+        self._encoder = Encoder(work.spec, ModelFiles.load(work.spec.model, work.spec.chat_template))
 
     def run(self, task: Task) -> TaskResult:
         return run_task(task, self._encoder, self._work.directory, self._work.strict)

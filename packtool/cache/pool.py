@@ -107,7 +107,7 @@ def _start_worker(work: Work, counts: Any) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
     # The workers are the parallelism.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker = work, Encoder(work.spec, ModelFiles.load(work.spec.model)), counts
+    _worker = work, Encoder(work.spec, ModelFiles.load(work.spec.model, work.spec.chat_template)), counts
 
 
 def end_with_parent() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from packtool import __version__, storage
-from packtool.cache.manifest import Identity, Manifest, SourceInfo, fingerprint_of
+from packtool.cache.manifest import PATH_SETTINGS, Identity, Manifest, SourceInfo, fingerprint_of
 from packtool.cache.reader import check_sizes
 from packtool.cache.task import TASKS_DIR, TaskResult, marker_path
 from packtool.constants import DROPPED_NAME, MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT
@@ -15,6 +15,7 @@ from packtool.errors import ConfigError, MismatchError
 from packtool.rows.scan import scan
 from packtool.rows.source import SourceSpec
 
+_PATHS = tuple(f"spec.{name}" for name in PATH_SETTINGS)
 _STATE_NAME = "export.json"
 
 
@@ -86,13 +87,13 @@ def _changed(source: SourceInfo, spec: SourceSpec) -> list[str]:
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """One line for each value that differs, nested names with dots. The model's path alone is no difference."""
+    """One line for each value that differs, nested names with dots. A model's or a template's path alone is none."""
     lines = []
     for key in there.keys() | here.keys():
         a, b = there.get(key), here.get(key)
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             lines += differences(a, b, f"{prefix}{key}.")
-        elif a != b and f"{prefix}{key}" != "spec.model":
+        elif a != b and f"{prefix}{key}" not in _PATHS:
             lines.append(f"{prefix}{key}: {a} there, {b} here")
     return sorted(lines)
 

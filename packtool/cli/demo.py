@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ import typer
 from packtool.config.settings import option
 from packtool.errors import EXIT_INTERRUPTED, EXIT_UNEXPECTED
 from packtool.launch import share_cores_politely
+from packtool.visible import show, show_json
 
 if TYPE_CHECKING:
     from packtool.demo.run import DemoResult
@@ -44,11 +44,11 @@ def run_demo_command(config: DemoConfig, as_json: bool) -> None:
             progress.note("interrupted; the same command starts afresh")
             raise typer.Exit(EXIT_INTERRUPTED) from None
     if as_json:
-        typer.echo(json.dumps(named({**dataclasses.asdict(result), "passed": result.passed})))
+        show_json(named({**dataclasses.asdict(result), "passed": result.passed}))
     else:
         print_table("\nwhat the demo shows", demo_lines(result))
     if not result.passed:
-        typer.echo("The model has not learned to see, or sees the wrong pictures: please report this.", err=True)
+        show("The model has not learned to see, or sees the wrong pictures: please report this.", error=True)
         raise typer.Exit(EXIT_UNEXPECTED)
 
 
@@ -60,7 +60,7 @@ def demo_lines(result: DemoResult) -> list[Line]:
         ("packs", f"{result.num_packs:,}"),
         ("  fill", f"{result.fill:.2%}"),
         ("optimizer steps with packing", f"{result.steps:,}"),
-        ("  without packing", f"{result.steps_without_packing:,}"),
+        ("  without packing, one sample a row", f"{result.steps_without_packing:,}"),
         ("target tokens per second", f"{result.target_tokens_per_second:,.0f}"),
         ("loss, first and last", f"{result.first_loss:.3f} → {result.last_loss:.3f}"),
         (f"accuracy on {result.num_questions:,} held-out questions", f"{result.accuracy:.1%}"),

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-
-import typer
 
 from packtool.cli import train
 from packtool.config.evaluate import EvalConfig
 from packtool.launch import Processes, is_launched, launch_if_asked, share_cores_politely
+from packtool.visible import show, show_json
 
 
 def run_eval(config: EvalConfig, as_json: bool) -> None:
@@ -38,7 +36,7 @@ def run_eval(config: EvalConfig, as_json: bool) -> None:
     if not world.is_first:
         return
     if as_json:
-        typer.echo(json.dumps(named(evaluation_json(result))))
+        show_json(named(evaluation_json(result)))
         return
     print_evaluation(result)
-    typer.echo(f"written: {result.output}")
+    show(f"written: {result.output}")

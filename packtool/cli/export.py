@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import typer
 
 from packtool.config.export import ExportConfig
 from packtool.errors import EXIT_INTERRUPTED
+from packtool.visible import show_json
 
 
 def run_export(config: ExportConfig, as_json: bool) -> None:
@@ -31,7 +30,7 @@ def run_export(config: ExportConfig, as_json: bool) -> None:
             "missing, and the last part to finish publishes the cache (or the same command with --finalize)"
         )
     if as_json:
-        typer.echo(json.dumps(named(export_json(summary))))
+        show_json(named(export_json(summary)))
         return
     print_table(_title(config, summary.already_finished), export_lines(summary))
 

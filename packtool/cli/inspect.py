@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import typer
-
 from packtool.config.settings import REQUIRED, option
 from packtool.constants import TRAIN_SPLIT
+from packtool.visible import show, show_json, show_styled, visible_line
 
 if TYPE_CHECKING:
     from packtool.report.inspect import SampleView
+
+_COLOURS = {"media": "cyan", "plain": "dim", "trained": "green"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,48 +43,48 @@ def run_inspect(config: InspectConfig, as_json: bool) -> None:
 
     if config.plan is not None and config.pack is not None:
         pack = inspect.pack_figures(config.directory, config.plan, config.pack)
-        typer.echo(json.dumps(named(pack)) if as_json else "\n".join(_pack_lines(pack)))
+        if as_json:
+            show_json(named(pack))
+        else:
+            show("\n".join(_pack_lines(pack)))
         return
     if config.row is not None:
         view = inspect.sample_view(config.directory, config.split, config.row, config.model)
         if as_json:
             parts = [{"look": look, "text": text, "weight": weight} for look, text, weight in view.parts]
-            typer.echo(json.dumps({**dict(view.facts), "parts": parts}))
+            show_json(named({**dict(view.facts), "parts": parts}))
             return
-        typer.echo(f"{config.directory}, {config.split}, row {config.row}")
-        typer.echo(_aligned(view.facts))
-        typer.echo(_readable(view, colours=sys.stdout.isatty()))
+        show(f"{config.directory}, {config.split}, row {config.row}")
+        show(_aligned(view.facts))
+        show_styled(_readable(view, colours=sys.stdout.isatty()))
         return
     figures = inspect.cache_figures(config.directory)
     if as_json:
-        typer.echo(json.dumps(named(figures)))
+        show_json(named(figures))
         return
-    typer.echo(figures["directory"])
-    typer.echo(_aligned(inspect.figure_lines(figures)))
+    show(figures["directory"])
+    show(_aligned(inspect.figure_lines(figures)))
     for name, split in figures["splits"].items():
-        typer.echo(f"\nsamples of {name} by tokens, up to")
+        show(f"\nsamples of {name} by tokens, up to")
         width = min(shutil.get_terminal_size().columns, 100)
-        typer.echo("\n".join(inspect.histogram_lines(split["length_histogram"], figures["max_length"], width)))
+        show("\n".join(inspect.histogram_lines(split["length_histogram"], figures["max_length"], width)))
 
 
 def _aligned(lines: list[tuple[str, str]]) -> str:
     """Names and values side by side; never wrapped, because they are searched and copied."""
+    lines = [(visible_line(name), visible_line(value)) for name, value in lines]
     width = min(max(len(name) for name, _ in lines), 44)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
 
 
-def _readable(view: SampleView, colours: bool) -> str:
-    """The sample's text: trained stretches in colour, or between « and »."""
-    shown = []
+def _readable(view: SampleView, colours: bool) -> Iterator[tuple[str, str]]:
+    """The sample's text and how it looks: trained stretches in colour, or between « and »."""
     for look, text, weight in view.parts:
-        if look == "media":
-            shown.append(typer.style(text, fg="cyan") if colours else text)
-        elif look == "plain":
-            shown.append(typer.style(text, dim=True) if colours else text)
-        else:
+        if look == "trained":
             marked = f"{weight:g}:{text}" if weight != 1 else text
-            shown.append(typer.style(marked, fg="green") if colours else f"«{marked}»")
-    return "".join(shown)
+            yield (marked, _COLOURS[look]) if colours else (f"«{marked}»", "")
+        else:
+            yield text, _COLOURS[look] if colours else ""
 
 
 def _pack_lines(pack: dict[str, object]) -> list[str]:
@@ -98,7 +99,7 @@ def _pack_lines(pack: dict[str, object]) -> list[str]:
         spans = " ".join(f"{a}-{b}" for a, b in sample["trained"])
         lines += [
             f"  [{sample['start']:>6}, {sample['end']:>6})  positions 0-{sample['positions'][1]}  sample "
-            f"{sample['sample']}: {sample['source']}, row {sample['row']}",
+            f"{sample['sample']}: {visible_line(sample['source'])}, row {sample['row']}",
             f"      trained {spans}" + (f"   {' '.join(sample['media'])}" if sample["media"] else ""),
         ]
     return lines

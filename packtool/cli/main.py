@@ -37,6 +37,7 @@ from packtool.config.train import TrainConfig
 from packtool.config.verify import VerifyConfig
 from packtool.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_UNEXPECTED, EXIT_USAGE, PacktoolError, StoppedError
 from packtool.launch import is_launched
+from packtool.visible import show
 
 app = typer.Typer(
     name="packtool",
@@ -97,9 +98,9 @@ for _name, (_settings, _run, _help) in _COMMANDS.items():
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 
 
-def _version(show: bool) -> None:
-    if show:
-        typer.echo(f"packtool {__version__}")
+def _version(asked: bool) -> None:
+    if asked:
+        show(f"packtool {__version__}")
         raise typer.Exit
 
 
@@ -157,7 +158,7 @@ def run(arguments: list[str]) -> int:
         return EXIT_INTERRUPTED
     except PacktoolError as error:
         if debug:
-            traceback.print_exc()
+            show(traceback.format_exc(), error=True)
         if isinstance(error, StoppedError):
             if error.message:
                 _say(str(error))
@@ -166,7 +167,7 @@ def run(arguments: list[str]) -> int:
         return error.exit_code
     except Exception as error:
         if debug:
-            traceback.print_exc()
+            show(traceback.format_exc(), error=True)
         if os.environ.get("RANK") and any(lost in str(error) for lost in _LOST):
             _say("another process has ended, and this one with it; what that one says is what went wrong")
             return EXIT_UNEXPECTED
@@ -182,4 +183,4 @@ def _rewritten(command: str, *words: str) -> list[str]:
 
 
 def _say(message: str) -> None:
-    print(f"packtool: {message}", file=sys.stderr)
+    show(f"packtool: {message}", error=True)

@@ -18,6 +18,7 @@ from packtool.cli.strangers import Strangers
 from packtool.config.settings import option_names, resolve, unit_of, value_type
 from packtool.config.yaml_values import parse_yaml
 from packtool.errors import EXIT_INTERRUPTED, ConfigError
+from packtool.visible import show
 
 T = TypeVar("T")
 
@@ -134,7 +135,7 @@ def command_of(cls: type[T], run: Callable[[T, bool], None], strangers: Callable
             run(config, common["json_"])
         except KeyboardInterrupt:
             # Typer would end without a word. Commands that leave something to go on from have said so themselves.
-            typer.echo("packtool: interrupted", err=True)
+            show("packtool: interrupted", error=True)
             raise typer.Exit(EXIT_INTERRUPTED) from None
 
     parameters = []

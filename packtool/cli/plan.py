@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
-from typing import TYPE_CHECKING, Any
-
-import typer
+from typing import TYPE_CHECKING
 
 from packtool.config.plan import PlanConfig
+from packtool.visible import show, show_json
 
 if TYPE_CHECKING:
     from packtool.train.preview import Preview
-
-_COLUMNS = ("capacity", "packs", "samples_per_pack", "fill", "over_lower_bound", "steps_per_epoch", "filtered")
 
 
 def run_plan(config: PlanConfig, as_json: bool) -> None:
@@ -33,38 +29,46 @@ def run_plan(config: PlanConfig, as_json: bool) -> None:
     if config.save is not None:
         save_plan(found, config)
     if config.html is not None:
-        from packtool import storage
         from packtool.report.page import page
 
-        storage.publish(config.html, page(content_of(found, figures, _command(config), name)).encode())
+        _publish(config.html, page(content_of(found, figures, _command(config), _title(config))))
     if as_json:
-        typer.echo(json.dumps(named(figures)))
+        show_json(named(figures))
         return
     print_table(f"plan for {name}", plan_lines(figures))
     _print_histograms(found)
     for written in (config.save, config.html):
         if written is not None:
-            typer.echo(f"written: {written}")
+            show(f"written: {written}")
 
 
 def _sweep(config: PlanConfig, as_json: bool) -> None:
     """One row for each packing length."""
     from packtool.report.names import named
+    from packtool.report.sweep import sweep_lines, sweep_page
     from packtool.train.preview import preview
 
     rows = [preview(config, length).figures(config.tflops, config.mfu) for length in config.sweep_lengths()]
+    if config.html is not None:
+        _publish(config.html, sweep_page(rows, _title(config), _command(config)))
     if as_json:
-        typer.echo(json.dumps([named(row) for row in rows]))
+        show_json([named(row) for row in rows])
         return
-    typer.echo("  ".join(f"{name.replace('_', ' '):>16}" for name in _COLUMNS))
-    for row in rows:
-        typer.echo("  ".join(f"{_shown(name, row[name]):>16}" for name in _COLUMNS))
+    show("\n".join(sweep_lines(rows)))
+    if config.html is not None:
+        show(f"written: {config.html}")
 
 
-def _shown(name: str, value: Any) -> str:
-    if name in ("fill", "over_lower_bound"):
-        return f"{value:.2%}"
-    return f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"
+def _publish(path: str, page: str) -> None:
+    from packtool import storage
+
+    storage.publish(path, page.encode())
+
+
+def _title(config: PlanConfig) -> str:
+    from packtool.train.preview import names_of
+
+    return names_of(config.cached_dataset or (str(config.lengths),))
 
 
 def _print_histograms(found: Preview) -> None:
@@ -74,10 +78,10 @@ def _print_histograms(found: Preview) -> None:
     from packtool.report.plan import fill_counts, length_counts
 
     width = min(shutil.get_terminal_size().columns, 100)
-    typer.echo("\nsamples by tokens, up to")
-    typer.echo("\n".join(histogram_lines(*length_counts(found), width)))
-    typer.echo("\npacks by percent full, up to")
-    typer.echo("\n".join(histogram_lines(*fill_counts(found), width, rows=10)))
+    show("\nsamples by tokens, up to")
+    show("\n".join(histogram_lines(*length_counts(found), width)))
+    show("\npacks by percent full, up to")
+    show("\n".join(histogram_lines(*fill_counts(found), width, rows=10)))
 
 
 def _command(config: PlanConfig) -> str:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 
-import typer
-
 from packtool.config.simulate import SimulateConfig
+from packtool.visible import show, show_json
 
 
 def run_simulate(config: SimulateConfig, as_json: bool) -> None:
@@ -26,11 +24,11 @@ def run_simulate(config: SimulateConfig, as_json: bool) -> None:
         command = shlex.join(["packtool", *sys.argv[1:]])
         storage.publish(config.html, simulation_page(found, command).encode())
     if as_json:
-        typer.echo(json.dumps(named(simulation_json(found))))
+        show_json(named(simulation_json(found)))
         return
-    typer.echo(title_of(found))
-    typer.echo("\n".join(table_lines(found)))
-    typer.echo("\nwhat the times rest on")
-    typer.echo("\n".join(assumption_text(found)))
+    show(title_of(found))
+    show("\n".join(table_lines(found)))
+    show("\nwhat the times rest on")
+    show("\n".join(assumption_text(found)))
     if config.html is not None:
-        typer.echo(f"written: {config.html}")
+        show(f"written: {config.html}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from packtool.cli.interrupts import interrupts_heard
 from packtool.config.train import TrainConfig
 from packtool.errors import EXIT_INTERRUPTED
 from packtool.launch import Processes, is_launched, launch_if_asked, share_cores_politely
+from packtool.visible import show, show_json
 
 if TYPE_CHECKING:
     from packtool.train.world import World
@@ -58,16 +58,16 @@ def run_train(config: TrainConfig, as_json: bool) -> None:
     if as_json:
         from packtool.cache.evaluation_file import plain_json
 
-        typer.echo(json.dumps(plain_json(dataclasses.asdict(result))))
+        show_json(plain_json(dataclasses.asdict(result)))
         return
     if config.dry_run:
         print_table("planned, nothing trained (--dry-run)", train_lines(result))
     else:
         print_table(f"trained: {result.checkpoint or 'nothing saved (--save-strategy no)'}", train_lines(result))
         for line in next_lines(config, result, sees=is_multimodal(ModelFiles.load(config.model).config)):
-            typer.echo(line)
+            show(line)
         if curves is not None:
-            typer.echo(f"curves: {curves}")
+            show(f"curves: {curves}")
 
 
 def _after_interrupt(config: TrainConfig) -> str:
@@ -91,7 +91,7 @@ def _draw_curves(output_dir: str) -> str | None:
     try:
         return write_curves(metrics, output_dir)
     except OSError as error:
-        typer.echo(f"packtool: the curves could not be drawn: {error}", err=True)
+        show(f"packtool: the curves could not be drawn: {error}", error=True)
         return None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 
 import typer
@@ -11,6 +10,7 @@ from packtool.cli import train
 from packtool.config.verify import VerifyConfig
 from packtool.errors import EXIT_MISMATCH, EXIT_OK
 from packtool.launch import Processes, is_launched, launch_if_asked, share_cores_politely
+from packtool.visible import show_json
 
 
 def run_verify(config: VerifyConfig, as_json: bool) -> None:
@@ -42,7 +42,7 @@ def run_verify(config: VerifyConfig, as_json: bool) -> None:
         # The first one says what is wrong.
         raise typer.Exit(EXIT_OK if report.passed else EXIT_MISMATCH)
     if as_json:
-        typer.echo(json.dumps(named(verify_json(report))))
+        show_json(named(verify_json(report)))
     else:
         print_report(report)
     report.raise_if_failed()

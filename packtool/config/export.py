@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from packtool.config.rows import (
     DATASET_HELP,
     LOSS_SCALE_HELP,
     OVERFLOW_HELP,
+    TEMPLATE_HELP,
     TRUNCATION_HELP,
     MediaOptions,
     MediaOverflow,
@@ -35,9 +37,22 @@ class EncodeSpec(MediaOptions):
     truncation_strategy: TruncationStrategy = option("delete", TRUNCATION_HELP)
     media_overflow: MediaOverflow = option("drop", OVERFLOW_HELP)
     loss_scale: str = option("default", LOSS_SCALE_HELP)
+    chat_template: str | None = option(None, TEMPLATE_HELP)
     media: MediaStorage = option(
         "reference", "Keep the media's paths, or embed the encoded files' bytes into the cache."
     )
+
+    def recorded(self) -> dict[str, Any]:
+        """What a cache's manifest keeps of it.
+
+        A later option that is not given leaves no trace, so that the identity of caches that need none of it stays.
+        """
+        values = dataclasses.asdict(self)
+        if self.chat_template is None:
+            del values["chat_template"]
+        else:
+            values["chat_template"] = os.path.abspath(self.chat_template)
+        return values
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ class PlanConfig(PackingOptions, ParallelOptions):
     tflops: float | None = option(None, "Peak TFLOP/s of one device: with --mfu it tells the time.", minimum=0.001)
     mfu: float = option(0.4, "Share of the peak that training reaches.", minimum=0.001, maximum=1.0)
     save: str | None = option(None, "Write the plan to this file, for packtool train --plan and inspect --plan.")
-    html: str | None = option(None, "Write a page that draws the plan to this file.")
+    html: str | None = option(None, "Write a page that draws the plan, or compares those of --sweep, to this file.")
 
     def problems(self) -> list[str]:
         """Mistakes that only show when settings are seen together."""
@@ -44,6 +44,8 @@ class PlanConfig(PackingOptions, ParallelOptions):
             found.append("give either caches or --lengths FILE")
         if self.lengths is not None and self.packing_length is None and self.sweep is None:
             found.append("--packing-length is missing: a file of lengths does not tell it")
+        if self.sweep is not None and self.save is not None:
+            found.append("--save writes one plan, and --sweep makes several: give --packing-length instead of --sweep")
         if self.lengths is not None and self.save is not None:
             found.append("--save needs caches: a plan belongs to the cache it was made for")
         try:

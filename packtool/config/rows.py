@@ -22,6 +22,10 @@ TRUNCATION_HELP = (
 OVERFLOW_HELP = (
     "What becomes of a row whose media alone exceed --max-length: left out, its oldest media removed, or an error."
 )
+TEMPLATE_HELP = (
+    "File with a Jinja chat template to take instead of the model's: for base models, which have none, and for other "
+    "formats of a conversation."
+)
 LOSS_SCALE_HELP = (
     "Which tokens are trained, and how much: default (assistant turns), last_round or all, and further rules "
     "behind a +, as in last_round+ignore_empty_think."

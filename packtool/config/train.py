@@ -17,6 +17,7 @@ from packtool.config.parallel import ParallelOptions, parallel_problems
 from packtool.config.rows import (
     LOSS_SCALE_HELP,
     OVERFLOW_HELP,
+    TEMPLATE_HELP,
     TRUNCATION_HELP,
     MediaOptions,
     MediaOverflow,
@@ -38,6 +39,7 @@ ROWS_ONLY = (
     "system",
     "split_dataset_ratio",
     "strict",
+    "chat_template",
 )
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 MasterWeights = Literal["float32", "kahan", "none"]
@@ -73,6 +75,7 @@ class TrainConfig(
     truncation_strategy: TruncationStrategy | None = option(None, TRUNCATION_HELP, panel="Rows")
     media_overflow: MediaOverflow | None = option(None, OVERFLOW_HELP, panel="Rows")
     loss_scale: str | None = option(None, LOSS_SCALE_HELP, panel="Rows")
+    chat_template: str | None = option(None, TEMPLATE_HELP, panel="Rows")
     streaming: bool = option(
         False,
         "Encode and pack the rows of --dataset while training, without a cache; needs --max-steps.",
@@ -320,6 +323,7 @@ class TrainConfig(
             truncation_strategy=self.truncation_strategy or "delete",
             media_overflow=self.media_overflow or "drop",
             loss_scale=self.loss_scale or "default",
+            chat_template=self.chat_template,
             seed=self.seed,
             output_dir=output_dir,
         )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 from packtool import storage
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
+from packtool.errors import ConfigError
 from packtool.rows.forms import RowProblem, to_sample
 from packtool.rows.read import read_block
 from packtool.rows.sample import Dropped, Sample
@@ -26,6 +28,26 @@ def samples_of(source: Source, blocks: Iterable[Block], *, may_hold_secrets: boo
     for block in blocks:
         for number, row in read_block(source, block):
             yield row if isinstance(row, Dropped) else _sample(row, source, number, may_hold_secrets)
+
+
+def check_template(model: str, encoder: Encoder, sources: Iterable[tuple[Source, Iterable[Block]]]) -> None:
+    """Find out at once, by the first good row of each source, that conversations are to be encoded without a template.
+
+    Raises:
+        ConfigError: if so.
+        DataError, StorageError: as ``samples_of``.
+    """
+    if encoder.has_template:
+        return
+    for source, blocks in sources:
+        rows = samples_of(source, islice(blocks, 1), may_hold_secrets=True)
+        first = next((row for row in rows if isinstance(row, Sample)), None)
+        if first is not None and not first.is_text:
+            raise ConfigError(
+                f"--model {model} has no chat template (base models have none), and {source.label} holds conversations",
+                "Give a template with --chat-template FILE.jinja, or take the instruct model; base models are trained "
+                'on plain text: rows with "text" alone, or .txt files.',
+            )
 
 
 def encode_samples(group: Sequence[Sample | Dropped], encoder: Encoder) -> Iterator[list[EncodedSample] | Dropped]:

@@ -56,8 +56,13 @@ class Encoder:
         media_tokens = self._family.control_tokens if self._family is not None else ()
         tokenizer = _tokenizer(files)
         as_list = self._family is not None and self._family.content_as_list
-        self._template = ChatTemplate(files.chat_template, files.template_variables, content_as_list=as_list)
-        self._vocabulary, self._finder = _turn_finder(self._template, tokenizer, media_tokens)
+        self._template: ChatTemplate | None = None
+        self._finder: TurnFinder | None = None
+        if files.chat_template:
+            self._template = ChatTemplate(files.chat_template, files.template_variables, content_as_list=as_list)
+            self._vocabulary, self._finder = _turn_finder(self._template, tokenizer, media_tokens)
+        else:
+            self._vocabulary = ControlVocabulary(tokenizer, media_tokens)
         if missing := [token for token in media_tokens if token not in self._vocabulary.ids]:
             raise ConfigError(
                 f"--model {spec.model}: its tokenizer does not know {', '.join(missing)}, which config.json calls for",
@@ -92,6 +97,11 @@ class Encoder:
         return results
 
     @property
+    def has_template(self) -> bool:
+        """Whether conversations can be encoded; without a chat template only plain texts can."""
+        return self._template is not None
+
+    @property
     def remarks(self) -> tuple[str, ...]:
         """What a user should know of how this model is encoded for."""
         return self._family.remarks if self._family is not None else ()
@@ -121,7 +131,7 @@ class Encoder:
             if num_marks != len(found):
                 detail = f"the chat template left {num_marks} of {len(found)} {kind}s in the conversation"
                 return Dropped(sample.source, sample.row, f"{kind}_marks", detail)
-        turns = [] if sample.is_text else self._finder.find(pieces)
+        turns = [] if sample.is_text or self._finder is None else self._finder.find(pieces)
         num_answers = 0 if sample.is_text else sum(turn.role == "assistant" for turn in sample.turns)
         speaks = any(turn.loss is not None or turn.loss_scale is not None for turn in sample.turns)
         if len(turns) < num_answers or (speaks and len(turns) != num_answers):
@@ -143,6 +153,11 @@ class Encoder:
         if sample.is_text:
             text = "".join(shield.text(shield.media(turn.content, kinds)) for turn in sample.turns)
             return [*shield.cut(text), *([Piece(self._end_of_text, "", "")] if self._end_of_text else [])]
+        if self._template is None:
+            raise _CannotRender(
+                "no_chat_template",
+                "the row is a conversation, and the model has no chat template: --chat-template FILE gives one",
+            )
         as_list = self._family is not None and self._family.content_as_list
         try:
             messages = [_message(turn, shield, kinds, as_list) for turn in sample.turns]

@@ -16,6 +16,8 @@ from typing import Any
 from packtool.errors import ConfigError
 
 _FETCH_AGAIN = "Fetch the model's files again."
+# What transformers makes a tokenizer of where there is no tokenizer.json.
+_TOKENIZER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
 _HUB_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model"]
 
 
@@ -28,10 +30,11 @@ class ModelFiles:
         config: ``config.json``.
         tokenizer_config: ``tokenizer_config.json``, empty when there is none.
         tokenizer_json: the text of ``tokenizer.json``.
-        chat_template: the Jinja text.
+        chat_template: the Jinja text; empty for a base model, which has none.
         processor: settings of the image processor, empty for text-only models.
         video_processor: settings of the video processor; the image processor's where a model has no others.
         audio_processor: settings of the feature extractor for sound, empty where there is none.
+        template_file: that the chat template is from, where it is not the model's own.
     """
 
     directory: str
@@ -42,10 +45,14 @@ class ModelFiles:
     processor: dict[str, Any]
     video_processor: dict[str, Any] = field(default_factory=dict)
     audio_processor: dict[str, Any] = field(default_factory=dict)
+    template_file: str | None = None
 
     @classmethod
-    def load(cls, model: str) -> ModelFiles:
+    def load(cls, model: str, chat_template: str | None = None) -> ModelFiles:
         """Read a model directory, or fetch the small files of a hub id.
+
+        Args:
+            chat_template: a file whose template is taken instead of the model's.
 
         Raises:
             ConfigError: if a file is missing or is not what it should be.
@@ -62,12 +69,15 @@ class ModelFiles:
             config=config,
             tokenizer_config=tokenizer_config,
             tokenizer_json=_tokenizer_json(directory),
-            chat_template=_chat_template(directory, tokenizer_config),
+            chat_template=given_template(chat_template)
+            if chat_template is not None
+            else _chat_template(directory, tokenizer_config),
             processor=_settings_of(directory, "image_processor", "preprocessor_config.json"),
             video_processor=_settings_of(
                 directory, "video_processor", "video_preprocessor_config.json", "preprocessor_config.json"
             ),
             audio_processor=_settings_of(directory, "feature_extractor", "preprocessor_config.json"),
+            template_file=chat_template,
         )
 
     @property
@@ -148,6 +158,12 @@ def _tokenizer_json(directory: str) -> str:
     if os.path.exists(path):
         with open(path, encoding="utf-8") as file:
             return file.read()
+    if not any(os.path.exists(os.path.join(directory, name)) for name in _TOKENIZER_FILES):
+        raise ConfigError(
+            f"{directory} has no tokenizer: none of {', '.join(('tokenizer.json', *_TOKENIZER_FILES))} is there",
+            "Copy the tokenizer's files from the model that this one was made of, or save it there with "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...).",
+        )
     from transformers import AutoTokenizer
 
     try:
@@ -169,12 +185,24 @@ def _chat_template(directory: str, tokenizer_config: dict[str, Any]) -> str:
     if isinstance(template, list):
         named = {entry["name"]: entry["template"] for entry in template}
         template = named.get("default")
-    if not isinstance(template, str):
-        raise ConfigError(
-            f"{directory}: the tokenizer has no chat template",
-            "Put one into chat_template.jinja beside tokenizer.json; instruct models ship it, base models do not.",
-        )
-    return template
+    return template if isinstance(template, str) else ""
+
+
+def given_template(path: str) -> str:
+    """The text of a file with a chat template.
+
+    Raises:
+        ConfigError: if it cannot be read, or holds nothing.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--chat-template {path} cannot be read: {reason}", "Give a .jinja file.") from error
+    if not text.strip():
+        raise ConfigError(f"--chat-template {path}: the file is empty", "Give a .jinja file with a chat template.")
+    return text
 
 
 def _settings_of(directory: str, part: str, *names: str) -> dict[str, Any]:

@@ -111,10 +111,10 @@ def plan_epoch(
     if len(kept) == 0:
         raise DataError(
             f"No sample is left to train on: the cache holds {len(lengths):,}, "
-            f"and all are longer than --max-length {options.max_length}."
+            f"and all are longer than {options.max_length:,} tokens (--max-length, or --packing-length)."
             if len(lengths)
             else "No sample is left to train on: the cache is empty.",
-            "Raise --max-length, or export other rows.",
+            "Raise it, or export other rows.",
         )
     if len(kept) == len(lengths):
         packs = _pack(lengths, media_tokens, options, seed, epoch)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from packtool.report.plot import DOTS_PER_INCH, MOST_LINES, Line, Numbers, Panel, draw_panels
+from packtool.visible import visible_line
 
 CURVES_NAME = "curves.png"
 
@@ -164,4 +165,5 @@ def _is_number(value: Any) -> bool:
 
 
 def _short(name: str) -> str:
+    name = visible_line(name)
     return name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 1] + "…"

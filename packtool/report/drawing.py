@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
+
+from packtool.report.markup import escape
 
 _SIZE = 1000
 _COLOURS = 5
@@ -69,7 +70,7 @@ def histogram_svg(
             bars.append(f'<rect class="bar" {place}><title>{escape(hint)}</title></rect>')
     places = [((place - low) / span, name) for place, name in marks]
     lines = "".join(f'<path class="mark" d="M{at * _SIZE:.1f} 0V{_SIZE}"/>' for at, _ in places)
-    words = "".join(_word(at, name) for at, name in places)
+    words = "".join(_word(at, [("", name)]) for at, name in places)
     across = [((tick - low) / span, _label(tick) + suffix) for tick in _ticks(low, low + span, 6, inside=True)]
     up = [(tick / top, _label(tick)) for tick in heights]
     return _chart(f"{what} by {unit}", "".join(bars) + lines, words, across, up, (unit, what))
@@ -98,7 +99,12 @@ def steps_svg(before: Sequence[float], after: Sequence[float]) -> str:
     drawn = (dots(before, "dot-before") if list(before) != list(after) else "") + dots(after, "dot-after")
     words = ""
     if far:
-        words = _word((peaks.index(highest) + 0.5) / len(peaks), f"{highest:.2f} ↑")
+        place = peaks.index(highest)
+        # Which of the two is beyond the edge must be seen: the worst planned step is not the worst dealt like cards.
+        beyond = {"hollow": before[place]} if f"{before[place]:.2f}" != f"{after[place]:.2f}" else {}
+        beyond["c0"] = after[place]
+        dots_and_numbers = [(kind, f"{value:.2f} ↑") for kind, value in beyond.items() if value > top]
+        words = _word((place + 0.5) / len(peaks), dots_and_numbers)
     up = [((tick - 1) / (top - 1), f"{tick:.{_digits(heights[1] - 1)}f}") for tick in heights]
     across = [(part / 4, name) for part, name in enumerate(("first", "25%", "50%", "75%", "last"))]
     names = ("steps of the epoch, in order", "slowest rank's work ÷ mean rank's")
@@ -229,9 +235,14 @@ def _svg(kind: str, label: str, height: float, body: str, style: str = "") -> st
     )
 
 
-def _word(at: float, text: str) -> str:
-    """A word at the top of a plot, on the side of its place where there is room."""
-    return f'<span class="at {"before" if at > 0.5 else "after"}" style="left:{at:.2%}">{escape(text)}</span>'
+def _word(at: float, texts: Sequence[tuple[str, str]]) -> str:
+    """Words at the top of a plot, on the side of their place where there is room.
+
+    Args:
+        texts: (class of a dot before it, or "", text).
+    """
+    said = " ".join(f'<i class="dot {dot}"></i>{escape(text)}' if dot else escape(text) for dot, text in texts)
+    return f'<span class="at {"before" if at > 0.5 else "after"}" style="left:{at:.2%}">{said}</span>'
 
 
 def _ticks(low: float, high: float, most: int, whole: bool = False, inside: bool = False) -> list[float]:

@@ -10,7 +10,6 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 
 from packtool import __version__
 from packtool.report.drawing import (
@@ -23,9 +22,27 @@ from packtool.report.drawing import (
     steps_svg,
     stretches_svg,
 )
+from packtool.report.markup import breakable, escape
 
 _COLOURS = 5
 _MOST_LINES = 80
+
+
+@dataclass(frozen=True)
+class PlainFigures:
+    """What packing is compared with: batches of rows, each padded to the longest of its batch.
+
+    Args:
+        rows: of a batch.
+        padding: share of the epoch's tokens, as text.
+        times: as many tokens to compute in an epoch, as text.
+        is_worth_telling: whether ``times`` is large enough to be a headline.
+    """
+
+    rows: int
+    padding: str
+    times: str
+    is_worth_telling: bool
 
 
 @dataclass(frozen=True)
@@ -40,7 +57,9 @@ class PageContent:
         capacity: tokens of a pack.
         fills: of packs, in percent.
         packs: sample lengths of some packs.
+        plain: batches without packing that the plan is compared with, or None.
         balance: (before, after) max/mean work of steps in their order, or None.
+        processes_per_rank: that share a sequence.
         figures: (what, value), for the table at the end; long hexadecimal values are fingerprints.
         commands: that lead to and from here.
     """
@@ -55,6 +74,8 @@ class PageContent:
     balance: tuple[Sequence[float], Sequence[float]] | None
     figures: Sequence[tuple[str, str]]
     commands: Sequence[tuple[str, str]]
+    plain: PlainFigures | None = None
+    processes_per_rank: int = 1
 
 
 def page(content: PageContent) -> str:
@@ -65,7 +86,7 @@ def page(content: PageContent) -> str:
         section("What became of the rows", _rows(content.rows)) if content.rows else "",
         _lengths_and_fills(content),
         _packs(content) if content.packs else "",
-        _balance(content.balance) if content.balance else "",
+        _balance(content.balance, content.processes_per_rank) if content.balance else "",
         section("All figures", figure_list(figures)) if figures else "",
         section(
             "How to get here again",
@@ -91,7 +112,7 @@ def document(title: str, tool: str, body: str, style: str = "") -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
         f"<style>{_STYLE}{style}</style></head>\n<body><main>"
-        f"<header><p class=tool>{_SIGN}{tool}</p><h1>{escape(title)}</h1></header>\n"
+        f"<header><p class=tool>{_SIGN}{tool}</p><h1>{breakable(title)}</h1></header>\n"
         f"{body}<footer>packtool {escape(__version__)}. This page needs nothing but itself.</footer>"
         "</main></body></html>\n"
     )
@@ -116,7 +137,7 @@ def section(title: str, body: str, note: str = "") -> str:
 def _rows(rows: Sequence[tuple[str, int]]) -> str:
     total = sum(count for _, count in rows) or 1
     lines = "".join(
-        f"<tr><td><span class='dot c{min(i, _COLOURS)}'></span>{escape(name)}</td><td>{count:,}</td>"
+        f"<tr><td><span class='dot c{min(i, _COLOURS)}'></span>{breakable(name)}</td><td>{count:,}</td>"
         f"<td>{_percent(count / total)}</td></tr>"
         for i, (name, count) in enumerate(rows)
     )
@@ -152,22 +173,24 @@ def _packs(content: PageContent) -> str:
     if not _shares_packs(content):
         note = f"Each bar is a sample; the full width is {room}. No two share a pack."
         return section(f"{num} {_plural(num, 'sample')} to scale", drawn, note)
-    each = max(round(sum(content.lengths.counts) / sum(content.fills.counts)), 1)
-    stretches = plain_batches(content.packs, each)
-    num_samples, tokens = sum(map(len, content.packs)), sum(map(sum, content.packs))
-    padding = sum(stretch.tokens for stretch in stretches if stretch.colour is None)
+    plain = content.plain
+    if plain is None:
+        return section(f"{num} {_plural(num, 'pack')} to scale", drawn, f"A line is {room}.")
+    stretches = plain_batches(content.packs, plain.rows)
+    num_samples = sum(map(len, content.packs))
     lines = num_lines(stretches, content.capacity)
     more = f"<p class=note>and {lines - _MOST_LINES:,} more</p>" if lines > _MOST_LINES else ""
-    times = f"<span class=number>{1 + padding / tokens:.1f}×</span> as many tokens to compute without packing"
+    times = f"<span class=number>{escape(plain.times)}</span> as many tokens to compute without packing"
     return section(
         f"{num} {_plural(num, 'pack')} to scale, and the same samples without packing",
         f"<div class=sides><div><h3>Packed: {num} {_plural(num, 'line')}</h3>{drawn}"
         f"<p class=note>{num_samples:,} {_plural(num_samples, 'sample')}, each attended to by itself.</p>"
-        f"{f'<p class=times>{times}</p>' * (padding > tokens / 20)}</div>"
-        f"<div><h3>Not packed: {lines:,} {_plural(lines, 'line')}</h3>"
+        f"{f'<p class=times>{times}</p>' * plain.is_worth_telling}</div>"
+        f"<div><h3>In plain batches of {plain.rows:,} {_plural(plain.rows, 'row')}: "
+        f"{lines:,} {_plural(lines, 'line')}</h3>"
         f"{stretches_svg(stretches, content.capacity, _MOST_LINES)}{more}"
-        f"<p class=note><span class='dot hatched'></span>{_percent(padding / (tokens + padding), 0)} here is padding: "
-        f"in plain batches of {each}, every sample is filled up to the longest one's length.</p></div></div>",
+        f"<p class=note><span class='dot hatched'></span>Padding: every sample is filled up to the length of its "
+        f"batch's longest. In the whole epoch {escape(plain.padding)} of the tokens would be padding.</p></div></div>",
         f"A line is {room}. Each piece of colour is one sample, and has the same length on both sides.",
     )
 
@@ -195,22 +218,21 @@ def plain_batches(packs: Sequence[Sequence[int]], each: int) -> list[Stretch]:
     return found
 
 
-def _balance(balance: tuple[Sequence[float], Sequence[float]]) -> str:
+def _balance(balance: tuple[Sequence[float], Sequence[float]], processes_per_rank: int) -> str:
     before, after = balance
     alike = list(before) == list(after)
     legend = "<p class=legend><span class='dot hollow'></span>packs dealt in turn, like cards</p>" * (not alike)
     legend += "<p class=legend><span class='dot c0'></span>as planned</p>"
-    return section(
-        "Balance of the ranks, step by step",
-        f"{legend}{steps_svg(before, after)}",
-        "The slowest rank's work over the mean rank's. At 1 nobody waits for anybody.",
-    )
+    note = "The slowest rank's work over the mean rank's. At 1 nobody waits for anybody."
+    if processes_per_rank > 1:
+        note += f" A rank here is {processes_per_rank} processes that share their sequences."
+    return section("Balance of the ranks, step by step", f"{legend}{steps_svg(before, after)}", note)
 
 
 def figure_list(figures: Sequence[tuple[str, str]]) -> str:
     """In two columns where there is room; what is indented belongs to the line before it."""
     lines = "".join(
-        f"<div{' class=sub' * what.startswith(' ')}><dt>{escape(what.strip())}</dt><dd>{escape(value)}</dd></div>"
+        f"<div{' class=sub' * what.startswith(' ')}><dt>{breakable(what.strip())}</dt><dd>{breakable(value)}</dd></div>"
         for what, value in figures
     )
     return f"<dl>{lines}</dl>"
@@ -244,9 +266,9 @@ _SIGN = (
 )
 
 _LIGHT = """--back:#f6f5f1;--panel:#fff;--ink:#1b2126;--soft:#5b6670;--line:#e3e1da;--axis:#a9aeb2;--accent:#0f766e;
---waste:#c98f2b;--c0:#0f766e;--c1:#d0743c;--c2:#5569b8;--c3:#b0497a;--c4:#84943a;--c5:#8a8f98"""
+--wait:#d3d6d8;--waste:#c98f2b;--c0:#0f766e;--c1:#d0743c;--c2:#5569b8;--c3:#b0497a;--c4:#84943a;--c5:#8a8f98"""
 _DARK = """--back:#101417;--panel:#191f23;--ink:#e8ecee;--soft:#a3aeb6;--line:#2b343a;--axis:#5b676f;--accent:#4cc2b5;
---waste:#c0923a;--c0:#3fb0a4;--c1:#dd8d58;--c2:#8195dc;--c3:#cf6f9a;--c4:#a3b658;--c5:#8a939b"""
+--wait:#46525a;--waste:#c0923a;--c0:#3fb0a4;--c1:#dd8d58;--c2:#8195dc;--c3:#cf6f9a;--c4:#a3b658;--c5:#8a939b"""
 
 _STYLE = (
     f":root{{color-scheme:light dark;{_LIGHT}}}\n"
@@ -326,7 +348,8 @@ dd{margin:0;text-align:right;overflow-wrap:anywhere}
 pre{margin:0 0 .9rem;padding:.75rem .9rem;border-radius:8px;background:var(--back);border:1px solid var(--line);
 white-space:pre-wrap;overflow-wrap:anywhere;user-select:all;-webkit-user-select:all;
 font:.82rem/1.6 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
-pre span{display:inline-block;max-width:100%}
+pre span,.word{display:inline-block;max-width:100%}
+.word{text-indent:0}
 pre:last-child{margin:0}
 @media screen and (max-width:760px){
 main{padding:1.4rem .8rem 1.5rem}

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.report.drawing import Histogram
-from packtool.report.page import PageContent
+from packtool.report.page import PageContent, PlainFigures
 from packtool.report.statistics import Line
 from packtool.train.preview import Preview
 
@@ -25,15 +25,13 @@ def plan_lines(figures: Mapping[str, Any]) -> list[Line]:
         ("samples", f"{figures['samples']:,}"),
         ("  filtered by length", f"{figures['filtered']:,}"),
         ("tokens", f"{figures['tokens']:,}"),
-        ("packs", f"{figures['packs']:,} of {figures['capacity']:,} tokens"),
-        ("  samples each", f"{figures['samples_per_pack']:.2f}"),
         *_use_lines(figures),
-        ("padding of plain batches", f"{figures['padding_of_plain_batches']:.1%}"),
         ("optimizer steps an epoch", f"{figures['steps_per_epoch']:,}"),
-        ("  without packing", f"{figures['steps_without_packing']:,}"),
-        ("slowest rank over mean, mean step", f"{balance['mean_before']:.3f} → {balance['mean']:.3f}"),
-        ("  worst step", f"{balance['worst_before']:.3f} → {balance['worst']:.3f}"),
-        ("attention needed of packs' squares", f"{figures['efficient_attn_ratio']:.1%}"),
+        *_plain_lines(figures),
+        ("balance of the ranks", "packs in turn → as planned"),
+        ("  slowest rank over mean, mean step", f"{balance['mean_before']:.3f} → {balance['mean']:.3f}"),
+        ("    worst step", f"{balance['worst_before']:.3f} → {balance['worst']:.3f}"),
+        ("attention within samples, over that of whole packs", f"{figures['efficient_attn_ratio']:.1%}"),
         ("FLOPs an epoch", f"{figures['flops_per_epoch']:.3g}"),
     ]
     if "hours" in figures:
@@ -44,22 +42,53 @@ def plan_lines(figures: Mapping[str, Any]) -> list[Line]:
 def _use_lines(figures: Mapping[str, Any]) -> list[Line]:
     """How well packs are filled, or what Skrull makes of their samples."""
     skrull = figures["skrull"]
+    packs = [
+        ("packs", f"{figures['packs']:,} of {figures['capacity']:,} tokens"),
+        ("  samples each", f"{figures['samples_per_pack']:.2f}"),
+    ]
+    if skrull is None and figures["waste_tokens"] is None:
+        return [
+            ("rows, one sample each", f"{figures['packs']:,}"),
+            ("  of their batches' tokens no padding", _percent(figures["fill"])),
+        ]
     if skrull is None:
         return [
-            ("  fill", f"{figures['fill']:.2%}"),
+            *packs,
+            ("  fill", _percent(figures["fill"])),
             ("  over the lower bound", f"{figures['over_lower_bound']:.4%} (of {figures['lower_bound']:,})"),
         ]
     num_sharing, device = skrull["context_parallel"], skrull["device_balance"]
     each = f"{num_sharing} x {skrull['bucket_size']:,}" if num_sharing > 1 else f"{skrull['bucket_size']:,}"
     return [
+        *packs,
         ("micro-batches by Skrull", f"{skrull['micro_batches']:,} of {each} tokens at most"),
         ("  empty ones beside them", f"{figures['empty_micro_batches']:,}"),
-        ("  room used", f"{skrull['bucket_fill']:.1%}"),
+        ("  room used", _percent(skrull["bucket_fill"])),
         ("  tokens local to a process", f"{skrull['local_tokens'] / figures['tokens']:.1%}"),
         (f"  tokens shared by {num_sharing}", f"{skrull['sharded_tokens'] / figures['tokens']:.1%}"),
         ("  busiest device over mean, mean step", f"{device['mean']:.3f}"),
         ("    worst step", f"{device['worst']:.3f}"),
     ]
+
+
+def _plain_lines(figures: Mapping[str, Any]) -> list[Line]:
+    """The one thing that packing is compared with: batches of as many rows as packs hold samples."""
+    return [
+        ("without packing, in batches of", _rows_each(figures)),
+        ("  padding", _percent(figures["padding_of_plain_batches"])),
+        ("  tokens to compute", _times(figures)),
+        ("  optimizer steps an epoch", f"{figures['steps_of_plain_batches']:,}"),
+    ]
+
+
+def _rows_each(figures: Mapping[str, Any]) -> str:
+    rows = figures["rows_of_plain_batches"]
+    return f"{rows:,} {'row' if rows == 1 else 'rows'}"
+
+
+def _times(figures: Mapping[str, Any]) -> str:
+    """How many times as many tokens the model computes without packing."""
+    return f"{figures['tokens_of_plain_batches'] / figures['tokens']:.2f}×"
 
 
 def length_counts(found: Preview) -> tuple[list[int], int]:
@@ -90,39 +119,48 @@ def content_of(found: Preview, figures: Mapping[str, Any], command: str, title: 
     fills, _ = np.histogram(packs.tokens_per_pack() / packs.capacity * 100, bins=50, range=(0, 100))
     drawn = [packs.lengths[packs.offsets[i] : packs.offsets[i + 1]].tolist() for i in range(_drawn(packs.num_packs))]
     before, after = (_worst_of_each(steps) for steps in found.step_balance())
-    is_packed = figures["waste_tokens"] is not None
-    rows = "packs" if is_packed or figures["skrull"] else "padded rows"
+    padding = figures["padding_of_plain_batches"]
     return PageContent(
         title=title,
-        headline=(
-            (
-                _percent(figures["fill"]),
-                "of every pack is used" if is_packed else "of the batches is not padding",
-                f"{figures['padding_of_plain_batches']:.0%} padding in plain batches",
-            ),
-            (f"{figures['packs']:,}", rows, f"of {figures['capacity']:,} tokens"),
-            (
-                f"{figures['steps_per_epoch']:,}",
-                "steps an epoch",
-                f"{figures['steps_without_packing']:,} without packing",
-            ),
-            (f"{figures['samples']:,}", "samples", f"{figures['filtered']:,} too long"),
-        ),
+        headline=_headline(figures),
         rows=_rows(found, figures),
         lengths=Histogram(np.linspace(0, most, len(counts) + 1).tolist(), counts),
         capacity=packs.capacity,
         fills=Histogram(np.linspace(0, 100, 51).tolist(), fills.tolist()),
         packs=drawn,
+        plain=PlainFigures(figures["rows_of_plain_batches"], _percent(padding), _times(figures), padding > 0.05),
         balance=(before, after) if found.options.world_size > 1 else None,
+        processes_per_rank=found.num_sharing,
         figures=[*plan_lines(figures), *_fingerprints(figures)],
         commands=[("This page was made by", command)],
     )
 
 
+def _headline(figures: Mapping[str, Any]) -> tuple[tuple[str, str, str], ...]:
+    """The large figures, each as the table has it."""
+    without = f"{_percent(figures['padding_of_plain_batches'])} padding without packing"
+    if figures["skrull"] is not None:
+        use = (_percent(figures["skrull"]["bucket_fill"]), "of the micro-batches' room is used", without)
+    elif figures["waste_tokens"] is not None:
+        use = (_percent(figures["fill"]), "of every pack is used", without)
+    else:
+        use = (_percent(figures["fill"]), "of the batches' tokens is no padding", "")
+    steps = figures["steps_per_epoch"]
+    is_packed = figures["waste_tokens"] is not None or figures["skrull"] is not None
+    packs = ("packs", f"of {figures['capacity']:,} tokens") if is_packed else ("rows", "one sample each")
+    return (
+        use,
+        (f"{figures['packs']:,}", *packs),
+        (f"{steps:,}", "steps an epoch", f"{figures['samples'] / max(steps, 1):,.1f} samples each"),
+        (f"{figures['samples']:,}", "samples", f"{figures['filtered']:,} too long"),
+    )
+
+
 def _percent(share: float) -> str:
-    """With as many places as tell it from the whole."""
-    text = f"{share:.1%}"
-    return f"{int(share * 10000) / 100:.2f}%" if text == "100.0%" and share < 1 else text
+    """Two places, and never 0 or 100 percent of what is neither."""
+    if 0 < share < 1:
+        return f"{min(max(share, 0.0001), 0.9999):.2%}"
+    return f"{share:.2%}"
 
 
 def _worst_of_each(steps: npt.NDArray[np.float64]) -> list[float]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from html import escape
 from typing import Any
 
+from packtool import storage
 from packtool.plan.simulate import Outcome
+from packtool.report.markup import escape
 from packtool.report.page import command_line, document, figure_list, headline, section
 from packtool.report.statistics import Line
 from packtool.report.timeline import STYLE, compare_html, duration, legend_html, lines_of, timeline_html
@@ -17,14 +18,18 @@ _COLUMNS = ("step", "speed-up", "balance", "comm.", "memory", "out of memory", "
 _ALIKE = ("padded", "context-parallel", "skrull")
 _MEANINGS = (
     "step: mean time of an optimizer step; sequences: in it, and micro-batches: one after the other on a GPU.",
-    "balance: the busiest GPU's computing over the mean GPU's. comm.: share of a step's time that nothing hides.",
+    "balance: the busiest GPU's computing over the mean GPU's. comm.: share of the time that GPUs wait for links.",
 )
 
 
 def title_of(found: Simulation) -> str:
     """What was simulated, on a line."""
+    return f"{found.source}: {found.model} on {_machine(found)}"
+
+
+def _machine(found: Simulation) -> str:
     machine = found.options.machine
-    return f"{found.source}: {found.model} on {machine.world_size:,} x {machine.hardware.name}"
+    return f"{machine.world_size:,} x {machine.hardware.name}"
 
 
 def table_lines(found: Simulation) -> list[str]:
@@ -67,7 +72,7 @@ def notes(found: Simulation) -> list[str]:
         *_MEANINGS,
     ]
     if any(outcome.out_of_memory.any() for outcome in found.outcomes):
-        lines.append("*: as if memory sufficed, which it does not in so many of the steps.")
+        lines.append("*: timed as if memory sufficed; out of memory tells in how many steps it does not.")
     if found.num_left_out:
         lines.append(
             f"{found.num_left_out:,} of {found.num_left_out + found.num_sequences:,} sequences were left out: over "
@@ -117,14 +122,16 @@ def simulation_page(found: Simulation, command: str) -> str:
         section(
             "Time for the same tokens",
             legend_html(list(kinds)) + compare_html(_compared(found)),
-            f"How long all GPUs together take for as many tokens, and what for. Speed-up over {found.baseline.title}.",
+            "How long all GPUs together take for as many tokens, and what for: twice as long is half as fast. "
+            f"Speed-up over {found.baseline.title}.{_faded(found)}",
         ),
         section("All strategies", _table(found), " ".join(notes(found)[1:3])),
         *(_drawn(found, outcome) for outcome in found.outcomes),
         section("What the times rest on", figure_list(assumption_lines(found)), " ".join(notes(found)[3:])),
         section("How to get here again", command_line("This page was made by", command)),
     ]
-    return document(title_of(found), "packtool simulate", "".join(body), STYLE)
+    title = f"{found.name}: {storage.name(found.model)} on {_machine(found)}"
+    return document(title, "packtool simulate", "".join(body), STYLE)
 
 
 def _best(found: Simulation) -> Outcome:
@@ -146,16 +153,22 @@ def _headline(found: Simulation) -> list[tuple[str, str, str]]:
 
 
 def _compared(found: Simulation) -> list[tuple[str, float, dict[str, float], str, str, bool]]:
-    fitting = [outcome for outcome in found.outcomes if not outcome.out_of_memory.any()] or found.outcomes
-    longest = max(outcome.seconds_per_token for outcome in fitting)
+    longest = max(outcome.seconds_per_token for outcome in found.outcomes)
     rows = []
     for outcome in found.outcomes:
         full = int(outcome.out_of_memory.sum())
-        remark = f"out of memory in {full} of {outcome.num_steps}" if full else ""
-        length = min(outcome.seconds_per_token / longest, 1.0)
+        remark = f"out of memory in {full} of {outcome.num_steps} steps" if full else ""
+        length = outcome.seconds_per_token / longest
         figure = f"{outcome.speedup_over(found.baseline):.2f}x"
         rows.append((outcome.title, length, outcome.timing.shares, figure, remark, bool(full)))
     return rows
+
+
+def _faded(found: Simulation) -> str:
+    """What a pale bar means, where there are any."""
+    if not any(outcome.out_of_memory.any() for outcome in found.outcomes):
+        return ""
+    return " Pale bars are of strategies that would run out of memory: timed as if they did not."
 
 
 def _table(found: Simulation) -> str:

@@ -68,7 +68,7 @@ def train_lines(result: TrainResult) -> list[Line]:
         ("  samples each", f"{result.samples_per_pack:.2f}"),
         ("  fill", f"{result.fill:.2%}"),
         ("optimizer steps", f"{result.steps:,}"),
-        ("  without packing", f"{result.steps_without_packing:,}"),
+        ("  without packing, one sample a row", f"{result.steps_without_packing:,}"),
     ]
     if result.first_loss is None or result.last_loss is None:
         return lines

@@ -13,6 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
+from packtool.visible import visible, visible_line
+
 _PLAIN_SECONDS = 5.0
 
 
@@ -42,20 +44,20 @@ class TerminalProgress:
 
     def start(self, title: str, total: int | None) -> None:
         """See ``packtool.progress.Progress``."""
-        self._title, self._total, self._done = title, total or 0, 0
+        self._title, self._total, self._done = visible_line(title), total or 0, 0
         self._begin = self._last = time.monotonic()
         if not self._enabled or not self._console.is_terminal:
             return
         self._bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[shown]}"),
+            TextColumn("{task.fields[shown]}", markup=False),
             console=self._console,
             transient=True,
         )
-        self._task = self._bar.add_task(title, total=total, shown="")
+        self._task = self._bar.add_task(self._title, total=total, shown="")
         self._bar.start()
 
     def advance(self, num_done: int, **fields: float | int | str) -> None:
@@ -95,18 +97,18 @@ class TerminalProgress:
 
     def _print(self, message: str) -> None:
         # No wrapping: logs are searched by line, and commands are copied from them.
-        self._console.print(message, markup=False, soft_wrap=True)
+        self._console.print(visible(message), markup=False, soft_wrap=True)
 
 
 def print_table(title: str, lines: list[tuple[str, str]], console: Console | None = None) -> None:
     """A two-column table on stdout: what, and how much."""
     console = console or Console(file=sys.stdout, highlight=False)
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right", overflow="fold")
     for what, value in lines:
-        table.add_row(what, value)
-    console.print(title, markup=False, soft_wrap=True)
+        table.add_row(Text(visible_line(what)), Text(visible_line(value)))
+    console.print(visible(title), markup=False, soft_wrap=True)
     console.print(table)
 
 
@@ -115,12 +117,12 @@ def print_columns(
 ) -> None:
     """A table of several columns on stdout, the first one of names."""
     console = console or Console(file=sys.stdout, highlight=False)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="")
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="")
     for number, name in enumerate(header):
-        table.add_column(Text(name), justify="right" if number else "left", no_wrap=True)
+        table.add_column(Text(visible_line(name)), justify="right" if number else "left", no_wrap=True)
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    console.print(title, markup=False, soft_wrap=True)
+        table.add_row(*(Text(visible_line(cell)) for cell in row))
+    console.print(visible(title), markup=False, soft_wrap=True)
     console.print(table)
 
 
@@ -132,7 +134,7 @@ def _duration(seconds: float) -> str:
 
 
 def _shown(fields: Mapping[str, float | int | str]) -> str:
-    return "  ".join(f"{name.replace('_', ' ')} {_short(value)}" for name, value in fields.items())
+    return visible_line("  ".join(f"{name.replace('_', ' ')} {_short(value)}" for name, value in fields.items()))
 
 
 def _short(value: float | int | str) -> str:

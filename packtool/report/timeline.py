@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 
 import numpy as np
 
 from packtool.plan.simulate_cost import Timing
+from packtool.report.markup import escape
 
 _WIDTH = 1000
 _LINE, _GAP = 11, 3  # CSS pixels of a GPU's line, and below it
@@ -28,7 +28,7 @@ KINDS = {
 STYLE = """
 .k-local{fill:var(--c0);background:var(--c0)}.k-sharded{fill:var(--c2);background:var(--c2)}
 .k-communication{fill:var(--c1);background:var(--c1)}.k-launching{fill:var(--c4);background:var(--c4)}
-.k-synchronisation{fill:var(--c3);background:var(--c3)}.k-waiting{fill:var(--line);background:var(--line)}
+.k-synchronisation{fill:var(--c3);background:var(--c3)}.k-waiting{fill:var(--wait);background:var(--wait)}
 .timeline{display:grid;grid-template-columns:auto minmax(0,1fr);gap:0 .7rem;font-size:.68rem;color:var(--soft);
 font-variant-numeric:tabular-nums}
 .gpus{display:grid;gap:3px;text-align:right;white-space:nowrap;line-height:11px}
@@ -39,7 +39,7 @@ margin:.6rem 0 .3rem;font-size:.92rem;font-variant-numeric:tabular-nums}
 .compare>div{display:contents}
 .compare .bars{display:flex;height:22px;min-width:0}
 .compare .bars i{display:block;height:100%}
-.compare .full{opacity:.4}
+.compare .full{opacity:.5}
 .compare b{font-weight:650;font-size:.92rem;color:var(--ink);margin-left:.4rem}
 .compare .said{color:var(--soft);font-size:.82rem;text-align:right}
 .legend .dot{border-radius:2px}

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from packtool.visible import visible
+
 if TYPE_CHECKING:  # the command line must not wait for torch
     from packtool.train.verify import VerifyReport
 
@@ -36,12 +38,12 @@ def print_report(report: VerifyReport, console: Console | None = None) -> None:
     verdict = (
         "packed samples are what they are alone" if report.passed else "packed samples are NOT what they are alone"
     )
-    console.print(f"{report.model}: {verdict}", markup=False, soft_wrap=True)
+    console.print(visible(f"{report.model}: {verdict}"), markup=False, soft_wrap=True)
     facts = (
         f"{report.num_packs:,} packs, {report.num_samples:,} samples, {report.num_tokens:,} tokens; on {report.device} "
         f"in {report.dtype}, attention by {report.attention}; {report.seconds:.1f} s"
     )
-    console.print(facts, markup=False, soft_wrap=True)
+    console.print(visible(facts), markup=False, soft_wrap=True)
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("")
     for heading in ("error", "allowed"):

@@ -85,7 +85,7 @@ def _start_worker(spec: EncodeSpec) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
     # The workers are the parallelism.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _encoder = Encoder(spec, ModelFiles.load(spec.model))
+    _encoder = Encoder(spec, ModelFiles.load(spec.model, spec.chat_template))
 
 
 def _encode(source: Source, block: Block) -> tuple[list[EncodedSample], list[Dropped]]:

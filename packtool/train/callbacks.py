@@ -15,6 +15,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from packtool.cache.evaluation_file import plain_json
 from packtool.config.checkpoints import CheckpointOptions
+from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError
 from packtool.progress import Progress
 from packtool.stream.state import write_state as write_stream
@@ -86,7 +87,7 @@ class CheckpointCallback(TrainerCallback):
         self,
         run: RunState,
         schedule: Schedule | OpenSchedule,
-        model_directory: str,
+        files: ModelFiles,
         save_total_limit: int | None,
         *,
         keeps_best: bool = False,
@@ -95,7 +96,7 @@ class CheckpointCallback(TrainerCallback):
         self.keeps_best = keeps_best
         self.run = run
         self.schedule = schedule
-        self.model_directory = model_directory
+        self.files = files
         self.save_total_limit = save_total_limit
         self.watch = watch
 
@@ -110,7 +111,7 @@ class CheckpointCallback(TrainerCallback):
         if state.is_world_process_zero:
             checkpoint = os.path.join(str(args.output_dir), f"{PREFIX}{state.global_step}")
             with saving(checkpoint):
-                copy_processor(self.model_directory, checkpoint)
+                copy_processor(self.files.directory, checkpoint, self.files.template_file)
                 epoch, step_in_epoch = self.schedule.locate(state.global_step)
                 write_state(
                     checkpoint,

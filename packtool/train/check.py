@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import shlex
 from dataclasses import fields
 
@@ -17,7 +19,7 @@ from packtool.config.train import TrainConfig
 from packtool.constants import VAL_SPLIT
 from packtool.encode.families import ImageLimits, family_of
 from packtool.encode.loss_scale import parse_loss_scale
-from packtool.encode.model_files import ModelFiles
+from packtool.encode.model_files import ModelFiles, given_template
 from packtool.encode.relabel import TargetChoice
 from packtool.errors import MismatchError
 from packtool.plan.packing import PackPlan
@@ -45,14 +47,25 @@ def open_caches(config: TrainConfig, files: ModelFiles) -> CacheReader:
     return reader
 
 
+def with_template_of(reader: CacheReader, files: ModelFiles) -> ModelFiles:
+    """The files of a model with the chat template that caches were exported with, if that was given and is there."""
+    identity = reader.manifests[0].identity
+    path = identity.spec.get("chat_template")
+    if not path or not os.path.isfile(path):
+        return files
+    found = dataclasses.replace(files, chat_template=given_template(path), template_file=path)
+    return found if found.template_hash == identity.template_hash else files
+
+
 def check_model(directory: str, manifest: Manifest, files: ModelFiles, config: TrainConfig | EvalConfig) -> None:
     """The tokens were made with this model's tokenizer and template, for a model of its type."""
     there = manifest.identity
     pairs = {
         "model type": (there.model_type, files.model_type),
         "tokenizer": (there.tokenizer_hash, files.tokenizer_hash),
-        "chat template": (there.template_hash, files.template_hash),
     }
+    if not there.spec.get("chat_template"):  # a given one is the cache's, not the model's
+        pairs["chat template"] = (there.template_hash, files.template_hash)
     different = [f"  - {name}: {theirs} there, {ours} here" for name, (theirs, ours) in pairs.items() if theirs != ours]
     if different:
         lines = "\n".join(different)

@@ -264,8 +264,14 @@ def remove_oldest(output_dir: str, limit: int | None, *, last_good: int | None =
         shutil.rmtree(checkpoint)
 
 
-def copy_processor(model_directory: str, checkpoint: str) -> None:
-    """Copy tokenizer and processor files, byte for byte, so that a checkpoint loads like the model it came from."""
+def copy_processor(model_directory: str, checkpoint: str, template_file: str | None = None) -> None:
+    """Copy tokenizer and processor files, byte for byte, so that a checkpoint loads like the model it came from.
+
+    Args:
+        template_file: the chat template that was trained, where it is not the model's own.
+    """
     for name in sorted(os.listdir(model_directory)):
         if _PROCESSOR_FILE.fullmatch(name):
             shutil.copyfile(os.path.join(model_directory, name), os.path.join(checkpoint, name))
+    if template_file is not None:
+        shutil.copyfile(template_file, os.path.join(checkpoint, "chat_template.jinja"))

@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
 
 from packtool.errors import EXIT_UNEXPECTED, ConfigError
+from packtool.visible import show
 
 _SIGNAL_BASE = 128
 # The terminal sends one Ctrl-C to a whole group of processes; a person is slower.
@@ -82,10 +83,10 @@ def run(arguments: Sequence[str]) -> int:
             # It had no time to say anything.
             name = signal.Signals(-code).name
             hint = " (out of memory?)" if name == "SIGKILL" else ""
-            print(
+            show(
                 f"packtool: rank {rank} (process {failure.pid}) was ended by {name}{hint}; all others were stopped.\n"
                 "--resume-from-checkpoint true goes on from the newest checkpoint, if there is one.",
-                file=sys.stderr,
+                error=True,
             )
         return _SIGNAL_BASE - code if code < 0 else code or EXIT_UNEXPECTED
     except DistNetworkError as error:

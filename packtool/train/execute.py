@@ -253,7 +253,7 @@ def make_trainer(
         CheckpointCallback(
             run.state,
             run.schedule,
-            run.files.directory,
+            run.files,
             config.save_total_limit,
             keeps_best=config.load_best_model_at_end,
             watch=watch,

@@ -15,6 +15,7 @@ from typing import Any
 from packtool import storage
 from packtool.cache.export import export, identity_of
 from packtool.cache.local import LocalCopies, locked
+from packtool.cache.manifest import PATH_SETTINGS
 from packtool.config.export import ExportConfig
 from packtool.config.rows import RowOptions
 from packtool.config.train import TrainConfig
@@ -44,7 +45,7 @@ def with_cache(config: TrainConfig, progress: Progress) -> TrainConfig:
     """
     if not config.dataset or config.streaming:
         return config
-    files = ModelFiles.load(config.model)
+    files = ModelFiles.load(config.model, config.chat_template)
     asked = config.export_config("", length_of_rows(config, files))
     root = os.path.join(config.cache_dir or LocalCopies.default().directory, _EXPORTS)
     directory = os.path.join(root, rows_fingerprint(asked, files, sources_of(asked)))
@@ -57,7 +58,7 @@ def with_cache(config: TrainConfig, progress: Progress) -> TrainConfig:
         f"cache {found}: {directory} ({summary.kept:,} samples of {summary.rows:,} rows, {dropped:,} dropped)"
     )
     plain: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(RowOptions)}
-    return dataclasses.replace(config, **plain, cached_dataset=(directory,))
+    return dataclasses.replace(config, **plain, chat_template=None, cached_dataset=(directory,))
 
 
 def rows_fingerprint(
@@ -70,7 +71,7 @@ def rows_fingerprint(
         with_times: of the last change to files of this machine; other machines have other clocks.
     """
     identity = identity_of(asked, files).as_dict()
-    identity["spec"] = {name: value for name, value in identity["spec"].items() if name != "model"}
+    identity["spec"] = {name: value for name, value in identity["spec"].items() if name not in PATH_SETTINGS}
     states = [(spec, storage.stat(spec.path)) for spec in specs]
     plain = [
         (spec.path, spec.settings, state.size, state.modified if with_times or storage.is_remote(spec.path) else "")

@@ -19,7 +19,7 @@ from packtool.encode.families import MediaLimits
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.relabel import TargetChoice
 from packtool.plan.evaluation import EvaluationPlan
-from packtool.train.check import check_plan, choice_of_targets, open_caches, packs_of
+from packtool.train.check import check_plan, choice_of_targets, open_caches, packs_of, with_template_of
 from packtool.train.checkpoint import RunState, read_state
 from packtool.train.figures import SampleFigures
 from packtool.train.place import checkpoint_of, with_resumed_version
@@ -93,6 +93,7 @@ def prepare_run(config: TrainConfig, world: World) -> PreparedRun:
     config = with_resumed_version(config)
     files = ModelFiles.load(config.model)
     reader = open_caches(config, files)
+    files = with_template_of(reader, files)
     index = reader.index
     choice = choice_of_targets(config, reader, files)
     samples: SampleReader = reader

@@ -10,7 +10,7 @@ import numpy as np
 from packtool.attention.parallel.axes import Axes
 from packtool.config.export import EncodeSpec
 from packtool.config.train import TrainConfig
-from packtool.encode.blocks import encode_samples, samples_of
+from packtool.encode.blocks import check_template, encode_samples, samples_of
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
 from packtool.encode.families import MediaLimits, family_of
@@ -97,13 +97,12 @@ def prepare_stream(config: TrainConfig, world: World) -> PreparedStream:
     """
     config = with_resumed_version(config)
     assert config.max_steps is not None, "checked with the settings"
-    files = ModelFiles.load(config.model)
+    files = ModelFiles.load(config.model, config.chat_template)
     max_length = length_of_rows(config, files)
     asked = config.export_config("", max_length)
-    Encoder(asked.encode_spec, files)  # refuses what cannot be encoded
+    encoder = Encoder(asked.encode_spec, files)  # refuses what cannot be encoded
     specs = sources_of(asked)
-    for spec in specs[:MOST_OPEN]:
-        follow(spec)
+    check_template(config.model, encoder, [follow(spec) for spec in specs[:MOST_OPEN]])
     packing_length = config.packing_length or max_length
     family = family_of(files, config)
     state = RunState(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,23 @@ from packtool.plan.model_sizes import PRESETS
 from packtool.train.planner import plan_options, with_model
 
 
+@dataclass(frozen=True)
+class PlainBatches:
+    """What packing is compared with: rows in batches, each padded to the longest of its batch.
+
+    Args:
+        rows: of a batch: about as many as packs in its place hold samples.
+        steps: optimizer steps of an epoch.
+        tokens: that the model computes, padding included.
+        padding: share of them that is padding.
+    """
+
+    rows: int
+    steps: int
+    tokens: int
+    padding: float
+
+
 @dataclass(frozen=True, eq=False)
 class Preview:
     """A plan and everything around it.
@@ -45,7 +63,7 @@ class Preview:
         cost_source: whose config.json told the costs.
         num_epochs: times that every sample is seen.
         num_sharing: processes that share each pack.
-        padded_fill: of plain batches with as many rows as a pack holds samples, each padded to its longest.
+        plain: what the same samples would be without packing, in batches of as many rows as packs hold samples.
     """
 
     plan: EpochPlan
@@ -58,7 +76,7 @@ class Preview:
     cost_source: str
     num_epochs: float
     num_sharing: int
-    padded_fill: float
+    plain: PlainBatches
 
     def figures(self, tflops: float | None = None, mfu: float = 0.4) -> dict[str, Any]:
         """All figures by name, as JSON has them."""
@@ -81,7 +99,10 @@ class Preview:
             "plan_seconds": round(self.seconds, 4),
             "steps_per_epoch": summary.num_steps,
             "steps_without_packing": summary.num_steps_without_packing,
-            "padding_of_plain_batches": 1 - self.padded_fill,
+            "padding_of_plain_batches": self.plain.padding,
+            "rows_of_plain_batches": self.plain.rows,
+            "steps_of_plain_batches": self.plain.steps,
+            "tokens_of_plain_batches": self.plain.tokens,
             "empty_micro_batches": summary.num_empty_micro_batches,
             "efficient_attn_ratio": summary.efficient_attn_ratio,
             "balance": {
@@ -163,6 +184,7 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
         skrull=None,
     )
     padded = plan_epoch(lengths, targets, rows, seed=config.seed)
+    fill = padded_fill(padded.packs, padded.steps)
     return Preview(
         plan=plan,
         options=options,
@@ -174,7 +196,7 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
         cost_source=cost_source,
         num_epochs=config.num_train_epochs,
         num_sharing=config.num_sharing,
-        padded_fill=padded_fill(padded.packs, padded.steps),
+        plain=PlainBatches(each, padded.summary.num_steps, round(padded.packs.num_tokens / fill), 1 - fill),
     )
 
 
@@ -221,6 +243,11 @@ def read_lengths(path: str) -> npt.NDArray[np.int64]:
     except ValueError as error:
         raise DataError(f"--lengths {path}: {error}", "One whole number a sample is expected.") from error
     return values.astype(np.int64)
+
+
+def names_of(paths: Sequence[str]) -> str:
+    """Caches or files by their own names, without the folders that they lie in: the title of a page."""
+    return " + ".join(storage.name(path if storage.is_remote(path) else os.path.abspath(path)) for path in paths)
 
 
 def _trains_packs(summary: PlanSummary) -> bool:

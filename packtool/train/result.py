@@ -200,7 +200,7 @@ def plan_lines(schedule: Schedule, result: TrainResult) -> Iterator[str]:
         yield last
     saved = 1 - result.steps / result.steps_without_packing
     without = result.steps_without_packing
-    yield f"optimizer steps: {result.steps:,} with packing, {without:,} without ({saved:.0%} fewer)"
+    yield f"optimizer steps: {result.steps:,} with packing, {without:,} without, one sample a row ({saved:.0%} fewer)"
 
 
 def _skrull_line(skrull: SkrullFigures, num_tokens: int, num_empty: int) -> str:

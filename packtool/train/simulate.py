@@ -25,7 +25,7 @@ from packtool.plan.simulate import Outcome, arrange, simulate
 from packtool.plan.simulate_cost import Machine
 from packtool.plan.simulate_strategies import SimulateOptions
 from packtool.progress import Progress
-from packtool.train.preview import read_lengths
+from packtool.train.preview import names_of, read_lengths
 
 _SEQUENCES = 20_000  # of the steps that are simulated by default, and at least so many steps, at most so many
 _FEWEST_STEPS, _MOST_STEPS = 2, 32
@@ -41,6 +41,7 @@ class Simulation:
         outcomes: of the strategies, in the order asked for.
         options: that they were made with.
         source: of the lengths.
+        name: the same without the folders that caches and files lie in.
         num_sequences: that were there to plan from.
         num_left_out: longer than any strategy could train, or than ``--max-length``.
         model: whose sizes were taken.
@@ -50,6 +51,7 @@ class Simulation:
     outcomes: list[Outcome]
     options: SimulateOptions
     source: str
+    name: str
     num_sequences: int
     num_left_out: int
     model: str
@@ -105,6 +107,7 @@ def run_simulation(config: SimulateConfig, progress: Progress) -> Simulation:
     )
     options = _options(config, machine, model)
     lengths, source = _lengths(config, options, reader)
+    paths = config.cached_dataset or ((config.lengths,) if config.lengths is not None else ())
     begin = time.perf_counter()
     wanted = lengths if config.max_length is None else lengths[lengths <= config.max_length]
     kept, _ = arrange(wanted, options)
@@ -119,6 +122,7 @@ def run_simulation(config: SimulateConfig, progress: Progress) -> Simulation:
         outcomes=outcomes,
         options=options,
         source=source,
+        name=names_of(paths) if paths else source,
         num_sequences=len(kept),
         num_left_out=len(lengths) - len(kept),
         model=model,

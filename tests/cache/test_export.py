@@ -361,7 +361,7 @@ def test_rows_of_val_datasets_and_split_texts(run_export: Export, tmp_path: Path
 
 def test_workers_import_neither_torch_nor_transformers(model: Path, rows: Path, tmp_path: Path) -> None:
     code = (
-        "import sys; from packtool.cache import pool, task; from packtool.config import EncodeSpec;"
+        "import sys; from packtool.cache import pool, task; from packtool.config.export import EncodeSpec;"
         "from packtool.encode.encoder import Encoder; from packtool.encode.model_files import ModelFiles;"
         "spec = EncodeSpec(model=sys.argv[1], max_length=100); Encoder(spec, ModelFiles.load(sys.argv[1]));"
         "print([name for name in ('torch', 'transformers', 'datasets', 'fsspec') if name in sys.modules])"

@@ -17,6 +17,7 @@ from packtool.report.inspect import histogram_lines
 from tests.cache.conftest import model as model
 from tests.cache.conftest import rows as rows
 from tests.cache.conftest import run_export as run_export
+from tests.test_visible import acting
 
 
 @pytest.fixture
@@ -93,6 +94,51 @@ def test_no_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["inspect", str(tmp_path / "nowhere")]) == 4
     assert "no finished cache" in capsys.readouterr().err
     assert run(["inspect"]) == 2
+
+
+def test_hostile_rows_are_harmless(
+    run_export: Callable[..., Any], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What rows, channels, file names and dropped details hold of controls is shown, not obeyed."""
+    evil = "\x1b]52;c;cm0=\x07\x1b]0;t\x07\x1b[2J\x1b[8m\x9b1m\r\u202e<script>"
+    rows = [
+        {
+            "messages": [{"role": "user", "content": evil + str(i)}, {"role": "assistant", "content": evil}],
+            "channel": evil,
+        }
+        for i in range(8)
+    ]
+    rows.append({"messages": [{"role": "user", "content": "a"}, {"role": evil, "content": "b"}]})
+    rows.append({"messages": rows[0]["messages"], "images": [evil + ".png"]})
+    path = tmp_path / "a\x1b[2J\u202eb.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    run_export("evil", dataset=(str(path),), rows_per_shard=64)
+    cache = str(tmp_path / "evil")
+    plan, html = str(tmp_path / "a.plan"), tmp_path / "plan.html"
+    commands = [
+        ["inspect", cache],
+        ["inspect", cache, "--row", "1"],
+        ["plan", cache, "--world-size", "2", "--save", plan, "--html", str(html)],
+        ["inspect", cache, "--plan", plan, "--pack", "0"],
+        ["inspect", cache, "--row", "1" + evil],
+        ["inspect", cache + evil],
+        ["export", "--model", str(model), "--dataset", str(path), "--max-length", "200", "--strict", "--dry-run"],
+        ["export", "--model", str(model), "--dataset", str(path), "--max-length", "200", "--dry-run"],
+    ]
+    for words in commands:
+        run(words)
+        told = capsys.readouterr()
+        assert acting(told.out + told.err) == [], words
+        if words == commands[1]:
+            assert r"\x1b]52;c;cm0=\x07" in told.out
+            assert "channel  \\x1b]52" in told.out
+        if words == commands[0]:
+            assert r"a\x1b[2J\u202eb.jsonl" in told.out
+    assert acting(html.read_text()) == []
+    assert "<script" not in html.read_text()
+    for words in commands[:4]:
+        assert run([*words, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)
 
 
 def test_bars_fit_their_width() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -82,7 +83,7 @@ class Tags(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.links += [str(value) for name, value in attrs if name in ("src", "href")]
-        if tag not in ("meta", "rect", "line", "circle"):
+        if tag not in ("meta", "rect", "line", "circle", "wbr"):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -105,7 +106,8 @@ def test_a_page_stands_alone(cache: str, tmp_path: Path, capsys: pytest.CaptureF
         "packs to scale",
         "dropped at export: invalid_json",
     ):
-        assert words in text
+        assert words in re.sub("<[^>]*>", "", text)
+    assert "<title>cache · packtool plan</title>" in text, "the cache's name, not its path"
     assert text.count("<svg") >= 5
 
 
@@ -115,6 +117,15 @@ def test_a_sweep_has_a_row_for_each_length(cache: str, capsys: pytest.CaptureFix
     assert found[0]["num_packs"] > found[1]["num_packs"] > found[2]["num_packs"]
     assert run(["plan", cache, "--sweep", "200,400"]) == 0
     assert len(capsys.readouterr().out.strip().splitlines()) == 3
+    html = Path(cache).parent / "sweep.html"
+    assert run(["plan", cache, "--sweep", "200,400", "--html", str(html)]) == 0
+    assert capsys.readouterr().out.endswith(f"written: {html}\n")
+    tags = Tags()
+    tags.feed(html.read_text())
+    assert (tags.open, tags.links) == ([], [])
+    assert "<title>cache · packtool plan --sweep</title>" in html.read_text()
+    assert run(["plan", cache, "--sweep", "200,400", "--save", str(html)]) == 2
+    assert "--save writes one plan" in capsys.readouterr().err
 
 
 def test_what_a_terminal_shows(cache: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,7 +155,8 @@ def test_skrull(cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert found["hours"] > 0
     # What is saved are the packs, which say what shares a step: Skrull deals them when they are trained.
     assert read_plan(str(tmp_path / "b.plan")).offsets.tolist() == read_plan(str(tmp_path / "a.plan")).offsets.tolist()
-    assert "micro-batches by Skrull" in html.read_text()
+    assert f"{figures['bucket_fill']:.2%}</p><p class=what>of the micro-batches&#x27; room is used" in html.read_text()
+    assert "A rank here is 4 processes" in html.read_text()
     assert run(["plan", *skrull]) == 0
     told = capsys.readouterr().out
     for line in ("micro-batches by Skrull", "room used", "tokens local to a process", "tokens shared by 4"):

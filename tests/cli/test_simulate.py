@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,32 @@ def test_the_page(world_size: str, tmp_path: Path, capsys: pytest.CaptureFixture
     for told in ("Skrull", "Time for the same tokens", "communication in the open", "What the times rest on"):
         assert told in text
     assert len(text) < 3e6
+
+
+def test_bars_are_to_scale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also those of strategies that are slower than any that fits into memory."""
+    path = tmp_path / "page.html"
+    words = ("--distribution", "chatqa2", "--steps", "2", "--html", str(path))
+    found = simulated(capsys, *words)["strategies"]
+    slow = [one for one in found if one["out_of_memory_steps"] and one["speedup"] < 0.9]
+    assert len(slow) >= 2
+    bars = re.findall(r"<span class='bars[^>]*>(.*?)</span>", path.read_text())
+    lengths = [sum(map(float, re.findall(r"width:([\d.]+)%", bar))) for bar in bars]
+    assert max(lengths) == pytest.approx(100, abs=0.1)
+    for one, length in zip(found, lengths, strict=True):
+        assert length * one["speedup"] == pytest.approx(lengths[0] * found[0]["speedup"], rel=2e-3)
+    figures = re.findall(r"<b>([\d.]+)x</b>", path.read_text())
+    assert figures == [f"{one['speedup']:.2f}" for one in found]
+
+
+def test_a_page_is_named_after_the_cache(
+    run_export: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_export()
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    simulated(capsys, "../cache", "--steps", "1", "--html", "page.html")
+    assert "<title>cache: 8b on 32 x H100" in Path("page.html").read_text()
 
 
 def test_durations() -> None:

@@ -123,7 +123,7 @@ def test_a_pure_function(packing: bool) -> None:
 
 
 def test_nothing_left() -> None:
-    with pytest.raises(DataError, match=r"holds 1,000, and all are longer than --max-length 0"):
+    with pytest.raises(DataError, match=r"holds 1,000, and all are longer than 0 tokens"):
         plan_epoch(LENGTHS, TARGETS, dataclasses.replace(OPTIONS, max_length=0), seed=0)
     with pytest.raises(DataError, match="the cache is empty"):
         plan_epoch(LENGTHS[:0], TARGETS[:0], OPTIONS, seed=0)

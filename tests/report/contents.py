@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from packtool.report.drawing import Histogram
-from packtool.report.page import PageContent
+from packtool.report.page import PageContent, PlainFigures
 
 
 def content(
@@ -36,7 +36,9 @@ def content(
         capacity=1024,
         fills=Histogram(range(0, 20 * len(fills) + 1, 20), [count * scale for count in fills]),
         packs=packs,
+        plain=PlainFigures(3, "68.00%", "3.13×", True),
         balance=(before, after) if steps else None,
+        processes_per_rank=4,
         figures=[("samples", f"{8 * scale:,}"), ("  filtered by length", "0"), ("plan", "0123456789abcdef" * 4)],
         commands=[("This page was made by", command)],
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 import shutil
@@ -16,6 +17,7 @@ from PIL import Image
 
 from packtool.cli.main import run
 from packtool.report.page import page
+from packtool.report.sweep import _COLUMNS, sweep_page
 from tests.report.browser import Browser, find, started
 from tests.report.contents import content
 
@@ -31,7 +33,8 @@ LOOK = """(() => {
         height: document.documentElement.scrollHeight,
         drawings: all('svg').map(e => ({kind: e.getAttribute('class'), box: box(e),
             shapes: all('rect, path', e).map(s => s.getBBox()).filter(b => b.width + b.height > 0).length})),
-        boxes: all('body *').filter(e => !e.closest('svg')).map(e => [e.tagName + ' ' + e.textContent, ...box(e)]),
+        boxes: all('body *:not(wbr)').filter(e => !e.closest('svg'))
+            .map(e => [e.tagName + ' ' + e.textContent, ...box(e)]),
         labels: all('.plot').map(e => all('.x', e).map(box)),
         text: document.body.innerText,
         colours: {back: colour('section', 'backgroundColor'), body: colour('body', 'backgroundColor'),
@@ -144,6 +147,33 @@ def test_mistakes_would_be_noticed(browser: Browser, tmp_path: Path) -> None:
     assert any("nowhere is not defined" in error for error in browser.errors())
     assert any("console" in error or '"log"' in error for error in browser.errors())
     assert [url.rpartition("/")[2] for url in browser.requests()] == ["bad.html", "gone.png"]
+
+
+EVIL = "<script>hit()</script><img src=x onerror=hit()>\"'><svg onload=hit()>\u202e\x1b]0;t\x07&lt;b&gt;"
+
+
+def test_hostile_names_run_no_script(browser: Browser, shown: Callable[..., dict[str, Any]]) -> None:
+    """Whatever rows, caches and manifests call themselves: the page shows it as text, and asks for nothing."""
+    parts = content(title=EVIL, reason=EVIL, command=f"packtool plan {EVIL}")
+    parts = dataclasses.replace(parts, figures=[(EVIL, EVIL), *parts.figures], headline=[(EVIL, EVIL, EVIL)])
+    rows = [{name: 1 for name, *_ in _COLUMNS} | {"samples": 1}]
+    for text in (page(parts), sweep_page(rows, EVIL, EVIL)):
+        text = text.replace("<head>", "<head><script>window.hits = 0; window.hit = () => { hits += 1; };</script>")
+        found = shown(text, DESK)
+        assert browser.evaluate("hits") == 0
+        assert browser.evaluate("document.querySelectorAll('script, img').length") == 1, "the test's own"
+        assert "<script>hit()</script>" in found["text"]
+        assert "\\u202e\\x1b]0;t\\x07&lt;b&gt;" in found["text"]
+        assert browser.evaluate("document.title").startswith("<script>hit()")
+
+
+def test_words_are_not_torn(browser: Browser, shown: Callable[..., dict[str, Any]]) -> None:
+    reasons = ["over_max_length", "media_over_limit", "no_target_tokens", "turns_not_found", "media_unsupported"]
+    rows = [("in the plan", 123_456), *((f"dropped at export: {reason}", 23_456) for reason in reasons)]
+    shown(page(content(rows=rows)), PHONE)
+    heights = browser.evaluate("[...document.querySelectorAll('.rows .word')].map(e => e.clientHeight)")
+    assert len(heights) == len(reasons)
+    assert len(set(heights)) == 1, "each on one line"
 
 
 def luminance(colour: str) -> float:

@@ -1,0 +1,119 @@
+"""Models without a chat template: texts are exported as they are, conversations ask for a template."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from packtool.cache.export import ExportSummary, export
+from packtool.cache.manifest import Manifest
+from packtool.cache.reader import CacheReader
+from packtool.config.export import EncodeSpec, ExportConfig
+from packtool.encode.model_files import ModelFiles
+from packtool.errors import ConfigError, MismatchError
+from packtool.progress import SilentProgress
+from tests.cache.conftest import CHATML
+
+
+@pytest.fixture
+def base(model: Path, tmp_path: Path) -> Path:
+    """The tiny model without its chat template."""
+    folder = tmp_path / "base"
+    shutil.copytree(model, folder)
+    (folder / "chat_template.jinja").unlink()
+    return folder
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> Path:
+    path = tmp_path / "chatml.jinja"
+    path.write_text(CHATML)
+    return path
+
+
+def exported(base: Path, name: str, **settings: Any) -> ExportSummary:
+    given: dict[str, Any] = {"model": str(base), "max_length": 200, "output_dir": str(base.parent / name), **settings}
+    return export(ExportConfig(**given), SilentProgress())
+
+
+def texts_of(folder: Path) -> tuple[str, ...]:
+    (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": f"text {i}"}) for i in range(9)))
+    (folder / "lines.txt").write_text("a line\nanother\n")
+    return str(folder / "texts.jsonl"), str(folder / "lines.txt")
+
+
+def conversations_of(folder: Path) -> str:
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    (folder / "talk.jsonl").write_text("\n".join(json.dumps({"messages": turns}) for _ in range(5)))
+    return str(folder / "talk.jsonl")
+
+
+@pytest.mark.parametrize("num_proc", [1, 2])
+def test_texts_need_no_template(base: Path, num_proc: int) -> None:
+    found = exported(base, "texts", dataset=texts_of(base.parent), dataset_num_proc=num_proc)
+    assert (found.kept, sum(found.dropped.values())) == (11, 0)
+    sample = CacheReader.open([str(base.parent / "texts")]).sample(0)
+    assert sample.labels.tolist() == sample.input_ids.tolist()
+
+
+def test_conversations_ask_for_one(base: Path, template: Path) -> None:
+    talk = conversations_of(base.parent)
+    with pytest.raises(
+        ConfigError, match=r"talk\.jsonl holds conversations\nGive a template with --chat-template FILE"
+    ):
+        exported(base, "talk", dataset=(talk,))
+    assert not (base.parent / "talk").exists()
+    assert exported(base, "talk", dataset=(talk, *texts_of(base.parent)), chat_template=str(template)).kept == 16
+    # The same as the model that has the template itself; the path is only told.
+    (base / "chat_template.jinja").write_text(CHATML)
+    exported(base, "own", dataset=(talk, *texts_of(base.parent)))
+    given, own = (Manifest.read(str(base.parent / name)) for name in ("talk", "own"))
+    assert given.fingerprint == own.fingerprint
+    assert given.identity.spec["chat_template"] == str(template)
+    assert "chat_template" not in own.identity.spec
+
+
+def test_later_conversations_are_dropped_and_told(base: Path) -> None:
+    """No row ends an export, so those that the first look did not see are counted like others that cannot be used."""
+    talk = Path(conversations_of(base.parent))
+    talk.write_text("{broken\n" * 64 + talk.read_text())
+    found = exported(base, "mixed", dataset=(*texts_of(base.parent), str(talk)))
+    assert found.kept == 11
+    assert found.dropped == {"invalid_json": 64, "no_chat_template": 5}
+
+
+def test_the_template_is_known_by_what_it_holds(base: Path, template: Path, tmp_path: Path) -> None:
+    talk = conversations_of(tmp_path)
+    exported(base, "talk", dataset=(talk,), chat_template=str(template))
+    moved = template.rename(tmp_path / "moved.jinja")
+    assert exported(base, "talk", dataset=(talk,), chat_template=str(moved)).already_finished
+    moved.write_text(CHATML.replace("\n", "\n\n"))
+    with pytest.raises(MismatchError, match="template_hash"):
+        exported(base, "talk", dataset=(talk,), chat_template=str(moved))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"), [(None, "No such file"), ("", "the file is empty"), ("{% if %}", "not valid Jinja")]
+)
+def test_templates_that_are_none(base: Path, text: str | None, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.jinja"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=told):
+        exported(base, "talk", dataset=(conversations_of(tmp_path),), chat_template=str(path))
+
+
+def test_no_tokenizer(base: Path) -> None:
+    (base / "tokenizer.json").unlink()
+    with pytest.raises(
+        ConfigError, match=r"base has no tokenizer: none of tokenizer\.json, tokenizer\.model, .*\nCopy"
+    ):
+        ModelFiles.load(str(base))
+
+
+def test_an_option_that_is_not_given_leaves_no_trace() -> None:
+    assert "chat_template" not in EncodeSpec(model="m", max_length=9).recorded()

@@ -1,0 +1,118 @@
+"""The numbers of a page are those of the terminal and of JSON."""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from packtool.config.plan import PlanConfig
+from packtool.report.drawing import steps_svg
+from packtool.report.page import page
+from packtool.report.plan import content_of, plan_lines
+from packtool.report.sweep import sweep_cells, sweep_lines, sweep_page
+from packtool.report.terminal import print_table
+from packtool.train.preview import preview
+
+LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=80)
+KINDS: dict[str, dict[str, Any]] = {
+    "packs": {"packing": True},
+    "rows": {"packing": False},
+    "skrull": {"schedule": "skrull", "bucket_size": "160", "sequence_parallel_size": 2},
+}
+
+
+def texts(page_text: str, pattern: str) -> list[str]:
+    """Plain text of all that a pattern finds in a page."""
+    return [html.unescape(re.sub("<[^>]*>", "", found)) for found in re.findall(pattern, page_text, re.S)]
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lengths=LENGTHS,
+    kind=st.sampled_from(sorted(KINDS)),
+    world_size=st.sampled_from([2, 4, 6]),
+    batch=st.integers(1, 3),
+    accumulation=st.integers(1, 3),
+)
+def test_a_page_tells_what_the_terminal_and_json_tell(
+    lengths: list[int], kind: str, world_size: int, batch: int, accumulation: int, tmp_path: Path
+) -> None:
+    np.save(tmp_path / "lengths.npy", np.array(lengths))
+    config = PlanConfig(
+        lengths=str(tmp_path / "lengths.npy"),
+        packing_length=320,
+        world_size=world_size,
+        per_device_train_batch_size=1 if kind == "skrull" else batch,
+        gradient_accumulation_steps=accumulation,
+        **KINDS[kind],
+    )
+    found = preview(config)
+    figures = found.figures()
+    text = page(content_of(found, figures, "packtool plan", "lengths.npy"))
+    told = io.StringIO()
+    print_table("", plan_lines(figures), Console(file=told, width=200))
+
+    lines = [" ".join(line.split()) for line in told.getvalue().splitlines()]
+    names, values = texts(text, "<dt>(.*?)</dt>"), texts(text, "<dd>(.*?)</dd>")
+    for name, value in list(zip(names, values, strict=True))[: len(plan_lines(figures))]:
+        assert f"{name} {value}" in lines
+
+    use, *counts = texts(text, "<p class='number[^>]*>(.*?)</p>")[:4]
+    share = figures["skrull"]["bucket_fill"] if figures["skrull"] else figures["fill"]
+    assert float(use.rstrip("%")) / 100 == pytest.approx(share, abs=1.01e-4)
+    assert (use == "100.00%") == (share == 1)
+    assert [int(count.replace(",", "")) for count in counts] == [
+        figures[name] for name in ("packs", "steps_per_epoch", "samples")
+    ]
+
+    # One baseline, whichever way it is told.
+    padding, times = figures["padding_of_plain_batches"], figures["tokens_of_plain_batches"] / figures["tokens"]
+    assert times == pytest.approx(1 / (1 - padding), rel=1e-9)
+    for said in texts(text, r"([\d.]+% padding without packing)") + texts(text, r"epoch ([\d.]+%) of the tokens"):
+        assert float(said.partition("%")[0]) / 100 == pytest.approx(padding, abs=1.01e-4)
+    for said in texts(text, r"<p class=times><span class=number>(.*?)</span>"):
+        assert float(said.rstrip("×")) == pytest.approx(times, abs=0.0051)
+    for said in texts(text, r"In plain batches of ([\d,]+) row"):
+        assert int(said) == figures["rows_of_plain_batches"]
+    rows = figures["rows_of_plain_batches"] * found.options.world_size * accumulation
+    assert figures["steps_of_plain_batches"] == -(-figures["samples"] // rows)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.floats(1, 4), st.floats(1, 4)), min_size=3, max_size=30))
+def test_a_step_beyond_the_edge_is_told_of_the_series_it_belongs_to(pairs: list[tuple[float, float]]) -> None:
+    before, after = zip(*pairs, strict=True)
+    drawn = steps_svg(before, after)
+    for kind, series in (("hollow", before), ("c0", after)):
+        for said in re.findall(rf'<i class="dot {kind}"></i>([\d.]+) ↑', drawn):
+            assert said in {f"{value:.2f}" for value in series}
+
+
+def test_the_worst_dealt_like_cards_is_not_told_as_the_worst_planned() -> None:
+    drawn = steps_svg([1.01, 1.02, 1.01, 2.14], [1.01, 1.01, 1.0, 1.554])
+    assert '<i class="dot hollow"></i>2.14 ↑ <i class="dot c0"></i>1.55 ↑' in drawn
+    assert '<i class="dot c0"></i>2.88 ↑' in steps_svg([1.0, 1.1, 2.88], [1.0, 1.0, 2.88])
+
+
+def test_a_sweep_tells_the_same_on_its_page(tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.random.default_rng(0).integers(10, 300, 500))
+    config = PlanConfig(lengths=str(tmp_path / "lengths.npy"), sweep="300,600,900")
+    rows = [preview(config, length).figures() for length in config.sweep_lengths()]
+    text = sweep_page(rows, "lengths.npy", "packtool plan --sweep")
+    header, *cells = sweep_cells(rows)
+    assert texts(text, "<th>(.*?)</th>") == list(header)
+    assert texts(text, "<td>(.*?)</td>") == [cell for line in cells for cell in line]
+    assert [line.split() for line in sweep_lines(rows)[1:]] == [list(line) for line in cells]
+    widths = [float(width) for width in re.findall(r"width:([\d.]+)%'", text)]
+    assert widths[:3] == pytest.approx([row["fill"] * 100 for row in rows], abs=1e-3)
+    steps = [row["steps_per_epoch"] for row in rows]
+    assert widths[3:] == pytest.approx([step / max(steps) * 100 for step in steps], abs=1e-3)

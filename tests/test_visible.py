@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import io
+import json
+import unicodedata
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from packtool.report.terminal import TerminalProgress, print_columns, print_table
+from packtool.visible import show, show_json, show_styled, visible, visible_line
+
+# Text with far more controls than chance would give it.
+HOSTILE = "\x1b]52;c;cm0gLXJm\x07 \x1b]0;title\x07\x1b[2J\x1b[8m\x9b31m\r\x00\x7f\u202e\u2066\u2028\ud800\U000e0041"
+TEXT = st.text(st.one_of(st.sampled_from(HOSTILE + "\n\t[/]ab é"), st.characters()), max_size=40)
+BIDI = set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+def acting(text: str, kept: str = "\n\t") -> list[str]:
+    """Characters that a terminal obeys, or that turn or hide text."""
+    return [c for c in text if c not in kept and (unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") or c in BIDI)]
+
+
+@given(TEXT)
+def test_nothing_that_acts_is_left(text: str) -> None:
+    assert acting(visible(text)) == []
+    assert acting(visible_line(text), kept="") == []
+    assert visible(visible(text)) == visible(text)
+    visible_line(text).encode()  # no half of a surrogate pair is left
+
+
+def test_what_is_plain_stays() -> None:
+    plain = "naïve 中文 עברית 👩\u200d👩\u200d👧 a\tb\n<script> \\x1b [bold]"
+    assert visible(plain) == plain
+    assert visible("\x1b[2J\r\u202e\U000e0041") == r"\x1b[2J\r\u202e\U000e0041"
+    assert visible_line("a\tb\n") == r"a\tb\n"
+
+
+@given(text=TEXT)
+def test_no_printer_lets_controls_through(text: str) -> None:
+    told = io.StringIO()
+    console = Console(file=told, width=200)
+    progress = TerminalProgress(console)
+    progress.start(text, 3)
+    progress._last -= 100  # as if the last line was long ago
+    progress.advance(1, speed=text, rows=3)
+    progress.note(text)
+    progress.finish()
+    print_table(text, [(text, text), ("[/b]", "[red]")], console)
+    print_columns(text, ("", text), [(text, text)], console)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.stdout", told)
+        patch.setattr("sys.stderr", told)
+        show(text)
+        show(text, error=True)
+        show_styled([(text, ""), (text, "")])
+        before = told.tell()
+        show_json({"text": text, text: [text]})
+    out = told.getvalue()
+    assert acting(out) == []
+    assert "[/b]" in out, "what rows hold is no markup"
+    assert json.loads(out[before:])["text"] == text
+    assert out[before:].isascii()
+
+
+def test_a_bar_shows_no_controls_of_others() -> None:
+    told = io.StringIO()
+    console = Console(file=told, width=120, force_terminal=True)
+    with TerminalProgress(console) as progress:
+        progress.start("\x1b]0;title\x07[/x]", 2)
+        progress.advance(1, name="\x1b[8mhidden[/x]")
+    assert "\x1b]" not in told.getvalue()
+    assert "\x1b[8m" not in told.getvalue()
+    assert r"\x1b]0;title\x07[/x]" in told.getvalue()
+
+
+def test_styles_are_around_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    show_styled([("a\x1b[8m", "green"), ("b", "")])
+    assert capsys.readouterr().out == "\x1b[32ma\\x1b[8m\x1b[0mb\n"
