@@ -77,6 +77,7 @@ def merge(config: MergeConfig, progress: Progress) -> MergeResult:
         with saving(part):
             merged.save_pretrained(part)
             copy_processor(directory, part)
+            copy_processor(trained.adapter, part)  # which has the template that was trained
             os.replace(part, output)
     return MergeResult(output, trained.base, trained.adapter, num_merged, str(dtype).removeprefix("torch."))
 
