@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-
-import typer
 
 from packtool.config.merge import MergeConfig
 from packtool.launch import share_cores_politely
+from packtool.visible import show, show_json
 
 
 def run_merge(config: MergeConfig, as_json: bool) -> None:
@@ -20,7 +18,7 @@ def run_merge(config: MergeConfig, as_json: bool) -> None:
     with TerminalProgress() as progress:
         result = merge(config, progress)
     if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(result)))
+        show_json(dataclasses.asdict(result))
         return
-    typer.echo(f"merged: {result.num_merged:,} modules of {result.base_model}, saved as {result.dtype}")
-    typer.echo(f"written: {result.output}")
+    show(f"merged: {result.num_merged:,} modules of {result.base_model}, saved as {result.dtype}")
+    show(f"written: {result.output}")

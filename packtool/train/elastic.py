@@ -103,5 +103,5 @@ if __name__ == "__main__":
     try:
         sys.exit(run(sys.argv[1:]))
     except ConfigError as refused:
-        print(f"packtool: error: {refused}", file=sys.stderr)
+        show(f"packtool: error: {refused}", error=True)
         sys.exit(refused.exit_code)
