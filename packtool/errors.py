@@ -8,6 +8,7 @@
     ├── MismatchError                4   a cache, a plan, a checkpoint and a run do not fit each other
     │   └── UnsupportedModelError    4   a model whose layers cannot be isolated under packing
     ├── StorageError                 5   a local or remote file system said no
+    │   └── RemoteError              5   the same of a remote one, with the kind of its refusal
     ├── DivergedError                1   a loss or a gradient is infinite or not a number
     └── StoppedError                 1   a signal ended the run after a checkpoint; really 128 + the signal's number
 
@@ -19,6 +20,7 @@ SIGUSR1 (138) or Ctrl-C (130) saves a checkpoint first.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 EXIT_OK = 0
 EXIT_UNEXPECTED = 1
@@ -115,6 +117,23 @@ class StorageError(PacktoolError):
     """Reading or writing a file system failed."""
 
     exit_code = EXIT_STORAGE
+
+
+RemoteFault = Literal["missing", "refused", "unreachable", "invalid"]
+
+
+class RemoteError(StorageError):
+    """A remote place did not give a file.
+
+    Args:
+        fault: ``missing``: there is no such file. ``refused``: the server answers that this file is not to be had.
+            ``unreachable``: the store as a whole: no answer, broken or busy for long, or credentials that it does not
+            take. ``invalid``: the address, or what lies there, is nothing that can be read.
+    """
+
+    def __init__(self, message: str, remedy: str | None = None, fault: RemoteFault = "invalid") -> None:
+        super().__init__(message, remedy)
+        self.fault: RemoteFault = fault
 
 
 class DivergedError(PacktoolError):

@@ -34,7 +34,7 @@ def load_pixels(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, 
 
 def _pictures(images: Sequence[tuple[EncodedImage, EncodedSample]], spec: InputSpec) -> dict[str, Tensor]:
     assert spec.limits.image is not None, "a sample with pictures for a model without limits"
-    pictures = [load_image(image.path, image.data) for image, _ in images]
+    pictures = [load_image(image.path, image.data, spec.media_rights) for image, _ in images]
     size = {"shortest_edge": spec.limits.image.min_pixels, "longest_edge": spec.limits.image.max_pixels}
     made = _image_processor(spec.model)(images=pictures, size=size, return_tensors="pt")
     grids: Tensor = made["image_grid_thw"]
@@ -51,7 +51,7 @@ def _videos(videos: Sequence[tuple[EncodedVideo, EncodedSample]], spec: InputSpe
     pixels, grids = [], []
     # One at a time: a processor would stack videos of one size, and each has bounds of its own.
     for video, sample in videos:
-        frames = load_video(video.path, video.data, video.frames, video.indices)
+        frames = load_video(video.path, video.data, video.frames, video.indices, spec.media_rights)
         least, most = spec.limits.video.bounds(len(frames))
         made = _video_processor(spec.model)(
             videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)],

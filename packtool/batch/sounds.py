@@ -61,7 +61,7 @@ def _features(
     """Mel frames of one sound, float32 (bins, frames)."""
     limits = spec.limits.audio
     assert limits is not None, "a sample with sound for a model without limits"
-    wave = load_audio(path, data, limits.sampling_rate, sound.num_samples)
+    wave = load_audio(path, data, limits.sampling_rate, sound.num_samples, spec.media_rights)
     cut = {"padding": True, "truncation": False} if limits.max_features is None else {"padding": "max_length"}
     made = _extractor(spec.model)(
         wave, sampling_rate=limits.sampling_rate, return_attention_mask=True, return_tensors="pt", **cut
@@ -69,8 +69,8 @@ def _features(
     count = int(made["attention_mask"].sum())
     if count != sound.num_features:
         raise MediaError(
-            f"{path or 'an embedded sound'} (row {sample.row} of {sample.source}) has changed since the export: it had "
-            f"{sound.num_features} mel frames, now it has {count}",
+            f"{path or 'an embedded sound'} (row {sample.row} of {sample.source}) has changed since the export: "
+            f"it had {sound.num_features} mel frames, now it has {count}",
             "Put the file back, or run packtool export again with --overwrite.",
         )
     features: Tensor = made["input_features"][0, :, :count]

@@ -8,11 +8,13 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from packtool.config.rows import AccessOptions
 from packtool.config.train import LossReduction
 from packtool.encode.families import MediaLimits, is_multimodal
 from packtool.encode.families.qwen_omni import MODEL_TYPES as OMNI_TYPES
 from packtool.encode.families.qwen_vl import MODEL_TYPES as VISION_TYPES
 from packtool.errors import ConfigError
+from packtool.rows.rights import MediaRights, rights_of_cache
 
 
 @dataclass(frozen=True)
@@ -24,16 +26,21 @@ class InputSpec:
         config: the model's configuration; of an Omni model its thinker's.
         limits: bounds on media that the cache was made with.
         loss_reduction: ``sample`` makes labels weigh so that each sample's mean counts once.
+        media_rights: which media may be read.
     """
 
     model: str
     config: PreTrainedConfig
     limits: MediaLimits
     loss_reduction: LossReduction = "token"
+    media_rights: MediaRights = rights_of_cache(AccessOptions())
 
     @classmethod
-    def load(cls, model: str, limits: MediaLimits) -> InputSpec:
+    def load(cls, model: str, limits: MediaLimits, access: AccessOptions | None = None) -> InputSpec:
         """Read the configuration of ``model``.
+
+        Args:
+            access: which media may be read.
 
         Raises:
             ConfigError: for a multimodal model whose inputs packtool cannot make.
@@ -46,7 +53,7 @@ class InputSpec:
                 "train yet",
                 f"Those it can train are {', '.join(known)}, and every model of text alone.",
             )
-        return cls(model, config, limits)
+        return cls(model, config, limits, media_rights=rights_of_cache(access or AccessOptions()))
 
     @cached_property
     def sees(self) -> bool:

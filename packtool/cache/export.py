@@ -19,15 +19,20 @@ from packtool.cache.restart import begin, check_is_cache, clear, find_finished, 
 from packtool.cache.task import TASKS_DIR, Task, TaskResult
 from packtool.cache.tasks import make_tasks
 from packtool.config.export import ExportConfig
-from packtool.constants import MANIFEST_NAME
-from packtool.encode.blocks import check_template
+from packtool.constants import DROPPED_NAME, MANIFEST_NAME
+from packtool.encode.blocks import check_template, refused_at_first
 from packtool.encode.encoder import Encoder
 from packtool.encode.families import MediaLimits, family_of
 from packtool.encode.model_files import ModelFiles, place_of
 from packtool.errors import DataError, StorageError
 from packtool.progress import Progress
+from packtool.rows.boundary import unforeseen_note
+from packtool.rows.opened import close_readers
+from packtool.rows.rights import ALLOWED_BY, NOT_ALLOWED
 from packtool.rows.scan import scan_sources
 from packtool.rows.sources import sources_of
+
+_LOOKED_AT = 8  # tasks whose first rows are looked at before the work begins
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,7 @@ def export(config: ExportConfig, progress: Progress) -> ExportSummary:
     tasks = make_tasks(scanned, config)
     if not tasks:
         raise DataError(f"no rows in {', '.join(config.dataset)}")
+    _note_refusals(tasks, progress)
     if directory is not None and config.overwrite:
         clear(directory)  # only now: a mistake in the settings must not cost the old cache
     splits = {split for task in tasks for split in task.shards}
@@ -104,12 +110,26 @@ def export(config: ExportConfig, progress: Progress) -> ExportSummary:
     manifest = build_manifest(identity, sources, ordered)
     if not any(split.rows for split in manifest.splits.values()):
         reasons = ", ".join(f"{count} {reason}" for reason, count in manifest.dropped.items())
-        raise DataError(f"none of {manifest.rows} rows is left: {reasons}", _look_at_drops(directory))
+        remedy = _look_at_drops(directory)
+        if NOT_ALLOWED in manifest.dropped:
+            remedy = f"{NOT_ALLOWED}: {ALLOWED_BY}. {remedy}"
+        raise DataError(f"none of {manifest.rows} rows is left: {reasons}", remedy)
     if directory is not None:
         _publish(directory, manifest, ordered, config)
+    told_in = storage.join(directory, DROPPED_NAME) if directory else f"{DROPPED_NAME} of a run without --dry-run"
+    if note := unforeseen_note(manifest.dropped, told_in):
+        progress.note(note)
     lengths = _percentiles(dict(length_counts(ordered)))
     seconds = time.perf_counter() - started
     return _summary(manifest, lengths, seconds, config.output_dir, num_reused=len(done))
+
+
+def _note_refusals(tasks: Sequence[Task], progress: Progress) -> None:
+    """Say before the work begins if rows name media that they may not."""
+    lines = (refused_at_first(task.source, task.blocks) for task in tasks[:_LOOKED_AT])
+    if (line := next(filter(None, lines), None)) is not None:
+        progress.note(line)
+    close_readers()  # workers have their own
 
 
 def _publish(directory: str, manifest: Manifest, results: Sequence[TaskResult], config: ExportConfig) -> None:

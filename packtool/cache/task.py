@@ -209,7 +209,7 @@ class _Outputs:
             counts = self.result.splits[split]
             if self._directory is not None:
                 self._index[split].append(index_part(samples, counts.shard, counts.rows, self._codes))
-                for part in embedded(samples) if self._embed else (samples,):
+                for part in embedded(samples, self._task.source.media_rights) if self._embed else (samples,):
                     self._writers[split].write(part)
             for sample in samples:
                 counts.add(sample)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from packtool.errors import ConfigError
+from packtool.visible import show
 
 _VARIABLE = "PACKTOOL_LOG_LEVEL"
 _LEVELS = ("DEBUG", "INFO")
@@ -30,7 +31,13 @@ def show_debug(debug: bool, environ: Mapping[str, str]) -> None:
         logger.removeHandler(handler)
     logger.setLevel(logging.DEBUG if debug else logging.WARNING)
     if debug:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("packtool: %(message)s"))
-        logger.addHandler(handler)
+        logger.addHandler(_Shown())
         logger.propagate = False
+
+
+class _Shown(logging.Handler):
+    """Shows what is logged on stderr, with control characters made visible."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See ``logging``."""
+        show(f"packtool: {record.getMessage()}", error=True)

@@ -40,6 +40,7 @@ _PANELS = (
     "Scale",
     "Pictures",
     "Video and audio",
+    "Media access",
 )
 
 COMMON_OPTIONS: dict[str, tuple[Any, Any]] = {

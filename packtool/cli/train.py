@@ -42,6 +42,7 @@ def run_train(config: TrainConfig, as_json: bool) -> None:
     from packtool.encode.model_files import ModelFiles
     from packtool.report.statistics import train_lines
     from packtool.report.terminal import TerminalProgress, print_table
+    from packtool.rows.boundary import unforeseen_note
     from packtool.train.result import next_lines
     from packtool.train.run import train
 
@@ -55,6 +56,8 @@ def run_train(config: TrainConfig, as_json: bool) -> None:
     if not world.is_first:
         return
     curves = None if config.dry_run else _draw_curves(result.output_dir)
+    if note := unforeseen_note(result.dropped or {}, os.path.join(result.output_dir, "dropped-*.jsonl")):
+        show(f"packtool: {note}", error=True)
     if as_json:
         from packtool.cache.evaluation_file import plain_json
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from packtool.config.parallel import ParallelOptions, parallel_problems
+from packtool.config.rows import AccessOptions, access_problems
 from packtool.config.settings import REQUIRED, option
 from packtool.config.sizes import Bytes, Tokens
 from packtool.config.verify import ATTN_IMPL_HELP, AttnImpl
@@ -20,7 +21,7 @@ _SUFFIX = ".parquet"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig(ParallelOptions):
+class EvalConfig(AccessOptions, ParallelOptions):
     """What ``packtool eval`` needs to know."""
 
     model: str = option(REQUIRED, "Directory (or hub id) of a model, or of an adapter whose base model is there.")
@@ -49,9 +50,14 @@ class EvalConfig(ParallelOptions):
         env="PACKTOOL_CACHE_DIR_SIZE",
     )
 
+    @property
+    def named_places(self) -> tuple[str, ...]:
+        """Caches."""
+        return self.cached_dataset
+
     def problems(self) -> list[str]:
         """Mistakes that only show when settings are seen together."""
-        found = parallel_problems(self, attn_impl=self.attn_impl)
+        found = [*parallel_problems(self, attn_impl=self.attn_impl), *access_problems(self)]
         if not self.output.endswith(_SUFFIX):
             found.append(f"--output {self.output}: the file's name must end in {_SUFFIX}, for that is what is written")
         return found

@@ -17,6 +17,7 @@ from packtool.config.rows import (
     MediaOverflow,
     RowOptions,
     TruncationStrategy,
+    access_problems,
     image_limit_problems,
 )
 from packtool.config.settings import REQUIRED, option
@@ -93,7 +94,7 @@ class ExportConfig(RowOptions, EncodeSpec):
 
     def problems(self) -> list[str]:
         """Mistakes that only show when settings are seen together."""
-        found = image_limit_problems(self)
+        found = [*image_limit_problems(self), *access_problems(self)]
         if (self.task_index is None) != (self.num_tasks is None):
             found.append("--task-index and --num-tasks go together: part i of n")
         elif self.task_index is not None and self.num_tasks is not None and self.task_index >= self.num_tasks:

@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from packtool.config.settings import option
-from packtool.config.sizes import Tokens
+from packtool.config.sizes import Bytes, Tokens
 
 TruncationStrategy = Literal["delete", "left", "right", "split", "raise"]
 MediaOverflow = Literal["drop", "trim", "raise"]
+MediaAccess = Literal["root", "local", "any"]
+
+MAX_ROW_BYTES = 64_000_000
 
 DATASET_HELP = (
     "Rows: files (json, jsonl, csv, tsv, txt, parquet, arrow, also .gz and .zst), folders, patterns, ids of the "
@@ -33,7 +36,27 @@ LOSS_SCALE_HELP = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowOptions:
+class AccessOptions:
+    """What rows and caches may reach; whoever wrote them need not be whoever runs this."""
+
+    media_access: MediaAccess = option(
+        "root",
+        "Media that rows may name: root, files below the rows' folder and --media-root and the remote stores that "
+        "these lie in; local, also any other file of this machine; any, also any other bucket and address.",
+        panel="Media access",
+    )
+    max_media_bytes: Bytes | None = option(
+        None, "Largest file of a medium, as in 100MB; by default 4GB, and 500MB of a picture.", panel="Media access"
+    )
+
+    @property
+    def named_places(self) -> tuple[str, ...]:
+        """Caches, rows and the media root that the command line names."""
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowOptions(AccessOptions):
     """What decides which rows there are."""
 
     dataset: tuple[str, ...] = option((), DATASET_HELP, panel="Rows")
@@ -53,6 +76,12 @@ class RowOptions:
         panel="Rows",
         env="ROOT_IMAGE_DIR",
     )
+    max_media_failures: int = option(
+        100,
+        "Stop when so many media in a row could not be had because one and the same store is down; 0 never stops.",
+        panel="Media access",
+        minimum=0,
+    )
     split_dataset_ratio: float = option(
         0.0, "Share of the rows that goes to the val split.", panel="Rows", minimum=0.0, maximum=0.999
     )
@@ -63,6 +92,13 @@ class RowOptions:
         env="USE_HF",
     )
     strict: bool = option(False, "Stop at the first row that cannot be used, with exit code 3.", panel="Rows")
+    max_row_bytes: Bytes = option(
+        MAX_ROW_BYTES,
+        "Largest row that is read, as in 64MB; larger ones are left out before they are parsed (of parquet and Arrow "
+        "files, only their texts count).",
+        panel="Rows",
+        minimum=1,
+    )
     dataset_num_proc: int = option(
         1, "Worker processes that encode; the output is the same for any number.", panel="Rows", minimum=1
     )
@@ -136,6 +172,11 @@ class MediaOptions(ImageOptions):
     sampling_rate: int | None = option(
         None, "Samples a second of sound.", panel="Video and audio", env="SAMPLING_RATE", minimum=1
     )
+
+
+def access_problems(options: AccessOptions) -> list[str]:
+    """Mistakes in what rows and caches may reach."""
+    return [] if options.max_media_bytes != 0 else ["--max-media-bytes 0 leaves no medium"]
 
 
 def image_limit_problems(options: ImageOptions) -> list[str]:

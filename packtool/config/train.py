@@ -16,6 +16,7 @@ from packtool.config.packing import PackingOptions, packing_problems
 from packtool.config.parallel import ParallelOptions, parallel_problems
 from packtool.config.rows import (
     LOSS_SCALE_HELP,
+    MAX_ROW_BYTES,
     OVERFLOW_HELP,
     TEMPLATE_HELP,
     TRUNCATION_HELP,
@@ -23,6 +24,7 @@ from packtool.config.rows import (
     MediaOverflow,
     RowOptions,
     TruncationStrategy,
+    access_problems,
     image_limit_problems,
 )
 from packtool.config.settings import REQUIRED, option
@@ -201,7 +203,12 @@ class TrainConfig(
 
     def problems(self) -> list[str]:
         """Mistakes that only show when settings are seen together."""
-        found = [*image_limit_problems(self), *packing_problems(self, self.packing), *self._row_problems()]
+        found = [
+            *image_limit_problems(self),
+            *access_problems(self),
+            *packing_problems(self, self.packing),
+            *self._row_problems(),
+        ]
         found += parallel_problems(self, removes_padding=self.removes_padding, attn_impl=self.attn_impl)
         if self.padding_free and not self.removes_padding:
             found.append("--padding-free true goes with --packing true, or with --dynamic-batch-tokens N")
@@ -284,6 +291,7 @@ class TrainConfig(
             found.append("give either --cached-dataset, made by packtool export, or --dataset with rows")
         if not self.dataset:
             given = [name for name in ROWS_ONLY if getattr(self, name)]
+            given += ["max_row_bytes"] if self.max_row_bytes != MAX_ROW_BYTES else []
             found += [f"--{name.replace('_', '-')} goes with --dataset: a cache stays as exported" for name in given]
         if not self.streaming:
             return found
@@ -327,6 +335,11 @@ class TrainConfig(
             seed=self.seed,
             output_dir=output_dir,
         )
+
+    @property
+    def named_places(self) -> tuple[str, ...]:
+        """Caches, rows and the media root."""
+        return (*self.cached_dataset, *self.dataset, *([self.media_root] if self.media_root else []))
 
     @property
     def removes_padding(self) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from packtool.config.parallel import ParallelOptions, parallel_problems
+from packtool.config.rows import AccessOptions, access_problems
 from packtool.config.settings import REQUIRED, Synonyms, option
 from packtool.config.sizes import Tokens
 
@@ -29,7 +30,7 @@ ATTN_IMPL_HELP = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyConfig(ParallelOptions):
+class VerifyConfig(AccessOptions, ParallelOptions):
     """What ``packtool verify`` needs to know."""
 
     model: str = option(REQUIRED, "Directory (or hub id) of the model.")
@@ -46,6 +47,11 @@ class VerifyConfig(ParallelOptions):
     )
     seed: int = option(42, "Seed of the packing.", minimum=0)
 
+    @property
+    def named_places(self) -> tuple[str, ...]:
+        """Caches."""
+        return self.cached_dataset
+
     def problems(self) -> list[str]:
         """Mistakes that only show when settings are seen together."""
-        return parallel_problems(self, attn_impl=self.attn_impl)
+        return [*parallel_problems(self, attn_impl=self.attn_impl), *access_problems(self)]

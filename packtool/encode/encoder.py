@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,8 @@ from packtool.encode.assemble import Layout, Tokens, join, lay_out, num_common
 from packtool.encode.control import ControlVocabulary, Piece, Shield
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.families import Kind, MediaLimits, Medium, Part, family_of
-from packtool.encode.fit import Tokenized, fit
+from packtool.encode.fit import Tokenized, fit, over_long
+from packtool.encode.left_out import LeftOut
 from packtool.encode.loss_scale import LossScale, Weights, parse_loss_scale
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.pieces import PieceTokenizer
@@ -22,9 +24,13 @@ from packtool.encode.targets import TurnFinder, TurnPieces, role_tokens
 from packtool.encode.template import ChatTemplate, TemplateFailure
 from packtool.errors import ConfigError
 from packtool.media.opening import MediaProblem
+from packtool.rows.forms.marks import lone_mark_detail
+from packtool.rows.rights import MediaRights
 from packtool.rows.sample import Dropped, MediaRef, Sample, Turn
 
 _REMEMBERED_MEDIA = 10_000
+# Characters a token of a text that is looked at before it is tokenized: most texts have fewer.
+_CHARS_PER_TOKEN = 8
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,7 @@ class Encoder:
         self._finder: TurnFinder | None = None
         if files.chat_template:
             self._template = ChatTemplate(files.chat_template, files.template_variables, content_as_list=as_list)
+            self._left_out = LeftOut(self._template.render)
             self._vocabulary, self._finder = _turn_finder(self._template, tokenizer, media_tokens)
         else:
             self._vocabulary = ControlVocabulary(tokenizer, media_tokens)
@@ -71,7 +78,7 @@ class Encoder:
         self._pieces = PieceTokenizer(tokenizer, self._vocabulary)
         parse_loss_scale(spec.loss_scale)
         self._end_of_text = files.template_variables.get("eos_token", "")
-        self._measured: dict[tuple[str, str], Medium] = {}
+        self._measured: dict[tuple[str, str, MediaRights], Medium] = {}
 
     def encode(self, samples: Sequence[Sample]) -> list[list[EncodedSample] | Dropped]:
         """Encode many samples; each becomes exactly one result, in order.
@@ -119,6 +126,9 @@ class Encoder:
             }
         except MediaProblem as problem:
             return Dropped(sample.source, sample.row, problem.reason, problem.detail)
+        if self._family is not None and sample.lone_mark:
+            detail = lone_mark_detail(sample.lone_mark)
+            return Dropped(sample.source, sample.row, f"{sample.lone_mark}_marks", detail)
         if self._family is not None and self._family.alone_only and len(sample.images) > 1:
             detail = "this model's processor spells several pictures of a row in a way that packtool does not follow"
             return Dropped(sample.source, sample.row, "media_unsupported", detail)
@@ -138,7 +148,24 @@ class Encoder:
             detail = f"{len(turns)} of {num_answers} assistant turns can be told apart in the rendered conversation"
             return Dropped(sample.source, sample.row, "turns_not_found", detail)
         parts_of = self._family.parts if self._family is not None else _no_parts
-        return _Rendered(sample, pieces, turns, media, lay_out(pieces, media, parts_of))
+        rendered = _Rendered(sample, pieces, turns, media, lay_out(pieces, media, parts_of))
+        return self._hopeless(rendered) or rendered
+
+    def _hopeless(self, item: _Rendered) -> Dropped | None:
+        """Why a row is dropped whose text alone is certainly too long, told before it is tokenized.
+
+        Where a part of it would be kept, the tokens must be known; where its media may be at fault too, ``fit`` says
+        what becomes of it.
+        """
+        limit, units = self.spec.max_length, item.layout.units
+        if self.spec.truncation_strategy not in ("delete", "raise"):
+            return None
+        if sum(len(unit.text) for unit in units) <= _CHARS_PER_TOKEN * limit:
+            return None
+        least = self._pieces.least(units, limit + 1)
+        if least <= limit or sum(unit.times for unit in units) >= limit:
+            return None
+        return over_long(item.sample, self.spec, f"at least {least}")
 
     def _cut(self, sample: Sample, kinds: Sequence[str]) -> list[Piece]:
         """The rendered conversation (a text for pretraining: the text itself) in pieces.
@@ -148,6 +175,8 @@ class Encoder:
         """
         try:
             shield = Shield(self._vocabulary, _strings(sample))
+        except _CannotRender:
+            raise
         except ValueError as error:
             raise _CannotRender("private_characters", str(error)) from error
         if sample.is_text:
@@ -161,9 +190,13 @@ class Encoder:
         as_list = self._family is not None and self._family.content_as_list
         try:
             messages = [_message(turn, shield, kinds, as_list) for turn in sample.turns]
-            rendered = self._template.render(messages, shield.value(sample.tools))
+            tools = shield.value(sample.tools)
+            rendered = self._template.render(messages, tools)
         except (TemplateFailure, RecursionError) as failure:
             raise _CannotRender("template_refused", str(failure)) from failure
+        if (number := self._left_out.first(sample.turns, messages, tools)) is not None:
+            detail = f"the chat template leaves out turn {number}, of the {sample.turns[number].role}"
+            raise _CannotRender("turn_left_out", detail)
         return shield.cut(rendered, self._family.placeholders) if self._family is not None else shield.cut(rendered)
 
     def _measure(self, kind: Kind, ref: MediaRef) -> Medium:
@@ -171,11 +204,12 @@ class Encoder:
             raise MediaProblem("media_unsupported", f"the row has {kind}s, and the model reads text only")
         if ref.path is None:
             return self._family.measure(kind, ref)
-        medium = self._measured.get((kind, ref.path))
+        key = kind, ref.path, ref.rights
+        medium = self._measured.get(key)
         if medium is None:
             medium = self._family.measure(kind, ref)
             if len(self._measured) < _REMEMBERED_MEDIA:
-                self._measured[kind, ref.path] = medium
+                self._measured[key] = medium
         return medium
 
     def _tokenized(self, item: _Rendered, unit_ids: list[list[int]]) -> Tokenized:
@@ -307,7 +341,11 @@ def _turn_finder(
 
 
 def _strings(sample: Sample) -> list[str]:
-    """Every string of a sample that a template may print."""
+    """Every string of a sample that a template may print.
+
+    Raises:
+        _CannotRender: if a template might print NaN or an infinite number, which no JSON has.
+    """
     found = [turn.content for turn in sample.turns]
     stack: list[object] = [turn.extra for turn in sample.turns if turn.extra]
     stack += list(sample.tools or ())
@@ -319,4 +357,6 @@ def _strings(sample: Sample) -> list[str]:
             stack += [*value.keys(), *value.values()]
         elif isinstance(value, (list, tuple)):
             stack += value
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise _CannotRender("invalid_content", f"the number {value} stands in tools or in a tool call")
     return found

@@ -14,7 +14,7 @@ from packtool.constants import IGNORE_INDEX
 from packtool.encode.assemble import Span
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray
 from packtool.encode.truncate import Side, kept_positions, moved_turns, oldest_to_remove
-from packtool.errors import ConfigError, RowError
+from packtool.errors import RowError
 from packtool.rows.sample import Dropped, Sample
 
 Positions = npt.NDArray[np.int64]
@@ -81,14 +81,13 @@ def fit(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped:
 
     Raises:
         RowError: if it does not fit and the strategy is ``raise``.
-        ConfigError: for ``split`` with anything but texts for pretraining.
     """
     sample, limit = item.sample, spec.max_length
     if spec.truncation_strategy == "split":
         return _split(item, limit)
     if len(item.ids) > limit:
         if spec.truncation_strategy == "raise":
-            raise _too_long(sample, f"{len(item.ids)} tokens, at most {limit} are allowed")
+            over_long(sample, spec, str(len(item.ids)))
         num_media_tokens = int(item.in_media().sum())
         if num_media_tokens >= limit:
             detail = f"{num_media_tokens} tokens of media leave no room for text in {limit}"
@@ -99,7 +98,7 @@ def fit(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped:
             item = _without_oldest(item, limit)
     if len(item.ids) > limit:
         if spec.truncation_strategy == "delete":
-            return Dropped(sample.source, sample.row, "over_max_length", f"{len(item.ids)} tokens, limit {limit}")
+            return over_long(sample, spec, str(len(item.ids)))
         side: Side = "right" if spec.truncation_strategy == "right" else "left"
         item = item.taken(kept_positions(item.in_media(), limit, side))
     found = _labelled(item)
@@ -107,6 +106,20 @@ def fit(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped:
         detail = "truncation left no target" if item.num_removed else "no assistant turn has tokens to learn"
         return Dropped(sample.source, sample.row, "no_target_tokens", detail)
     return [found]
+
+
+def over_long(sample: Sample, spec: EncodeSpec, length: str) -> Dropped:
+    """What becomes of a row that is too long and is not cut.
+
+    Args:
+        length: its tokens, as far as they are known.
+
+    Raises:
+        RowError: if the strategy is ``raise``.
+    """
+    if spec.truncation_strategy == "raise":
+        raise _too_long(sample, f"{length} tokens, at most {spec.max_length} are allowed")
+    return Dropped(sample.source, sample.row, "over_max_length", f"{length} tokens, limit {spec.max_length}")
 
 
 def _without_oldest(item: Tokenized, limit: int) -> Tokenized:
@@ -121,11 +134,11 @@ def _split(item: Tokenized, limit: int) -> list[EncodedSample] | Dropped:
     sample = item.sample
     if not sample.is_text or item.spans:
         what = "has media" if item.spans else "is a conversation"
-        raise ConfigError(
-            f"{sample.source}, row {sample.row}: --truncation-strategy split cuts texts for pretraining, "
-            f"and this row {what}",
-            "Use --truncation-strategy delete, left or right.",
+        detail = (
+            f"--truncation-strategy split cuts texts for pretraining, and this row {what}; "
+            "use --truncation-strategy delete, left or right"
         )
+        return Dropped(sample.source, sample.row, "cannot_be_split", detail)
     pieces = [
         _labelled(replace(item.taken(np.arange(start, min(start + limit, len(item.ids)))), num_removed=0))
         for start in range(0, len(item.ids), limit)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 
 from packtool.encode.control import ControlVocabulary, Piece
+from packtool.encode.least_tokens import LeastTokens
 from packtool.encode.words import WordTokenizer
 
 # Short pieces (a newline, a role) come back in every turn of every row.
@@ -33,6 +34,7 @@ class PieceTokenizer:
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._words = WordTokenizer.of(tokenizer)
+        self._least = LeastTokens(tokenizer, self._words)
         self._remembered: dict[str, list[int]] = {}
         self.context_free = self._is_context_free()
 
@@ -54,6 +56,16 @@ class PieceTokenizer:
         if len(self._remembered) < _REMEMBERED_PIECES:
             self._remembered.update({text: ids for text, ids in found.items() if len(text) <= _REMEMBERED_CHARS})
         return result
+
+    def least(self, pieces: Sequence[Piece], enough: int) -> int:
+        """A number of tokens that the texts of pieces have at least; counting ends at ``enough``."""
+        least = 0
+        if self.context_free:
+            for i in range(len(pieces)):
+                least += self._least.of(self._trimmed(pieces, i), enough - least)
+                if least >= enough:
+                    break
+        return least
 
     def offsets(self, text: str) -> list[tuple[int, int]]:
         """Characters [start, end) of each token of one piece's text."""

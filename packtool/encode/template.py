@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from itertools import islice
 from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
+import jinja2.runtime
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from packtool.errors import ConfigError
@@ -20,6 +22,10 @@ _FAILURES = (
     *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError),
     *(ArithmeticError, RecursionError),
 )
+_COUNTED = "packtool_counted"
+_MOST_ROUNDS = 10_000_000
+"""Rounds of all loops of one rendering: some seconds."""
+_MOST_CHARS = 1 << 28
 _DICT_NAMES = frozenset(dir(dict))
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
@@ -39,12 +45,58 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with a short way for what nearly every attribute of a chat template is: a key of a message."""
+    """The sandbox, with a short way for what nearly every attribute of a chat template is: a key of a message.
+
+    It also counts: a loop is charged for its rounds when it begins, and a product for its size, so that a template
+    that would run for hours, or fill the memory, ends. The sandbox itself bounds one ``range`` only, not loops in
+    loops.
+    """
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.rounds_left = _MOST_ROUNDS
+        self.filters[_COUNTED] = _counted
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
+        template = super()._parse(source, name, filename)
+        for loop in template.find_all(jinja2.nodes.For):
+            loop.iter = jinja2.nodes.Filter(loop.iter, _COUNTED, [], [], None, None, lineno=loop.lineno)
+        return template
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        if _size_of_product(operator, left, right) > _MOST_CHARS:
+            raise TemplateFailure(f"{operator} makes something of more than {_MOST_CHARS:,} characters or digits")
+        return super().call_binop(context, operator, left, right)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is dict and attribute in obj and attribute not in _DICT_NAMES:
             return obj[attribute]
         return super().getattr(obj, attribute)
+
+
+@jinja2.pass_context  # with the context, because what needs none is computed when a template is compiled
+def _counted(context: jinja2.runtime.Context, items: Any) -> Any:
+    """What a loop goes over, as it is; its rounds are taken off those that a rendering may have."""
+    environment = context.environment
+    assert isinstance(environment, _Environment)
+    if not hasattr(items, "__len__") and not isinstance(items, jinja2.Undefined):
+        items = list(islice(items, environment.rounds_left + 1))
+    environment.rounds_left -= len(items)
+    if environment.rounds_left < 0:
+        raise TemplateFailure(f"the template's loops have more than {_MOST_ROUNDS:,} rounds")
+    return items
+
+
+def _size_of_product(operator: str, left: Any, right: Any) -> int:
+    """Characters, items or bits that ``*`` and ``**`` make, about."""
+    for one, other in ((left, right), (right, left)):
+        if operator == "*" and isinstance(one, (str, list, tuple)) and isinstance(other, int):
+            return len(one) * other
+    if isinstance(left, int) and isinstance(right, int):
+        return left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+    return 0
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -77,6 +129,7 @@ class ChatTemplate:
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
+        self._environment = environment
         try:
             self._template = environment.from_string(text)
         except jinja2.TemplateSyntaxError as error:
@@ -94,16 +147,25 @@ class ChatTemplate:
         Raises:
             TemplateFailure: if the template refuses it.
         """
+        self._environment.rounds_left = _MOST_ROUNDS
+        pieces, num_chars = [], 0
         try:
-            return self._template.render(
+            for piece in self._template.generate(
                 messages=[self._prepared(message) for message in messages],
                 tools=list(tools) if tools else None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._variables,
-            )
+            ):
+                pieces.append(piece)
+                num_chars += len(piece)
+                if num_chars > _MOST_CHARS:
+                    raise TemplateFailure(f"the template writes more than {_MOST_CHARS:,} characters")
+        except TemplateFailure:
+            raise
         except _FAILURES as error:
             raise TemplateFailure(str(error) or type(error).__name__) from error
+        return "".join(pieces)
 
     def _prepared(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         content = message.get("content")

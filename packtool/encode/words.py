@@ -15,7 +15,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Iterable
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -47,8 +47,10 @@ class WordTokenizer:
 
     def __init__(self, tokenizer: Tokenizer, pattern: str, added: dict[str, int], normalized: bool) -> None:
         self._words = _Words(tokenizer)
-        self._cut = re.compile(_translated(pattern, _safe_chars())).findall
-        self._cut_ascii = re.compile(_translated(pattern, "".join(map(chr, range(128))))).findall
+        of_any = re.compile(_translated(pattern, _safe_chars()))
+        of_ascii = re.compile(_translated(pattern, "".join(map(chr, range(128)))))
+        self._cut, self._iterate = of_any.findall, of_any.finditer
+        self._cut_ascii, self._iterate_ascii = of_ascii.findall, of_ascii.finditer
         self._added = added
         alternatives = "|".join(re.escape(token) for token in sorted(added, key=len, reverse=True))
         self._find_added = re.compile(f"({alternatives})") if added else None
@@ -66,12 +68,23 @@ class WordTokenizer:
         added = {token.content: i for i, token in found_in_text.items()}
         return cls(tokenizer, pattern, added, normalized=tokenizer.normalizer is not None)
 
+    def num_words(self, text: str, enough: int) -> int:
+        """Words of a text, each of which is a token or more; counting ends at ``enough``. 0 if it is not known."""
+        is_ascii = text.isascii()
+        if not self._is_safe(text, is_ascii) or (self._find_added is not None and self._find_added.search(text)):
+            return 0
+        words = (self._iterate_ascii if is_ascii else self._iterate)(text)
+        return sum(1 for _ in islice(words, enough))
+
+    def _is_safe(self, text: str, is_ascii: bool) -> bool:
+        if not (is_ascii and text.isprintable()) and _UNSAFE.search(text):
+            return False
+        return is_ascii or not self._normalized or unicodedata.is_normalized("NFC", text)
+
     def encode(self, text: str) -> list[int] | None:
         """Ids of a text, or None if the library must be asked."""
         is_ascii = text.isascii()
-        if not (is_ascii and text.isprintable()) and _UNSAFE.search(text):
-            return None
-        if self._normalized and not is_ascii and not unicodedata.is_normalized("NFC", text):
+        if not self._is_safe(text, is_ascii):
             return None
         cut, look_up = self._cut_ascii if is_ascii else self._cut, self._words.__getitem__
         if self._find_added is None or not self._find_added.search(text):
@@ -104,7 +117,7 @@ def _pattern(tokenizer: Tokenizer) -> str | None:
     model = tokenizer.model
     if not isinstance(model, BPE) or model.dropout or model.continuing_subword_prefix or model.end_of_word_suffix:
         return None
-    normalizer, cutter = _layout(tokenizer.normalizer), _layout(tokenizer.pre_tokenizer)
+    normalizer, cutter = layout_of(tokenizer.normalizer), layout_of(tokenizer.pre_tokenizer)
     steps = cutter.get("pretokenizers", ())
     if normalizer.get("type", "NFC") != "NFC" or [step["type"] for step in steps] != ["Split", "ByteLevel"]:
         return None
@@ -115,7 +128,7 @@ def _pattern(tokenizer: Tokenizer) -> str | None:
     return pattern if isinstance(pattern, str) and _is_understood(pattern) else None
 
 
-def _layout(component: Any) -> dict[str, Any]:
+def layout_of(component: Any) -> dict[str, Any]:
     """A normalizer's or pre-tokenizer's settings; nothing for none, or for one written in Python."""
     if component is None:
         return {}

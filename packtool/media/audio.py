@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,9 +9,10 @@ import av
 import numpy as np
 import numpy.typing as npt
 
-from packtool import storage
-from packtool.errors import MediaError
-from packtool.media.opening import MediaProblem, label, open_medium
+from packtool.media.container import check_end, is_counted, open_container
+from packtool.media.load import ANY, media_error, unlike_the_export
+from packtool.media.opening import MediaProblem, label
+from packtool.rows.rights import MediaRights
 from packtool.rows.sample import MediaRef
 
 # Streams without a table of contents: their duration is guessed from the bit rate.
@@ -27,12 +27,13 @@ def measure_audio(ref: MediaRef, sampling_rate: int) -> int:
     Raises:
         MediaProblem: if it is missing, holds no sound, or cannot be decoded.
     """
-    with _container(ref) as container:
+    with open_container(ref) as container:
         stream = _stream(container, ref)
         declared = _declared_seconds(container, stream)
         if declared is not None:
             if next(container.decode(stream), None) is None:
                 raise MediaProblem("media_unreadable", f"{label(ref)}: no sound can be decoded")
+            check_end(container, stream, ref)
             return round(declared * sampling_rate)
         count = sum(part.shape[0] for part in _decoded(container, stream, sampling_rate))
     if not count:
@@ -41,7 +42,11 @@ def measure_audio(ref: MediaRef, sampling_rate: int) -> int:
 
 
 def load_audio(
-    path: str | None, data: bytes | None, sampling_rate: int, num_samples: int | None = None
+    path: str | None,
+    data: bytes | None,
+    sampling_rate: int,
+    num_samples: int | None = None,
+    rights: MediaRights = ANY,
 ) -> npt.NDArray[np.float32]:
     """The first audio stream as mono, float32 (num_samples,) from -1 to 1.
 
@@ -51,35 +56,26 @@ def load_audio(
     Raises:
         MediaError: if the file is gone, cannot be decoded, or is not as long as it was, naming it.
     """
-    ref = MediaRef(path, data)
+    ref = MediaRef(path, data, rights=rights)
+    tolerance = int(_TOLERANCE_SECONDS * sampling_rate)
+    most = None if num_samples is None else num_samples + tolerance
+    parts, found = [], 0
     try:
-        with _container(ref) as container:
-            parts = list(_decoded(container, _stream(container, ref), sampling_rate))
+        with open_container(ref) as container:
+            for part in _decoded(container, _stream(container, ref), sampling_rate):
+                parts.append(part)
+                found += len(part)
+                if most is not None and found > most:
+                    break
     except MediaProblem as problem:
-        raise MediaError(
-            f"{problem.detail} ({problem.reason})",
-            "The file was readable when the cache was made: restore it, or export again.",
-        ) from problem
+        raise media_error(problem) from problem
     sound = np.concatenate(parts) if parts else np.zeros(0, np.float32)
     if num_samples is None:
         return sound
-    if abs(len(sound) - num_samples) > _TOLERANCE_SECONDS * sampling_rate:
-        raise MediaError(
-            f"{label(ref)} has changed since the export: it had {num_samples / sampling_rate:.2f} s of sound, "
-            f"now it has {len(sound) / sampling_rate:.2f} s",
-            "Put the file back, or run packtool export again with --overwrite.",
-        )
+    if abs(found - num_samples) > tolerance:
+        more = "more" if found > num_samples else f"{found / sampling_rate:.2f} s"
+        raise unlike_the_export(ref, f"{num_samples / sampling_rate:.2f} s of sound", more)
     return np.pad(sound[:num_samples], (0, max(num_samples - len(sound), 0)))
-
-
-@contextlib.contextmanager
-def _container(ref: MediaRef) -> Iterator[Any]:
-    with open_medium(ref, storage.ROWS_BLOCK) as file:
-        try:
-            with av.open(file) as container:
-                yield container
-        except av.error.FFmpegError as error:
-            raise MediaProblem("media_unreadable", f"{label(ref)}: {error.strerror or error}") from error
 
 
 def _stream(container: Any, ref: MediaRef) -> Any:
@@ -92,7 +88,7 @@ def _declared_seconds(container: Any, stream: Any) -> float | None:
     """Duration by the header, None if it is a guess."""
     if any(name in container.format.name.split(",") for name in _GUESSED_FORMATS):
         return None
-    if not stream.duration or not stream.time_base:
+    if not stream.duration or not stream.time_base or not is_counted(container, stream):
         return None
     return float(stream.duration * stream.time_base)
 

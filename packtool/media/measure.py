@@ -1,6 +1,8 @@
 """Pictures measured from their header: a picture's token count needs its width and height, nothing else.
 
-Of local files the end is looked at, too: one that was cut off is found now, not in the middle of training.
+That the rest is there is looked at, too, so that a file that was cut off is found now and not in the middle of
+training: where the format says how long it is or how it ends, by that, else by decoding it. Of remote files larger than
+the first block only the former is looked at.
 
 The size is the one after the EXIF orientation is applied, because that is how ``load`` (and transformers'
 ``load_image``) show a picture to the model.
@@ -10,58 +12,90 @@ from __future__ import annotations
 
 import os
 import warnings
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
 from packtool import storage
+from packtool.media.load import open_picture
 from packtool.media.opening import MediaProblem, label, open_medium
 from packtool.rows.sample import MediaRef
 
 _ORIENTATION_TAG = 0x0112
 _SIDEWAYS = (5, 6, 7, 8)
-_END_MARKS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
+_END_MARKS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND", "JPEG2000": b"\xff\xd9"}
 _END_BYTES = 1024
+# Offsets and sizes of a TIFF's strips and tiles.
+_TIFF_PARTS = ((273, 279), (324, 325))
 
 
 def measure_image(image: MediaRef) -> tuple[int, int]:
     """(height, width) in pixels as the model will see it.
 
     Raises:
-        MediaProblem: if the file is missing, is no picture or has an absurd size.
+        MediaProblem: if the file is missing, is no picture, was cut off or has an absurd size.
+        StorageError: as ``open_medium``.
     """
-    with open_medium(image) as file:
+    with warnings.catch_warnings(), open_medium(image, is_image=True) as file:
+        warnings.simplefilter("ignore")  # of large pictures, and of damage that makes an error or none
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
         try:
-            return _measure(file, look_at_end=image.path is None or not storage.is_remote(image.path))
+            return _measure(file, size, is_cheap=not _is_far(image) or size <= storage.HEADER_BLOCK)
         except UnidentifiedImageError:
             raise MediaProblem("media_unreadable", f"{label(image)}: not a picture") from None
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise MediaProblem("media_unreadable", f"{label(image)}: {error}") from error
+        except Image.DecompressionBombError as error:
+            raise MediaProblem("media_size", f"{label(image)}: {error}") from error
 
 
-def _measure(file: BinaryIO, look_at_end: bool) -> tuple[int, int]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-        picture = Image.open(file)
-    width, height = picture.size
+def _is_far(image: MediaRef) -> bool:
+    return image.path is not None and storage.is_remote(image.path)
+
+
+def _measure(file: BinaryIO, size: int, is_cheap: bool) -> tuple[int, int]:
+    picture = open_picture(file)
+    begin, (width, height) = file.tell(), picture.size
+    declared = _declared_bytes(picture, file)
     if isinstance(picture, PngImagePlugin.PngImageFile):
         orientation = _png_orientation(picture, file)
     elif picture.format == "TIFF":
         orientation = 1  # Pillow's TIFF reader has swapped the sides already
     else:
         orientation = picture.getexif().get(_ORIENTATION_TAG, 1)
-    if look_at_end and (mark := _END_MARKS.get(picture.format or "")) and not _ends_with(file, mark):
-        # Cut off, perhaps: only decoding tells whether what is left is all that is needed.
+    if declared is not None and declared > size:
+        raise ValueError(f"the file is truncated: it declares {declared:,} bytes and has {size:,}")
+    if declared is None and is_cheap and not _ends(picture.format, file, begin, size):
         picture.load()
     return (width, height) if orientation in _SIDEWAYS else (height, width)
 
 
-def _ends_with(file: BinaryIO, mark: bytes) -> bool:
-    """Whether a file's last bytes hold its format's end mark; some writers add a little behind it."""
-    file.seek(0, os.SEEK_END)
-    size = file.tell()
-    file.seek(max(size - _END_BYTES, 0))
-    return mark in file.read(_END_BYTES)
+def _declared_bytes(picture: Any, file: BinaryIO) -> int | None:
+    """How long the header says the file is, at least; None if it does not."""
+    if picture.format == "WEBP":
+        file.seek(4)
+        return 8 + int.from_bytes(file.read(4), "little")
+    if picture.format == "BMP" and picture.tile and picture.tile[0].codec_name == "raw":
+        stride = picture.tile[0].args[1]
+        return int(picture.tile[0].offset + stride * picture.height)
+    if picture.format == "TIFF":
+        for offsets, sizes in _TIFF_PARTS:
+            begins, counts = picture.tag_v2.get(offsets), picture.tag_v2.get(sizes)
+            if begins and counts and len(begins) == len(counts):
+                return int(max(begin + count for begin, count in zip(begins, counts, strict=True)))
+    return None
+
+
+def _ends(form: str | None, file: BinaryIO, begin: int, size: int) -> bool:
+    """Whether a file's last bytes, of those behind its header, hold its format's end mark.
+
+    Some writers add a little behind it. Where it is not found, only decoding tells whether what is left is all that is
+    needed.
+    """
+    if (mark := _END_MARKS.get(form or "")) is None:
+        return False
+    start = max(size - _END_BYTES, begin if mark == b"\xff\xd9" else 0)
+    file.seek(start)
+    return mark in file.read(size - start)
 
 
 def _png_orientation(picture: PngImagePlugin.PngImageFile, file: BinaryIO) -> int:

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import av
 import numpy as np
 import numpy.typing as npt
 
-from packtool import storage
-from packtool.errors import MediaError
-from packtool.media.load import load_image
+from packtool.media.container import check_end, is_counted, is_indexed, open_container
+from packtool.media.load import ANY, load_image, media_error, unlike_the_export
 from packtool.media.measure import measure_image
-from packtool.media.opening import MediaProblem, label, open_medium
+from packtool.media.opening import MediaProblem, label
+from packtool.rows.rights import MediaRights
 from packtool.rows.sample import MediaRef
 
 FRAMES_A_SECOND = 2.0
 """Of a video that is given as pictures, when nothing says otherwise (as Qwen's tools have it)."""
 
 _FALLBACK_RATE = 24.0
-# Headers of these say how many frames there are because seeking needs it.
-_COUNTED_FORMATS = ("mov", "mp4")
 
 
 @dataclass(frozen=True)
@@ -59,14 +55,16 @@ def measure_video(ref: MediaRef) -> VideoSize:
             raise MediaProblem("media_size", f"{label(ref)}: the frames have different sizes: {sorted(sizes)}")
         height, width = sizes.pop()
         return VideoSize(height, width, len(ref.frames), ref.fps or FRAMES_A_SECOND, has_sound=False)
-    with _container(ref) as container:
+    with open_container(ref) as container:
         stream = _stream(container, ref)
         rate = float(stream.average_rate or 0)
         num_frames = _declared_frames(container, stream)
         first = next(container.decode(stream), None)
         if first is None:
             raise MediaProblem("media_unreadable", f"{label(ref)}: no frame can be decoded")
-        if num_frames is None:
+        if num_frames is not None:
+            check_end(container, stream, ref)
+        else:
             num_frames = 1 + sum(1 for _ in container.decode(stream))
         seconds = float(stream.duration * stream.time_base) if stream.duration and stream.time_base else 0.0
         rate = rate or (num_frames / seconds if seconds else _FALLBACK_RATE)
@@ -77,7 +75,11 @@ def measure_video(ref: MediaRef) -> VideoSize:
 
 
 def load_video(
-    path: str | None, data: bytes | None, frames: Sequence[tuple[str | None, bytes | None]], indices: Sequence[int]
+    path: str | None,
+    data: bytes | None,
+    frames: Sequence[tuple[str | None, bytes | None]],
+    indices: Sequence[int],
+    rights: MediaRights = ANY,
 ) -> npt.NDArray[np.uint8]:
     """The frames that a training step sees, uint8 (T, H, W, 3), turned as they are shown.
 
@@ -89,12 +91,12 @@ def load_video(
         MediaError: if the file is gone, cannot be decoded, or has fewer frames, naming it.
     """
     if frames:
-        return np.stack([np.asarray(load_image(*frames[i])) for i in indices])
-    ref = MediaRef(path, data)
+        return np.stack([np.asarray(load_image(*frames[i], rights)) for i in indices])
+    ref = MediaRef(path, data, rights=rights)
     wanted = set(indices)
     found: dict[int, npt.NDArray[np.uint8]] = {}
     try:
-        with _container(ref) as container:
+        with open_container(ref) as container:
             stream = _stream(container, ref)
             stream.thread_type = "AUTO"
             for number, frame in enumerate(container.decode(stream)):
@@ -104,26 +106,10 @@ def load_video(
                 if number >= max(wanted, default=0):
                     break
     except MediaProblem as problem:
-        raise MediaError(
-            f"{problem.detail} ({problem.reason})",
-            "The file was readable when the cache was made: restore it, or export again.",
-        ) from problem
+        raise media_error(problem) from problem
     if len(found) < len(wanted):
-        raise MediaError(
-            f"{label(ref)} has changed since the export: frame {max(wanted - found.keys())} is missing",
-            "Put the file back, or run packtool export again with --overwrite.",
-        )
+        raise unlike_the_export(ref, f"a frame {max(wanted)}", f"no frame {max(wanted - found.keys())}")
     return np.stack([found[i] for i in indices])
-
-
-@contextlib.contextmanager
-def _container(ref: MediaRef) -> Iterator[Any]:
-    with open_medium(ref, storage.ROWS_BLOCK) as file:
-        try:
-            with av.open(file) as container:
-                yield container
-        except av.error.FFmpegError as error:
-            raise MediaProblem("media_unreadable", f"{label(ref)}: {error.strerror or error}") from error
 
 
 def _stream(container: Any, ref: MediaRef) -> Any:
@@ -135,7 +121,7 @@ def _stream(container: Any, ref: MediaRef) -> Any:
 def _declared_frames(container: Any, stream: Any) -> int | None:
     """Number of frames by the header, None if it says nothing or nothing that can be true."""
     count, rate = int(stream.frames or 0), float(stream.average_rate or 0)
-    if not count or not any(name in container.format.name.split(",") for name in _COUNTED_FORMATS):
+    if not count or not is_indexed(container) or not is_counted(container, stream):
         return None
     if not stream.duration or not rate:
         return None

@@ -3,54 +3,98 @@
 from __future__ import annotations
 
 import codecs
+import io
 import json
 import re
 from collections.abc import Iterator
 
+from packtool.config.rows import MAX_ROW_BYTES
 from packtool.errors import DataError
-from packtool.rows.lines import CHUNK_BYTES
-from packtool.rows.opened import Hashed
-from packtool.rows.source import BLOCK_ROWS, Block
+from packtool.rows.encoding import check_encoding
+from packtool.rows.lines import CHUNK_BYTES, was_passed_over
+from packtool.rows.opened import Hashed, TextReader, changed, opened
+from packtool.rows.source import BLOCK_ROWS, Block, Source
 
 _BLOCK_BYTES = 1 << 23
 _SPACE = re.compile(r"[ \t\r\n]*")
 _SEPARATOR = re.compile(r"[ \t\r\n]*([,\]])[ \t\r\n]*")
 # A literal or an escape is at most so long: an error further from the window's end is no effect of its ending there.
 _LONGEST_TOKEN = 32
+# Where an element ends that is passed over without parsing it.
+_BRACKETS, _OF_STRINGS, _BEHIND = re.compile(r'[\[\]{}"]'), re.compile(r'["\\]'), re.compile(r"[,\]]")
 
 
-def find_elements(path: str, file: Hashed) -> Iterator[Block]:
+def find_elements(path: str, file: Hashed, longest: int = MAX_ROW_BYTES) -> Iterator[Block]:
     """Blocks of up to 64 elements and, but for larger elements, 8 MiB.
+
+    Args:
+        longest: bytes of the longest element that is held in memory; a longer one is a block alone.
 
     Raises:
         DataError: if the array is broken, naming the row; or if the file holds something else.
     """
-    text = _JsonText(path, file)
+    text = _JsonText(path, file, longest)
     text.skip_space()
     if text.take() != "[":
         raise DataError(
             f"{path}: a .json file must hold one array of rows, or one object a line",
             "Wrap the rows in [ and ], or rename a file of lines to .jsonl.",
         )
-    start, first, rows = text.bytes_read, 0, 0
-    row = 0
+    start = stop = text.bytes_read
+    first = row = rows = 0
     text.skip_space()
     if text.peek() == "]":
         text.take()
         text.end()
         return
     while True:
+        begin = text.bytes_read
         text.skip_element(row)
+        if rows and text.bytes_read - begin > longest:
+            yield Block(start, stop, first, rows)
+            start, first, rows = begin, row, 0
+        is_long = text.bytes_read - begin > longest
         row, rows = row + 1, rows + 1
         stop, mark = text.separator()
         if mark not in (",", "]"):
             raise text.broken(row, f"expected , or ] and found {mark!r}" if mark else "the file ends inside the array")
-        if rows == BLOCK_ROWS or mark == "]" or stop - start >= _BLOCK_BYTES:
+        if rows == BLOCK_ROWS or mark == "]" or is_long or stop - start >= _BLOCK_BYTES:
             yield Block(start, stop, first, rows)
             start, first, rows = text.bytes_read, row, 0
         if mark == "]":
             text.end()
             return
+
+
+def read_elements(source: Source, block: Block) -> bytes | None:
+    """The text of a block, with the commas between its elements; None for one that is too large to be read.
+
+    Raises:
+        DataError: if the file is no longer what was scanned.
+    """
+    return None if was_passed_over(source, block) else opened(source, TextReader).read(block.start, block.stop)
+
+
+def elements_of(source: Source, data: bytes) -> Iterator[bytes | None]:
+    """The text of each element of a block; None for one that is larger than ``--max-row-bytes``.
+
+    Raises:
+        DataError: if the file is no longer what was scanned.
+    """
+    text = _JsonText(source.label, Hashed(io.BytesIO(data + b"]"), source.label), source.max_row_bytes, is_part=True)
+    mark = ","
+    while mark == ",":
+        text.skip_space()
+        begin = text.bytes_read
+        try:
+            text.skip_element(0)
+        except DataError as error:
+            raise changed(source, error.message) from error
+        num_bytes = text.bytes_read - begin
+        yield data[begin : begin + num_bytes] if num_bytes <= source.max_row_bytes else None
+        _, mark = text.separator()
+    if mark != "]":
+        raise changed(source, "elements of the array lie elsewhere")
 
 
 class _JsonText:
@@ -60,9 +104,8 @@ class _JsonText:
     places in it are places in the file.
     """
 
-    def __init__(self, path: str, file: Hashed) -> None:
-        self._path, self._file = path, file
-        self._decoder = codecs.getincrementaldecoder("utf-8")()
+    def __init__(self, path: str, file: Hashed, longest: int, is_part: bool = False) -> None:
+        self._path, self._file, self._longest, self._is_part = path, file, longest, is_part
         self._json = json.JSONDecoder()
         self._text, self._at, self._ended = "", 0, False
         self._before = 0  # bytes of the file before the window
@@ -103,25 +146,65 @@ class _JsonText:
         return stop, mark
 
     def skip_element(self, row: int) -> None:
+        """Pass over one element, also one that is too deep, too large or too many digits for the parser.
+
+        Raises:
+            DataError: if it is broken.
+        """
         want = CHUNK_BYTES
         while True:
             try:
                 _, end = self._json.raw_decode(self._text, self._at)
-            except (ValueError, RecursionError) as error:
+            except json.JSONDecodeError as error:
                 # Either broken, or the window ends inside it: read on, twice as much each time.
-                if not self._may_be_cut(error) or not self._read(want):
+                if not self._may_be_cut(error):
+                    raise self.broken(row, str(error)) from error
+                if len(self._text) - self._at > self._longest:
+                    self._pass_over(row)
+                    return
+                if not self._read(want):
                     raise self.broken(row, str(error)) from error
                 want *= 2
                 continue
+            except (ValueError, RecursionError):
+                self._pass_over(row)
+                return
             if end == len(self._text) and self._read(want):
                 continue  # a number may go on
             self._at = end
             return
 
-    def _may_be_cut(self, error: Exception) -> bool:
+    def _pass_over(self, row: int) -> None:
+        """Move behind an element by its brackets and quotes alone, holding none of it."""
+        if self.peek() not in ("[", "{", '"'):
+            self._find(_BEHIND, row)
+            return
+        depth, in_string = 0, False
+        while True:
+            mark = self._find(_OF_STRINGS if in_string else _BRACKETS, row)
+            self.take()
+            if mark == "\\":
+                if not self.peek() and not self._read(CHUNK_BYTES):
+                    raise self.broken(row, "the file ends inside a string")
+                self.take()
+            elif mark == '"':
+                in_string = not in_string
+            else:
+                depth += 1 if mark in "[{" else -1
+            if depth == 0 and not in_string:
+                return
+
+    def _find(self, marks: re.Pattern[str], row: int) -> str:
+        """Move to the next of some characters, and tell which it is."""
+        while (match := marks.search(self._text, self._at)) is None:
+            self._at = len(self._text)
+            if not self._read(CHUNK_BYTES):
+                raise self.broken(row, "the file ends inside the array")
+        self._at = match.start()
+        return match.group()
+
+    def _may_be_cut(self, error: json.JSONDecodeError) -> bool:
         """Whether the text that is yet to come may mend the error; only a string's is told at its beginning."""
-        if not isinstance(error, json.JSONDecodeError):
-            return False
         return error.msg.startswith("Unterminated string") or error.pos + _LONGEST_TOKEN > len(self._text)
 
     def end(self) -> None:
@@ -144,10 +227,8 @@ class _JsonText:
             return False
         data = self._file.read(size)
         self._ended = not data
-        try:
-            self._decoder.decode(data, final=self._ended)
-        except UnicodeDecodeError as error:
-            raise DataError(f"{self._path}: not UTF-8 near byte {self.bytes_read}: {error}") from error
+        if not self._before and not self._text and not self._is_part:
+            check_encoding(self._path, data)
         self._before += self._at
         self._text = self._text[self._at :] + data.decode("latin-1")
         self._at = 0

@@ -4,29 +4,49 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
-from packtool.errors import DataError
+from packtool.config.rows import MAX_ROW_BYTES
+from packtool.rows.encoding import check_encoding
 from packtool.rows.opened import Hashed, TextReader, opened
 from packtool.rows.sample import Dropped
 from packtool.rows.source import BLOCK_ROWS, Block, Row, Source
 
 CHUNK_BYTES = 1 << 23
-LONGEST_LINE = 1 << 30
 # First bytes of a line that may hold nothing but blanks and a byte order mark.
 _MAY_BE_BLANK = np.isin(np.arange(256), [*b" \t\r\n\v\f", codecs.BOM_UTF8[0]])
 
 
-def find_lines(path: str, file: Hashed) -> Iterator[Block]:
+@dataclass(frozen=True)
+class LongLine:
+    """A line that was passed over, for no row is that long.
+
+    Args:
+        num_bytes: with the line break.
+    """
+
+    num_bytes: int
+
+
+def find_lines(path: str, file: Hashed, longest: int = MAX_ROW_BYTES) -> Iterator[Block]:
     """Blocks of up to 64 lines and, but for longer lines, 8 MiB.
 
+    Args:
+        longest: bytes of the longest line that is held in memory; a longer one is a block alone.
+
     Raises:
-        DataError: at a line of more than 1 GiB, which is no row.
+        DataError: if the file is in another encoding than UTF-8.
     """
     start = line = 0  # of the block
     offset = number = 0  # of the line being read
-    for chunk in chunks_of_lines(path, file):
+    for chunk in chunks_of_lines(path, file, longest):
+        if isinstance(chunk, LongLine):
+            yield Block(offset, offset + chunk.num_bytes, number, 1)
+            offset, number = offset + chunk.num_bytes, number + 1
+            start, line = offset, number
+            continue
         ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == 10) + 1
         if not len(ends) or ends[-1] != len(chunk):
             ends = np.append(ends, len(chunk))
@@ -45,38 +65,64 @@ def find_lines(path: str, file: Hashed) -> Iterator[Block]:
         number += len(ends)
 
 
-def chunks_of_lines(path: str, file: Hashed) -> Iterator[bytes]:
-    """The file in pieces of whole lines, of about 8 MiB.
+def chunks_of_lines(path: str, file: Hashed, longest: int = MAX_ROW_BYTES) -> Iterator[bytes | LongLine]:
+    """The file in pieces of whole lines, of about 8 MiB; a line of more than ``longest`` bytes is only counted.
 
     Raises:
-        DataError: at a line of more than 1 GiB.
+        DataError: if the first piece is in another encoding than UTF-8.
     """
-    offset = 0
+    is_first = True
     while chunk := file.read(CHUNK_BYTES):
-        if not chunk.endswith(b"\n"):
-            rest = file.readline(LONGEST_LINE)
-            if len(rest) == LONGEST_LINE and not rest.endswith(b"\n"):
-                raise DataError(
-                    f"{path}: the line near byte {offset + len(chunk)} is longer than 1 GiB",
-                    "Is this a file of lines? Rows that long cannot be samples.",
-                )
-            chunk += rest
-        yield chunk
-        offset += len(chunk)
+        if is_first:
+            check_encoding(path, chunk)
+            is_first = False
+        if chunk.endswith(b"\n"):
+            yield chunk
+            continue
+        rest = file.readline(longest)
+        if len(rest) < longest or rest.endswith(b"\n"):
+            yield chunk + rest
+            continue
+        begin = chunk.rfind(b"\n") + 1
+        if begin:
+            yield chunk[:begin]
+        num_bytes = len(chunk) - begin + len(rest)
+        while more := file.readline(CHUNK_BYTES):
+            num_bytes += len(more)
+            if more.endswith(b"\n"):
+                break
+        yield LongLine(num_bytes)
 
 
-def numbered_lines(source: Source, block: Block) -> Iterator[tuple[int, bytes]]:
-    """(line number, line without byte order mark) of the lines of a block that are not blank."""
+def was_passed_over(source: Source, block: Block) -> bool:
+    """Whether a block is one row that was too large to be held when it was found."""
+    return block.num_rows == 1 and block.stop - block.start > source.max_row_bytes + CHUNK_BYTES
+
+
+def too_large(source: Source, number: int) -> Dropped:
+    """What becomes of a row of more than ``--max-row-bytes``."""
+    detail = f"the row has more than {source.max_row_bytes:,} bytes, the most that --max-row-bytes allows"
+    return Dropped(source.label, number, "over_max_row_bytes", detail)
+
+
+def numbered_lines(source: Source, block: Block) -> Iterator[tuple[int, bytes | None]]:
+    """(line number, line without byte order mark) of a block's lines that are not blank; None for one too long."""
+    if was_passed_over(source, block):
+        yield block.first_row, None
+        return
     data = opened(source, TextReader).read(block.start, block.stop)
     for number, line in enumerate(data.split(b"\n"), block.first_row):
         line = line.removeprefix(codecs.BOM_UTF8)
         if line.strip():
-            yield number, line
+            yield number, line if len(line) <= source.max_row_bytes else None
 
 
 def read_texts(source: Source, block: Block) -> Iterator[Row]:
     """(line number, {"text": line}) of each line of a block that is not blank; one that is no UTF-8 is ``Dropped``."""
     for number, line in numbered_lines(source, block):
+        if line is None:
+            yield number, too_large(source, number)
+            continue
         try:
             yield number, {"text": line.removesuffix(b"\r").decode()}
         except UnicodeDecodeError as error:

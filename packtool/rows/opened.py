@@ -60,20 +60,34 @@ class _Decompressed(io.RawIOBase):
 
 
 class Hashed:
-    """A file that is read front to back, and the digest of what has been read of it."""
+    """A file that is read front to back, and the digest of what has been read of it.
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._digest = file, blake2b(digest_size=16)
+    Args:
+        path: for messages.
+    """
+
+    def __init__(self, file: BinaryIO, path: str) -> None:
+        self._file, self._path, self._digest = file, path, blake2b(digest_size=16)
 
     def read(self, size: int = -1) -> bytes:
-        """As of a file."""
-        data = self._file.read(size)
+        """As of a file.
+
+        Raises:
+            StorageError: if it cannot be read.
+        """
+        try:
+            data = self._file.read(size)
+        except OSError as error:
+            raise _unreadable(self._path, error) from error
         self._digest.update(data)
         return data
 
     def readline(self, size: int = -1) -> bytes:
         """As of a file."""
-        data = self._file.readline(size)
+        try:
+            data = self._file.readline(size)
+        except OSError as error:
+            raise _unreadable(self._path, error) from error
         self._digest.update(data)
         return data
 
@@ -114,7 +128,10 @@ class TextReader:
                 self._file, self._at = open_text(self._source.path, self._source.compression), 0
             while self._at < start and (skipped := len(self._file.read(min(_SKIP_BYTES, start - self._at)))):
                 self._at += skipped
-        data = self._file.read(stop - start)
+        try:
+            data = self._file.read(stop - start)
+        except OSError as error:
+            raise _unreadable(self._source.label, error) from error
         self._at = start + len(data)
         if len(data) < stop - start:
             raise changed(self._source, "it ends early")
@@ -156,6 +173,11 @@ def close_readers() -> None:
 def changed(source: Source, detail: str) -> DataError:
     """What to raise about a file that is no longer what was scanned."""
     return DataError(f"{source.label} has changed since it was scanned: {detail}", "Run the export again.")
+
+
+def _unreadable(path: str, error: OSError) -> StorageError:
+    remedy = "Check the disk that it lies on, or copy it to another."
+    return StorageError(f"{path} cannot be read: {error.strerror or error}", remedy)
 
 
 def _readers() -> OrderedDict[Source, Reader]:

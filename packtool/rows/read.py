@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Iterator
 from itertools import repeat
 from typing import Any
 
-from packtool.rows.lines import numbered_lines, read_texts
-from packtool.rows.opened import TextReader, changed, opened
+from packtool.rows.boundary import held, unexpected
+from packtool.rows.json_array import elements_of, read_elements
+from packtool.rows.lines import numbered_lines, read_texts, too_large
+from packtool.rows.parsing import JsonProblem, parse_json
 from packtool.rows.records import read_records
 from packtool.rows.sample import Dropped
 from packtool.rows.source import Block, Kind, Row, Source
-
-# JSON can spell half of a character that needs two halves; real files hold such, cut through an emoji.
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def read_block(source: Source, block: Block) -> Iterator[Row]:
@@ -39,41 +36,43 @@ def read_block(source: Source, block: Block) -> Iterator[Row]:
 
 
 def _array(source: Source, block: Block) -> Iterator[Row]:
-    data = opened(source, TextReader).read(block.start, block.stop)
+    if (data := read_elements(source, block)) is None:
+        yield block.first_row, too_large(source, block.first_row)
+        return
     try:
-        values = json.loads(b"[" + data.strip() + b"]")
-    except (ValueError, RecursionError) as error:
-        raise changed(source, str(error)) from error
-    suspect = _SURROGATE.search(data) is not None
-    for number, value in enumerate(values, block.first_row):
-        yield number, _checked(source, number, value, suspect)
+        values = parse_json(b"[" + data.strip() + b"]")
+    except JsonProblem:  # of one of them; which one shows when each is read alone
+        values = ()
+    if len(values) == block.num_rows and len(data) <= source.max_row_bytes:
+        for number, value in enumerate(values, block.first_row):
+            yield number, _object(source, number, value)
+        return
+    for number, text in enumerate(elements_of(source, data), block.first_row):
+        yield number, held(source.label, number, _parsed, source, number, text)
 
 
 def _lines(source: Source, block: Block) -> Iterator[Row]:
     for number, line in numbered_lines(source, block):
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            yield number, Dropped(source.label, number, "invalid_json", str(error))
-            continue
-        yield number, _checked(source, number, value, _SURROGATE.search(line) is not None)
+        try:  # as ``held`` does, without the price of a call
+            row = _parsed(source, number, line)
+        except BaseException as error:
+            row = unexpected(source.label, number, error)
+        yield number, row
 
 
-def _checked(source: Source, row: int, value: Any, suspect: bool) -> dict[str, Any] | Dropped:
-    if not isinstance(value, dict):
-        return Dropped(source.label, row, "invalid_row", f"a {type(value).__name__}, not an object")
-    if suspect and not _is_text(value):
-        detail = "half of a surrogate pair (\\ud800 to \\udfff alone) is no character"
-        return Dropped(source.label, row, "invalid_text", detail)
-    return value
-
-
-def _is_text(value: Any) -> bool:
+def _parsed(source: Source, number: int, text: bytes | None) -> dict[str, Any] | Dropped:
+    if text is None:
+        return too_large(source, number)
     try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        return _object(source, number, parse_json(text))
+    except JsonProblem as problem:
+        return Dropped(source.label, number, problem.reason, problem.detail)
+
+
+def _object(source: Source, row: int, value: Any) -> dict[str, Any] | Dropped:
+    if isinstance(value, dict):
+        return value
+    return Dropped(source.label, row, "invalid_row", f"a {type(value).__name__}, not an object")
 
 
 def _table(source: Source, block: Block) -> Iterator[Row]:

@@ -11,15 +11,14 @@ import io
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import chain
 
+from packtool.config.rows import MAX_ROW_BYTES
 from packtool.errors import DataError
-from packtool.rows.lines import chunks_of_lines
+from packtool.rows.lines import LongLine, chunks_of_lines, too_large, was_passed_over
 from packtool.rows.opened import Hashed, TextReader, opened
 from packtool.rows.sample import Dropped
 from packtool.rows.source import BLOCK_ROWS, Block, Row, Source
 
-_LONGEST_RECORD = 1 << 26
 _BLOCK_BYTES = 1 << 23
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
 _BOM = "\ufeff".encode().decode("latin-1")
@@ -29,13 +28,21 @@ class _TooLongError(Exception):
     """Its quote is never closed, most likely."""
 
 
-def find_records(path: str, file: Hashed, kind: str) -> tuple[tuple[str, ...], Iterator[Block]]:
+_Line = bytes | LongLine
+
+
+def find_records(
+    path: str, file: Hashed, kind: str, longest: int = MAX_ROW_BYTES
+) -> tuple[tuple[str, ...], Iterator[Block]]:
     """Column names, and blocks of up to 64 records and 8 MiB, but for longer ones; a broken record is a block alone.
+
+    Args:
+        longest: bytes of the longest record; a quote that is closed later counts as never closed.
 
     Raises:
         DataError: if the header is broken or names a column twice.
     """
-    found = _records(chain.from_iterable(map(io.BytesIO, chunks_of_lines(path, file))), kind)
+    found = _records(_lines_of(path, file, longest), kind, longest)
     at = 0
     for num_bytes, fields in found:
         at += num_bytes
@@ -48,9 +55,12 @@ def find_records(path: str, file: Hashed, kind: str) -> tuple[tuple[str, ...], I
 
 def read_records(source: Source, block: Block) -> Iterator[Row]:
     """(record number, {column: text}) of a block; a broken record comes as ``Dropped``."""
+    if was_passed_over(source, block):
+        yield block.first_row, too_large(source, block.first_row)
+        return
     data = opened(source, TextReader).read(block.start, block.stop)
     number = block.first_row
-    for _, fields in _records(io.BytesIO(data), source.kind):
+    for _, fields in _records(io.BytesIO(data), source.kind, source.max_row_bytes):
         if not fields:
             continue
         yield number, _row(source, number, fields)
@@ -85,14 +95,22 @@ def _blocks(found: Iterator[tuple[int, list[str] | str]], at: int) -> Iterator[B
         yield Block(start, at, first, rows)
 
 
-def _records(lines: Iterable[bytes], kind: str) -> Iterator[tuple[int, list[str] | str]]:
+def _lines_of(path: str, file: Hashed, longest: int) -> Iterator[_Line]:
+    for chunk in chunks_of_lines(path, file, longest):
+        if isinstance(chunk, LongLine):
+            yield chunk
+        else:
+            yield from io.BytesIO(chunk)
+
+
+def _records(lines: Iterable[_Line], kind: str, longest: int) -> Iterator[tuple[int, list[str] | str]]:
     """Number of bytes of each record, and its fields or what is wrong with it.
 
     Of a record that is broken only the first line is given up: the next one begins a record again.
     """
     csv.field_size_limit(sys.maxsize)  # the limit below is on whole records
-    waiting = deque[bytes]()
-    feed = _Feed(lines, waiting)
+    waiting = deque[_Line]()
+    feed = _Feed(lines, waiting, longest)
     while True:
         reader = csv.reader(feed, delimiter=_DELIMITERS[kind])
         problem = None
@@ -107,21 +125,21 @@ def _records(lines: Iterable[bytes], kind: str) -> Iterator[tuple[int, list[str]
             if feed.ended and feed.asked_beyond:
                 problem = "a quote is never closed"
                 continue
-            yield sum(map(len, feed.taken)), fields
+            yield sum(map(_size, feed.taken)), fields
             feed.taken.clear()
         first, *rest = feed.taken
         waiting.extendleft(reversed(rest))
         feed.restart()
-        yield len(first), problem
+        yield _size(first), problem
 
 
 class _Feed(Iterator[str]):
     """Lines for ``csv``, remembered as long as the record that they belong to is not complete."""
 
-    def __init__(self, lines: Iterable[bytes], waiting: deque[bytes]) -> None:
-        self._lines, self._waiting = iter(lines), waiting
+    def __init__(self, lines: Iterable[_Line], waiting: deque[_Line], longest: int) -> None:
+        self._lines, self._waiting, self._longest = iter(lines), waiting, longest
         self._size = 0
-        self.taken: list[bytes] = []
+        self.taken: list[_Line] = []
         self.restart()
 
     def restart(self) -> None:
@@ -133,11 +151,16 @@ class _Feed(Iterator[str]):
         if line is None:
             self.ended, self.asked_beyond = True, bool(self.taken)
             raise StopIteration
-        self._size = len(line) + (self._size if self.taken else 0)
+        self._size = _size(line) + (self._size if self.taken else 0)
         self.taken.append(line)
-        if self._size > _LONGEST_RECORD:
-            raise _TooLongError(f"a quote is not closed within {_LONGEST_RECORD >> 20} MiB")
+        if isinstance(line, LongLine) or self._size > self._longest:
+            what = "a quote is not closed" if len(self.taken) > 1 else "the record does not end"
+            raise _TooLongError(f"{what} within {self._longest:,} bytes (--max-row-bytes)")
         return line.decode("latin-1")
+
+
+def _size(line: _Line) -> int:
+    return line.num_bytes if isinstance(line, LongLine) else len(line)
 
 
 def _header(path: str, fields: list[str]) -> tuple[str, ...]:

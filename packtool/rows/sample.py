@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from packtool.rows.rights import MediaRights
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -34,12 +36,14 @@ class MediaRef:
         data: the encoded file's bytes, or None.
         frames: a video given as its pictures, in order; ``path`` and ``data`` are None then.
         fps: pictures a second of such a video, when the row says it.
+        rights: what the path may be; whoever makes one of a path that stands in a row gives the row's.
     """
 
     path: str | None
     data: bytes | None = None
     frames: tuple[MediaRef, ...] = ()
     fps: float | None = None
+    rights: MediaRights = field(default=MediaRights(), compare=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -59,6 +63,7 @@ class Sample:
         num_marks_added: media marks that the row lacked.
         is_text: a text for pretraining: one assistant turn, encoded without a chat template, every token a target.
         loss_scale: the dataset's own loss scale (``--dataset-info``), None for the export's.
+        lone_mark: kind of medium that a question has a mark of and the row has none of; "" for none.
     """
 
     turns: tuple[Turn, ...]
@@ -72,13 +77,27 @@ class Sample:
     audios: tuple[MediaRef, ...] = ()
     is_text: bool = False
     loss_scale: str | None = None
+    lone_mark: str = ""
+
+
+_LONGEST_DETAIL = 1000
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """A row that was left out, and why. Every row that goes in comes out encoded or as one of these."""
+    """A row that was left out, and why. Every row that goes in comes out encoded or as one of these.
+
+    Args:
+        detail: for a person; what it quotes of the row is cut after 1,000 characters, and can always be written.
+    """
 
     source: str
     row: int
     reason: str
     detail: str
+
+    def __post_init__(self) -> None:
+        detail = self.detail
+        if len(detail) > _LONGEST_DETAIL:
+            detail = f"{detail[:_LONGEST_DETAIL]}..."
+        object.__setattr__(self, "detail", detail.encode(errors="backslashreplace").decode())

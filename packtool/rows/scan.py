@@ -13,6 +13,7 @@ from itertools import groupby, islice
 
 from packtool import storage
 from packtool.errors import ConfigError, DataError
+from packtool.rows.forms import check_first_rows
 from packtool.rows.forms.columns import Layout, detect
 from packtool.rows.json_array import find_elements
 from packtool.rows.kinds import KNOWN, kind_of
@@ -124,6 +125,10 @@ def _source(spec: SourceSpec) -> Source:
         media_root=spec.media_root,
         system=spec.system,
         loss_scale=spec.loss_scale,
+        media_access=spec.media_access,
+        max_media_bytes=spec.max_media_bytes,
+        max_media_failures=spec.max_media_failures,
+        max_row_bytes=spec.max_row_bytes,
     )
     # Many tools write one object a line and call it .json.
     return replace(source, kind="jsonl") if kind == "json" and _holds_lines(source) else source
@@ -164,13 +169,14 @@ class _Finder:
             digest, rows = find_table_rows(source)
             return cls(source, rows, lambda: digest, lambda: None)
         file = open_text(source.path, source.compression)
-        hashed = Hashed(file)
+        hashed = Hashed(file, source.label)
         try:
             if source.kind in ("csv", "tsv"):
-                header, found = find_records(source.label, hashed, source.kind)
+                header, found = find_records(source.label, hashed, source.kind, source.max_row_bytes)
                 source = replace(source, header=header)
             else:
-                found = (find_elements if source.kind == "json" else find_lines)(source.label, hashed)
+                find = find_elements if source.kind == "json" else find_lines
+                found = find(source.label, hashed, source.max_row_bytes)
         except BaseException:
             file.close()
             raise
@@ -193,7 +199,9 @@ def _form(spec: SourceSpec, source: Source, blocks: Iterable[Block]) -> Layout |
         for block in blocks:
             rows = [row for _, row in read_block(source, block) if isinstance(row, dict)]
             if rows:
-                return detect(rows, spec.columns, spec.formatting, source.label)
+                found = detect(rows, spec.columns, spec.formatting, source.label)
+                check_first_rows(rows, replace(source, form=found.form, columns=found.columns))
+                return found
     finally:
         close_readers()  # workers have their own
     return None

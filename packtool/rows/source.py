@@ -12,7 +12,9 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from packtool import storage
+from packtool.config.rows import MAX_ROW_BYTES, MediaAccess
 from packtool.constants import TRAIN_SPLIT
+from packtool.rows.rights import MediaRights, rights_of_rows
 from packtool.rows.sample import Dropped
 
 Kind = Literal["json", "jsonl", "csv", "tsv", "txt", "parquet", "arrow"]
@@ -21,6 +23,7 @@ Pairs = tuple[tuple[str, str], ...]
 Row = tuple[int, dict[str, Any] | Dropped]
 """Number of a row and what was parsed of it."""
 
+_SAY_NOTHING = ("path", "name", "max_media_failures")
 BLOCK_ROWS = 64
 """Most rows of a block, before sampling."""
 
@@ -41,6 +44,8 @@ class SourceSpec:
         media_root: folder in which relative paths of media are looked for first.
         system: system prompt of conversations that have none.
         loss_scale: the dataset's own, None for the export's.
+        media_access, max_media_bytes, max_media_failures: what media may be: ``rows.rights``.
+        max_row_bytes: a larger row is left out before it is parsed.
     """
 
     path: str
@@ -54,11 +59,15 @@ class SourceSpec:
     media_root: str | None = None
     system: str | None = None
     loss_scale: str | None = None
+    media_access: MediaAccess = "root"
+    max_media_bytes: int | None = None
+    max_media_failures: int = 100
+    max_row_bytes: int = MAX_ROW_BYTES
 
     @property
     def settings(self) -> str:
         """What of it, beside the file, decides the samples, as one line of JSON; empty where nothing was asked for."""
-        asked = {key: value for key, value in asdict(self).items() if key not in ("path", "name")}
+        asked = {key: value for key, value in asdict(self).items() if key not in _SAY_NOTHING}
         plain = asdict(SourceSpec(""))
         told = {key: value for key, value in asked.items() if value != plain[key]}
         if self.num_sampled is None:
@@ -78,6 +87,8 @@ class Source:
         columns: (this project's name, the file's name) of columns that are not found by their usual names.
         tags: as in ``SourceSpec``.
         header: column names of a csv file.
+        media_access, max_media_bytes, max_media_failures: what media may be: ``rows.rights``.
+        max_row_bytes: as in ``SourceSpec``.
     """
 
     path: str
@@ -93,11 +104,22 @@ class Source:
     media_root: str | None = None
     system: str | None = None
     loss_scale: str | None = None
+    media_access: MediaAccess = "root"
+    max_media_bytes: int | None = None
+    max_media_failures: int = 100
+    max_row_bytes: int = MAX_ROW_BYTES
+
+    @cached_property
+    def media_rights(self) -> MediaRights:
+        """What its rows may reach."""
+        return rights_of_rows(
+            self.path, self.media_root, self.media_access, self.max_media_bytes, self.max_media_failures
+        )
 
     @cached_property
     def label(self) -> str:
         """The path as it may be shown and kept: without the secrets that a URL can carry."""
-        return storage.masked(self.path)
+        return storage.masked(self.path).encode(errors="backslashreplace").decode()
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,16 @@ def sources_of(config: ExportConfig) -> list[SourceSpec]:
         StorageError: if that cannot be found out.
     """
     info = DatasetInfo(config.dataset_info) if config.dataset_info else None
-    plain = SourceSpec("", columns=_columns(config.columns), media_root=config.media_root, system=config.system or None)
+    plain = SourceSpec(
+        "",
+        columns=_columns(config.columns),
+        media_root=config.media_root,
+        system=config.system or None,
+        media_access=config.media_access,
+        max_media_bytes=config.max_media_bytes,
+        max_media_failures=config.max_media_failures,
+        max_row_bytes=config.max_row_bytes,
+    )
     named = [(name, "--dataset", TRAIN_SPLIT) for name in config.dataset]
     named += [(name, "--val-dataset", VAL_SPLIT) for name in config.val_dataset]
     specs = []

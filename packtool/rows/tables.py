@@ -12,7 +12,10 @@ import pyarrow.parquet as pq
 
 from packtool import storage
 from packtool.errors import DataError
+from packtool.rows.boundary import held
+from packtool.rows.lines import too_large
 from packtool.rows.opened import Hashed, changed, open_text, opened
+from packtool.rows.sample import Dropped
 from packtool.rows.source import BLOCK_ROWS, Block, Row, Source
 
 _BATCH_BYTES = 1 << 23
@@ -46,11 +49,36 @@ def read_table_rows(source: Source, block: Block) -> Iterator[Row]:
     """
     number = block.start
     for batch in opened(source, TableReader).read(block.start, block.stop):
-        step = BLOCK_ROWS if batch.nbytes < _BATCH_BYTES else 1  # rows of pictures must not stand in memory twice
-        for low in range(0, batch.num_rows, step):
-            for row in batch.slice(low, step).to_pylist():
-                yield number, {name: _without_nulls(value) for name, value in row.items()}
-                number += 1
+        # Rows of pictures must not stand in memory twice; and what no Python value can be made of costs its row only.
+        rows = _rows(batch) if batch.nbytes < min(_BATCH_BYTES, source.max_row_bytes) else None
+        for position in range(batch.num_rows):
+            if rows is not None:
+                yield number, rows[position]
+            else:
+                yield number, held(source.label, number, _row, source, number, batch.slice(position, 1))
+            number += 1
+
+
+def _rows(batch: pa.RecordBatch) -> list[dict[str, Any]] | None:
+    """All rows of a batch; None if one of them holds what Python has no value for (text that is no UTF-8, say)."""
+    try:
+        return _as_python(batch)
+    except (pa.ArrowException, ValueError, ArithmeticError):
+        return None
+
+
+def _as_python(batch: pa.RecordBatch) -> list[dict[str, Any]]:
+    return [{name: _without_nulls(value) for name, value in row.items()} for row in batch.to_pylist()]
+
+
+def _row(source: Source, number: int, one: pa.RecordBatch) -> dict[str, Any] | Dropped:
+    try:
+        (found,) = _as_python(one)
+    except UnicodeDecodeError as error:
+        return Dropped(source.label, number, "invalid_text", f"not UTF-8: {error}")
+    except (pa.ArrowException, ValueError, ArithmeticError) as error:
+        return Dropped(source.label, number, "invalid_row", f"a value cannot be read: {error}")
+    return found if _text_bytes(found) <= source.max_row_bytes else too_large(source, number)
 
 
 class _Table(Protocol):
@@ -207,11 +235,20 @@ def _mapped(path: str) -> Any:
 def _digest(source: Source, num_rows: int, schema: pa.Schema) -> str:
     if not storage.is_remote(source.path):
         with open_text(source.path, None) as file:
-            return Hashed(file).digest
+            return Hashed(file, source.label).digest
     told = blake2b(digest_size=16)
     told.update(schema.serialize().to_pybytes())
     told.update(f"{num_rows} {source.size} {source.modified}".encode())
     return told.hexdigest()
+
+
+def _text_bytes(value: Any) -> int:
+    """Characters of all texts in a row, about; what is embedded of media does not count."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_text_bytes, value.values()))
+    return sum(map(_text_bytes, value)) if isinstance(value, list) else 0
 
 
 def _without_nulls(value: Any) -> Any:

@@ -21,22 +21,27 @@ from fnmatch import translate
 from typing import BinaryIO
 
 from packtool.errors import StorageError
+from packtool.storage.health import failed, forget_failures, retries_for, worked
 from packtool.storage.local import LocalStore
 from packtool.storage.options import StorageOptions, set_options
 from packtool.storage.options import options as options
 from packtool.storage.paths import is_remote, join, masked, name, normalize, parent, scheme_of, scrubbed
-from packtool.storage.store import FileState, Store
+from packtool.storage.store import Bounds, FileState, LedElsewhere, Store, TooLarge
 
 __all__ = [
     "HEADER_BLOCK",
     "ROWS_BLOCK",
     "AtomicFile",
+    "Bounds",
     "FileState",
+    "LedElsewhere",
     "StorageOptions",
+    "TooLarge",
     "configure",
     "discard_unfinished",
     "entries",
     "exists",
+    "failed",
     "glob",
     "is_directory",
     "is_remote",
@@ -49,12 +54,15 @@ __all__ = [
     "open_read",
     "options",
     "parent",
+    "place",
     "publish",
     "read_bytes",
     "remove",
+    "retries_for",
     "scrub",
     "stat",
     "walk",
+    "worked",
 ]
 
 HEADER_BLOCK = 64 * 1024
@@ -108,6 +116,7 @@ def _new_store(scheme: str) -> Store:
 def configure(new: StorageOptions | None) -> None:
     """Use other options from now on, on new connections; None reads the environment again."""
     set_options(new)
+    forget_failures()
     if "http" in _stores:
         from packtool.storage import http
 
@@ -152,18 +161,41 @@ def stat(path: str) -> FileState:
     return state
 
 
-def open_read(path: str, first_block: int = ROWS_BLOCK) -> BinaryIO:
+def place(path: str) -> str:
+    """The store of a remote path: ``s3://bucket``, ``http://host`` or ``http://host:port``; "" for this machine.
+
+    Two addresses of one web server have the same, whether by http or https.
+
+    Raises:
+        StorageError: if the path is nothing that can be reached.
+    """
+    path = normalize(path)
+    scheme = scheme_of(path)
+    if scheme in ("http", "https"):
+        from packtool.storage import http
+
+        return http.place_of(path)
+    return f"{scheme}://{path.partition('://')[2].partition('/')[0]}" if scheme else ""
+
+
+def open_read(path: str, first_block: int = ROWS_BLOCK, bounds: Bounds | None = None) -> BinaryIO:
     """Open for reading bytes: seekable and buffered.
 
     Args:
         first_block: of a remote file, bytes to fetch at first and after a jump; where reading goes on, more.
             ``HEADER_BLOCK`` for files whose header alone is wanted.
+        bounds: of a file that a row names.
 
     Raises:
         StorageError: if the file cannot be opened; reading raises it too.
     """
     store, path = _store_of(path)
-    return store.open_read(path, first_block)
+    file = store.open_read(path, first_block, bounds)
+    if bounds is not None and (size := file.seek(0, os.SEEK_END)) > bounds.most_bytes:
+        file.close()
+        raise TooLarge(f"{masked(path)}: {size:,} bytes, more than {bounds.most_bytes:,}")
+    file.seek(0)
+    return file
 
 
 def read_bytes(path: str) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from packtool.errors import StorageError
+from packtool.errors import RemoteError, RemoteFault
 from packtool.storage.options import options
 from packtool.storage.paths import masked, scheme_of, scrubbed
 
@@ -21,6 +21,7 @@ _WRONG_KEY = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidSecurity", 
 _OLD_KEY = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "SecurityTokenExpired"}
 _WRONG_REGION = {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "301"}
 _GONE = {"NoSuchKey", "NotFound", "404", "410"}
+_NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound"}
 
 
 class HttpStatus(Exception):
@@ -65,12 +66,13 @@ def is_passing(error: BaseException) -> bool:
     from botocore.parsers import ResponseParserError
 
     connection = (boto.ConnectionError, boto.HTTPClientError, boto.IncompleteReadError, ResponseParserError)
-    if isinstance(error, (aiohttp.InvalidURL, aiohttp.TooManyRedirects, boto.SSLError, aiohttp.ClientSSLError)):
+    address = (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError, aiohttp.TooManyRedirects)
+    if isinstance(error, (*address, boto.SSLError, aiohttp.ClientSSLError)):
         return False
     return isinstance(error, (*connection, aiohttp.ClientError))
 
 
-def storage_error(path: str, operation: str, error: BaseException) -> StorageError:
+def storage_error(path: str, operation: str, error: BaseException) -> RemoteError:
     """The error for a person, without secrets.
 
     Args:
@@ -78,17 +80,30 @@ def storage_error(path: str, operation: str, error: BaseException) -> StorageErr
         operation: what was being done: ``reading``.
         error: as the library raised it.
     """
-    what, remedy = _explained(path, operation, error)
-    return StorageError(f"{masked(path)}: {operation} failed: {what}", remedy)
+    what, remedy = _explained(path, error)
+    return RemoteError(f"{masked(path)}: {operation} failed: {what}", remedy, _fault(error))
 
 
-def _explained(path: str, operation: str, error: BaseException) -> tuple[str, str]:
+def _fault(error: BaseException) -> RemoteFault:
+    code, status = code_of(error), status_of(error)
+    if code == "NoSuchBucket" or code in _OLD_KEY | _WRONG_KEY | _WRONG_REGION or code == "RequestTimeTooSkewed":
+        return "unreachable"
+    if type(error).__name__ in _NO_CREDENTIALS:
+        return "unreachable"
+    if code in _GONE:
+        return "missing"
+    if is_passing(error) or "SSL" in type(error).__name__ or "Certificate" in type(error).__name__:
+        return "unreachable"
+    return "refused" if status is not None and status >= 400 else "invalid"
+
+
+def _explained(path: str, error: BaseException) -> tuple[str, str]:
     """Cause and remedy."""
     text = scrubbed(" ".join(str(error).split()), os.environ) or type(error).__name__
     scheme, code, kind = scheme_of(path), code_of(error), type(error).__name__
     bucket = masked(path).partition("://")[2].partition("/")[0]
     keys = _key_names(scheme)
-    if kind in ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound"):
+    if kind in _NO_CREDENTIALS:
         return f"no credentials ({text})", f"Set {keys} in the environment."
     if code == "NoSuchBucket":
         return f"there is no bucket {bucket}", f"Create it, or check its name and {_endpoint_name(scheme)}."
@@ -107,13 +122,15 @@ def _explained(path: str, operation: str, error: BaseException) -> tuple[str, st
     if code in _GONE:
         return "no such file", "Check the path."
     if is_passing(error):
-        tries = options().retries + 1
+        tries = getattr(error, "tries", options().retries + 1)
         text = "no answer in time" if kind == "TimeoutError" else text
         return (
             f"given up after {tries} {'try' if tries == 1 else 'tries'}: {text}",
             f"Check network and {_endpoint_name(scheme)}, then run again; PACKTOOL_STORAGE_RETRIES and "
             "PACKTOOL_STORAGE_TIMEOUT make it wait longer.",
         )
+    if kind == "TooManyRedirects":
+        return "it redirects in a circle", "Check the address."
     return f"{kind}: {text}", f"Check the path and {_endpoint_name(scheme)}."
 
 

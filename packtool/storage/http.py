@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, BinaryIO, NoReturn, cast
 
-from packtool.errors import StorageError
+from packtool.errors import RemoteError, StorageError
 from packtool.storage.faults import HttpStatus, is_missing
 from packtool.storage.options import options
 from packtool.storage.paths import masked
 from packtool.storage.remote import Range, answer, open_ranges, patiently
-from packtool.storage.store import FileState
+from packtool.storage.store import Bounds, FileState, LedElsewhere, TooLarge
 
 _IN_MEMORY = 16 * 2**20
 _CHUNK = 2**20
 
-_connection: list[Any] = []
+_connections: dict[bool, Any] = {}  # by whether names may lead into private networks
 _inherited: list[Any] = []  # see packtool.storage.s3
 _lock = threading.Lock()
 
@@ -27,13 +30,13 @@ _lock = threading.Lock()
 def forget_connections() -> None:
     """Make new ones from now on, with the options of then."""
     with _lock:
-        _connection.clear()
+        _connections.clear()
 
 
 def _after_fork() -> None:
     global _lock
-    _inherited.append(list(_connection))
-    _connection.clear()
+    _inherited.append(dict(_connections))
+    _connections.clear()
     _lock = threading.Lock()
 
 
@@ -41,18 +44,94 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def _files() -> Any:
+def _files(anywhere: bool) -> Any:
     with _lock:
-        if not _connection:
+        if anywhere not in _connections:
             import aiohttp
             import fsspec
 
             wait = options().timeout
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(wait, 10.0), sock_read=wait)
             # Compressed on the way, a file would have other offsets.
-            settings = {"timeout": timeout, "trust_env": True, "headers": {"Accept-Encoding": "identity"}}
-            _connection.append(fsspec.filesystem("http", client_kwargs=settings, skip_instance_cache=True))
-        return _connection[0]
+            tracing = aiohttp.TraceConfig()
+            tracing.on_request_redirect.append(_on_redirect)
+            settings = {
+                "timeout": timeout,
+                "trust_env": True,
+                "headers": {"Accept-Encoding": "identity"},
+                "trace_configs": [tracing],
+            }
+            # A proxy looks names up by itself, and may well lie in a private network.
+            client = {} if anywhere or urllib.request.getproxies() else {"get_client": _public_client}
+            _connections[anywhere] = fsspec.filesystem(
+                "http", client_kwargs=settings, skip_instance_cache=True, **client
+            )
+        return _connections[anywhere]
+
+
+async def _public_client(**settings: Any) -> Any:
+    import aiohttp
+
+    resolver: Any = _PublicNames(aiohttp.ThreadedResolver())
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(resolver=resolver), **settings)
+
+
+class _PublicNames:
+    """Looks up names, and refuses one that leads into a private network: whoever owns a name decides where it leads.
+
+    The addresses that it gives are those that are connected to. Hosts that are addresses themselves never come here.
+    """
+
+    def __init__(self, names: Any) -> None:
+        self._names = names
+
+    async def resolve(self, host: str, *settings: Any, **more: Any) -> Any:
+        found = await self._names.resolve(host, *settings, **more)
+        private = [one["host"] for one in found if not ipaddress.ip_address(one["host"].partition("%")[0]).is_global]
+        if private and host != "localhost":
+            raise LedElsewhere(f"http://{host}: the name leads to {private[0]}, an address of a private network")
+        return found
+
+    async def close(self) -> None:
+        await self._names.close()
+
+
+def place_of(address: str) -> str:
+    """The web server of an address: its host, and its port if that is not the usual one.
+
+    Raises:
+        StorageError: if the address is none.
+    """
+    try:
+        return _place(_url(address))
+    except ValueError as error:
+        raise RemoteError(f"{masked(address)}: no valid address: {error}", "Check the address.") from None
+
+
+def _url(address: str) -> Any:
+    import yarl
+
+    # Signed addresses must arrive as they are, letter by letter.
+    return yarl.URL(address, encoded=re.search(r"[^!-~]", address) is None)
+
+
+def _place(url: Any) -> str:
+    if not url.host:
+        raise ValueError("it names no host")
+    return f"http://{url.host}" if url.is_default_port() else f"http://{url.host}:{url.port}"
+
+
+async def _on_redirect(session: Any, context: Any, asked: Any) -> None:
+    """Called before a redirect is followed."""
+    import yarl
+
+    bounds: Bounds | None = context.trace_request_ctx
+    if bounds is None or bounds.places is None:
+        return
+    target = asked.url.join(yarl.URL(asked.response.headers.get("Location", ""), encoded=True))
+    if _place(target) not in bounds.places:
+        asked.response.close()
+        raise LedElsewhere(f"{masked(str(asked.url))}: redirects to another server, {_place(target)}")
 
 
 class _NoRanges(StorageError):
@@ -89,34 +168,34 @@ class HttpStore:
         """Never."""
         return False
 
-    def open_read(self, path: str, first_block: int) -> BinaryIO:
+    def open_read(self, path: str, first_block: int, bounds: Bounds | None = None) -> BinaryIO:
         """Open for reading by ranges, or whole where the server has no ranges."""
 
         async def fetch(begin: int, stop: int) -> Range:
             async def once() -> Range:
-                async with await self._get(path, f"bytes={begin}-{stop - 1}") as response:
+                async with await self._get(path, f"bytes={begin}-{stop - 1}", bounds) as response:
                     if response.status == 416 and begin == 0:
                         return Range(b"", 0, _tag(response))
                     _check(response)
                     size = _size(response)
                     if response.status != 206 or size is None:
                         raise _NoRanges(f"{masked(path)}: the server sends whole files only")
-                    return Range(await response.read(), size, _tag(response))
+                    return Range(await _body(path, response, stop - begin), size, _tag(response))
 
-            return await patiently(once, stop - begin)
+            return await patiently(once, stop - begin, bounds.retries if bounds else None)
 
         try:
             return open_ranges(path, fetch, first_block)
         except _NoRanges:
-            return answer(path, "reading", self._whole(path))
+            return answer(path, "reading", self._whole(path, bounds))
 
-    async def _whole(self, path: str) -> BinaryIO:
+    async def _whole(self, path: str, bounds: Bounds | None) -> BinaryIO:
         async def once() -> BinaryIO:
             copy = tempfile.SpooledTemporaryFile(_IN_MEMORY)  # noqa: SIM115
             try:
-                async with await self._get(path) as response:
+                async with await self._get(path, None, bounds) as response:
                     _check(response)
-                    async for chunk in response.content.iter_chunked(_CHUNK):
+                    async for chunk in _chunks(path, response, bounds.most_bytes if bounds else None):
                         copy.write(chunk)
             except BaseException:
                 copy.close()
@@ -124,16 +203,13 @@ class HttpStore:
             copy.seek(0)
             return cast(BinaryIO, copy)
 
-        # Of unknown size: only silence ends it.
-        return await patiently(once, 2**60)
+        # Of unknown size: silence or a crawl ends it.
+        return await patiently(once, 2**60, bounds.retries if bounds else None)
 
-    async def _get(self, path: str, wanted: str | None = None) -> Any:
-        import yarl
-
-        session = await _files().set_session()
-        # Signed addresses must arrive as they are, letter by letter.
-        url = yarl.URL(path, encoded=re.search(r"[^!-~]", path) is None)
-        return session.get(url, headers={"Range": wanted} if wanted else {})
+    async def _get(self, path: str, wanted: str | None = None, bounds: Bounds | None = None) -> Any:
+        anywhere = bounds is None or bounds.places is None
+        session = await _files(anywhere).set_session()
+        return session.get(_url(path), headers={"Range": wanted} if wanted else {}, trace_request_ctx=bounds)
 
     def entries(self, path: str) -> dict[str, FileState | None]:
         """Not possible."""
@@ -176,6 +252,22 @@ def _refuse(path: str) -> NoReturn:
 def _check(response: Any) -> None:
     if response.status >= 400:
         raise HttpStatus(response.status, response.reason or "")
+
+
+async def _body(path: str, response: Any, most: int) -> bytes:
+    return b"".join([chunk async for chunk in _chunks(path, response, most)])
+
+
+async def _chunks(path: str, response: Any, most: int | None) -> AsyncIterator[bytes]:
+    """An answer's body, of at most so many bytes, as long as they come at the slowest rate of a request."""
+    begun, count = time.monotonic(), 0
+    async for chunk in response.content.iter_chunked(_CHUNK):
+        count += len(chunk)
+        if most is not None and count > most:
+            raise TooLarge(f"{masked(path)}: more than {most:,} bytes, and the server sends on")
+        if time.monotonic() - begun > options().limit(count):
+            raise TimeoutError
+        yield chunk
 
 
 def _size(response: Any) -> int | None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import BinaryIO
 
 from packtool.errors import StorageError
-from packtool.storage.store import FileState
+from packtool.storage.store import Bounds, FileState
 
 _UNFINISHED = ".partial"
 
@@ -23,19 +24,25 @@ class LocalStore:
             state = os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise local_error(path, error) from error
-        return None if os.path.isdir(path) else FileState(state.st_size, str(state.st_mtime_ns))
+        return None if stat.S_ISDIR(state.st_mode) else FileState(state.st_size, str(state.st_mtime_ns))
 
     def is_directory(self, path: str) -> bool:
         """Whether it is a directory."""
         return os.path.isdir(path)
 
-    def open_read(self, path: str, first_block: int) -> BinaryIO:
-        """Open for reading bytes; the system reads ahead by itself."""
+    def open_read(self, path: str, first_block: int, bounds: Bounds | None = None) -> BinaryIO:
+        """Open for reading bytes; the system reads ahead by itself.
+
+        A pipe would wait for somebody to write into it, and a device may never end: neither is opened.
+        """
         try:
+            mode = os.stat(path).st_mode
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                raise StorageError(f"{path} is a pipe, a socket or a device, not a file", "Write it to a file first.")
             return open(path, "rb")
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a name with a null byte is a ValueError
             raise local_error(path, error) from error
 
     def entries(self, path: str) -> dict[str, FileState | None]:
@@ -139,9 +146,10 @@ class LocalWriter:
         _forget(self._temporary)
 
 
-def local_error(path: str, error: OSError) -> StorageError:
+def local_error(path: str, error: OSError | ValueError) -> StorageError:
     """What the operating system said, for a person."""
-    return StorageError(f"{path}: {error.strerror or error}", "Check the path, its permissions and the free space.")
+    said = error.strerror if isinstance(error, OSError) else None
+    return StorageError(f"{path}: {said or error}", "Check the path, its permissions and the free space.")
 
 
 def _forget(path: str) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from io import BytesIO
 from typing import Any, BinaryIO
 
-from packtool.errors import StorageError
-from packtool.storage.store import FileState
+from packtool.errors import RemoteError
+from packtool.storage.store import Bounds, FileState
 
 
 class MemoryStore:
@@ -29,10 +29,10 @@ class MemoryStore:
         """Whether it is a directory."""
         return bool(self._files.isdir(path))
 
-    def open_read(self, path: str, first_block: int) -> BinaryIO:
+    def open_read(self, path: str, first_block: int, bounds: Bounds | None = None) -> BinaryIO:
         """A copy of the file's bytes."""
         if self.find(path) is None:
-            raise StorageError(f"{path}: no such file")
+            raise RemoteError(f"{path}: no such file", fault="missing")
         return BytesIO(self._files.cat_file(path))
 
     def entries(self, path: str) -> dict[str, FileState | None]:

@@ -58,19 +58,22 @@ def answer(path: str, operation: str, work: Coroutine[Any, Any, T]) -> T:
         raise storage_error(path, operation, error) from None
 
 
-async def patiently(work: Callable[[], Awaitable[T]], num_bytes: int = 0) -> T:
+async def patiently(work: Callable[[], Awaitable[T]], num_bytes: int = 0, retries: int | None = None) -> T:
     """Do one request, and again while it fails for passing reasons: see ``packtool.storage.options``.
 
     Args:
         work: makes the request; called for each try.
         num_bytes: that it moves.
+        retries: further tries, if not those of the options.
     """
     settings = options()
-    for attempt in range(settings.retries + 1):
+    retries = settings.retries if retries is None else retries
+    for attempt in range(retries + 1):
         try:
             return await asyncio.wait_for(work(), settings.limit(num_bytes))
         except Exception as error:
-            if attempt == settings.retries or not is_passing(error):
+            if attempt == retries or not is_passing(error):
+                error.__dict__["tries"] = attempt + 1  # for the message
                 raise
         await asyncio.sleep(settings.pause(attempt) * random.uniform(0.5, 1.0))
     raise AssertionError("the last try returns or raises")

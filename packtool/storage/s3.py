@@ -14,11 +14,11 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
-from packtool.errors import StorageError
+from packtool.errors import RemoteError, StorageError
 from packtool.storage.faults import code_of, is_missing, status_of
 from packtool.storage.options import StorageOptions, options
 from packtool.storage.remote import Range, answer, open_ranges, patiently
-from packtool.storage.store import FileState
+from packtool.storage.store import Bounds, FileState
 from packtool.storage.upload import S3Writer
 
 _MOST_CONNECTIONS = 32
@@ -74,14 +74,17 @@ def connection_settings(scheme: str, settings: StorageOptions) -> dict[str, Any]
     plain = {"request_checksum_calculation": "when_required", "response_checksum_validation": "when_required"}
     if scheme == "oss":
         if not settings.oss_endpoint:
-            raise StorageError(
+            raise RemoteError(
                 "oss:// needs to know where it is: OSS_ENDPOINT is not set",
                 "For example OSS_ENDPOINT=https://oss-cn-hangzhou.aliyuncs.com, with OSS_ACCESS_KEY_ID and "
                 "OSS_ACCESS_KEY_SECRET.",
+                "unreachable",
             )
         if not settings.oss_access_key_id or not settings.oss_access_key_secret:
-            raise StorageError(
-                "oss://: no credentials", "Set OSS_ACCESS_KEY_ID and OSS_ACCESS_KEY_SECRET in the environment."
+            raise RemoteError(
+                "oss://: no credentials",
+                "Set OSS_ACCESS_KEY_ID and OSS_ACCESS_KEY_SECRET in the environment.",
+                "unreachable",
             )
         config |= plain | {"s3": {"addressing_style": "virtual"}, "signature_version": "s3v4"}
         if settings.oss_region:
@@ -157,7 +160,7 @@ class S3Store:
         page = await self.request("list_objects_v2", Bucket=bucket, Prefix=prefix, MaxKeys=1)
         return bool(page.get("Contents")) or not prefix
 
-    def open_read(self, path: str, first_block: int) -> BinaryIO:
+    def open_read(self, path: str, first_block: int, bounds: Bounds | None = None) -> BinaryIO:
         """Open for reading by ranges."""
         bucket, key = split(path)
 
@@ -175,7 +178,7 @@ class S3Store:
                 size = int(found.get("ContentRange", "").rpartition("/")[2] or found["ContentLength"])
                 return Range(data, size, _tag(found))
 
-            return await patiently(once, stop - begin)
+            return await patiently(once, stop - begin, bounds.retries if bounds else None)
 
         return open_ranges(path, fetch, first_block)
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
+from packtool.errors import RemoteError
+
 
 @dataclass(frozen=True)
 class FileState:
@@ -18,6 +20,29 @@ class FileState:
 
     size: int
     modified: str
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What reading a file may cost and where it may lead, if a row named the file and nobody looked at it.
+
+    Args:
+        most_bytes: a larger file is refused.
+        places: web servers (``storage.place``) that an address and its redirects may lead to; None for any.
+        retries: further tries of a request; None for those of the options.
+    """
+
+    most_bytes: int
+    places: frozenset[str] | None = None
+    retries: int | None = None
+
+
+class TooLarge(RemoteError):
+    """A file is larger than its bounds."""
+
+
+class LedElsewhere(RemoteError):
+    """A redirect, or a server's name, leads readers to a server that they may not ask."""
 
 
 class Writer(Protocol):
@@ -42,7 +67,7 @@ class Store(Protocol):
     def is_directory(self, path: str) -> bool:
         """Whether it is a directory; in object stores, whether anything lies under it."""
 
-    def open_read(self, path: str, first_block: int) -> BinaryIO:
+    def open_read(self, path: str, first_block: int, bounds: Bounds | None = None) -> BinaryIO:
         """Open for reading; ``first_block`` bytes are fetched at first, more when reading goes on."""
 
     def entries(self, path: str) -> dict[str, FileState | None]:

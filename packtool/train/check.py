@@ -230,9 +230,9 @@ def _dataset_words(manifest: Manifest) -> list[str]:
     _, first = asked[0]
     if first.get("columns"):
         words += ["--columns", *(f"{ours}={theirs}" for ours, theirs in first["columns"])]
-    for name in ("system", "media_root"):
+    for name in ("system", "media_root", "media_access", "max_media_bytes"):
         if first.get(name):
-            words += ["--" + name.replace("_", "-"), first[name]]
+            words += ["--" + name.replace("_", "-"), str(first[name])]
     return words
 
 

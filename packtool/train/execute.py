@@ -59,7 +59,7 @@ def load_spec(run: PreparedRun | PreparedStream) -> InputSpec:
         ConfigError: for a multimodal model of an unknown family.
         UnsupportedModelError: for a model whose packed samples could not be kept apart.
     """
-    spec = InputSpec.load(run.files.directory, run.media_limits)
+    spec = InputSpec.load(run.files.directory, run.media_limits, run.config)
     spec = dataclasses.replace(spec, loss_reduction=run.config.loss_reduction)
     if run.config.removes_padding:
         refuse_unsupported(spec.config)

@@ -17,7 +17,7 @@ from packtool.cache.export import export, identity_of
 from packtool.cache.local import LocalCopies, locked
 from packtool.cache.manifest import PATH_SETTINGS
 from packtool.config.export import ExportConfig
-from packtool.config.rows import RowOptions
+from packtool.config.rows import AccessOptions, RowOptions
 from packtool.config.train import TrainConfig
 from packtool.encode.model_files import ModelFiles
 from packtool.progress import Progress
@@ -57,7 +57,10 @@ def with_cache(config: TrainConfig, progress: Progress) -> TrainConfig:
     progress.note(
         f"cache {found}: {directory} ({summary.kept:,} samples of {summary.rows:,} rows, {dropped:,} dropped)"
     )
-    plain: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(RowOptions)}
+    kept = {"media_root", *(field.name for field in dataclasses.fields(AccessOptions))}
+    plain: dict[str, Any] = {
+        field.name: field.default for field in dataclasses.fields(RowOptions) if field.name not in kept
+    }
     return dataclasses.replace(config, **plain, chat_template=None, cached_dataset=(directory,))
 
 

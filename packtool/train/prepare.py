@@ -108,7 +108,7 @@ def prepare_run(config: TrainConfig, world: World) -> PreparedRun:
     mine: Dealing = (world.data.size, config.gradient_accumulation_steps, config.per_device_train_batch_size)
     state = _state(config, planner, mine, reader.fingerprint)
     dealings: tuple[tuple[int, int, int, int], ...] = ((0, *mine),)
-    notes = list(found.notes())
+    notes = [*_access_notes(config, reader), *found.notes()]
     if checkpoint is not None and before is not None:
         state.check_continues(checkpoint, before)
         check_resumable(checkpoint, world.rank, world.size)
@@ -142,6 +142,18 @@ def prepare_run(config: TrainConfig, world: World) -> PreparedRun:
         _validation(config, world, reader, choice, axes),
         found.directory if config.resume_only_model else None,
     )
+
+
+def _access_notes(config: TrainConfig, reader: CacheReader) -> list[str]:
+    """Said before the first step, for the one sample with a web address may come after hours."""
+    for manifest in reader.manifests:
+        far = any('"media_access": "any"' in source.settings for source in manifest.sources)
+        kept = manifest.identity.spec["media"] == "reference" and any(s.media_tokens for s in manifest.splits.values())
+        if far and kept and config.media_access != "any":
+            return [
+                "a cache was exported with --media-access any: if its rows name web addresses, training needs it, too"
+            ]
+    return []
 
 
 def _planner(

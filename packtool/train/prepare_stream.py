@@ -10,7 +10,7 @@ import numpy as np
 from packtool.attention.parallel.axes import Axes
 from packtool.config.export import EncodeSpec
 from packtool.config.train import TrainConfig
-from packtool.encode.blocks import check_template, encode_samples, samples_of
+from packtool.encode.blocks import check_template, encode_samples, refused_at_first, samples_of
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
 from packtool.encode.families import MediaLimits, family_of
@@ -103,6 +103,7 @@ def prepare_stream(config: TrainConfig, world: World) -> PreparedStream:
     encoder = Encoder(asked.encode_spec, files)  # refuses what cannot be encoded
     specs = sources_of(asked)
     check_template(config.model, encoder, [follow(spec) for spec in specs[:MOST_OPEN]])
+    refusals = [refused_at_first(*follow(spec)) for spec in specs[:MOST_OPEN]]
     packing_length = config.packing_length or max_length
     family = family_of(files, config)
     state = RunState(
@@ -142,7 +143,7 @@ def prepare_stream(config: TrainConfig, world: World) -> PreparedStream:
         axes_of(config, world, files, np.array([max_length]), trained=True),
         cost_of(files.config),
         read_state(checkpoint, world.data.rank) if checkpoint is not None else None,
-        tuple(found.notes()),
+        (*[line for line in refusals if line is not None][:1], *found.notes()),
         found.directory if config.resume_only_model else None,
     )
 

@@ -89,7 +89,7 @@ def _evaluate(prepared: PreparedEvaluation, progress: Progress) -> tuple[Evaluat
     from packtool.train.scoring import can_be_packed
 
     config, on_gpu = prepared.config, torch.cuda.is_available()
-    spec = InputSpec.load(prepared.trained.base, prepared.reader.manifests[0].identity.media_limits)
+    spec = InputSpec.load(prepared.trained.base, prepared.reader.manifests[0].identity.media_limits, prepared.config)
     dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
     packing = can_be_packed(spec.config)
     if packing:

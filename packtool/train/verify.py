@@ -119,7 +119,7 @@ def verify(config: VerifyConfig, progress: Progress | None = None, world: World 
     run = _as_training(config)
     reader = open_caches(run, files)
     packs = choose_packs(reader, config)
-    spec = InputSpec.load(files.directory, reader.manifests[0].identity.media_limits)
+    spec = InputSpec.load(files.directory, reader.manifests[0].identity.media_limits, config)
     refuse_unsupported(spec.config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = resolve_dtype(spec.config, run, on_gpu=device.type == "cuda")

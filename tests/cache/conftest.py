@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from packtool.cache.export import ExportSummary, export
 from packtool.config.export import ExportConfig
-from packtool.progress import SilentProgress
+from packtool.progress import Progress, SilentProgress
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -61,11 +61,21 @@ def rows(tmp_path: Path) -> Path:
 def run_export(model: Path, rows: Path, tmp_path: Path) -> Callable[..., ExportSummary]:
     """Exports the rows to ``tmp_path / name``."""
 
-    def run(name: str = "cache", **settings: Any) -> ExportSummary:
+    def run(name: str = "cache", progress: Progress | None = None, **settings: Any) -> ExportSummary:
         config = {"model": str(model), "dataset": (str(rows),), "max_length": 200, "rows_per_shard": 50, **settings}
-        return export(ExportConfig(output_dir=str(tmp_path / name), **config), SilentProgress())
+        return export(ExportConfig(output_dir=str(tmp_path / name), **config), progress or SilentProgress())
 
     return run
+
+
+class Told(SilentProgress):
+    """Keeps what a user is told."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, line: str) -> None:
+        self.notes.append(line)
 
 
 def tree(folder: Path) -> dict[str, bytes]:

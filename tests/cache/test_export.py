@@ -24,7 +24,7 @@ from packtool.cache.manifest import Manifest
 from packtool.cache.reader import CacheReader
 from packtool.errors import ConfigError, DataError, MismatchError, RowError, StorageError
 from packtool.storage import local as local_storage
-from tests.cache.conftest import tree
+from tests.cache.conftest import Told, tree
 
 Export = Callable[..., ExportSummary]
 
@@ -121,6 +121,26 @@ def test_strict_names_file_and_row_and_leaves_no_cache(run_export: Export, tmp_p
 def test_nothing_left_is_an_error(run_export: Export) -> None:
     with pytest.raises(DataError, match="none of 600 rows is left"):
         run_export(max_length=3)
+
+
+def test_rows_that_reach_too_far_are_told_before_and_after(run_export: Export, tmp_path: Path) -> None:
+    from PIL import Image
+
+    (tmp_path / "rows").mkdir()
+    Image.new("RGB", (80, 60)).save(tmp_path / "a.png")
+    turns = [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "!"}]
+    lines = [json.dumps({"messages": turns, "images": [str(tmp_path / "a.png")]})] * 100
+    (tmp_path / "rows" / "far.jsonl").write_text("\n".join(lines))
+    dataset, told = (str(tmp_path / "rows" / "far.jsonl"),), Told()
+    with pytest.raises(DataError, match="none of 100 rows is left: 100 media_not_allowed") as caught:
+        run_export(dataset=dataset, progress=told)
+    assert "--media-root DIR" in str(caught.value.remedy)
+    assert ["the first 64 rows with media will be dropped" in line for line in told.notes] == [False, True]
+    for name, allowed in {"a": {"media_root": str(tmp_path)}, "b": {"media_access": "local"}}.items():
+        assert run_export(name, dataset=dataset, **allowed).kept == 100
+    # What the rows could reach is told to whoever asks how the cache was made, and decides which cache it is.
+    (source,) = Manifest.read(str(tmp_path / "b")).sources
+    assert json.loads(source.settings) == {"media_access": "local"}
 
 
 def test_a_dry_run_counts_and_writes_nothing(run_export: Export, tmp_path: Path) -> None:
@@ -410,9 +430,9 @@ def test_media_in_a_store_are_measured_and_embedded_without_secrets(
         urls = [f"{base}/far.png", f"{base}/far.png?token=geheim", f"{base}/gone.png"]
         lines = [json.dumps({"messages": turns, "images": [url]}) for url in urls]
         (tmp_path / "far.jsonl").write_text("\n".join(lines))
-        linked = run_export("linked", dataset=(str(tmp_path / "far.jsonl"),))
+        linked = run_export("linked", dataset=(str(tmp_path / "far.jsonl"),), media_access="any")
         assert linked.dropped == {"media_missing": 1, "media_secret": 1}
-        embedded = run_export("embedded", dataset=(str(tmp_path / "far.jsonl"),), media="embed")
+        embedded = run_export("embedded", dataset=(str(tmp_path / "far.jsonl"),), media="embed", media_access="any")
         assert embedded.dropped == {"media_missing": 1}
         server.shutdown()
     reader = CacheReader.open([str(tmp_path / "embedded")])

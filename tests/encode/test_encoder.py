@@ -29,7 +29,7 @@ def encode(encoder: Encoder, *turns: str, images: list[str] | None = None) -> En
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
     row = {"messages": messages, **({"images": images} if images else {})}
-    (found,) = encoder.encode([to_sample(row, Source("rows.jsonl"), 0)])
+    (found,) = encoder.encode([to_sample(row, Source("rows.jsonl", media_access="any"), 0)])
     if isinstance(found, list):
         (found,) = found
     return found

@@ -11,7 +11,7 @@ from packtool.config.export import EncodeSpec
 from packtool.encode.assemble import Span
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
 from packtool.encode.fit import Tokenized, fit
-from packtool.errors import ConfigError, RowError
+from packtool.errors import RowError
 from packtool.rows.sample import Dropped, Sample, Turn
 
 PAD = 7
@@ -143,8 +143,9 @@ def test_a_text_in_pieces_loses_nothing(length: int, limit: int) -> None:
         np.testing.assert_array_equal(piece.labels[1:], piece.input_ids[1:])
 
 
-def test_split_is_refused_for_anything_but_texts() -> None:
-    with pytest.raises(ConfigError, match=r"rows\.jsonl, row 3: .*split.* this row is a conversation"):
-        fit(tokenized([("user", 3), ("assistant", 3)]), spec(100, truncation_strategy="split"))
-    with pytest.raises(ConfigError, match="this row has media"):
-        fit(tokenized([("image", 3), ("assistant", 3)], is_text=True), spec(100, truncation_strategy="split"))
+def test_split_drops_anything_but_texts() -> None:
+    talk = fit(tokenized([("user", 3), ("assistant", 3)]), spec(100, truncation_strategy="split"))
+    seen = fit(tokenized([("image", 3), ("assistant", 3)], is_text=True), spec(100, truncation_strategy="split"))
+    for dropped, what in ((talk, "this row is a conversation"), (seen, "this row has media")):
+        assert isinstance(dropped, Dropped)
+        assert (dropped.reason, what in dropped.detail) == ("cannot_be_split", True)

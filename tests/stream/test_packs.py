@@ -190,3 +190,28 @@ def test_fill_on_mixed_real_rows(realdata: Path, capacity: int) -> None:
     chosen = StreamOptions(pack=PackOptions(capacity=capacity))
     packs = list(PackStream(specs, spec, chosen, rank=0, world_size=1, log=lambda item: None))
     assert sum(pack.num_tokens for pack in packs) >= 0.98 * capacity * len(packs)
+
+
+def test_dirty_rows_cost_themselves(model: Path, tmp_path: Path) -> None:
+    good = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+    marked = {"messages": [{"role": "user", "content": "<image>"}], "images": []}
+    (tmp_path / "rows.jsonl").write_bytes(
+        b"\n".join(
+            [
+                json.dumps(good).encode(),
+                b'{"messages": "\xed\xa0\x80"}',
+                b'{"messages": 1, "messages": 2}',
+                json.dumps(marked).encode(),
+                b'"' + b"x" * 5000 + b'"',
+                json.dumps(marked | {"images": ["/proc/self/mem"]}).encode(),
+                json.dumps(good).encode(),
+            ]
+        )
+    )
+    told: list[Dropped] = []
+    chosen = options(pack={"shuffle": False})
+    packs = list(stream([SourceSpec(str(tmp_path / "rows.jsonl"), max_row_bytes=4000)], model, chosen, log=told.append))
+    assert [row for pack in contents(packs) for _, row in pack] == [0, 6]
+    assert [item.row for item in told] == [1, 2, 3, 4, 5]
+    reasons = ["invalid_text", "duplicate_keys", "image_marks", "over_max_row_bytes"]
+    assert [item.reason for item in told][:4] == reasons

@@ -70,7 +70,7 @@ def case(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Case:
         row["channel"] = CHANNELS[0 if row["images"] else 1] if number % 5 else None
     (root / "rows.json").write_text(json.dumps(rows))
     channels = dataclasses.replace(tiny, rows=str(root / "rows.json"), cache=str(root / "cache"))
-    export_rows(channels, channels.cache)
+    export_rows(channels, channels.cache, media_root=str(folder))
     limits = CacheReader.open([channels.cache]).manifests[0].identity.media_limits
     return Case(checkpoint, channels.cache, channels.rows, InputSpec.load(checkpoint, limits))
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from packtool.train.prepare import prepare_run
 from packtool.train.world import World
-from tests.train.tiny import TinyWorld
+from tests.train.tiny import TinyWorld, export_rows
 
 
 def test_every_epoch_has_its_own_plan_and_every_rank_the_same(tiny: TinyWorld, tmp_path: Path) -> None:
@@ -27,6 +27,15 @@ def test_the_seed_decides_the_plan(tiny: TinyWorld, tmp_path: Path) -> None:
     assert states[0] == states[1]
     assert states[0].plan != states[2].plan
     assert states[0].cache == states[2].cache
+
+
+def test_a_cache_that_may_name_web_addresses_is_told_of(tiny: TinyWorld, tmp_path: Path) -> None:
+    export_rows(tiny, tmp_path / "any", media_access="any")
+    given = {"cached_dataset": (tiny.cache, str(tmp_path / "any"))}
+    (note,) = prepare_run(tiny.config(tmp_path, **given), World()).notes
+    assert "--media-access any" in note
+    assert not prepare_run(tiny.config(tmp_path, **given, media_access="any"), World()).notes
+    assert not prepare_run(tiny.config(tmp_path), World()).notes
 
 
 def test_lengths_are_the_exports_unless_given(tiny: TinyWorld, tmp_path: Path) -> None:

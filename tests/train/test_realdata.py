@@ -52,6 +52,7 @@ def world(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             row["images"] = [str(realdata / image) for image in row.get("images") or []]
         (root / name).write_text("\n".join(json.dumps(row) for row in rows))
     export = ["export", "--model", str(root / "model"), "--dataset", *(str(root / name) for name in SUBSET)]
+    export += ["--media-root", str(realdata)]
     export += ["--max-length", str(MAX_LENGTH), "--image-max-token-num", "128", "--output-dir", str(root / "cache")]
     with redirect_stdout(io.StringIO()) as told:
         assert run([*export, "--json"]) == 0

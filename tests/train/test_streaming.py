@@ -15,7 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
+from packtool.batch.spec import InputSpec
 from packtool.config.train import TrainConfig
+from packtool.encode.families import MediaLimits
 from packtool.errors import ConfigError, DataError, MismatchError
 from packtool.progress import SilentProgress
 from packtool.train.from_rows import with_cache
@@ -108,6 +110,7 @@ def test_a_dead_encoder_ends_the_command_within_seconds(tiny: TinyWorld, rows: s
     command = [sys.executable, "-m", "packtool", "train", "--model", tiny.model, "--dataset", *[rows] * 200]
     command += ["--streaming", "true", "--packing", "true", "--max-steps", "100000", "--max-length", "128"]
     command += ["--output-dir", str(tmp_path / "out"), "--packing-interval", "20", "--logging-steps", "1"]
+    command += ["--media-root", str(Path(tiny.rows).parent)]
     process = subprocess.Popen(
         command,
         cwd=Path(__file__).parents[2],
@@ -159,6 +162,7 @@ def test_rows_without_streaming_get_a_cache_once(tiny: TinyWorld, rows: str, tmp
         given = {
             "cached_dataset": (),
             "dataset": (str(rows),),
+            "media_root": str(Path(tiny.rows).parent),
             "max_length": 128,
             "cache_dir": str(tmp_path / "copies"),
         }
@@ -177,6 +181,25 @@ def test_rows_without_streaming_get_a_cache_once(tiny: TinyWorld, rows: str, tmp
         file.write("\n")
     changed, said = run()
     assert (changed not in (first, longer), said) == (True, "cache made")
+
+
+def test_the_cache_of_rows_keeps_what_media_may_be(tiny: TinyWorld, tmp_path: Path) -> None:
+    given = {"cached_dataset": (), "dataset": (tiny.rows,), "max_length": 128, "cache_dir": str(tmp_path / "copies")}
+    allowed = {"media_access": "any", "max_media_bytes": 10_000_000, "media_root": "https://named/folder"}
+    found = with_cache(tiny.config(tmp_path / "out", **given | allowed), SilentProgress())
+    assert {name: getattr(found, name) for name in allowed} == allowed
+    plain = InputSpec.load(tiny.model, MediaLimits(), tiny.config(tmp_path, media_root="https://named/folder"))
+    assert plain.media_rights.refusal("https://named/a.png") is None
+    assert "--media-access any" in str(plain.media_rights.refusal("https://other/a.png"))
+
+
+def test_a_stream_says_at_once_that_its_rows_reach_too_far(tiny: TinyWorld, tmp_path: Path) -> None:
+    row = {"messages": [{"role": "user", "content": "<image>a"}, {"role": "assistant", "content": "b"}]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps({**row, "images": ["../../elsewhere.png"]}) + "\n")
+    told = Told()
+    with pytest.raises(DataError, match=r"no sample is left of the rows"):
+        train(tiny.config(tmp_path / "out", **tiny.streamed(str(tmp_path / "rows.jsonl"))), told)
+    assert any("media_not_allowed" in line and "--media-root DIR" in line for line in told.notes)
 
 
 def test_rows_without_streaming_are_planned_like_a_cache(tiny: TinyWorld, tmp_path: Path) -> None:

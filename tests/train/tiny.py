@@ -62,7 +62,8 @@ class TinyWorld:
 
     def streamed(self, *rows: str) -> dict[str, Any]:
         """Settings of a run that streams rows, by default those of the cache."""
-        given = {"cached_dataset": (), "dataset": rows or (self.rows,), "max_length": MAX_LENGTH}
+        given: dict[str, Any] = {"cached_dataset": (), "dataset": rows or (self.rows,), "max_length": MAX_LENGTH}
+        given["media_root"] = str(Path(self.rows).parent)
         return given | {"streaming": True, "max_steps": 1000, "packing_interval": 25, "shuffle_buffer_size": 10}
 
 

@@ -13,16 +13,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from packtool.errors import DataError
+from packtool.rows.boundary import held
 from packtool.rows.forms.columns import Fields, detect
 from packtool.rows.forms.contents import content_of
-from packtool.rows.forms.media import Found, media_of, with_marks
+from packtool.rows.forms.marks import LoneMark, check_marks, lone_mark, with_marks
+from packtool.rows.forms.media import Found, media_of
 from packtool.rows.forms.messages import turns_of
 from packtool.rows.forms.problem import RowProblem
 from packtool.rows.forms.queries import turns_of_alpaca, turns_of_query
 from packtool.rows.sample import Sample, Turn
 from packtool.rows.source import Pairs, Source
 
-__all__ = ["RowProblem", "to_sample"]
+__all__ = ["RowProblem", "check_first_rows", "to_sample"]
 
 # ms-swift's marks of places in a picture; without their boxes spelled out they are nothing to train on.
 _OBJECT_MARKS = re.compile(r"<ref-object>|<bbox>")
@@ -51,6 +53,7 @@ def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
         turns = _with_system(turns, fields, source)
     media = media_of(fields, found)
     turns, num_added = with_marks(turns, media)
+    asked = lone_mark(turns, media, fields, is_text)
     if fields.get("objects") and any(_OBJECT_MARKS.search(turn.content) for turn in turns):
         raise RowProblem("objects_unsupported", "boxes and objects (<bbox>, <ref-object>) are not spelled out yet")
     return Sample(
@@ -65,7 +68,31 @@ def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
         audios=media["audio"],
         is_text=is_text,
         loss_scale=source.loss_scale,
+        lone_mark=asked,
     )
+
+
+def check_first_rows(rows: Sequence[Mapping[str, Any]], source: Source) -> None:
+    """Look for what is wrong with all of the first rows of a file in the same way, so that it is told once.
+
+    Raises:
+        DataError: naming it, and the option that mends it.
+    """
+    problems: list[LoneMark] = []
+    for number, row in enumerate(rows):
+        found = held(source.label, number, _sample_or_problem, row, source, number)
+        if isinstance(found, Sample):
+            return  # one that can be used, most often the first
+        if isinstance(found, LoneMark):
+            problems.append(found)
+    check_marks(problems, source.label)
+
+
+def _sample_or_problem(row: Mapping[str, Any], source: Source, number: int) -> Sample | RowProblem:
+    try:
+        return to_sample(row, source, number)
+    except RowProblem as problem:
+        return problem
 
 
 def _form_of(row: Mapping[str, Any], source: Source) -> tuple[str, Pairs]:

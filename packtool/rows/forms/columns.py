@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import difflib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,7 +11,9 @@ from functools import lru_cache
 from typing import Any
 
 from packtool.errors import DataError
-from packtool.rows.forms.problem import RowProblem
+from packtool.rows.forms.problem import RowProblem, json_problem
+from packtool.rows.forms.values import listed
+from packtool.rows.parsing import JsonProblem, is_text, parse_json
 from packtool.rows.source import Pairs
 
 # The names that other projects' rows have for the same thing, this project's own first.
@@ -51,6 +52,10 @@ FORMS: Mapping[str, str] = {
 }
 
 
+# Python's parser needs some hundred times a text's size in memory.
+_LONGEST_LITERAL = 1 << 22
+
+
 @dataclass(frozen=True)
 class Layout:
     """The form of a file's rows.
@@ -69,6 +74,19 @@ class Fields:
 
     def __init__(self, row: Mapping[str, Any], columns: Pairs) -> None:
         self._row, self._names = row, _names_of(columns)
+
+    @property
+    def row(self) -> Mapping[str, Any]:
+        """The row as it was read."""
+        return self._row
+
+    def has(self, name: str) -> bool:
+        """Whether the row has such a column, with anything or nothing in it."""
+        return any(column in self._row for column in self._names[name])
+
+    def is_left_out(self, name: str) -> bool:
+        """Whether the user said that there is no such column: ``--columns images=``."""
+        return self._names[name] == ("",)
 
     def get(self, name: str) -> Any:
         """A value, or None if the row has none; text in which nothing stands is none."""
@@ -91,7 +109,7 @@ class Fields:
         there = any(column in self._row for column in self._names[name])
         if there:
             raise RowProblem("null_field", f"{columns} is null")
-        raise RowProblem("unknown_form", f"the row has no {columns}; its keys are: {_listed(self._row)}")
+        raise RowProblem("unknown_form", f"the row has no {columns}; its keys are: {listed(self._row)}")
 
     def parsed(self, name: str) -> Any:
         """A value that may be written as JSON text, as cells of csv files are.
@@ -110,11 +128,14 @@ def from_json(name: str, text: str) -> Any:
         RowProblem: if it is none.
     """
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-            return ast.literal_eval(text.strip())  # pandas writes lists as Python does
-        raise RowProblem("invalid_row", f"{name!r} is text and no JSON: {error}") from error
+        return parse_json(text)
+    except JsonProblem as problem:
+        if problem.reason == "invalid_json" and len(text) <= _LONGEST_LITERAL:
+            with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+                value = ast.literal_eval(text.strip())  # pandas writes lists as Python does
+                if is_text(value):
+                    return value
+        raise json_problem("invalid_row", f"{name!r} is text and no JSON", problem) from problem
 
 
 @lru_cache(maxsize=64)
@@ -141,7 +162,7 @@ def detect(rows: Sequence[Mapping[str, Any]], named: Pairs, formatting: str | No
     if form is None:
         known = "\n".join(f"  - {text}" for text in FORMS.values())
         raise DataError(
-            f"{where}: the form of its rows is not recognised; their keys are: {_listed(keys)}\nKnown forms:\n{known}",
+            f"{where}: the form of its rows is not recognised; their keys are: {listed(keys)}\nKnown forms:\n{known}",
             "Say which column is which, as in --columns query=title response=body",
         )
     return Layout(form, tuple(sorted(found.columns.items())))
@@ -202,7 +223,7 @@ def _resolve(named: Pairs, keys: Sequence[str], where: str) -> dict[str, str]:
         if column and column not in keys:
             raise DataError(
                 f"--columns {name}={column}: {where} has no column {column!r} in its first rows"
-                f"{did_you_mean(column, keys)}; its columns are: {_listed(keys)}",
+                f"{did_you_mean(column, keys)}; its columns are: {listed(keys)}",
                 "Name a column that is there (rows may have null in it); where sets differ, name each set's columns in "
                 "a --dataset-info file.",
             )
@@ -214,7 +235,3 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of a message about a name that is not known."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def _listed(keys: Iterable[Any]) -> str:
-    return ", ".join(sorted(map(str, keys))) or "none"

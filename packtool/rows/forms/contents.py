@@ -12,6 +12,7 @@ from typing import Any
 
 from packtool.rows.forms.media import Found
 from packtool.rows.forms.problem import RowProblem
+from packtool.rows.forms.values import finite, listed, shown
 from packtool.rows.sample import Turn
 
 _TEXTS = ("text", "input_text", "output_text")
@@ -61,6 +62,8 @@ def content_of(who: str, value: Any, found: Found, is_tool: bool = False) -> Con
     if isinstance(value, str):
         return Content(value)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if isinstance(value, float) and finite(value) is None:
+            raise RowProblem("invalid_content", f"{who} has the number {value} as content, which is no text")
         return Content(str(value))  # one column with two types: numbers that were not quoted
     if _is_parts(value) and (not is_tool or all(isinstance(part, str) or _kind(part) in _SHOWN for part in value)):
         content = Content()
@@ -68,7 +71,10 @@ def content_of(who: str, value: Any, found: Found, is_tool: bool = False) -> Con
             _add(content, who, part, found)
         return content
     if is_tool and value is not None:
-        return Content(json.dumps(value, ensure_ascii=False))
+        try:
+            return Content(json.dumps(value, ensure_ascii=False, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise RowProblem("invalid_content", f"{who} cannot be written as JSON: {error}") from error
     shown = "null" if value is None else f"a {type(value).__name__}"
     raise RowProblem("invalid_content", f"{who} has {shown} as content, not text")
 
@@ -112,7 +118,7 @@ def _add(content: Content, who: str, part: str | Mapping[str, Any], found: Found
             raise RowProblem("invalid_content", f"{who} has a tool_result behind text; Anthropic puts it before")
         content.results.append(Turn("tool", answer.text, extra))
     else:
-        detail = f"{who} has a part of type {kind!r}; its keys are: {', '.join(map(str, part))}"
+        detail = f"{who} has a part of type {shown(kind)}; its keys are: {listed(part)}"
         raise RowProblem("invalid_content", detail)
 
 

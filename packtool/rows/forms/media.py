@@ -21,12 +21,14 @@ from packtool.constants import MEDIA_MARKS
 from packtool.errors import StorageError
 from packtool.rows.forms.columns import Fields
 from packtool.rows.forms.problem import RowProblem
-from packtool.rows.sample import MediaRef, Turn
+from packtool.rows.forms.values import finite, listed, shown
+from packtool.rows.sample import MediaRef
 from packtool.rows.source import Source
 
 KINDS = ("image", "video", "audio")
 _KEYS = ("url", "path", "data")
 _LEAST_BASE64 = 1024
+_DEEPEST = 8
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+=*\s*")
 
 
@@ -72,36 +74,6 @@ def media_of(fields: Fields, found: Found) -> dict[str, tuple[MediaRef, ...]]:
     return media
 
 
-def with_marks(turns: list[Turn], media: Mapping[str, Sequence[MediaRef]]) -> tuple[list[Turn], int]:
-    """Turns with as many marks of each kind as there are media, and how many had to be added.
-
-    Missing ones are put before the first user text, videos before sounds before images, as ms-swift does. Marks of a
-    kind of which the row has no media are text.
-
-    Raises:
-        RowProblem: if there are more marks than media: which mark goes with which is unknown.
-    """
-    if not any(media.values()):
-        return turns, 0
-    added = ""
-    for kind in ("video", "audio", "image"):
-        if not media[kind]:
-            continue
-        mark = MEDIA_MARKS[kind]
-        num_marks = sum(turn.content.count(mark) for turn in turns)
-        num_media = len(media[kind])
-        if num_marks > num_media:
-            detail = f"{num_marks} {mark} marks and {num_media} {kind}s: which mark goes with which is unknown"
-            raise RowProblem(f"{kind}_marks", detail)
-        added += mark * (num_media - num_marks)
-    if not added:
-        return turns, 0
-    first = next((i for i, turn in enumerate(turns) if turn.role == "user"), 0)
-    turn = turns[first]
-    marked = Turn(turn.role, added + turn.content, turn.extra, turn.loss, turn.loss_scale)
-    return [*turns[:first], marked, *turns[first + 1 :]], added.count("<")
-
-
 def _listed(fields: Fields, kind: str, source: Source) -> list[MediaRef]:
     name = f"{kind}s"
     value = fields.get(name)
@@ -116,26 +88,31 @@ def _listed(fields: Fields, kind: str, source: Source) -> list[MediaRef]:
     return [media_ref(kind, item, source, i) for i, item in enumerate(value)]
 
 
-def media_ref(kind: str, value: Any, source: Source, position: int = 0) -> MediaRef:
+def media_ref(kind: str, value: Any, source: Source, position: int = 0, depth: int = 0) -> MediaRef:
     """One medium: a path, a URL, a data URI, base64, bytes, ``{bytes, path}``, or a list of a video's frames.
+
+    Args:
+        depth: objects and lists around it.
 
     Raises:
         RowProblem: if it is none of these.
     """
     name = f"{kind} {position}"
+    if depth > _DEEPEST:
+        raise RowProblem("invalid_media", f"{name} lies in more than {_DEEPEST} objects and lists")
     if isinstance(value, str) and value:
         return _of_text(name, value, source)
     if isinstance(value, (bytes, bytearray)) or _is_bytes(value):
         return MediaRef(path=None, data=bytes(value))
     if isinstance(value, Mapping):
-        return _of_mapping(kind, name, value, source)
+        return _of_mapping(kind, name, value, source, depth)
     if isinstance(value, (list, tuple)) and value and kind == "video":
-        frames = tuple(media_ref("image", frame, source, i) for i, frame in enumerate(value))
+        frames = tuple(media_ref("image", frame, source, i, depth + 1) for i, frame in enumerate(value))
         return MediaRef(path=None, frames=frames)
-    raise RowProblem("invalid_media", f"{name} is {value!r:.80}, not a path")
+    raise RowProblem("invalid_media", f"{name} is {shown(value)}, not a path")
 
 
-def _of_mapping(kind: str, name: str, value: Mapping[str, Any], source: Source) -> MediaRef:
+def _of_mapping(kind: str, name: str, value: Mapping[str, Any], source: Source, depth: int) -> MediaRef:
     data = value.get("bytes")
     if data is not None:
         return MediaRef(path=None, data=_decoded(name, data) if isinstance(data, str) else _bytes(name, data))
@@ -143,14 +120,15 @@ def _of_mapping(kind: str, name: str, value: Mapping[str, Any], source: Source) 
         return _of_text(name, value["data"], source) if ":" in value["data"] else _of_base64(name, value["data"])
     inner = next((value[key] for key in (*_KEYS, kind, f"{kind}_url", "frames") if value.get(key)), None)
     if inner is None:
-        raise RowProblem("invalid_media", f"{name} has neither bytes nor a path; its keys are: {', '.join(value)}")
-    ref = media_ref(kind, inner, source)
+        raise RowProblem("invalid_media", f"{name} has neither bytes nor a path; its keys are: {listed(value)}")
+    ref = media_ref(kind, inner, source, depth=depth + 1)
     fps = value.get("fps", value.get("sample_fps"))
     if fps is None or not ref.frames:
         return ref
-    if not isinstance(fps, (int, float)) or not 0 < fps < float("inf"):
-        raise RowProblem("invalid_media", f"{name} has {fps!r} frames a second")
-    return MediaRef(path=None, frames=ref.frames, fps=float(fps))
+    rate = finite(fps)
+    if rate is None or rate <= 0:
+        raise RowProblem("invalid_media", f"{name} has {shown(fps)} frames a second")
+    return MediaRef(path=None, frames=ref.frames, fps=rate)
 
 
 def _of_text(name: str, text: str, source: Source) -> MediaRef:
@@ -159,7 +137,7 @@ def _of_text(name: str, text: str, source: Source) -> MediaRef:
     if len(text) >= _LEAST_BASE64 and _BASE64.fullmatch(text):
         return _of_base64(name, text)
     try:
-        return MediaRef(path=_path(text, source))
+        return MediaRef(path=_path(text, source), rights=source.media_rights)
     except StorageError as error:
         raise RowProblem("invalid_media", f"{name}: {error.message}") from error
 

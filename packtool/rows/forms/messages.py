@@ -6,7 +6,6 @@ role ``function_call`` becomes such a call. Calls that follow one another, or an
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,7 +14,9 @@ from typing import Any
 from packtool.constants import ROLES
 from packtool.rows.forms.contents import content_of
 from packtool.rows.forms.media import Found
-from packtool.rows.forms.problem import RowProblem
+from packtool.rows.forms.problem import RowProblem, json_problem
+from packtool.rows.forms.values import finite, listed, shown
+from packtool.rows.parsing import JsonProblem, parse_json
 from packtool.rows.sample import Turn
 from packtool.rows.source import Pairs
 
@@ -37,6 +38,9 @@ _PAIR_KEYS = (
 )
 # Keys of a message that chat templates read; others are the user's own business.
 _MESSAGE_KEYS = ("reasoning_content", "thinking", "reasoning", "name", "tool_call_id")
+
+# Labels weigh 1 without it; what is far above is a mistake, and a float32 loss ends in infinity.
+_MOST_LOSS_SCALE = 10_000
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,7 @@ def _parts(who: str, message: Any, tags: Tags) -> Iterator[tuple[str, Mapping[st
         return
     pair = [(role, key) for role, keys in _PAIR_KEYS for key in keys if message.get(key) is not None]
     if not pair:
-        detail = f"{who} has no {' or '.join(tags.role_keys)}; its keys are: {', '.join(map(str, message))}"
+        detail = f"{who} has no {' or '.join(tags.role_keys)}; its keys are: {listed(message)}"
         raise RowProblem("unknown_role", detail)
     for role, key in pair:
         if role != "system" or message[key]:  # each pair of a file may have the key, most of them empty
@@ -138,16 +142,16 @@ def _parts(who: str, message: Any, tags: Tags) -> Iterator[tuple[str, Mapping[st
 
 def _parsed(who: str, text: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RowProblem("invalid_row", f"{who} is text and no JSON: {error}") from error
+        return parse_json(text)
+    except JsonProblem as problem:
+        raise json_problem("invalid_row", f"{who} is text and no JSON", problem) from problem
 
 
 def _role(who: str, message: Mapping[str, Any], tags: Tags) -> str:
     spelled = next((message[key] for key in tags.role_keys if message.get(key) is not None), None)
     role = tags.roles.get(_plain(spelled)) if isinstance(spelled, str) else None
     if role is None:
-        raise RowProblem("unknown_role", f"{who} has role {spelled!r}; known are {', '.join(tags.roles)}")
+        raise RowProblem("unknown_role", f"{who} has role {shown(spelled)}; known are {', '.join(tags.roles)}")
     return role
 
 
@@ -191,9 +195,9 @@ def _call(who: str, message: Mapping[str, Any], tags: Tags) -> Turn:
     value = next((message[key] for key in tags.content_keys if message.get(key) is not None), None)
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise RowProblem("invalid_tool_call", f"{who} is a call and no JSON: {error}") from error
+            value = parse_json(value)
+        except JsonProblem as problem:
+            raise json_problem("invalid_tool_call", f"{who} is a call and no JSON", problem) from problem
     calls = value if isinstance(value, list) else [value]
     extra = {"tool_calls": [_as_call(who, call) for call in calls]}
     return Turn("assistant", "", extra, _loss(who, message), _loss_scale(who, message))
@@ -203,7 +207,7 @@ def _as_call(who: str, call: Any) -> dict[str, Any]:
     if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping):
         return dict(call)
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
-        raise RowProblem("invalid_tool_call", f"{who} calls no function by name: {call!r:.80}")
+        raise RowProblem("invalid_tool_call", f"{who} calls no function by name: {shown(call)}")
     arguments = call.get("arguments", call.get("parameters", {}))
     return {"type": "function", "function": {"name": call["name"], "arguments": arguments}}
 
@@ -227,7 +231,7 @@ def _loss(who: str, message: Mapping[str, Any]) -> bool | None:
     if value is None:
         return None
     if value not in (0, 1):  # true and false are too
-        raise RowProblem("invalid_row", f"{who} has loss {value!r}; it must be true or false")
+        raise RowProblem("invalid_row", f"{who} has loss {shown(value)}; it must be true or false")
     return bool(value)
 
 
@@ -235,6 +239,8 @@ def _loss_scale(who: str, message: Mapping[str, Any]) -> float | None:
     value = message.get("loss_scale")
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-        raise RowProblem("invalid_row", f"{who} has loss_scale {value!r}; it must be a number of at least 0")
-    return float(value)
+    number = finite(value)
+    if number is None or not 0 <= number <= _MOST_LOSS_SCALE:
+        known = f"it must be a number from 0 to {_MOST_LOSS_SCALE:,}"
+        raise RowProblem("invalid_row", f"{who} has loss_scale {shown(value)}; {known}")
+    return number

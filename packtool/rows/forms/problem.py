@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from packtool.rows.parsing import JsonProblem
+
 
 class RowProblem(ValueError):
     """A row that cannot be used.
@@ -15,3 +17,10 @@ class RowProblem(ValueError):
         super().__init__(detail)
         self.reason = reason
         self.detail = detail
+
+
+def json_problem(reason: str, what: str, problem: JsonProblem) -> RowProblem:
+    """What to say of a cell that is no JSON (``reason``, ``what``), or JSON that is not to be trusted (its own)."""
+    if problem.reason == "invalid_json":
+        return RowProblem(reason, f"{what}: {problem.detail}")
+    return RowProblem(problem.reason, problem.detail)

@@ -10,6 +10,7 @@ from packtool.rows.forms.contents import content_of
 from packtool.rows.forms.media import Found
 from packtool.rows.forms.messages import turns_of
 from packtool.rows.forms.problem import RowProblem
+from packtool.rows.forms.values import shown
 from packtool.rows.sample import Turn
 
 
@@ -66,7 +67,7 @@ def _history(fields: Fields, found: Found) -> list[Turn]:
     turns = []
     for i, pair in enumerate(history):
         if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
-            raise RowProblem("invalid_row", f"'history' {i} is {pair!r:.80}, not [query, response]")
+            raise RowProblem("invalid_row", f"'history' {i} is {shown(pair)}, not [query, response]")
         for role, value in zip(("user", "assistant"), pair, strict=True):
             turns.append(Turn(role, content_of(f"'history' {i} ({role})", value, found).text))
     return turns

@@ -1,0 +1,214 @@
+"""Whatever a row holds, it becomes samples or one ``Dropped``, and the rows beside it stay what they are."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from packtool.encode.blocks import encode_samples, samples_of
+from packtool.encode.encoded import EncodedSample
+from packtool.encode.encoder import Encoder
+from packtool.errors import StorageError
+from packtool.rows.sample import Dropped
+from packtool.rows.scan import scan
+from packtool.rows.source import SourceSpec
+from tests.encode.conftest import encoder_for
+from tests.encode.test_encoder import CHATML, CONTROL, QWEN_CONFIG
+
+NASTY = st.sampled_from(
+    [
+        *("<image>", "<video>", "a.png", "gone.png", "a\0b", "data:image/png;base64,A", "<|im_end|>", "/proc/self/mem"),
+        *("\ud800", "\U0001f600", "\U0010ffff", "[", "{}", '[{"role": "user", "content": "\\ud800"}]', ""),
+    ]
+)
+SCALARS = st.one_of(
+    *(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), NASTY),
+    st.sampled_from([10**400, -(10**400), 1e308, float("nan"), float("-inf")]),
+)
+KEYS = st.sampled_from(
+    ["role", "from", "content", "value", "type", "text", "image", "url", "path", "bytes", "frames", "fps", "name"]
+) | st.text(max_size=3)
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=4), max_leaves=12
+)
+
+
+def mostly(usual: st.SearchStrategy[Any], share: int = 12) -> st.SearchStrategy[Any]:
+    """What a row should hold, but for one in so many: of many mistakes, only the first would show."""
+    return st.integers(1, share).flatmap(lambda number: VALUES if number == share else usual)
+
+
+TEXTS = mostly(st.text(max_size=8) | NASTY)
+CALLS = st.lists(st.fixed_dictionaries({"function": st.fixed_dictionaries({"name": TEXTS, "arguments": VALUES})}))
+MESSAGE = {
+    "content": TEXTS | st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": TEXTS}), max_size=2),
+}
+USER = st.fixed_dictionaries({"role": mostly(st.sampled_from(["user", "human"])), **MESSAGE})
+OTHER = st.fixed_dictionaries(
+    {"role": mostly(st.sampled_from(["assistant", "user", "tool", "system", "function_call"])), **MESSAGE},
+    optional={name: mostly(usual, 3) for name, usual in (("tool_calls", CALLS), ("loss", st.booleans()))}
+    | {"loss_scale": SCALARS, "reasoning_content": TEXTS},
+)
+MESSAGES = mostly(st.tuples(USER, OTHER, OTHER).map(list))
+FILES = mostly(st.lists(st.sampled_from(["a.png", "a.png", "gone.png", "/proc/self/mem", "a\0b"]), max_size=2), 3)
+MORE = dict.fromkeys(("images", "videos", "image_path"), FILES)
+MORE |= dict.fromkeys(("tools", "system", "channel", "history", "objects"), VALUES)
+FORMS = {
+    "messages": {"messages": MESSAGES},
+    "query": {"query": TEXTS, "response": TEXTS},
+    "alpaca": {"instruction": TEXTS, "input": TEXTS, "output": TEXTS},
+    "text": {"text": TEXTS},
+}
+ROWS = {name: mostly(st.fixed_dictionaries(columns, optional=MORE)) for name, columns in FORMS.items()}
+PLAIN = {
+    "messages": {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]},
+    "query": {"query": "q", "response": "a"},
+    "alpaca": {"instruction": "q", "input": "", "output": "a"},
+    "text": {"text": "abc"},
+}
+
+
+GOOD = json.dumps(PLAIN["messages"]).encode()
+
+
+@pytest.fixture(params=[{"model_type": "llama"}, QWEN_CONFIG], ids=["text", "vision"])
+def encoder(request: pytest.FixtureRequest, small_model: Any) -> Encoder:
+    """For a model that reads text only, and for one that reads pictures."""
+    return encoder_for(small_model(CHATML, [*CONTROL, "<|video_pad|>"], request.param), max_length=2000)
+
+
+def encoded(encoder: Encoder, path: Path) -> list[list[EncodedSample] | Dropped]:
+    found = scan(SourceSpec(str(path)))
+    rows = list(samples_of(found.source, found.blocks, may_hold_secrets=False))
+    return list(encode_samples(rows, encoder))
+
+
+def check(encoder: Encoder, folder: Path, line: bytes, good: bytes = GOOD) -> None:
+    """The row is one result, between two others that are kept."""
+    path = folder / "rows.jsonl"
+    path.write_bytes(b"\n".join([good, line, good]))
+    first, *between, last = encoded(encoder, path)
+    assert isinstance(first, list)
+    assert isinstance(last, list)
+    assert len(between) == (1 if line.strip() else 0)
+    for item in between:
+        if isinstance(item, Dropped):
+            assert (item.row, bool(item.reason)) == (1, True)
+            item.detail.encode()
+        for sample in item if isinstance(item, list) else ():
+            assert 0 < sample.length <= 2000
+            (sample.channel or "").encode()
+
+
+SLOW = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@SLOW
+@given(data=st.data())
+def test_no_json_value_ends_a_run(data: st.DataObject, form: str, encoder: Encoder, tmp_path: Path) -> None:
+    if not (tmp_path / "a.png").exists():
+        Image.new("RGB", (8, 12)).save(tmp_path / "a.png")
+    row, ascii_only = data.draw(ROWS[form]), data.draw(st.booleans())
+    line = json.dumps(row, ensure_ascii=ascii_only).encode(errors="surrogatepass")
+    check(encoder, tmp_path, line, json.dumps(PLAIN[form]).encode())
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": 10**400}]},
+        {"messages": [{"role": "assistant", "content": "a", "loss_scale": 10**400}]},
+        *[
+            {"messages": [{"role": "user", "content": "<image>"}], "images": [path]}
+            for path in ("/proc/self/mem", "/dev/zero", "a\0b", "/\0", "", "x" * 10_000, {"path": {"path": 1}})
+        ],
+        {"messages": [{"role": "user", "content": "<video>"}], "videos": [{"frames": ["a"], "fps": 10**400}]},
+        {"messages": '[{"role": "user", "content": "\\ud800"}]'},
+        {"messages": "[{'\\ud800': 'user'}]"},
+    ],
+    ids=str,
+)
+def test_rows_that_ended_runs(row: Any, encoder: Encoder, tmp_path: Path) -> None:
+    check(encoder, tmp_path, json.dumps(row).encode())
+
+
+@SLOW
+@given(line=st.binary(max_size=60).map(lambda data: data.replace(b"\n", b" ")), inside=st.booleans())
+@example(line=b"\xed\xa0\x80", inside=True)
+@example(line=b"\\ud800", inside=True)
+def test_no_bytes_end_a_run(line: bytes, inside: bool, encoder: Encoder, tmp_path: Path) -> None:
+    check(encoder, tmp_path, GOOD.replace(b'"q"', b'"' + line + b'"') if inside else b"." + line)
+
+
+@pytest.mark.parametrize("depth", [5, 20, 300, 500, 985, 5000])
+def test_no_depth_ends_a_run(depth: int, encoder: Encoder, tmp_path: Path) -> None:
+    lists, path = "[" * depth + '"\\ud83d\\ude00"' + "]" * depth, '{"path": ' * depth + '"a.png"' + "}" * depth
+    for line in (
+        f'{{"messages": [{{"role": "user", "content": "<image>"}}], "images": [{path}]}}',
+        f'{{"messages": [{{"role": "user", "content": {lists}}}]}}',
+        f'{{"messages": [{{"role": "tool", "content": {lists}}}]}}',
+        f'{{"text": "a", "tools": {lists}}}',
+        f'{{"query": "a", "response": "b", "tools": {lists}, "history": {json.dumps(lists)}}}',
+    ):
+        check(encoder, tmp_path, line.encode())
+
+
+def test_numbers_that_are_none_are_not_trained(encoder: Encoder, tmp_path: Path) -> None:
+    def calls(value: str) -> str:
+        call = f'{{"function": {{"name": "f", "arguments": {{"x": {value}}}}}}}'
+        said = f'{{"role": "assistant", "content": "", "tool_calls": [{call}]}}'
+        return f'{{"messages": [{{"role": "user", "content": "q"}}, {said}]}}'
+
+    for value in ("NaN", "Infinity", "-Infinity", "1e999"):
+        told = [f'{{"role": "user", "content": {value}}}', f'{{"role": "tool", "content": {{"a": {value}}}}}']
+        lines = [f'{{"messages": [{{"role": "user", "content": "q"}}, {told[i]}, {{}}]}}' for i in range(2)]
+        lines = [line.replace("{}", '{"role": "assistant", "content": "a"}') for line in lines]
+        (tmp_path / "rows.jsonl").write_text("\n".join([*lines, calls(value)]))
+        found = encoded(encoder, tmp_path / "rows.jsonl")
+        assert [item.reason if isinstance(item, Dropped) else item for item in found] == ["invalid_content"] * 3
+
+
+def test_what_breaks_the_tokenizer_costs_its_row(
+    encoder: Encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = encoder._pieces.encode
+
+    def breaks(pieces: Any) -> Any:
+        assert not any("odd" in piece.text for piece in pieces)
+        return encode(pieces)
+
+    monkeypatch.setattr(encoder._pieces, "encode", breaks)
+    (tmp_path / "rows.jsonl").write_bytes(b"\n".join([GOOD, GOOD.replace(b'"q"', b'"odd"'), GOOD]))
+    first, second, third = encoded(encoder, tmp_path / "rows.jsonl")
+    assert isinstance(first, list)
+    assert isinstance(third, list)
+    assert isinstance(second, Dropped)
+    assert (second.row, second.reason) == (1, "unexpected")
+    assert second.detail.startswith("AssertionError at encode/")
+
+
+def test_a_pipe_is_no_file(encoder: Encoder, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.png")
+    row = {"messages": [{"role": "user", "content": "<image>"}], "images": ["pipe.png"]}
+    check(encoder, tmp_path, json.dumps(row).encode())  # and does not wait
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(StorageError, match="is a pipe"):
+        scan(SourceSpec(str(tmp_path / "pipe.jsonl")))
+
+
+def test_marks_of_media_that_the_model_reads(small_model: Any, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(GOOD.replace(b'"q"', b'"<image> or <audio>?"'))
+    (text,) = encoded(encoder_for(small_model(CHATML, CONTROL)), tmp_path / "rows.jsonl")
+    assert isinstance(text, list)
+    (seen,) = encoded(encoder_for(small_model(CHATML, CONTROL, QWEN_CONFIG)), tmp_path / "rows.jsonl")
+    assert isinstance(seen, Dropped)
+    assert seen.reason == "image_marks"
+    assert "--columns images=" in seen.detail

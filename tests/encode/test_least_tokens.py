@@ -1,0 +1,104 @@
+"""Rows that are certainly too long are dropped for the usual reason before they are tokenized."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from packtool.encode.least_tokens import LeastTokens
+from packtool.encode.words import WordTokenizer
+from packtool.errors import RowError
+from packtool.rows.sample import Dropped
+from tests.encode.conftest import encoder_for
+from tests.encode.test_encoder import CHATML, CONTROL, encode
+
+PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def byte_level(normalizer: Any = None, cut: bool = True) -> Tokenizer:
+    """Bytes, and a few merges of spaces and letters."""
+    vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    merges = [("a", "b"), ("Ġ", "Ġ"), ("ĠĠ", "ĠĠ"), ("ab", "ab")]
+    vocabulary |= {"".join(pair): len(vocabulary) + i for i, pair in enumerate(merges)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    split = pre_tokenizers.Split(Regex(PATTERN), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only]) if cut else bytes_only
+    tokenizer.decoder = decoders.ByteLevel()
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    return tokenizer
+
+
+@cache
+def bound_of(kind: str) -> tuple[LeastTokens, Tokenizer]:
+    """With its tokenizer."""
+    normalizer = normalizers.NFC() if kind.endswith("NFC") else None
+    tokenizer = byte_level(normalizer, cut=kind.startswith("words"))
+    return LeastTokens(tokenizer, WordTokenizer.of(tokenizer)), tokenizer
+
+
+TEXTS = st.text(st.sampled_from("ab  \n1.,é\u0301\u1f82\u0313\u0342\u0345你\U0001f600\u1100\u1161\u11a8"), max_size=60)
+
+
+@pytest.mark.parametrize("kind", ["words", "words, NFC", "bytes", "bytes, NFC"])
+@settings(deadline=None, max_examples=150)
+@given(text=TEXTS | st.text(max_size=40), times=st.integers(1, 5), enough=st.integers(1, 100))
+def test_a_text_never_has_fewer(kind: str, text: str, times: int, enough: int) -> None:
+    bound, tokenizer = bound_of(kind)
+    least = bound.of(text * times, enough)
+    num_tokens = len(tokenizer.encode(text * times, add_special_tokens=False).ids)
+    assert least <= num_tokens
+    assert least > 0 or not text
+
+
+def test_nothing_is_promised_where_text_is_lost() -> None:
+    for lossy in (
+        byte_level(normalizers.Replace("a", "")),
+        byte_level(normalizers.Strip()),
+        Tokenizer(models.WordLevel({"a": 0}, unk_token="a")),
+        Tokenizer(models.BPE({"a": 0, "u": 1}, [], unk_token="u", fuse_unk=True)),
+    ):
+        assert LeastTokens(lossy, None).of("a b c" * 1000, 10) == 0
+
+
+@pytest.mark.parametrize("strategy", ["delete", "raise", "left", "right"])
+@settings(
+    deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+@given(sizes=st.lists(st.integers(0, 400), min_size=1, max_size=4))
+def test_the_result_is_that_of_tokens(strategy: str, sizes: list[int], small_model: Any) -> None:
+    texts = ["x" * size for size in sizes]
+    if len(texts) % 2:
+        texts.append("a")
+    outcomes = []
+    for limit in (10, 64):
+        encoder = encoder_for(small_model(CHATML, CONTROL), max_length=limit, truncation_strategy=strategy)
+        for look_ahead in (True, False):
+            if not look_ahead:
+                encoder._hopeless = lambda item: None  # type: ignore[method-assign]
+            try:
+                found = encode(encoder, *texts)
+            except RowError as error:
+                outcomes.append(error.reason)
+                continue
+            told = found.reason if isinstance(found, Dropped) else (found.input_ids.tolist(), found.num_truncated)
+            outcomes.append(str(told))
+    assert outcomes[::2] == outcomes[1::2]
+
+
+def test_a_hopeless_text_is_not_tokenized(small_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder: Path = small_model(CHATML, CONTROL)
+    encoder = encoder_for(folder, max_length=100)
+    monkeypatch.setattr(encoder._pieces, "encode", lambda pieces: [[1] for piece in pieces if len(piece.text) < 1000])
+    dropped = encode(encoder, "x" * 10_000, "a")
+    assert isinstance(dropped, Dropped)
+    assert dropped.reason == "over_max_length"
+    assert dropped.detail.startswith("at least ")
+    assert int(dropped.detail.split()[2]) > 100

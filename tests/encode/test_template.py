@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from packtool.encode import template as template_module
+from packtool.encode.template import ChatTemplate, TemplateFailure
+
+MESSAGES = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{% for i in range(10**9) %}a{% endfor %}",
+        "{% for i in range(900) %}{% for j in range(900) %}{% endfor %}{% endfor %}",
+        "{% macro f(i) %}{% for j in range(900) %}{% endfor %}{{ f(i) }}{% endmacro %}{{ f(0) }}",
+        "{% for i in range(900) %}" + "a" * 900 + "{% endfor %}",
+        "{{ messages[0].content * 10**10 }}",
+        "{{ 10**10 * messages[0].content }}",
+        "{{ (messages|length) ** (10**10) }}",
+        "{% for c in messages[0].content * 900 %}{% for c in messages[0].content * 900 %}{% endfor %}{% endfor %}",
+    ],
+)
+def test_a_template_that_would_run_for_ever_ends(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_module, "_MOST_ROUNDS", 10_000)
+    monkeypatch.setattr(template_module, "_MOST_CHARS", 100_000)
+    template = ChatTemplate(text, {})
+    for _ in range(2):
+        with pytest.raises(TemplateFailure):
+            template.render(MESSAGES)
+
+
+def test_every_rendering_has_its_own_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_module, "_MOST_ROUNDS", 10)
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
+    for _ in range(20):
+        assert template.render(MESSAGES) == "xy"
+
+
+@pytest.mark.parametrize(
+    ("text", "rendered"),
+    [
+        ("{% for m in messages %}{{ loop.index }}{{ loop.last }}{{ loop.length }}{% endfor %}", "1False22True2"),
+        ("{% for k, v in messages[0].items() %}{{ k }}{% endfor %}", "rolecontent"),
+        ("{% for m in messages if m.role == 'user' %}{{ loop.length }}{% else %}no{% endfor %}", "1"),
+        ("{% for m in nothing %}a{% else %}no{% endfor %}", "no"),
+        ("{% for r in messages|map(attribute='role') %}{{ r }}{{ loop.revindex }}{% endfor %}", "user2assistant1"),
+        ("{% for m in messages recursive %}{{ m.role[0] }}{% endfor %}", "ua"),
+        ("{{ '-' * 3 }}{{ 2 * 3 }}{{ 2 ** 3 }}{{ 1.5 * 2 }}", "---683.0"),
+    ],
+)
+def test_loops_are_what_they_were(text: str, rendered: str) -> None:
+    assert ChatTemplate(text, {}).render(MESSAGES) == rendered
+
+
+def test_a_template_that_loops_on_a_row_costs_that_row(small_model: Any) -> None:
+    from tests.encode.conftest import encoder_for
+    from tests.encode.test_encoder import CHATML, CONTROL, encode
+
+    loop = "{% if 'loop' in messages[0].content %}{% for i in range(10**9) %}{% endfor %}{% endif %}"
+    encoder = encoder_for(small_model(loop + CHATML, CONTROL))
+    dropped = encode(encoder, "loop", "a")
+    assert getattr(dropped, "reason", "") == "template_refused"
+    assert not hasattr(encode(encoder, "q", "a"), "reason")

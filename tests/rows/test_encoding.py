@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from packtool.errors import DataError
+from packtool.rows.sample import Dropped
+from packtool.rows.scan import follow, scan
+from packtool.rows.source import SourceSpec
+from tests.rows.conftest import rows_of
+
+CONTENTS = {
+    "rows.jsonl": '{{"text": "{0}"}}\n{{"text": "{0} {0}"}}\n{{"text": "b {0}"}}\n',
+    "rows.json": '[{{"text": "{0}"}}, {{"text": "{0} {0}"}}, {{"text": "b {0}"}}]',
+    "rows.csv": "text,more\n{0},1\n{0} {0},2\nb {0},3\n",
+    "rows.txt": "{0}\n{0} {0}\nb {0}\n",
+}
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+@pytest.mark.parametrize(
+    ("encoding", "text", "told"),
+    [
+        ("utf-16", "hello world", "UTF-16"),
+        ("utf-16-le", "hello world", "UTF-16LE"),
+        ("utf-16-be", "hello world", "UTF-16BE"),
+        ("utf-32", "hello world", "UTF-32"),
+        ("utf-32-le", "hello world", "UTF-32LE"),
+        ("gb18030", "你好，世界", "GB18030"),
+        ("cp1252", "déjà vu", "WINDOWS-1252"),
+    ],
+)
+def test_another_encoding_is_told_once(tmp_path: Path, name: str, encoding: str, text: str, told: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(CONTENTS[name].format(text).encode(encoding))
+    for look in (scan, follow):
+        with pytest.raises(DataError) as caught:
+            look(SourceSpec(str(path)))  # type: ignore[operator]
+        assert f"iconv -f {told} -t UTF-8" in str(caught.value)
+        assert name in caught.value.message
+
+
+def test_a_compressed_file_too(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress('{"text": "a"}\n'.encode("utf-16")))
+    with pytest.raises(DataError, match="UTF-16"):
+        scan(SourceSpec(str(path)))
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_single_rows_that_are_no_utf8_cost_those_rows(tmp_path: Path, name: str) -> None:
+    rows = [
+        b'{"text": "a\xff"}',
+        *[b'{"text": "plain"}'] * 3,
+        '{"text": "für 你"}'.encode(),
+        b'{"text": "\xff\xfe\xfd"}',
+    ]
+    path = tmp_path / name
+    path.write_bytes(b"\n".join(rows) if name == "rows.jsonl" else b"[" + b",".join(rows) + b"]")
+    found = rows_of(scan(SourceSpec(str(path))))
+    assert [row.reason if isinstance(row, Dropped) else row["text"] for _, row in found] == [
+        *("invalid_text", "plain", "plain", "plain", "für 你", "invalid_text")
+    ]

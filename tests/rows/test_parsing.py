@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from packtool.rows.parsing import JsonProblem, parse_json
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
+)
+
+
+@given(VALUES, st.booleans())
+def test_what_json_writes_is_read_back(value: Any, ascii_only: bool) -> None:
+    assert parse_json(json.dumps(value, ensure_ascii=ascii_only).encode()) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (b"{", "invalid_json"),
+        (b"1" * 5000, "invalid_json"),
+        (b"", "invalid_json"),
+        (b" ", "invalid_json"),
+        (b"[1] 2", "invalid_json"),
+        (b"{} {}", "invalid_json"),
+        (b"[" * 100_000 + b"]" * 100_000, "invalid_json"),
+        (b'"a\xed\xa0\x80"', "invalid_text"),
+        (b'"\xff"', "invalid_text"),
+        (b'["\\ud83d"]', "invalid_text"),
+        (b'{"\\ud83d": 1}', "invalid_text"),
+        (b'{"a": 1, "b": {"c": 1, "c": 1}}', "duplicate_keys"),
+    ],
+)
+def test_what_is_no_json_to_rely_on(text: bytes, reason: str) -> None:
+    with pytest.raises(JsonProblem) as caught:
+        parse_json(text)
+    assert caught.value.reason == reason
+
+
+def test_what_only_looks_dangerous() -> None:
+    assert parse_json(b'["\\ud83d\\ude00", "\\\\ud83d", "[[[{{{"]') == ["\U0001f600", "\\ud83d", "[[[{{{"]
+    assert parse_json(b" [1]\r\n") == [1]
+    assert parse_json(b"[1] ") == [1]
