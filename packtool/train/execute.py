@@ -145,10 +145,9 @@ def execute(run: PreparedRun | PreparedStream, spec: InputSpec, result: TrainRes
     if run.world.is_first:
         result.write()
         write_skipped(run.config.output_dir, skipped)
-    assert result.checkpoint is not None
     # No rank may end before all is written: a launcher ends the others when the first one ends.
     trainer.accelerator.wait_for_everyone()
-    watch.raise_if_stopped(steps, run.schedule.num_steps, result.checkpoint)
+    watch.raise_if_stopped(steps, run.schedule.num_steps, os.path.join(run.config.output_dir, f"{PREFIX}{steps}"))
     return result
 
 
