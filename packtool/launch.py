@@ -7,14 +7,21 @@ NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 NPROC_PER_NODE=8 packtool train ...
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from packtool.errors import ConfigError
 
 _INSIDE = ("LOCAL_RANK", "TORCHELASTIC_RUN_ID")
+_LAUNCHER = "PACKTOOL_LAUNCHER"
+_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+_SECONDS_BETWEEN_LOOKS = 1.0
 _DEFAULT_PORT = 29500
 _MAX_PORT = 65535
 
@@ -114,6 +121,41 @@ def share_cores_politely() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+def end_with_launcher(environ: Mapping[str, str]) -> None:
+    """Let this process end when the one that started it does, however that ends; only inside torchrun.
+
+    A launcher that is killed (out of memory, or by a scheduler) can stop nobody, and its processes would go on training
+    on GPUs that somebody else is given. On Linux the kernel kills them at once; elsewhere a thread looks every second.
+    """
+    if not is_launched(environ):
+        return
+    launcher = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    else:
+        threading.Thread(target=_end_without, args=(launcher,), daemon=True).start()
+    known = environ.get(_LAUNCHER, "")
+    # It may have ended before the kernel was asked.
+    if os.getppid() != launcher or (known.isdecimal() and not _is_there(int(known))):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _end_without(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _is_there(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
 def launch_if_asked(arguments: Sequence[str]) -> None:
     """Become torchrun if the environment asks for more than this process; else return.
 
@@ -127,7 +169,8 @@ def launch_if_asked(arguments: Sequence[str]) -> None:
     if command is None:
         return
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    environ = launch_environment(os.environ, num_cores)
+    # Becoming torchrun, this process keeps its number.
+    environ = launch_environment(os.environ, num_cores) | {_LAUNCHER: str(os.getpid())}
     sys.stdout.flush()
     sys.stderr.flush()
     os.execvpe(command[0], command, environ)

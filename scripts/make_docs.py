@@ -1,11 +1,11 @@
-"""Writes the generated parts of docs/: options.md from the declarations of the options, from-other-tools.md from the
-table of other tools' names, and the pictures.
+"""Writes the generated parts of docs/: options.md and the tables of other tools' names, from the code, and pictures.
 
 usage: python scripts/make_docs.py [--check]      with --check nothing is written, and a stale file is an error
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import typer
 from _draw_docs import pictures
 
 from packtool.cli.main import app
-from packtool.config.peers import EVERY_COMMAND, peer_names
+from packtool.config.peers import EVERY_COMMAND, PeerName, Status, peer_names
 
 DOCS = Path(__file__).parent.parent / "docs"
 _INTRODUCTION = """# Options
@@ -43,38 +43,34 @@ def options_page() -> str:
     return "\n".join(parts)
 
 
-_STRANGERS = """# From other tools
-
-What became of the options, YAML keys and environment variables of other tools. A command that meets one of them says
-the same; names without an effect are accepted, and those that are not done here are accepted where they say no.
-
-<!-- Made by scripts/make_docs.py from packtool/config/peers.tsv; do not edit. -->
-"""
-_WORDS = {
+_MEANING: dict[Status, str] = {
     "same": "the same",
-    "renamed": "another name",
+    "renamed": "",
     "set": "`--set training.NAME=VALUE`",
-    "unneeded": "no effect",
-    "unsupported": "not done",
+    "unneeded": "accepted, without effect",
+    "unsupported": "not done here",
 }
+_TABLE = re.compile(r"(<!-- table: (.+?) -->\n).*?(?=\n## |\Z)", re.DOTALL)
 
 
-def strangers_page() -> str:
-    """The table of names, a heading for each tool."""
-    grouped: dict[str, dict[tuple[str, str, str, str], list[str]]] = {}
-    for entry in peer_names():
-        tool = f"{entry.tool}, environment" if entry.is_variable else entry.tool
-        line = (entry.status, entry.command, entry.here, entry.why)
-        grouped.setdefault(tool, {}).setdefault(line, []).append(entry.name)
-    parts = [_STRANGERS]
-    for tool, lines in grouped.items():
-        parts.append(f"## {tool}\n\n| names | here | |\n|---|---|---|")
-        for (status, command, here, why), names in lines.items():
-            told = f"`{here}`" if status == "renamed" else _WORDS[status]
-            told += f" ({command})" if command != EVERY_COMMAND else ""
-            parts.append(f"| {' '.join(f'`{name}`' for name in names)} | {_cell(told)} | {_cell(why)} |")
-        parts.append("")
-    return "\n".join(parts)
+def with_tables(page: str) -> str:
+    """A page with the table of a tool's names behind each mark that asks for one."""
+    return _TABLE.sub(lambda mark: f"{mark[1]}\n{_table_of(mark[2])}", page)
+
+
+def _table_of(tool: str) -> str:
+    lines = ["| there | here | why |", "|---|---|---|"]
+    for is_variable in (False, True):
+        groups: dict[tuple[str, str, str, str], list[PeerName]] = {}
+        for entry in peer_names():
+            if entry.tool == tool and entry.is_variable == is_variable:
+                groups.setdefault((entry.status, entry.here, entry.why, entry.command), []).append(entry)
+        for (status, here, why, command), entries in groups.items():
+            names = " ".join(f"`{entry.name}`" for entry in entries)
+            where = "" if command == EVERY_COMMAND else f" ({command})"
+            found = _MEANING[status] or f"`{here}`"  # type: ignore[index]
+            lines.append(f"| {names}{where} | {found} | {_cell(why)} |")
+    return "\n".join(lines) + "\n"
 
 
 def _cell(text: str) -> str:
@@ -83,8 +79,9 @@ def _cell(text: str) -> str:
 
 def generated() -> dict[Path, str]:
     """Every generated file's path and content."""
-    pages = {DOCS / "options.md": options_page(), DOCS / "from-other-tools.md": strangers_page()}
-    return {**pages, **{DOCS / "images" / f"{k}.svg": v for k, v in pictures().items()}}
+    found = {DOCS / "images" / f"{name}.svg": svg for name, svg in pictures().items()}
+    found |= {page: with_tables(page.read_text()) for page in DOCS.glob("from-*.md")}
+    return {DOCS / "options.md": options_page(), **found}
 
 
 def main() -> None:

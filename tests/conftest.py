@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import count
@@ -36,6 +37,9 @@ LONGEST = (
 # Nothing here may wait for a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# What is remembered of checked caches does not go to the home of whoever runs the tests.
+_NOTES = tempfile.TemporaryDirectory(prefix="packtool-tests-")
+os.environ.setdefault("PACKTOOL_CACHE_DIR", _NOTES.name)
 # Tests press Ctrl-C, which a shell's background jobs and what they start would ignore.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # Tests run side by side on few cores: threads that wait must not spin.

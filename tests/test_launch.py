@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -171,6 +173,76 @@ def test_a_rank_that_was_killed_is_named_and_ends_the_others(tmp_path: Path) -> 
     assert done.returncode == 128 + 9
     assert "rank 1 (process" in done.stderr
     assert "was ended by SIGKILL (out of memory?)" in done.stderr
+
+
+def wait_until_gone(process: int, seconds: float = 20.0) -> bool:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        # One that nobody has asked for its exit code is gone, too.
+        stat = Path(f"/proc/{process}/stat")
+        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+def test_a_rank_ends_with_a_launcher_that_is_killed(platform: str) -> None:
+    """By the kernel, and where the kernel cannot by looking."""
+    rank = f"""
+        import os, sys, time
+        from packtool.launch import end_with_launcher
+        sys.platform = {platform!r}
+        end_with_launcher(os.environ)
+        print(os.getpid(), flush=True)
+        time.sleep(60)
+    """
+    launcher = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    with subprocess.Popen(
+        [sys.executable, "-c", launcher, textwrap.dedent(rank)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "LOCAL_RANK": "0"},
+    ) as process:
+        assert process.stdout is not None
+        number = int(process.stdout.readline())
+        process.kill()
+        assert wait_until_gone(number)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_rank_whose_launcher_has_ended_before_does_not_begin() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        pass
+    script = "import os; from packtool.launch import end_with_launcher; end_with_launcher(os.environ); print('began')"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "LOCAL_RANK": "0", "PACKTOOL_LAUNCHER": str(gone.pid)},
+    )
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_sigusr1_ends_the_launcher_and_its_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "sleeps.py"
+    script.write_text("import os, time; print(os.getpid(), flush=True); time.sleep(60)")
+    with subprocess.Popen(
+        [sys.executable, "-m", "packtool.train.elastic", "--standalone", "--nproc-per-node", "1", str(script)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as process:
+        assert process.stdout is not None
+        number = int(process.stdout.readline())
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(timeout=60) == 128 + signal.SIGUSR1
+        assert wait_until_gone(number)
 
 
 def test_a_port_that_is_taken_is_told_in_two_lines() -> None:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from packtool.attention.choose import AUTO, KERNELS, choose
+from packtool.attention.features import share_features
 from packtool.attention.parallel.attend import attend_shard
 from packtool.attention.parallel.axes import refuse_shared
 from packtool.attention.parallel.blocks import choose_blocks
-from packtool.attention.parallel.features import share_features, stop_sharing_features
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.recurrent import (
     has_recurrent_layers,
@@ -103,12 +103,11 @@ def set_attention(model: PreTrainedModel, impl: str = AUTO, parallel: SequencePa
     """
     register()
     name = attention_name(impl)
-    stop_sharing_features(model)
+    share_features(model, parallel)
     if parallel is not None:
         refuse_shared(model.config.to_dict())
         name += _SHARED
         AttentionInterface.register(name, partial(packed_attention, impl=impl, parallel=parallel))
-        share_features(model, parallel)
     model.set_attn_implementation(route(model.config, name))
     isolate_recurrent_layers(model)
 

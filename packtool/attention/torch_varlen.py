@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -45,7 +46,7 @@ class TorchVarlenKernel(Kernel):
             ConfigError: for a window, where this torch's function has none.
         """
         module: Any = _module()
-        known = inspect.signature(module.varlen_attn).parameters
+        known = _parameters(module.varlen_attn)
         scale, head_dim = default_scale(q, scale), v.shape[-1]
         q, k, v = pad_heads(q, k, v)
         given: dict[str, Any] = {"return_aux": module.AuxRequest(lse=True)}
@@ -78,3 +79,9 @@ def _module() -> Any:
         return importlib.import_module("torch.nn.attention.varlen")
     except ImportError:
         return None
+
+
+@cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    """What a function takes; to look costs as much as a small kernel."""
+    return frozenset(inspect.signature(function).parameters)

@@ -15,6 +15,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 from packtool.attention.recurrent import isolate_recurrent_layers
 from packtool.attention.register import packed_attention, route
 from packtool.attention.varlen import LeakError, Varlen
+from packtool.batch.spec import weights_in_one_piece
 from packtool.errors import UnsupportedModelError
 
 _TRIAL_NAME = "packtool_trial"
@@ -43,7 +44,7 @@ def refuse_after_trial(config: PreTrainedConfig, model_class: Any) -> None:
     # A copy: making a model writes the choice of attention into its configuration.
     config = copy.deepcopy(config)
     try:
-        with torch.device("meta"):
+        with weights_in_one_piece(), torch.device("meta"):
             model = model_class._from_config(config, attn_implementation=route(config, _TRIAL_NAME))
         num_recurrent = isolate_recurrent_layers(model)
         with torch.no_grad():

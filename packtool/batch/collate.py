@@ -6,9 +6,9 @@ Labels are shifted here, inside each sample, so that no target crosses from one 
     labels      a1 a2 -  | b1 b2 b3 -          "-" is -100
     cu_seqlens  0          3           7
 
-A model with a vision tower sees at least one picture in every micro-batch: where no sample brings one, a filler
-document of three tokens does, with a blank picture and without labels. Its loss and gradients are exactly zero, but
-every parameter takes part in every backward pass, so that ranks with and without pictures wait for the same gradients.
+Ranks wait for each other in every call of a tower (the one for pictures and videos, the one for sounds), so all of them
+run the same towers in a micro-batch, once each: where a tower is to run and no sample brings anything for it, a filler
+document does, with a blank picture or some silence and without labels. Its loss and gradients are exactly zero.
 """
 
 from __future__ import annotations
@@ -25,27 +25,31 @@ from packtool.batch.batch import PackedBatch, PaddedBatch
 from packtool.batch.pixels import load_pixels
 from packtool.batch.positions import sample_positions
 from packtool.batch.sounds import load_sounds
-from packtool.batch.spec import InputSpec
+from packtool.batch.spec import InputSpec, Tower
 from packtool.config.train import LossReduction
 from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedImage, EncodedSample
+from packtool.encode.families.qwen_omni import FEATURES_OF_A_TOKEN
 from packtool.errors import DataError
 
 LongArray = npt.NDArray[np.int64]
 
 
-def collate_packs(samples: Sequence[EncodedSample], spec: InputSpec) -> PackedBatch:
+def collate_packs(
+    samples: Sequence[EncodedSample], spec: InputSpec, towers: frozenset[Tower] | None = None
+) -> PackedBatch:
     """Lay samples end to end in one row.
 
     Args:
-        samples: in their order; none at all makes a micro-batch of a filler document, with zero loss.
+        samples: in their order; none at all makes a micro-batch of filler documents, with zero loss.
         spec: the model they are for.
+        towers: that run whatever the samples bring; by default all that the model has.
 
     Raises:
         DataError: naming a picture that cannot be read or has changed, or a sample whose pads do not fit its pictures.
     """
     check_pads(samples, spec)
-    documents, media = _with_filler(samples, spec)
+    documents, media = _with_fillers(samples, spec, towers)
     input_ids = np.concatenate([sample.input_ids for sample in documents], dtype=np.int64)
     labels = np.concatenate([shifted_labels(sample) for sample in documents], dtype=np.int64)
     if spec.sees:
@@ -68,18 +72,21 @@ def collate_packs(samples: Sequence[EncodedSample], spec: InputSpec) -> PackedBa
     )
 
 
-def collate_padded(samples: Sequence[EncodedSample], spec: InputSpec) -> PaddedBatch:
+def collate_padded(
+    samples: Sequence[EncodedSample], spec: InputSpec, towers: frozenset[Tower] | None = None
+) -> PaddedBatch:
     """Put one sample into each row, padded on the right to the longest; the price is T x B minus the tokens.
 
     Args:
-        samples: in their order; none at all makes a micro-batch of a filler row, with zero loss.
+        samples: in their order; none at all makes a micro-batch of filler rows, with zero loss.
         spec: the model they are for.
+        towers: as for ``collate_packs``.
 
     Raises:
         DataError: as ``collate_packs``.
     """
     check_pads(samples, spec)
-    rows, media = _with_filler(samples, spec)
+    rows, media = _with_fillers(samples, spec, towers)
     shape = (len(rows), max(sample.length for sample in rows))
     # A padding token is never attended to and has no label; 0 is in every vocabulary and is no picture's pad.
     found = [sample_positions(sample, spec) for sample in rows]
@@ -136,19 +143,28 @@ def as_positions(positions: npt.NDArray[Any]) -> Tensor:
     return torch.from_numpy(positions)
 
 
-def _with_filler(samples: Sequence[EncodedSample], spec: InputSpec) -> tuple[list[EncodedSample], dict[str, Tensor]]:
-    """The samples, a filler where one is needed, and what the towers take of all of them."""
-    media = load_media(samples, spec)
-    if media.keys() & {"pixel_values", "pixel_values_videos"} or (samples and not spec.sees):
-        return list(samples), media
-    if not spec.sees:
-        return [filler([0], ())], {}
-    side = int(spec.config.vision_config.spatial_merge_size)
-    config = spec.config
-    picture = EncodedImage(None, b"", side, side, grid=(1, side, side), num_tokens=1)
-    tokens = [config.vision_start_token_id, spec.pad_ids["image"], config.vision_end_token_id]
-    pixels = {"pixel_values": torch.zeros(side * side, spec.patch_dim), "image_grid_thw": torch.tensor([picture.grid])}
-    return [*samples, filler(tokens, (picture,))], media | pixels
+def _with_fillers(
+    samples: Sequence[EncodedSample], spec: InputSpec, towers: frozenset[Tower] | None
+) -> tuple[list[EncodedSample], dict[str, Tensor]]:
+    """The samples, a filler for each tower that has nothing to do, and what the towers take of all of them."""
+    documents, media = list(samples), load_media(samples, spec)
+    towers = spec.towers if towers is None else towers
+    if "vision" in towers and not media.keys() & {"pixel_values", "pixel_values_videos"}:
+        side = int(spec.config.vision_config.spatial_merge_size)
+        picture = EncodedImage(None, b"", side, side, grid=(1, side, side), num_tokens=1)
+        tokens = [spec.config.vision_start_token_id, spec.pad_ids["image"], spec.config.vision_end_token_id]
+        documents.append(filler(tokens, (picture,)))
+        media |= {
+            "pixel_values": torch.zeros(side * side, spec.patch_dim),
+            "image_grid_thw": torch.tensor([picture.grid]),
+        }
+    if "sound" in towers and "input_features" not in media:
+        documents.append(filler([spec.pad_ids["audio"]], ()))
+        media |= {
+            "input_features": torch.zeros(1, spec.num_mel_bins, FEATURES_OF_A_TOKEN),
+            "feature_attention_mask": torch.ones(1, FEATURES_OF_A_TOKEN, dtype=torch.int64),
+        }
+    return documents or [filler([0], ())], media
 
 
 def load_media(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:

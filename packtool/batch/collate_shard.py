@@ -2,8 +2,8 @@
 
 Every rank is given the same samples, of which it reads the tokens (four bytes each) but loads only its share of the
 pictures and videos: those are dealt out by patches, whoever holds their tokens, and their features find their way by a
-``FeatureRoute``. A rank without a picture of its own looks at a blank one whose features go nowhere, so that every
-parameter takes part in every backward pass on every rank.
+``FeatureRoute``. A rank without a picture of its own looks at a blank one whose features go nowhere, for ranks wait for
+each other in every call of a tower.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from packtool.batch.shard import (
     route_features,
     share_out,
 )
-from packtool.batch.spec import InputSpec
+from packtool.batch.spec import InputSpec, Tower
 from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedImage, EncodedSample, EncodedVideo
 
@@ -44,7 +44,11 @@ _INPUTS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_
 
 
 def collate_shard(
-    samples: Sequence[EncodedSample], spec: InputSpec, cut: Cut, places: Sequence[int] | None = None
+    samples: Sequence[EncodedSample],
+    spec: InputSpec,
+    cut: Cut,
+    places: Sequence[int] | None = None,
+    towers: frozenset[Tower] | None = None,
 ) -> ShardedBatch:
     """One rank's part of some samples.
 
@@ -53,6 +57,7 @@ def collate_shard(
         spec: the model they are for.
         cut: how they are dealt, and the rank that this is for.
         places: of each sample ``SHARDED``, or the rank that it is local to; all are sharded without it.
+        towers: that run whatever the samples bring; by default all that the model has.
 
     Raises:
         DataError: as ``collate_packs``, of the pictures that this rank loads.
@@ -62,7 +67,7 @@ def collate_shard(
     lengths = [document.length for document in documents]
     dealt = deal(lengths, placed, cut)
     index = dealt.index[cut.rank]
-    media, routes = _share_media(documents, spec, dealt, cut)
+    media, routes = _share_media(documents, spec, dealt, cut, spec.towers if towers is None else towers)
     input_ids = _picked([document.input_ids for document in documents], index)
     labels = _picked([shifted_labels(document) for document in documents], index)
     weights = shifted_weights(documents, spec)
@@ -122,7 +127,7 @@ def _positions(documents: Sequence[EncodedSample], spec: InputSpec, index: Int64
 
 
 def _share_media(
-    documents: Sequence[EncodedSample], spec: InputSpec, dealt: Deal, cut: Cut
+    documents: Sequence[EncodedSample], spec: InputSpec, dealt: Deal, cut: Cut, towers: frozenset[Tower]
 ) -> tuple[dict[str, Tensor], dict[str, FeatureRoute]]:
     """What this rank's towers take, and the way of what they make of it."""
     if not spec.sees:
@@ -131,7 +136,8 @@ def _share_media(
     inputs = load_pixels(with_own_media(documents, cut), spec)
     input_ids = np.concatenate([document.input_ids for document in documents])
     routes = {}
-    for kind in [kind for kind in _KINDS if any(other == kind for _, other, *_ in media)] or ["image"]:
+    needed = ["image"] if "vision" in towers else []
+    for kind in [kind for kind in _KINDS if any(other == kind for _, other, *_ in media)] or needed:
         tokens = [medium.num_tokens for _, other, _, medium in media if other == kind]
         its_owners = [owner for (_, other, *_), owner in zip(media, owners.tolist(), strict=True) if other == kind]
         positions = np.flatnonzero(input_ids == spec.pad_ids[kind])

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -14,12 +17,34 @@ from packtool.batch.batch import Batch, SkippedSample
 from packtool.batch.collate import collate_packs, collate_padded, load_media
 from packtool.batch.collate_shard import collate_shard
 from packtool.batch.shard import Cut
-from packtool.batch.spec import InputSpec
+from packtool.batch.spec import InputSpec, Tower
 from packtool.cache.chosen import SampleReader
 from packtool.cache.shard import num_targets
 from packtool.encode.encoded import EncodedSample
 from packtool.errors import MediaError, PacktoolError
 from packtool.plan.epoch import EpochPlan
+
+
+@dataclass(frozen=True, eq=False)
+class TowerUse:
+    """What decides which towers run in a micro-batch, alike on all ranks.
+
+    Args:
+        always: towers that run in every one: those that are trained, for ranks wait for their gradients.
+        brings: for each other tower, whether a sample has something for it, bool (N,) by position in the cache.
+    """
+
+    always: frozenset[Tower]
+    brings: Mapping[Tower, npt.NDArray[np.bool_]]
+
+    def in_micro_batches(self, plan: EpochPlan) -> dict[Tower, npt.NDArray[np.bool_]]:
+        """For each tower, whether it runs in each micro-batch of an epoch, (M,): where some rank has need of it."""
+        packs, num = plan.packs, int(plan.steps.step_offsets[-1]) // plan.steps.world_size
+        found: dict[Tower, npt.NDArray[np.bool_]] = {tower: np.ones(num, np.bool_) for tower in self.always}
+        for tower in self.brings.keys() - self.always:
+            in_packs = packs.sums_per_pack(self.brings[tower][packs.samples].astype(np.int64)) > 0
+            found[tower] = plan.steps.on_any_rank(in_packs)
+        return found
 
 
 class PlannedMicroBatches(Dataset["Batch | PacktoolError"]):
@@ -33,6 +58,7 @@ class PlannedMicroBatches(Dataset["Batch | PacktoolError"]):
         packing: False pads one sample a row instead.
         skip_bad_media: leave samples out whose media cannot be loaded.
         cut: of rows that several ranks share, and this rank's part.
+        use: of the model's towers; without it all of them run in every micro-batch.
     """
 
     def __init__(
@@ -45,6 +71,7 @@ class PlannedMicroBatches(Dataset["Batch | PacktoolError"]):
         packing: bool = True,
         skip_bad_media: bool = False,
         cut: Cut | None = None,
+        use: TowerUse | None = None,
     ) -> None:
         self.reader = reader
         self.plan = plan
@@ -55,6 +82,7 @@ class PlannedMicroBatches(Dataset["Batch | PacktoolError"]):
         self.skip_bad_media = skip_bad_media
         # The same number on every rank, so cells divide evenly: step s begins at micro-batch first[s] of this rank.
         self.first = plan.steps.step_offsets // plan.steps.world_size
+        self._running = use.in_micro_batches(plan) if use is not None else None
 
     def __len__(self) -> int:
         return int(self.first[-1])
@@ -66,12 +94,15 @@ class PlannedMicroBatches(Dataset["Batch | PacktoolError"]):
         step = int(np.searchsorted(self.first, index, side="right")) - 1
         micro_batch = index - int(self.first[step])
         packs = self.plan.samples(step, self.rank, micro_batch)
+        towers = self.spec.towers
+        if self._running is not None:
+            towers = frozenset(tower for tower, runs in self._running.items() if runs[index])
         try:
             samples = [self.reader.sample(int(position)) for pack in packs for position in pack]
             if self.cut is not None:
                 places = self.plan.places_of(step, self.rank, micro_batch)
-                return collate_shard(samples, self.spec, self.cut, None if places is None else places.tolist())
-            collate = collate_packs if self.packing else collate_padded
+                return collate_shard(samples, self.spec, self.cut, None if places is None else places.tolist(), towers)
+            collate = partial(collate_packs if self.packing else collate_padded, towers=towers)
             return _collated(samples, self.spec, collate, skip_bad_media=self.skip_bad_media)
         except PacktoolError as error:
             return error

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import AutoModel
 
 from packtool.batch.sounds import sounds_in_order
 from packtool.batch.spec import InputSpec
@@ -27,8 +26,6 @@ from packtool.errors import DataError
 NUM_ROWS = 4
 TOKEN_TYPES = {"image": 1, "video": 2}
 """``mm_token_type_ids`` of a medium's pads; text is 0."""
-
-_meta_models: dict[str, Any] = {}
 
 
 def sample_positions(sample: EncodedSample, spec: InputSpec) -> npt.NDArray[Any]:
@@ -47,7 +44,7 @@ def sample_positions(sample: EncodedSample, spec: InputSpec) -> npt.NDArray[Any]
         "image_grid_thw": torch.tensor([image.grid for image in sample.images]) if sample.images else None,
         "video_grid_thw": torch.tensor([video.grid for video in sample.videos]) if sample.videos else None,
     }
-    find: Any = _meta_model(spec).get_rope_index
+    find = spec.rope_index
     if spec.hears:
         rope, _ = find(input_ids=input_ids, **grids, **_omni_settings(sample, input_ids, spec))
     else:
@@ -75,13 +72,3 @@ def _omni_settings(sample: EncodedSample, input_ids: torch.Tensor, spec: InputSp
         "audio_seqlens": torch.tensor(sounds) if sounds else None,
         "second_per_grids": torch.tensor([video.seconds_per_grid for video in sample.videos]),
     }
-
-
-def _meta_model(spec: InputSpec) -> Any:
-    """The model without weights, made once in a process: ``get_rope_index`` is a method of it."""
-    key = spec.config.to_json_string(use_diff=False)
-    if key not in _meta_models:
-        with torch.device("meta"):
-            auto: Any = AutoModel
-            _meta_models[key] = auto.from_config(spec.config)
-    return _meta_models[key]

@@ -2,60 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from packtool import storage
 from packtool.encode.encoded import EncodedSample
-from packtool.errors import MediaError
 from packtool.media.opening import MediaProblem, open_medium
 from packtool.rows.rights import MediaRights
-from packtool.rows.sample import MediaRef
+from packtool.rows.sample import Dropped, MediaRef
 
 # Rows are handed on once so much has been read: a batch of long videos must not fill the memory.
 _BYTES_AT_ONCE = 64 << 20
 
 
-def embedded(samples: Sequence[EncodedSample], rights: MediaRights) -> Iterator[list[EncodedSample]]:
+def embedded(
+    samples: Sequence[EncodedSample], rights_of: Mapping[str, MediaRights], lose: Callable[[Dropped], None]
+) -> Iterator[list[EncodedSample]]:
     """The samples with their media's bytes, in groups of bounded size; paths stay, for messages.
 
     Args:
-        rights: of the rows that the samples were.
+        rights_of: what the rows of a source may reach, by the source's label.
+        lose: told of a sample with a medium that cannot be read although it was measured a moment ago.
 
     Raises:
-        MediaError, StorageError: if a file that was measured a moment ago cannot be read.
+        StorageError: if a store is down for everything.
     """
     group: list[EncodedSample] = []
     size = 0
     for sample in samples:
-        group.append(
-            replace(
-                sample,
-                images=tuple(
-                    replace(image, path=_shown(image.path), data=_bytes(image.path, image.data, rights))
-                    for image in sample.images
-                ),
-                audios=tuple(
-                    replace(audio, path=_shown(audio.path), data=_bytes(audio.path, audio.data, rights))
-                    for audio in sample.audios
-                ),
-                videos=tuple(
-                    replace(
-                        video,
-                        path=_shown(video.path),
-                        data=None if video.frames else _bytes(video.path, video.data, rights),
-                        frames=tuple((_shown(path), _bytes(path, data, rights)) for path, data in video.frames),
-                    )
-                    for video in sample.videos
-                ),
-            )
-        )
+        try:
+            group.append(_with_bytes(sample, rights_of[sample.source]))
+        except MediaProblem as problem:
+            lose(Dropped(sample.source, sample.row, problem.reason, problem.detail))
+            continue
         size += _size(group[-1])
         if size > _BYTES_AT_ONCE:
             yield group
             group, size = [], 0
     if group:
         yield group
+
+
+def _with_bytes(sample: EncodedSample, rights: MediaRights) -> EncodedSample:
+    return replace(
+        sample,
+        images=tuple(
+            replace(image, path=_shown(image.path), data=_bytes(image.path, image.data, rights))
+            for image in sample.images
+        ),
+        audios=tuple(
+            replace(audio, path=_shown(audio.path), data=_bytes(audio.path, audio.data, rights))
+            for audio in sample.audios
+        ),
+        videos=tuple(
+            replace(
+                video,
+                path=_shown(video.path),
+                data=None if video.frames else _bytes(video.path, video.data, rights),
+                frames=tuple((_shown(path), _bytes(path, data, rights)) for path, data in video.frames),
+            )
+            for video in sample.videos
+        ),
+    )
 
 
 def _shown(path: str | None) -> str | None:
@@ -65,14 +73,8 @@ def _shown(path: str | None) -> str | None:
 def _bytes(path: str | None, data: bytes | None, rights: MediaRights) -> bytes:
     if data is not None:
         return data
-    try:
-        with open_medium(MediaRef(path, rights=rights), storage.ROWS_BLOCK) as file:
-            return file.read()
-    except MediaProblem as problem:
-        raise MediaError(
-            f"{problem.detail} ({problem.reason})",
-            "A moment ago it could be measured: see that nobody changes the files, and run the same command again.",
-        ) from problem
+    with open_medium(MediaRef(path, rights=rights), storage.ROWS_BLOCK) as file:
+        return file.read()
 
 
 def _size(sample: EncodedSample) -> int:

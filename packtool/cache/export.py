@@ -2,67 +2,55 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from packtool import storage
-from packtool.cache.finish import build_manifest, length_counts, publish
+from packtool.cache.finish import build_manifest, length_counts, merge_dropped, publish
+from packtool.cache.index import read_index
+from packtool.cache.lock import DirectoryLock, refuse_if_busy
 from packtool.cache.manifest import Identity, Manifest, SourceInfo
+from packtool.cache.nothing_left import nothing_left
 from packtool.cache.on_ray import run_tasks_on_ray
-from packtool.cache.pool import Work, run_tasks
-from packtool.cache.reader import read_index
-from packtool.cache.restart import begin, check_is_cache, clear, find_finished, finished_tasks
-from packtool.cache.task import TASKS_DIR, Task, TaskResult
+from packtool.cache.pool import run_tasks
+from packtool.cache.repair import damaged_files, repair
+from packtool.cache.restart import (
+    Claim,
+    begin,
+    check_is_cache,
+    check_is_ours,
+    clear,
+    find_finished,
+    find_same,
+    finished_tasks,
+    forget_tasks,
+    published,
+)
+from packtool.cache.summary import ExportSummary, percentiles, summary_of
+from packtool.cache.task import Task, TaskResult, Work
 from packtool.cache.tasks import make_tasks
 from packtool.config.export import ExportConfig
-from packtool.constants import DROPPED_NAME, MANIFEST_NAME
+from packtool.constants import DROPPED_NAME
 from packtool.encode.blocks import check_template, refused_at_first
 from packtool.encode.encoder import Encoder
 from packtool.encode.families import MediaLimits, family_of
 from packtool.encode.model_files import ModelFiles, place_of
-from packtool.errors import DataError, StorageError
+from packtool.errors import ConfigError, DataError, MismatchError, StorageError
 from packtool.progress import Progress
 from packtool.rows.boundary import unforeseen_note
 from packtool.rows.opened import close_readers
-from packtool.rows.rights import ALLOWED_BY, NOT_ALLOWED
 from packtool.rows.scan import scan_sources
+from packtool.rows.source import ScannedSource, SourceSpec
 from packtool.rows.sources import sources_of
 
-_LOOKED_AT = 8  # tasks whose first rows are looked at before the work begins
-
-
-@dataclass(frozen=True)
-class ExportSummary:
-    """What an export did.
-
-    Args:
-        lengths: p50, p90, p99 and max of the kept samples' tokens.
-        num_reused: shards that an earlier, interrupted run had finished.
-        already_finished: nothing was done, because the cache was there.
-        num_missing: shards that other parts of a job array have not finished; the counts are this part's then.
-        pieces_added: samples beyond one a row, where texts were split.
-    """
-
-    rows: int
-    kept: int
-    kept_by_split: Mapping[str, int]
-    truncated: int
-    dropped: Mapping[str, int]
-    marks_added: int
-    tokens: int
-    target_tokens: int
-    media_tokens: int
-    lengths: Mapping[str, int]
-    seconds: float
-    output_dir: str
-    num_reused: int = 0
-    already_finished: bool = False
-    num_missing: int = 0
-    pieces_added: int = 0
+_LOOKED_AT = 8  # sources whose first rows are looked at before the work begins
+# Sources that each get a line of their own.
+_MOST_TOLD = 20
 
 
 def export(config: ExportConfig, progress: Progress) -> ExportSummary:
@@ -72,7 +60,7 @@ def export(config: ExportConfig, progress: Progress) -> ExportSummary:
         ConfigError: if the model cannot be encoded for, or the output directory holds something else.
         DataError: if a source cannot be read or nothing is left of it.
         RowError: in strict mode.
-        MismatchError: if the directory holds a cache of other settings.
+        MismatchError: if the directory holds a cache of other settings, or another export is at work there.
         StorageError: if writing fails.
     """
     started = time.perf_counter()
@@ -81,14 +69,17 @@ def export(config: ExportConfig, progress: Progress) -> ExportSummary:
     specs = sources_of(config)
     directory = None if config.dry_run else storage.normalize(config.output_dir)
     if directory is not None:
-        if config.overwrite:
+        if config.overwrite or config.repair:
             check_is_cache(directory)
         elif (manifest := find_finished(directory, identity, specs)) is not None:
-            return _summary(manifest, _lengths_of(directory, manifest), 0.0, directory, already_finished=True)
+            return _finished(directory, manifest)
+        else:
+            check_is_ours(directory)
+        refuse_if_busy(directory, is_part=config.is_part)  # now, and not after reading all sources
     encoder = Encoder(config.encode_spec, files)  # refuses what cannot be encoded before anything is read
     for remark in encoder.remarks:
         progress.note(remark)
-    scanned = scan_sources(specs, config.seed, progress.note)
+    scanned = _scanned(specs, config.seed, progress)
     sources = tuple(
         SourceInfo(s.source.label, s.size, s.modified, s.digest, s.num_rows, s.spec.settings) for s in scanned
     )
@@ -96,51 +87,190 @@ def export(config: ExportConfig, progress: Progress) -> ExportSummary:
     tasks = make_tasks(scanned, config)
     if not tasks:
         raise DataError(f"no rows in {', '.join(config.dataset)}")
-    _note_refusals(tasks, progress)
-    if directory is not None and config.overwrite:
-        clear(directory)  # only now: a mistake in the settings must not cost the old cache
-    splits = {split for task in tasks for split in task.shards}
-    done = begin(directory, identity, sources, splits, is_part=config.is_part) if directory is not None else {}
-    results = _run(tasks, done, config, directory, encoder, progress)
-    if directory is not None and config.is_part:
-        results = finished_tasks(directory)
-    if missing := [task.number for task in tasks if task.number not in results]:
-        return _part(config, tasks, results, missing, time.perf_counter() - started)
-    ordered = [results[task.number] for task in tasks]
-    manifest = build_manifest(identity, sources, ordered)
-    if not any(split.rows for split in manifest.splits.values()):
-        reasons = ", ".join(f"{count} {reason}" for reason, count in manifest.dropped.items())
-        remedy = _look_at_drops(directory)
-        if NOT_ALLOWED in manifest.dropped:
-            remedy = f"{NOT_ALLOWED}: {ALLOWED_BY}. {remedy}"
-        raise DataError(f"none of {manifest.rows} rows is left: {reasons}", remedy)
-    if directory is not None:
-        _publish(directory, manifest, ordered, config)
-    told_in = storage.join(directory, DROPPED_NAME) if directory else f"{DROPPED_NAME} of a run without --dry-run"
-    if note := unforeseen_note(manifest.dropped, told_in):
-        progress.note(note)
-    lengths = _percentiles(dict(length_counts(ordered)))
-    seconds = time.perf_counter() - started
-    return _summary(manifest, lengths, seconds, config.output_dir, num_reused=len(done))
+    _note_refusals(scanned, progress)
+    job = _Job(config, identity, sources, tasks, encoder, progress)
+    if directory is None:
+        return job.count(started)
+    with DirectoryLock(directory, _part_name(config)) as lock:
+        if config.repair:
+            return job.repair(directory, lock, find_same(directory, identity, specs))
+        # Another one may have finished while the sources were read.
+        if not config.overwrite and (manifest := find_finished(directory, identity, specs)) is not None:
+            return _finished(directory, manifest)
+        return job.write(directory, lock, started)
 
 
-def _note_refusals(tasks: Sequence[Task], progress: Progress) -> None:
+def _note_refusals(scanned: Sequence[ScannedSource], progress: Progress) -> None:
     """Say before the work begins if rows name media that they may not."""
-    lines = (refused_at_first(task.source, task.blocks) for task in tasks[:_LOOKED_AT])
+    lines = (refused_at_first(found.source, found.blocks) for found in scanned[:_LOOKED_AT])
     if (line := next(filter(None, lines), None)) is not None:
         progress.note(line)
     close_readers()  # workers have their own
 
 
-def _publish(directory: str, manifest: Manifest, results: Sequence[TaskResult], config: ExportConfig) -> None:
-    try:
-        publish(directory, manifest, results)
-    except StorageError:
-        # Two parts that finish last at the same time both publish the same; the slower one finds its work done.
-        if not config.is_part or not storage.exists(storage.join(directory, MANIFEST_NAME)):
-            raise
-        if Manifest.read(directory).fingerprint != manifest.fingerprint:
-            raise
+def _part_name(config: ExportConfig) -> str:
+    if not config.is_part:
+        return ""
+    return "--finalize" if config.task_index is None else f"{config.task_index} of {config.num_tasks}"
+
+
+def _finished(directory: str, manifest: Manifest) -> ExportSummary:
+    return summary_of(manifest, _lengths_of(directory, manifest), 0.0, directory, already_finished=True)
+
+
+def _scanned(specs: Sequence[SourceSpec], seed: int, progress: Progress) -> list[ScannedSource]:
+    """All sources with their rows; each is told of, but of very many only how far it is."""
+    if len(specs) <= _MOST_TOLD:
+        return scan_sources(specs, seed, progress.note)
+    progress.start("look through files", len(specs))
+    scanned = scan_sources(specs, seed, lambda line: progress.advance(1))
+    progress.finish()
+    rows, size = sum(found.num_rows for found in scanned), sum(max(found.size, 0) for found in scanned)
+    progress.note(f"{len(scanned):,} files: {rows:,} rows, {size / 1e6:,.1f} MB")
+    return scanned
+
+
+@dataclass(frozen=True)
+class _Job:
+    """An export whose rows have been found."""
+
+    config: ExportConfig
+    identity: Identity
+    sources: tuple[SourceInfo, ...]
+    tasks: Sequence[Task]
+    encoder: Encoder
+    progress: Progress
+
+    def count(self, started: float) -> ExportSummary:
+        """Encode all and write nothing.
+
+        Raises:
+            DataError: if nothing is left.
+        """
+        results = self._run({}, Work(self.config.encode_spec, None, self.config.strict), lambda: None)
+        ordered = [results[task.number] for task in self.tasks]
+        manifest = build_manifest(self.identity, self.sources, ordered)
+        if not _num_kept(manifest):
+            raise nothing_left(manifest, "Without --dry-run each row's reason is kept in the output directory.")
+        self._note_unforeseen(manifest, f"{DROPPED_NAME} of a run without --dry-run")
+        return self._summary(manifest, ordered, started, {})
+
+    def write(self, directory: str, lock: DirectoryLock, started: float) -> ExportSummary:
+        """Write the cache, or this part of it.
+
+        Raises:
+            DataError: if nothing is left.
+            MismatchError: if something else is there, or another export comes between.
+        """
+        config = self.config
+        if config.overwrite:
+            clear(directory)  # only now: a mistake in the settings must not cost the old cache
+        claim = Claim.of(self.identity, self.sources)
+        splits = {split for task in self.tasks for split in task.shards}
+        done = begin(directory, claim, splits, is_part=config.is_part)
+        work = Work(config.encode_spec, directory, config.strict, claim.export, lock.stamp)
+        results = self._run(done, work, lock.check_soon)
+        if config.is_part:
+            results = finished_tasks(directory, claim.export)
+        if missing := [task.number for task in self.tasks if task.number not in results]:
+            if config.is_part and (manifest := published(directory, self.identity, self.sources)) is not None:
+                return _finished(directory, manifest)  # by another part, which has cleared the tasks away
+            return _part(config, self.tasks, results, missing, time.perf_counter() - started)
+        ordered = [results[task.number] for task in self.tasks]
+        manifest = build_manifest(self.identity, self.sources, ordered)
+        if not _num_kept(manifest):
+            merge_dropped(directory, ordered)
+            forget_tasks(directory)
+            raise nothing_left(manifest, f"Each row's reason is in {storage.join(directory, DROPPED_NAME)}.")
+        self._publish(directory, manifest, ordered, lock)
+        self._note_unforeseen(manifest, storage.join(directory, DROPPED_NAME))
+        return self._summary(manifest, ordered, started, done)
+
+    def repair(self, directory: str, lock: DirectoryLock, manifest: Manifest | None) -> ExportSummary:
+        """Make again what is damaged of the finished cache.
+
+        Raises:
+            ConfigError: if there is none.
+            MismatchError: if it cannot be made as it was.
+        """
+        if manifest is None:
+            raise ConfigError(
+                f"--repair: {directory} holds no finished cache", "Leave --repair out: the export goes on or begins."
+            )
+        damaged = damaged_files(directory, manifest)
+        for file in damaged:
+            self.progress.note(f"{file} is damaged, and made again")
+
+        def run(tasks: Sequence[Task], scratch: str) -> Mapping[int, TaskResult]:
+            work = Work(self.config.encode_spec, scratch, self.config.strict, lock=lock.stamp)
+            return dataclasses.replace(self, tasks=tasks)._run({}, work, lock.check_soon)
+
+        if damaged:
+            repair(directory, manifest, damaged, self.tasks, run)
+        return _finished(directory, manifest)
+
+    def _note_unforeseen(self, manifest: Manifest, told_in: str) -> None:
+        if note := unforeseen_note(manifest.dropped, told_in):
+            self.progress.note(note)
+
+    def _publish(self, directory: str, manifest: Manifest, results: Sequence[TaskResult], lock: DirectoryLock) -> None:
+        try:
+            publish(directory, manifest, results, lock.check)
+        except (StorageError, MismatchError):
+            # Two parts that finish last at the same time both publish the same; the slower one finds its work done.
+            if not self.config.is_part or published(directory, self.identity, self.sources) is None:
+                raise
+
+    def _summary(
+        self, manifest: Manifest, results: Sequence[TaskResult], started: float, done: Mapping[int, TaskResult]
+    ) -> ExportSummary:
+        return summary_of(
+            manifest,
+            percentiles(dict(length_counts(results))),
+            time.perf_counter() - started,
+            self.config.output_dir,
+            num_reused=len(done),
+            rows_made=sum(result.rows for result in results if result.number not in done),
+        )
+
+    def _run(self, done: Mapping[int, TaskResult], work: Work, check: Callable[[], None]) -> dict[int, TaskResult]:
+        """Results by task number, of all that are finished.
+
+        Args:
+            check: raises if the directory is no longer this run's.
+        """
+        config, progress = self.config, self.progress
+        mine = [task for task in self.tasks if _is_mine(task.number, config)]
+        waiting = [] if config.finalize else [task for task in mine if task.number not in done]
+        if done:
+            progress.note(f"{len(done)} of {len(self.tasks)} shards were finished by an earlier run")
+        progress.start("export", sum(task.num_rows for task in waiting))
+        begin_time, totals = time.perf_counter(), [0, 0]
+
+        def report(rows: int, dropped: int, tokens: int) -> None:
+            check()
+            totals[0] += dropped
+            totals[1] += tokens
+            seconds = max(time.perf_counter() - begin_time, 1e-9)
+            progress.advance(rows, dropped=totals[0], tokens=totals[1], tokens_per_s=round(totals[1] / seconds))
+
+        if config.executor == "ray":
+            found = run_tasks_on_ray(waiting, work, config.dataset_num_proc, config.ray_address, report)
+        else:
+            found = run_tasks(waiting, work, lambda: self.encoder, config.dataset_num_proc, report)
+        results = dict(done)
+        for result in found:
+            results[result.number] = result
+        progress.finish()
+        return results
+
+
+def _is_mine(number: int, config: ExportConfig) -> bool:
+    return not config.is_part or number % (config.num_tasks or 1) == config.task_index
+
+
+def _num_kept(manifest: Manifest) -> int:
+    return sum(split.rows for split in manifest.splits.values())
 
 
 def _part(
@@ -161,7 +291,7 @@ def _part(
             f"{config.output_dir} cannot be finished: {len(missing)} of {len(tasks)} shards are missing ({shown})",
             "Run the parts that are missing: task n of --num-tasks N makes the shards whose number leaves n over N.",
         )
-    mine = [result for number, result in results.items() if number % (config.num_tasks or 1) == config.task_index]
+    mine = [result for number, result in results.items() if _is_mine(number, config)]
     splits = [split for result in mine for split in result.splits.values()]
     dropped: Counter[str] = Counter()
     for result in mine:
@@ -176,10 +306,11 @@ def _part(
         tokens=sum(split.tokens for split in splits),
         target_tokens=sum(split.target_tokens for split in splits),
         media_tokens=sum(split.media_tokens for split in splits),
-        lengths=_percentiles(dict(length_counts(mine))),
+        lengths=percentiles(dict(length_counts(mine))),
         seconds=seconds,
         output_dir=config.output_dir,
         num_missing=len(missing),
+        rows_made=sum(result.rows for result in mine),
     )
 
 
@@ -204,83 +335,7 @@ def identity_of(config: ExportConfig, files: ModelFiles) -> Identity:
     )
 
 
-def _run(
-    tasks: Sequence[Task],
-    done: Mapping[int, TaskResult],
-    config: ExportConfig,
-    directory: str | None,
-    encoder: Encoder,
-    progress: Progress,
-) -> dict[int, TaskResult]:
-    """Results by task number, of all that are finished."""
-    mine = [task for task in tasks if not config.is_part or task.number % (config.num_tasks or 1) == config.task_index]
-    waiting = [] if config.finalize else [task for task in mine if task.number not in done]
-    if done:
-        progress.note(f"{len(done)} of {len(tasks)} shards were finished by an earlier run")
-    progress.start("export", sum(task.num_rows for task in waiting))
-    begin_time, totals = time.perf_counter(), [0, 0]
-
-    def report(rows: int, dropped: int, tokens: int) -> None:
-        totals[0] += dropped
-        totals[1] += tokens
-        seconds = max(time.perf_counter() - begin_time, 1e-9)
-        progress.advance(rows, dropped=totals[0], tokens=totals[1], tokens_per_s=round(totals[1] / seconds))
-
-    work = Work(config.encode_spec, directory, config.strict)
-    if config.executor == "ray":
-        found = run_tasks_on_ray(waiting, work, config.dataset_num_proc, config.ray_address, report)
-    else:
-        found = run_tasks(waiting, work, lambda: encoder, config.dataset_num_proc, report)
-    results = dict(done)
-    for result in found:
-        results[result.number] = result
-    progress.finish()
-    return results
-
-
-def _percentiles(counts: Mapping[int, int]) -> dict[str, int]:
-    """The smallest lengths that 50, 90 and 99 % of the samples do not exceed, and the largest."""
-    lengths = np.array(sorted(counts), np.int64)
-    below = np.cumsum([counts[int(length)] for length in lengths])
-    found = {f"p{p}": int(lengths[np.searchsorted(below, below[-1] * p / 100)]) for p in (50, 90, 99)}
-    return {**found, "max": int(lengths[-1])}
-
-
 def _lengths_of(directory: str, manifest: Manifest) -> dict[str, int]:
-    lengths = np.concatenate([read_index(directory, split)["length"] for split in manifest.splits])
+    lengths = np.concatenate([read_index(directory, manifest, split)["length"] for split in manifest.splits])
     values, counts = np.unique(lengths, return_counts=True)
-    return _percentiles(dict(zip(values.tolist(), counts.tolist(), strict=True)))
-
-
-def _summary(
-    manifest: Manifest,
-    lengths: Mapping[str, int],
-    seconds: float,
-    output_dir: str,
-    num_reused: int = 0,
-    already_finished: bool = False,
-) -> ExportSummary:
-    splits = manifest.splits
-    return ExportSummary(
-        rows=manifest.rows,
-        kept=sum(split.rows for split in splits.values()),
-        kept_by_split={name: split.rows for name, split in splits.items()},
-        truncated=sum(split.truncated for split in splits.values()),
-        dropped=manifest.dropped,
-        marks_added=manifest.marks_added,
-        tokens=sum(split.tokens for split in splits.values()),
-        target_tokens=sum(split.target_tokens for split in splits.values()),
-        media_tokens=sum(split.media_tokens for split in splits.values()),
-        lengths=lengths,
-        seconds=seconds,
-        output_dir=output_dir,
-        num_reused=num_reused,
-        already_finished=already_finished,
-        pieces_added=sum(split.pieces_added for split in splits.values()),
-    )
-
-
-def _look_at_drops(directory: str | None) -> str:
-    if directory is None:
-        return "Without --dry-run each row's detail is kept in the output directory."
-    return f"Each row's detail is in {storage.join(directory, TASKS_DIR)}/*.dropped.jsonl."
+    return percentiles(dict(zip(values.tolist(), counts.tolist(), strict=True)))

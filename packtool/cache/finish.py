@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from packtool import __version__, storage
+from packtool.cache.files import sha256_of
 from packtool.cache.manifest import Identity, Manifest, ShardInfo, SourceInfo, SplitInfo, fingerprint_of
 from packtool.cache.schema import INDEX, dataset_info, dataset_state
-from packtool.cache.task import TASKS_DIR, TaskResult, dropped_path, index_path
+from packtool.cache.shard import HashingSink
+from packtool.cache.task import TASKS_DIR, SplitCounts, TaskResult, dropped_path, index_path
 from packtool.constants import DROPPED_NAME, INDEX_NAME, MANIFEST_NAME
-from packtool.errors import PacktoolError
+from packtool.errors import MismatchError, PacktoolError, StorageError
 from packtool.storage import AtomicFile
 
 _HISTOGRAM_BINS = 64
@@ -70,6 +75,7 @@ def _split_info(name: str, results: Sequence[TaskResult], max_length: int) -> Sp
         pieces_added=sum(part.pieces_added for part in parts),
         length_histogram=tuple(int(count) for count in histogram),
         shards=tuple(ShardInfo(part.file, part.rows, part.bytes, part.sha256) for part in parts),
+        index_sha256="",  # known when it is written
     )
 
 
@@ -83,46 +89,128 @@ def length_counts(results: Sequence[TaskResult], split: str | None = None) -> Co
     return counts
 
 
-def publish(directory: str, manifest: Manifest, results: Sequence[TaskResult]) -> None:
+def publish(
+    directory: str, manifest: Manifest, results: Sequence[TaskResult], check: Callable[[], None] = lambda: None
+) -> None:
     """Write what is left to write, the manifest last, and clear away the tasks' parts.
 
+    Args:
+        check: raises if this run may no longer write there.
+
     Raises:
+        MismatchError: if the shards are not those that were written, or another cache was published meanwhile.
         StorageError: if writing fails; the directory then stays unfinished.
     """
+    splits = {}
     for split, info in manifest.splits.items():
         folder = storage.join(directory, split)
         files = [shard.file for shard in info.shards]
-        for name in storage.list_names(folder):
-            if name not in files:  # what an interrupted run left half-written
-                storage.remove(storage.join(folder, name))
-        _merge_index(storage.join(folder, INDEX_NAME), directory, split, manifest.channels, results)
+        digest = _merge_index(storage.join(folder, INDEX_NAME), directory, split, manifest.channels, results)
+        splits[split] = replace(info, index_sha256=digest)
         storage.publish(storage.join(folder, "dataset_info.json"), dataset_info())
         storage.publish(
             storage.join(folder, "state.json"), dataset_state(files, split, f"{manifest.fingerprint}-{split}")
         )
-    _merge_dropped(storage.join(directory, DROPPED_NAME), directory, results)
-    storage.publish(storage.join(directory, MANIFEST_NAME), manifest.to_json())
+    merge_dropped(directory, results)
+    check_written(directory, results)
+    check()
+    manifest = replace(manifest, splits=splits)
+    if not storage.publish_new(storage.join(directory, MANIFEST_NAME), manifest.to_json()):
+        raise MismatchError(
+            f"{directory}: another cache was published there while this one was made",
+            "Give each export an --output-dir of its own.",
+        )
+    tidy(directory, manifest)
+
+
+def tidy(directory: str, manifest: Manifest) -> None:
+    """Remove what a finished cache does not need: tasks' parts, and what killed runs left half-written.
+
+    Raises:
+        StorageError: if that fails.
+    """
+    if TASKS_DIR not in storage.list_names(directory):
+        return  # done before; what is there now is somebody else's
+    for split, info in manifest.splits.items():
+        folder = storage.join(directory, split)
+        known = {INDEX_NAME, "dataset_info.json", "state.json", *(shard.file for shard in info.shards)}
+        for name in storage.list_names(folder):
+            if name not in known:
+                storage.remove(storage.join(folder, name))
+    with suppress(StorageError):  # uploads that cannot be listed cost money, but no cache
+        storage.discard_unfinished(directory)
     storage.remove(storage.join(directory, TASKS_DIR))
+
+
+def check_written(directory: str, results: Sequence[TaskResult]) -> None:
+    """Hold the shards against what the tasks wrote: by size and time, and where these differ by their bytes.
+
+    Raises:
+        MismatchError: naming those that another process has written or removed.
+    """
+    wrong = []
+    for split in sorted({split for result in results for split in result.splits}):
+        folder = storage.join(directory, split)
+        states = storage.entries(folder)
+        for result in results:
+            part = result.splits.get(split)
+            if part is not None and not is_shard(storage.join(folder, part.file), states.get(part.file), part):
+                wrong.append(f"{split}/{part.file}")
+    if wrong:
+        shown = ", ".join(wrong[:5]) + (", ..." if len(wrong) > 5 else "")
+        raise MismatchError(
+            f"{directory}: {len(wrong)} shards are not those that this export wrote ({shown}): another process writes "
+            "there too, and nothing was published",
+            "Run the same command again: it makes those shards anew. Give each export an --output-dir of its own.",
+        )
+
+
+def is_shard(path: str, state: storage.FileState | None, part: SplitCounts) -> bool:
+    """Whether a file is the shard that a task wrote.
+
+    Args:
+        state: what the place says of the file; None if there is none.
+    """
+    if state is None or state.size != part.bytes:
+        return False
+    # A copied directory has other times.
+    return state.modified == part.modified or sha256_of(path) == part.sha256
 
 
 def _merge_index(
     path: str, directory: str, split: str, channels: tuple[str, ...], results: Sequence[TaskResult]
-) -> None:
+) -> str:
+    """Write the index; gives its SHA-256."""
     codes = {name: code for code, name in enumerate(channels)}
     file = AtomicFile(path)
     try:
-        sink = pa.PythonFile(_Sink(file), mode="w")
-        with pa.ipc.new_file(sink, INDEX) as writer:
+        sink = HashingSink(file)
+        with pa.ipc.new_file(pa.PythonFile(sink, mode="w"), INDEX) as writer:
             for result in results:
-                if split not in result.splits:
-                    continue
-                with storage.open_read(index_path(directory, result.number, split)) as part:
+                if split in result.splits:
+                    part = _part(index_path(directory, result.number, split), result.splits[split].index_sha256)
                     for batch in pa.ipc.open_stream(part):
                         writer.write_batch(_with_common_codes(batch, result.channels, codes))
         file.commit()
     except BaseException:
         file.discard()
         raise
+    return sink.digest.hexdigest()
+
+
+def _part(path: str, sha256: str) -> bytes:
+    """A task's part, which must be the one that it wrote.
+
+    Raises:
+        MismatchError: if it is not.
+    """
+    data = storage.read_bytes(path)
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise MismatchError(
+            f"{path} is not what this export wrote: another process writes there too, and nothing was published",
+            "Give each export an --output-dir of its own, and make this one anew with --overwrite.",
+        )
+    return data
 
 
 def _with_common_codes(batch: pa.RecordBatch, names: list[str], channels: Mapping[str, int]) -> pa.RecordBatch:
@@ -136,31 +224,18 @@ def _with_common_codes(batch: pa.RecordBatch, names: list[str], channels: Mappin
     return batch.set_column(INDEX.get_field_index("channel"), INDEX.field("channel"), common)
 
 
-class _Sink:
-    """An ``AtomicFile`` as pyarrow wants it."""
+def merge_dropped(directory: str, results: Sequence[TaskResult]) -> None:
+    """Write ``dropped.jsonl``.
 
-    closed = False
-
-    def __init__(self, file: AtomicFile) -> None:
-        self._file = file
-
-    def write(self, data: bytes) -> int:
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def _merge_dropped(path: str, directory: str, results: Sequence[TaskResult]) -> None:
-    file = AtomicFile(path)
+    Raises:
+        MismatchError: if a part is not what its task wrote.
+        StorageError: if that fails.
+    """
+    file = AtomicFile(storage.join(directory, DROPPED_NAME))
     try:
         for result in results:
             if result.dropped:
-                with storage.open_read(dropped_path(directory, result.number)) as part:
-                    file.write(part.read())
+                file.write(_part(dropped_path(directory, result.number), result.dropped_sha256))
         file.commit()
     except BaseException:
         file.discard()

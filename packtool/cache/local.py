@@ -16,15 +16,19 @@ import fcntl
 import hashlib
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
 from packtool import storage
+from packtool.cache.files import locked
 from packtool.cache.manifest import Manifest, ShardInfo
+from packtool.cache.verified import check_file
+from packtool.config.caches import CacheOptions, VerifyCache
 from packtool.constants import INDEX_NAME
-from packtool.errors import ConfigError, StorageError
+from packtool.errors import ConfigError, MismatchError, StorageError
 
 _SHARD, _INDEX, _UNFINISHED = ".arrow", ".index", ".partial"
 _LOCK_NAME = ".lock"
@@ -48,16 +52,40 @@ class LocalCopies:
         directory: the same for all processes of a machine; on a disk of this machine.
         limit: bytes that it may hold, or None for all that the disk has.
         kept: fingerprints of the caches in use, which are not removed.
+        verify: when files are held against their checksums.
+        begun: Unix time in seconds from which on ``always`` counts.
     """
 
     directory: str
     limit: int | None = None
     kept: frozenset[str] = frozenset()
+    verify: VerifyCache = "once"
+    begun: float = field(default_factory=time.time, compare=False)
 
     @classmethod
     def default(cls) -> LocalCopies:
         """Where copies go if nobody says where."""
         return cls(default_directory(os.environ))
+
+    @classmethod
+    def of(cls, options: CacheOptions) -> LocalCopies:
+        """As a command's options say."""
+        directory = options.cache_dir or cls.default().directory
+        return cls(directory, options.cache_dir_size, verify=options.verify_cache)
+
+    def check(self, path: str, fingerprint: str, sha256: str) -> None:
+        """Hold a file of this machine against its checksum, if that is wanted and was not done yet.
+
+        Args:
+            fingerprint: of its cache.
+
+        Raises:
+            MismatchError: if it is damaged.
+            StorageError: if it cannot be read.
+        """
+        if self.verify != "never":
+            since = self.begun if self.verify == "always" else None
+            check_file(path, sha256, os.path.join(self.directory, fingerprint), since)
 
     def keeping(self, manifests: Sequence[Manifest]) -> LocalCopies:
         """The same for a run with these remote caches.
@@ -85,7 +113,14 @@ class LocalCopies:
             StorageError: if it cannot be fetched, is not what the manifest says, or finds no room.
         """
         place = os.path.join(self.directory, fingerprint, info.sha256 + _SHARD)
-        return self._copy(path, place, info.bytes, info.sha256)
+        copy = self._copy(path, place, info.bytes, info.sha256)
+        if self.verify == "always":
+            try:
+                self.check(copy, fingerprint, info.sha256)
+            except MismatchError:  # damaged here since it was fetched
+                _remove(copy)
+                self._copy(path, place, info.bytes, info.sha256)
+        return copy
 
     def index(self, directory: str, split: str, fingerprint: str) -> str:
         """The copy of a split's index.
@@ -181,18 +216,6 @@ def _download(path: str, file: BinaryIO) -> tuple[int, str]:
             size += file.write(chunk)
     file.truncate(size)
     return size, digest.hexdigest()
-
-
-@contextmanager
-def locked(path: str) -> Iterator[BinaryIO]:
-    """A file, made if need be, that this process alone holds the lock of."""
-    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        try:
-            yield file
-        finally:
-            # Said aloud, since a process forked meanwhile would keep the lock with its copy of the file.
-            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _is_there(path: str, size: int) -> bool:

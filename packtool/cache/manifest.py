@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 from packtool import storage
-from packtool.constants import FORMAT_VERSION, MANIFEST_NAME
+from packtool.cache.typed import WrongValue, build, value_of
+from packtool.config.export import EncodeSpec
+from packtool.constants import FORMAT_VERSION, MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT
 from packtool.encode.families import MediaLimits
 from packtool.errors import MismatchError
 
@@ -30,7 +33,7 @@ class SourceInfo:
     """
 
     path: str
-    size: int
+    size: Annotated[int, -1]  # where nobody knows
     modified: str
     digest: str
     rows: int
@@ -55,6 +58,7 @@ class SplitInfo:
         rows: samples.
         pieces_added: samples beyond one a row, where texts were split.
         length_histogram: samples by length, in equal bins of ``max_length / len`` tokens.
+        index_sha256: of the index; empty in caches that were made before it was kept.
     """
 
     rows: int
@@ -66,6 +70,7 @@ class SplitInfo:
     pieces_added: int
     length_histogram: tuple[int, ...]
     shards: tuple[ShardInfo, ...]
+    index_sha256: str = ""
 
 
 @dataclass(frozen=True)
@@ -132,7 +137,9 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """The file's content: the same for the same export."""
-        return (json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n").encode()
+        plain = dataclasses.asdict(dataclasses.replace(self, sources=()))
+        plain["sources"] = [vars(source) for source in self.sources]  # of which there may be many thousand
+        return (json.dumps(plain, indent=1, ensure_ascii=False) + "\n").encode()
 
     @classmethod
     def read(cls, directory: str) -> Manifest:
@@ -153,25 +160,73 @@ class Manifest:
             raw = json.loads(data)
             version = raw["identity"]["format_version"]
             if version == FORMAT_VERSION:
-                return cls._of(raw)
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise MismatchError(f"{path} is broken: {error!r}", "Copy the cache again, or export it again.") from error
+                manifest = build(cls, raw)
+                _check(manifest)
+                return manifest
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            detail = str(error) if isinstance(error, WrongValue) else repr(error)
+            raise MismatchError(f"{path} is broken: {detail}", "Copy the cache again, or export it again.") from error
         raise MismatchError(
-            f"{directory} has format {version}, this packtool reads format {FORMAT_VERSION}", "Export it again."
+            f"{directory} has format {str(version)[:20]}, this packtool reads format {FORMAT_VERSION}",
+            "Export it again.",
         )
 
-    @classmethod
-    def _of(cls, raw: dict[str, Any]) -> Manifest:
-        limits = MediaLimits.from_json(raw["identity"].pop("media_limits"))
-        identity = Identity(media_limits=limits, **raw.pop("identity"))
-        splits = {}
-        for name, split in raw.pop("splits").items():
-            shards = tuple(ShardInfo(**shard) for shard in split.pop("shards"))
-            histogram = tuple(split.pop("length_histogram"))
-            splits[name] = SplitInfo(shards=shards, length_histogram=histogram, **split)
-        sources = tuple(SourceInfo(**source) for source in raw.pop("sources"))
-        channels = tuple(raw.pop("channels"))
-        return cls(identity=identity, sources=sources, splits=splits, channels=channels, **raw)
+
+# What names of files, copies and directories are made of: a cache may be somebody else's.
+_PATTERNS = {
+    "fingerprint": re.compile(r"[0-9a-f]{16}"),
+    "shard": re.compile(r"data-[0-9]{5,9}-of-[0-9]{5,9}\.arrow"),
+    "sha256": re.compile(r"[0-9a-f]{64}"),
+}
+
+
+def _check(manifest: Manifest) -> None:
+    """Hold names and numbers to what an export writes.
+
+    Raises:
+        WrongValue: naming the first that is wrong.
+    """
+    _named("fingerprint", manifest.fingerprint, "fingerprint")
+    for name, split in manifest.splits.items():
+        place = f"splits.{name}"
+        if name not in (TRAIN_SPLIT, VAL_SPLIT):
+            raise WrongValue(place, name, f"{TRAIN_SPLIT} or {VAL_SPLIT}")
+        if split.index_sha256:
+            _named(f"{place}.index_sha256", split.index_sha256, "sha256")
+        for i, shard in enumerate(split.shards):
+            _named(f"{place}.shards[{i}].file", shard.file, "shard")
+            _named(f"{place}.shards[{i}].sha256", shard.sha256, "sha256")
+        files = [shard.file for shard in split.shards]
+        if len(set(files)) < len(files):
+            raise WrongValue(f"{place}.shards", files, "files of different names")
+        if (rows := sum(shard.rows for shard in split.shards)) != split.rows:
+            raise WrongValue(f"{place}.rows", split.rows, f"the {rows} of its shards")
+    if len(set(manifest.channels)) < len(manifest.channels):
+        raise WrongValue("channels", manifest.channels, "different names")
+    for i, source in enumerate(manifest.sources):
+        if source.settings and not isinstance(json.loads(source.settings), dict):
+            raise WrongValue(f"sources[{i}].settings", source.settings, "an object as JSON")
+    _check_identity(manifest.identity)
+
+
+def _check_identity(identity: Identity) -> None:
+    kinds = get_type_hints(EncodeSpec)
+    for name, value in identity.spec.items():
+        if name in kinds:
+            value_of(kinds[name], value, f"identity.spec.{name}")
+    for name, least in (("model", ""), ("max_length", 2)):
+        if name not in identity.spec or identity.spec[name] < least:
+            raise WrongValue(f"identity.spec.{name}", identity.spec.get(name), f"at least {least!r}")
+    if identity.split_dataset_ratio > 1:
+        raise WrongValue("identity.split_dataset_ratio", identity.split_dataset_ratio, "a share")
+    for limits in (identity.media_limits.image, identity.media_limits.video):
+        if limits is not None and 0 in (limits.patch_size, limits.merge_size, limits.temporal_patch_size):
+            raise WrongValue("identity.media_limits", limits, "patches of at least one pixel")
+
+
+def _named(place: str, value: str, kind: str) -> None:
+    if not _PATTERNS[kind].fullmatch(value):
+        raise WrongValue(place, value, f"such a name as an export gives ({_PATTERNS[kind].pattern})")
 
 
 def fingerprint_of(identity: Identity, sources: tuple[SourceInfo, ...]) -> str:

@@ -10,8 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from packtool.cache.pool import Work
-from packtool.cache.task import Report, Task, TaskResult, run_task
+from packtool.cache.task import Report, Task, TaskResult, Work, run_task
 from packtool.encode.encoder import Encoder
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, PacktoolError
@@ -99,4 +98,4 @@ class _Actor:
         self._encoder = Encoder(work.spec, ModelFiles.load(work.spec.model, work.spec.chat_template))
 
     def run(self, task: Task) -> TaskResult:
-        return run_task(task, self._encoder, self._work.directory, self._work.strict)
+        return run_task(task, self._encoder, self._work)

@@ -1,39 +1,32 @@
-"""Tasks on worker processes of this machine."""
+"""Tasks on worker processes of this machine.
+
+Workers speak with this process through one pipe each. There is nothing that outlives them: queues and shared counters
+of the standard library hold semaphores with a name, which stay behind in ``/dev/shm`` when a whole group is killed.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import signal
 import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
-from typing import Any
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnContext, SpawnProcess
 
-from packtool.cache.task import Report, Task, TaskResult, run_task
-from packtool.config.export import EncodeSpec
+from packtool.cache.task import Report, Task, TaskResult, Work, run_task
 from packtool.encode.encoder import Encoder
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import PacktoolError
 
-_POLL_SECONDS = 0.5
-_NUM_COUNTS = 3  # rows, drops, tokens
-
-
-@dataclass(frozen=True)
-class Work:
-    """What all tasks of an export share.
-
-    Args:
-        directory: of the cache; None counts and writes nothing.
-    """
-
-    spec: EncodeSpec
-    directory: str | None
-    strict: bool
+_TOLD_EVERY_S = 0.25
+_GLANCE_S = 0.5
 
 
 def run_tasks(
@@ -52,62 +45,97 @@ def run_tasks(
         if tasks:
             here = encoder()
             for task in tasks:
-                yield run_task(task, here, work.directory, work.strict, report)
+                yield run_task(task, here, work, report)
         return
     # Forked workers would inherit locks that the tokenizer's or Arrow's threads may hold.
     context = multiprocessing.get_context("spawn")
-    counts = context.Array("q", _NUM_COUNTS)
-    num_proc = min(num_proc, len(tasks))
-    pool = ProcessPoolExecutor(num_proc, context, initializer=_start_worker, initargs=(work, counts))
-    told = [0] * _NUM_COUNTS
+    waiting = list(reversed(tasks))
+    workers: dict[Connection, _Worker] = {}
     try:
-        futures = [pool.submit(_run_in_worker, task) for task in tasks]
-        waiting = set(futures)
-        while waiting:
-            done, waiting = wait(waiting, timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED)
-            now = counts[:]
-            if now != told:
-                report(*(new - old for new, old in zip(now, told, strict=True)))
-                told = now
-            for future in done:
-                yield _result(future, futures)
-    except BaseException:
-        kill(pool)
-        raise
-    pool.shutdown()
+        for _ in range(min(num_proc, len(tasks))):
+            worker = _Worker(context, work)
+            workers[worker.pipe] = worker
+            worker.give(waiting.pop())
+        num_done = 0
+        while workers:
+            # Looked up now and then: a signal that another thread receives does not wake this one.
+            for pipe in multiprocessing.connection.wait(list(workers), timeout=_GLANCE_S):
+                assert isinstance(pipe, Connection)
+                told = workers[pipe].hear(f"{num_done} of {len(tasks)}")
+                if isinstance(told, TaskResult):
+                    num_done += 1
+                    # The next task first: whoever takes the result may take his time.
+                    if waiting:
+                        workers[pipe].give(waiting.pop())
+                    else:
+                        workers.pop(pipe).end()
+                    yield told
+                else:
+                    report(*told)
+    finally:
+        for worker in workers.values():
+            worker.kill()
 
 
-def _result(future: Future[TaskResult], futures: Sequence[Future[TaskResult]]) -> TaskResult:
-    try:
-        return future.result()
-    except BrokenProcessPool:
-        # A worker whose start failed breaks the pool; the reason lies in the pool's log, on stderr.
-        done = sum(other.done() and other.exception() is None for other in futures)
-        raise PacktoolError(
-            f"a worker process died after {done} of {len(futures)} shards (killed, or out of memory?)",
-            "Run the same command again to go on after the finished shards; fewer --dataset-num-proc need less memory.",
-        ) from None
+class _Worker:
+    """A process that runs one task after the other; what it was writing when it ended has no marker."""
+
+    def __init__(self, context: SpawnContext, work: Work) -> None:
+        self.pipe, theirs = context.Pipe()
+        self._process: SpawnProcess = context.Process(target=_work, args=(work, theirs), daemon=True)
+        # Ctrl-C reaches the whole group; the parent is the one that answers it, also while the worker starts.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()  # so that its end is heard
+
+    def give(self, task: Task | None) -> None:
+        """A task to run, or None to end."""
+        with suppress(OSError):  # it died, which is heard next
+            self.pipe.send(task)
+
+    def hear(self, done: str) -> TaskResult | tuple[int, int, int]:
+        """What it says: a task is done, or rows, drops and tokens of one under way.
+
+        Args:
+            done: shards, for the message.
+
+        Raises:
+            PacktoolError: that it met, or that it died.
+        """
+        try:
+            told: TaskResult | tuple[int, int, int] | BaseException = self.pipe.recv()
+        except (EOFError, OSError):
+            raise PacktoolError(
+                f"a worker process died after {done} shards (killed, or out of memory?)",
+                "Run the same command again to go on after the finished shards; fewer --dataset-num-proc need less "
+                "memory.",
+            ) from None
+        if isinstance(told, BaseException):
+            raise told
+        return told
+
+    def end(self) -> None:
+        """Let it go; there is nothing left to do."""
+        self.give(None)
+        self._process.join()
+        self.pipe.close()
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+        self._process.join()
+        self.pipe.close()
 
 
 def kill(pool: ProcessPoolExecutor) -> None:
-    """End workers at once: what they were writing has no marker and will be written again."""
+    """End a pool's workers at once."""
     processes = list((getattr(pool, "_processes", None) or {}).values())
     for process in processes:
         process.kill()
     pool.shutdown(wait=True, cancel_futures=True)
-
-
-_worker: tuple[Work, Encoder, Any] | None = None
-
-
-def _start_worker(work: Work, counts: Any) -> None:
-    global _worker
-    # Ctrl-C reaches the whole group; the parent is the one that answers it.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    # The workers are the parallelism.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker = work, Encoder(work.spec, ModelFiles.load(work.spec.model, work.spec.chat_template)), counts
 
 
 def end_with_parent() -> None:
@@ -118,13 +146,47 @@ def end_with_parent() -> None:
         os._exit(1)
 
 
-def _run_in_worker(task: Task) -> TaskResult:
-    assert _worker is not None, "the pool's initializer ran first"
-    work, encoder, counts = _worker
+def _work(work: Work, pipe: Connection) -> None:
+    """A worker's life."""
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    # The workers are the parallelism.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    teller = _Teller(pipe)
+    try:
+        encoder = Encoder(work.spec, ModelFiles.load(work.spec.model, work.spec.chat_template))
+        while (task := pipe.recv()) is not None:
+            result = run_task(task, encoder, work, teller)
+            teller.tell()
+            pipe.send(result)
+    except Exception as error:
+        with suppress(OSError):  # nobody listens any more
+            pipe.send(_portable(error))
 
-    def report(*more: int) -> None:
-        with counts.get_lock():
-            for i, count in enumerate(more):
-                counts[i] += count
 
-    return run_task(task, encoder, work.directory, work.strict, report)
+class _Teller:
+    """Hands counts on, a few times a second."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._counts = [0, 0, 0]
+        self._told = time.monotonic()
+
+    def __call__(self, rows: int, dropped: int, tokens: int) -> None:
+        self._counts = [count + more for count, more in zip(self._counts, (rows, dropped, tokens), strict=True)]
+        if time.monotonic() - self._told >= _TOLD_EVERY_S:
+            self.tell()
+
+    def tell(self) -> None:
+        """Now."""
+        self._pipe.send(tuple(self._counts))
+        self._counts, self._told = [0, 0, 0], time.monotonic()
+
+
+def _portable(error: Exception) -> Exception:
+    """The error as another process can have it; ``--debug`` shows where it was raised."""
+    error.add_note("".join(traceback.format_exception(error)))
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

@@ -7,7 +7,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from packtool import storage
+from packtool.cache.index import read_index
 from packtool.cache.local import LocalCopies
 from packtool.cache.manifest import Manifest
 from packtool.constants import INDEX_NAME, TRAIN_SPLIT
@@ -23,35 +24,6 @@ from packtool.errors import MismatchError, PacktoolError
 
 # Each mapped shard holds a file descriptor.
 _OPEN_SHARDS = 128
-
-
-def read_index(directory: str, split: str) -> dict[str, IntArray]:
-    """The index columns of one split as int32 arrays of one length.
-
-    Raises:
-        MismatchError: if the file is missing or broken.
-    """
-    path = storage.join(directory, split, INDEX_NAME)
-    if storage.is_remote(path):
-        return _index_in(pa.BufferReader(storage.read_bytes(path)), path)
-    return _mapped_index(path, path)
-
-
-def _mapped_index(path: str, place: str) -> dict[str, IntArray]:
-    try:
-        file = pa.memory_map(path)
-    except OSError as error:
-        raise MismatchError(f"{place} cannot be read: {error}", "Export the cache again.") from error
-    with file:
-        return _index_in(file, place)
-
-
-def _index_in(file: pa.NativeFile, place: str) -> dict[str, IntArray]:
-    try:
-        table = pa.ipc.open_file(file).read_all()
-    except (OSError, pa.ArrowInvalid) as error:
-        raise MismatchError(f"{place} cannot be read: {error}", "Export the cache again.") from error
-    return {name: table.column(name).to_numpy().astype(np.int32) for name in table.column_names}
 
 
 @dataclass(frozen=True)
@@ -87,7 +59,7 @@ class CacheReader:
         directories: of the caches, in order.
         manifests: theirs.
         split: ``train`` or ``val``.
-        copies: where remote caches are copied to.
+        copies: where remote caches are copied to, and whether files are held against their checksums.
     """
 
     def __init__(
@@ -100,7 +72,7 @@ class CacheReader:
         self.directories = tuple(directories)
         self.manifests = tuple(manifests)
         self.split = split
-        self._copies = copies or LocalCopies.default()
+        self.copies = copies or LocalCopies.default()
         parts = [self._index_of(number) for number in range(len(self.directories))]
         self._starts = np.cumsum([0, *(len(part["length"]) for part in parts)])
         self._shard = np.concatenate([part["shard"] for part in parts])
@@ -177,14 +149,21 @@ class CacheReader:
         """The shard's path on this machine."""
         info = self.manifests[cache].splits[self.split].shards[shard]
         path = storage.join(self.directories[cache], self.split, info.file)
-        return self._copies.shard(path, self.manifests[cache].fingerprint, info) if storage.is_remote(path) else path
+        fingerprint = self.manifests[cache].fingerprint
+        if storage.is_remote(path):
+            return self.copies.shard(path, fingerprint, info)
+        self.copies.check(path, fingerprint, info.sha256)
+        return path
 
     def _index_of(self, cache: int) -> dict[str, IntArray]:
-        directory = self.directories[cache]
+        directory, manifest = self.directories[cache], self.manifests[cache]
+        if self.copies.verify == "never":
+            splits = {name: replace(info, index_sha256="") for name, info in manifest.splits.items()}
+            manifest = replace(manifest, splits=splits)
         if not storage.is_remote(directory):
-            return read_index(directory, self.split)
-        copy = self._copies.index(directory, self.split, self.manifests[cache].fingerprint)
-        return _mapped_index(copy, storage.join(directory, self.split, INDEX_NAME))
+            return read_index(directory, manifest, self.split)
+        copy = self.copies.index(directory, self.split, manifest.fingerprint)
+        return read_index(directory, manifest, self.split, copy)
 
     def prefetch(self) -> threading.Thread | None:
         """Copy the shards of remote caches in the background, for one process of a machine to call.
@@ -219,8 +198,11 @@ class ShardFile:
 
     def __init__(self, path: str) -> None:
         try:
-            self._batches = list(pa.ipc.open_stream(pa.memory_map(path)))
-        except (OSError, pa.ArrowInvalid) as error:
+            data = pa.BufferReader(storage.read_bytes(path)) if storage.is_remote(path) else pa.memory_map(path)
+            self._batches = list(pa.ipc.open_stream(data))
+            for batch in self._batches:
+                batch.validate()
+        except (OSError, pa.ArrowException) as error:
             raise MismatchError(f"{path} cannot be read: {error}", "Export the cache again.") from error
         self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from packtool import __version__, storage
+from packtool.cache.finish import is_shard, tidy
+from packtool.cache.lock import holders, is_lock
 from packtool.cache.manifest import PATH_SETTINGS, Identity, Manifest, SourceInfo, fingerprint_of
 from packtool.cache.reader import check_sizes
-from packtool.cache.task import TASKS_DIR, TaskResult, marker_path
+from packtool.cache.task import TASKS_DIR, TaskResult
 from packtool.constants import DROPPED_NAME, MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT
-from packtool.errors import ConfigError, MismatchError
+from packtool.errors import ConfigError, MismatchError, StorageError
 from packtool.rows.scan import scan
 from packtool.rows.source import SourceSpec
 
@@ -25,8 +30,8 @@ def check_is_cache(directory: str) -> None:
     Raises:
         ConfigError: if the directory holds something else.
     """
-    names = storage.list_names(directory)
-    if names and MANIFEST_NAME not in names and TASKS_DIR not in names:
+    names = [name for name in storage.list_names(directory) if not is_lock(name)]
+    if names and MANIFEST_NAME not in names and TASKS_DIR not in names and names != [DROPPED_NAME]:
         raise ConfigError(
             f"--output-dir {directory} holds {', '.join(names[:3])} and no cache: --overwrite replaces caches only",
             "Give another directory, or empty this one yourself.",
@@ -44,11 +49,41 @@ def clear(directory: str) -> None:
         storage.remove(storage.join(directory, name))
 
 
+def forget_tasks(directory: str) -> None:
+    """Remove what tasks have finished: what they made is of no use, and stands in the way of nothing."""
+    storage.remove(storage.join(directory, TASKS_DIR))
+    for name in (TRAIN_SPLIT, VAL_SPLIT):
+        storage.remove(storage.join(directory, name))
+
+
+def published(directory: str, identity: Identity, sources: tuple[SourceInfo, ...]) -> Manifest | None:
+    """The manifest of this very export, if another part of it has published it."""
+    if not storage.exists(storage.join(directory, MANIFEST_NAME)):
+        return None
+    manifest = Manifest.read(directory)
+    return manifest if manifest.fingerprint == fingerprint_of(identity, sources) else None
+
+
 def find_finished(directory: str, identity: Identity, specs: Sequence[SourceSpec]) -> Manifest | None:
-    """The manifest of a finished cache in the directory, if it is the one that would be made.
+    """The manifest of a finished cache in the directory, if it is the one that would be made and is whole.
 
     Raises:
         MismatchError: if it is another, naming every setting that differs, or is damaged.
+    """
+    manifest = find_same(directory, identity, specs)
+    if manifest is not None:
+        for split in manifest.splits:
+            check_sizes(directory, manifest, split)
+        if not any(holder.is_live for holder in holders(directory).values()):
+            tidy(directory, manifest)  # for an export that was killed at its very end
+    return manifest
+
+
+def find_same(directory: str, identity: Identity, specs: Sequence[SourceSpec]) -> Manifest | None:
+    """The manifest of a finished cache in the directory, whole or damaged, if it is the one that would be made.
+
+    Raises:
+        MismatchError: if it is another, naming every setting that differs.
     """
     if not storage.exists(storage.join(directory, MANIFEST_NAME)):
         return None
@@ -69,9 +104,6 @@ def find_finished(directory: str, identity: Identity, specs: Sequence[SourceSpec
             f"{directory} holds a finished cache of other settings:\n{lines}",
             "Give another --output-dir, or --overwrite to replace it.",
         )
-    for split in manifest.splits:
-        check_sizes(directory, manifest, split)
-    storage.remove(storage.join(directory, TASKS_DIR))  # left when the export was killed at its very end
     return manifest
 
 
@@ -98,9 +130,29 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any], prefix: str =
     return sorted(lines)
 
 
-def begin(
-    directory: str, identity: Identity, sources: tuple[SourceInfo, ...], splits: Set[str], *, is_part: bool
-) -> dict[int, TaskResult]:
+@dataclass(frozen=True)
+class Claim:
+    """What an unfinished directory says that it will be.
+
+    Args:
+        state: for ``.tasks/export.json``.
+    """
+
+    state: bytes
+
+    @classmethod
+    def of(cls, identity: Identity, sources: tuple[SourceInfo, ...]) -> Claim:
+        """Of an export."""
+        paths = [(source.path, source.settings) for source in sources]
+        return cls(json.dumps([__version__, fingerprint_of(identity, sources), paths]).encode())
+
+    @property
+    def export(self) -> str:
+        """Names the export in the markers of its tasks."""
+        return hashlib.sha256(self.state).hexdigest()[:16]
+
+
+def begin(directory: str, claim: Claim, splits: Set[str], *, is_part: bool) -> dict[int, TaskResult]:
     """Make the directories, or find what an interrupted run of the same export has finished.
 
     Args:
@@ -111,51 +163,75 @@ def begin(
         ConfigError: if the directory holds something else.
         MismatchError: if it holds the beginning of another export.
     """
-    names = storage.list_names(directory)
+    check_is_ours(directory)
     started = storage.join(directory, TASKS_DIR, _STATE_NAME)
-    paths = [(source.path, source.settings) for source in sources]
-    state = json.dumps([__version__, fingerprint_of(identity, sources), paths]).encode()
-    if names and TASKS_DIR not in names:
+    there = storage.read_bytes(started) if storage.exists(started) else None
+    if there != claim.state:
+        old = num_finished(directory)
+        if old or (is_part and there is not None):
+            raise _other_export(directory, old)
+    if not is_part:
+        if there != claim.state:
+            clear(directory)
+        with suppress(StorageError):  # uploads that cannot be listed cost money, but no cache
+            storage.discard_unfinished(directory)
+    for name in (TASKS_DIR, *sorted(splits)):
+        storage.make_directory(storage.join(directory, name))
+    if there != claim.state and not storage.publish_new(started, claim.state):
+        raise _other_export(directory, 0)  # another part was quicker, and is a part of something else
+    return finished_tasks(directory, claim.export)
+
+
+def _other_export(directory: str, num_finished: int) -> MismatchError:
+    return MismatchError(
+        f"{directory} holds {num_finished} finished shards of an export of other settings or other rows",
+        "Give another --output-dir, or --overwrite to replace it.",
+    )
+
+
+def check_is_ours(directory: str) -> None:
+    """Hold an export to directories that are empty or hold an export's beginning.
+
+    Raises:
+        ConfigError: if the directory holds something else.
+    """
+    names = [name for name in storage.list_names(directory) if not is_lock(name)]
+    # What is left of an export that dropped every row is its list of reasons.
+    if names and TASKS_DIR not in names and names != [DROPPED_NAME]:
         raise ConfigError(
             f"--output-dir {directory} is not empty and holds no cache: {', '.join(names[:3])}",
             "Give another directory, or empty this one.",
         )
-    done = finished_tasks(directory) if names else {}
-    there = storage.read_bytes(started) if names and storage.exists(started) else None
-    if there != state and (done or (is_part and there is not None)):
-        raise MismatchError(
-            f"{directory} holds {len(done)} finished shards of an export of other settings or other rows",
-            "Give another --output-dir, or --overwrite to replace it.",
-        )
-    if is_part:
-        done = done if there == state else {}
-    elif there != state:
-        clear(directory)
-    else:
-        storage.discard_unfinished(directory)
-    for name in (TASKS_DIR, *sorted(splits)):
-        storage.make_directory(storage.join(directory, name))
-    if there != state:
-        storage.publish(started, state)
-    return done
 
 
-def finished_tasks(directory: str) -> dict[int, TaskResult]:
-    """Results of the tasks whose marker is there, and the shards it tells of with the sizes it tells."""
+def finished_tasks(directory: str, export: str) -> dict[int, TaskResult]:
+    """Results of the tasks of this export whose marker is there, and the very shards that it tells of."""
     done = {}
-    sizes: dict[str, dict[str, storage.FileState | None]] = {}
+    states: dict[str, dict[str, storage.FileState | None]] = {}
     for name in storage.list_names(storage.join(directory, TASKS_DIR)):
-        stem = name.removesuffix(".json")
-        if not stem.isdigit():
+        if not _is_marker(name):
             continue
-        result = TaskResult.from_json(storage.read_bytes(marker_path(directory, int(stem))))
+        try:
+            result = TaskResult.from_json(storage.read_bytes(storage.join(directory, TASKS_DIR, name)))
+        except (ValueError, LookupError, TypeError, AttributeError):
+            continue  # broken, or of another version: the task runs again
+        if result.export != export:
+            continue
         for split in result.splits:
-            if split not in sizes:
-                sizes[split] = storage.entries(storage.join(directory, split))
-        if all(_has_size(sizes[split].get(part.file), part.bytes) for split, part in result.splits.items()):
-            done[int(stem)] = result
+            if split not in states:
+                states[split] = storage.entries(storage.join(directory, split))
+        if all(
+            is_shard(storage.join(directory, split, part.file), states[split].get(part.file), part)
+            for split, part in result.splits.items()
+        ):
+            done[result.number] = result
     return done
 
 
-def _has_size(state: storage.FileState | None, size: int) -> bool:
-    return state is not None and state.size == size
+def num_finished(directory: str) -> int:
+    """Tasks of an unfinished cache that have a marker."""
+    return sum(_is_marker(name) for name in storage.list_names(storage.join(directory, TASKS_DIR)))
+
+
+def _is_marker(name: str) -> bool:
+    return name.endswith(".json") and name.removesuffix(".json").isdigit()

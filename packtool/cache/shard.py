@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from packtool.cache.schema import INDEX, SAMPLES
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray
-from packtool.storage import AtomicFile
+from packtool.storage import AtomicFile, FileState
 
 
 class ShardWriter:
@@ -23,7 +23,7 @@ class ShardWriter:
 
     def __init__(self, path: str) -> None:
         self._file = AtomicFile(path)
-        self._sink = _HashingSink(self._file)
+        self._sink = HashingSink(self._file)
         self._writer = pa.ipc.new_stream(pa.PythonFile(self._sink, mode="w"), SAMPLES)
 
     def write(self, samples: Sequence[EncodedSample]) -> None:
@@ -31,38 +31,38 @@ class ShardWriter:
         if samples:
             self._writer.write_batch(_batch(samples))
 
-    def close(self) -> tuple[int, str]:
-        """Finish the file: (bytes, SHA-256)."""
+    def close(self) -> tuple[str, FileState]:
+        """Finish the file: its SHA-256, and size and time as the place has them."""
         self._writer.close()
-        self._file.commit()
-        return self._sink.num_bytes, self._sink.digest.hexdigest()
+        state = self._file.commit()
+        return self._sink.digest.hexdigest(), state
 
     def discard(self) -> None:
         """Forget what was written."""
         self._file.discard()
 
 
-class _HashingSink:
-    """What pyarrow writes to: counts and hashes on the way to the file."""
+class HashingSink:
+    """What pyarrow writes to: hashes on the way to the file."""
 
     closed = False
 
     def __init__(self, file: AtomicFile) -> None:
         self._file = file
-        self.num_bytes = 0
         self.digest = hashlib.sha256()
 
     def write(self, data: bytes) -> int:
+        """Append bytes."""
         view = memoryview(data)
         self.digest.update(view)
-        self.num_bytes += view.nbytes
         self._file.write(view)
         return view.nbytes
 
     def flush(self) -> None:
-        pass
+        """Nothing to do."""
 
     def close(self) -> None:
+        """The file is committed by whoever made it."""
         self.closed = True
 
 

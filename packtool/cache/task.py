@@ -1,15 +1,16 @@
 """One task: a stretch of rows becomes one shard of each split it has rows for.
 
-A task knows nothing of the others or of where it runs. Its last act is a marker with its counts; a task with a marker
-is done and need not run again.
+A task knows nothing of the others or of where it runs. Its last act is a marker with its counts, the export it belongs
+to and the digests of what it wrote; a task with such a marker is done and need not run again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -17,15 +18,17 @@ import pyarrow as pa
 
 from packtool import storage
 from packtool.cache.embed import embedded
+from packtool.cache.lock import LockStamp, lost
 from packtool.cache.schema import INDEX
 from packtool.cache.shard import ShardWriter, index_batch, index_part, num_targets
+from packtool.config.export import EncodeSpec
 from packtool.constants import TRAIN_SPLIT, VAL_SPLIT
 from packtool.encode.blocks import encode_samples, samples_of
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
 from packtool.errors import RowError
 from packtool.rows.sample import Dropped, Sample
-from packtool.rows.source import Block, Source
+from packtool.rows.source import Blocks, Source
 
 TASKS_DIR = ".tasks"
 BATCH_ROWS = 128
@@ -37,22 +40,39 @@ class Task:
 
     Args:
         number: 0-based among all tasks.
-        source, blocks: where its rows lie.
+        stretches: where its rows lie: blocks of one source or, where these are small, of several.
         val_rows: positions in this task, ascending, of the rows that go to the val split; all of them do where
             there is no shard of the train split.
         shards: file name of the task's shard in each split that it writes to.
     """
 
     number: int
-    source: Source
-    blocks: Sequence[Block]
+    stretches: tuple[tuple[Source, Blocks], ...]
     val_rows: tuple[int, ...]
     shards: Mapping[str, tuple[int, str]]
 
     @property
     def num_rows(self) -> int:
         """Rows that go in."""
-        return sum(block.num_rows for block in self.blocks)
+        return sum(blocks.num_rows for _, blocks in self.stretches)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What all tasks of an export share.
+
+    Args:
+        directory: of the cache; None counts and writes nothing.
+        strict: the first row that cannot be used is an error.
+        export: names the export by settings and rows: ``restart.Claim``.
+        lock: that must hold when a shard is put in its place; None where nobody else can write.
+    """
+
+    spec: EncodeSpec
+    directory: str | None
+    strict: bool
+    export: str = ""
+    lock: LockStamp | None = None
 
 
 @dataclass
@@ -61,6 +81,8 @@ class SplitCounts:
 
     Args:
         rows: samples.
+        bytes, sha256, modified: of the shard; the last is what the place said of the file that was written.
+        index_sha256: of its part of the index.
         pieces_added: samples beyond one a row, where texts were split.
         lengths: samples by tokens.
     """
@@ -70,6 +92,8 @@ class SplitCounts:
     rows: int = 0
     bytes: int = 0
     sha256: str = ""
+    modified: str = ""
+    index_sha256: str = ""
     tokens: int = 0
     target_tokens: int = 0
     media_tokens: int = 0
@@ -91,9 +115,16 @@ class SplitCounts:
 
 @dataclass
 class TaskResult:
-    """Counts of a finished task: rows in are samples of its splits, but for added pieces, plus drops."""
+    """Counts of a finished task: rows in are samples of its splits, but for added pieces, plus drops.
+
+    Args:
+        export: that it belongs to.
+        dropped_sha256: of its part of ``dropped.jsonl``.
+    """
 
     number: int
+    export: str = ""
+    dropped_sha256: str = ""
     rows: int = 0
     marks_added: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
@@ -138,25 +169,24 @@ def _to_nobody(rows: int, dropped: int, tokens: int) -> None:
     pass
 
 
-def run_task(
-    task: Task, encoder: Encoder, directory: str | None, strict: bool, report: Report = _to_nobody
-) -> TaskResult:
+def run_task(task: Task, encoder: Encoder, work: Work, report: Report = _to_nobody) -> TaskResult:
     """Encode a task's rows and write its shards, its parts of index and drops, and at the end its marker.
 
     Args:
-        directory: of the cache; None counts and writes nothing.
-        strict: the first row that cannot be used is an error.
         report: told of progress.
 
     Raises:
         RowError: in strict mode, or for an over-long row when the strategy is ``raise``.
+        MismatchError: if another export has taken the directory over.
         StorageError: if writing fails.
     """
-    outputs = _Outputs(task, directory, embed=encoder.spec.media == "embed")
+    embeds = encoder.spec.media == "embed"
+    outputs = _Outputs(task, work, embed=embeds)
     val_rows = frozenset(task.val_rows)
     position = 0
+    rows = chain.from_iterable(samples_of(*stretch, may_hold_secrets=embeds) for stretch in task.stretches)
     try:
-        for group in _groups(samples_of(task.source, task.blocks, may_hold_secrets=encoder.spec.media == "embed")):
+        for group in _groups(rows):
             kept: dict[str, list[EncodedSample]] = {name: [] for name in task.shards}
             num_dropped = 0
             for item in encode_samples(group, encoder):
@@ -165,7 +195,7 @@ def run_task(
                 if not isinstance(item, Dropped):
                     kept[split] += item
                     outputs.result.splits[split].pieces_added += len(item) - 1
-                elif strict:
+                elif work.strict:
                     raise RowError(item.source, item.row, item.reason, item.detail)
                 else:
                     outputs.drop(item)
@@ -187,18 +217,19 @@ def _groups(rows: Iterator[Sample | Dropped]) -> Iterator[tuple[Sample | Dropped
 class _Outputs:
     """The files of one task."""
 
-    def __init__(self, task: Task, directory: str | None, embed: bool) -> None:
-        self.result = TaskResult(task.number)
-        self._embed = embed
-        self._task, self._directory = task, directory
+    def __init__(self, task: Task, work: Work, embed: bool) -> None:
+        self.result = TaskResult(task.number, work.export)
+        self._embed, self._strict = embed, work.strict
+        self._task, self._directory, self._lock = task, work.directory, work.lock
         self._drops: list[str] = []
         self._codes: dict[str, int] = {}
+        self._rights = {source.label: source.media_rights for source, _ in task.stretches} if embed else {}
         self._index: dict[str, list[dict[str, Any]]] = {name: [] for name in task.shards}
         self._writers: dict[str, ShardWriter] = {}
         for split, (shard, name) in task.shards.items():
             self.result.splits[split] = SplitCounts(shard=shard, file=name)
-            if directory is not None:
-                self._writers[split] = ShardWriter(storage.join(directory, split, name))
+            if work.directory is not None:
+                self._writers[split] = ShardWriter(storage.join(work.directory, split, name))
 
     def drop(self, item: Dropped) -> None:
         self.result.dropped[item.reason] = self.result.dropped.get(item.reason, 0) + 1
@@ -207,25 +238,39 @@ class _Outputs:
     def write(self, kept: Mapping[str, list[EncodedSample]]) -> None:
         for split, samples in kept.items():
             counts = self.result.splits[split]
-            if self._directory is not None:
-                self._index[split].append(index_part(samples, counts.shard, counts.rows, self._codes))
-                for part in embedded(samples, self._task.source.media_rights) if self._embed else (samples,):
+            embeds = self._embed and self._directory is not None
+            for part in embedded(samples, self._rights, self._lose) if embeds else (samples,):
+                if self._directory is not None:
+                    self._index[split].append(index_part(part, counts.shard, counts.rows, self._codes))
                     self._writers[split].write(part)
-            for sample in samples:
-                counts.add(sample)
+                for sample in part:
+                    counts.add(sample)
+
+    def _lose(self, item: Dropped) -> None:
+        """Drop a row whose medium could be measured, and then could not be read."""
+        if self._strict:
+            raise RowError(item.source, item.row, item.reason, item.detail)
+        self.drop(item)
 
     def commit(self, num_rows: int) -> TaskResult:
         self.result.rows = num_rows
         self.result.channels = list(self._codes)
         if self._directory is None:
             return self.result
+        if self._lock is not None and not self._lock.is_held():
+            raise lost(self._directory)
         number = self._task.number
         for split, writer in self._writers.items():
             counts = self.result.splits[split]
-            counts.bytes, counts.sha256 = writer.close()
-            storage.publish(index_path(self._directory, number, split), _index_bytes(self._index[split]))
+            counts.sha256, state = writer.close()
+            counts.bytes, counts.modified = state.size, state.modified
+            index = _index_bytes(self._index[split])
+            counts.index_sha256 = hashlib.sha256(index).hexdigest()
+            storage.publish(index_path(self._directory, number, split), index)
         if self._drops:
-            storage.publish(dropped_path(self._directory, number), "".join(self._drops).encode())
+            drops = "".join(self._drops).encode()
+            self.result.dropped_sha256 = hashlib.sha256(drops).hexdigest()
+            storage.publish(dropped_path(self._directory, number), drops)
         storage.publish(marker_path(self._directory, number), self.result.to_json())
         return self.result
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 import numpy as np
 
@@ -10,6 +11,8 @@ from packtool.cache.task import Task
 from packtool.config.export import ExportConfig
 from packtool.constants import TRAIN_SPLIT, VAL_SPLIT
 from packtool.rows.source import Blocks, ScannedSource, Source
+
+Stretches = tuple[tuple[Source, Blocks], ...]
 
 _LEAST_SHARD_ROWS, _MOST_SHARD_ROWS, _SHARDS = 256, 16384, 64
 
@@ -21,38 +24,44 @@ def make_tasks(scanned: Sequence[ScannedSource], config: ExportConfig) -> list[T
     num_train = sum(source.num_rows for source in scanned if source.spec.split == TRAIN_SPLIT)
     val_rows = _val_rows(num_train, config.split_dataset_ratio, config.seed)
     first = 0  # among the rows of --dataset
-    parts: list[tuple[Source, Blocks, tuple[int, ...], list[str]]] = []
-    for found in scanned:
-        for blocks in _stretches(found.blocks, shard_rows):
-            if found.spec.split == VAL_SPLIT:
-                parts.append((found.source, blocks, (), [VAL_SPLIT]))
+    parts: list[tuple[Stretches, tuple[int, ...], list[str]]] = []
+    for split, sources in groupby(scanned, key=lambda found: found.spec.split):
+        for stretches in _filled([(found.source, found.blocks) for found in sources], shard_rows):
+            if split == VAL_SPLIT:
+                parts.append((stretches, (), [VAL_SPLIT]))
                 continue
-            low, high = np.searchsorted(val_rows, (first, first + blocks.num_rows))
+            num_rows = sum(blocks.num_rows for _, blocks in stretches)
+            low, high = np.searchsorted(val_rows, (first, first + num_rows))
             val = tuple(int(row) for row in val_rows[low:high] - first)
-            parts.append((found.source, blocks, val, [TRAIN_SPLIT, VAL_SPLIT] if val else [TRAIN_SPLIT]))
-            first += blocks.num_rows
+            parts.append((stretches, val, [TRAIN_SPLIT, VAL_SPLIT] if val else [TRAIN_SPLIT]))
+            first += num_rows
     num_shards = {split: sum(split in splits for *_, splits in parts) for split in (TRAIN_SPLIT, VAL_SPLIT)}
     next_shard = dict.fromkeys(num_shards, 0)
     tasks: list[Task] = []
-    for number, (source, blocks, val, splits) in enumerate(parts):
+    for number, (stretches, val, splits) in enumerate(parts):
         shards = {}
         for split in splits:
             shards[split] = (next_shard[split], _shard_name(next_shard[split], num_shards[split]))
             next_shard[split] += 1
-        tasks.append(Task(number, source, blocks, val, shards))
+        tasks.append(Task(number, stretches, val, shards))
     return tasks
 
 
-def _stretches(blocks: Blocks, shard_rows: int) -> list[Blocks]:
-    """Neighbouring blocks, each stretch of about ``shard_rows`` rows."""
-    stretches: list[Blocks] = []
-    begin = rows = 0
-    for i, count in enumerate(blocks.rows_of_each.tolist()):
-        rows += count
-        if rows >= shard_rows:
-            stretches.append(blocks[begin : i + 1])
-            begin, rows = i + 1, 0
-    return [*stretches, blocks[begin:]] if begin < len(blocks) else stretches
+def _filled(sources: Sequence[tuple[Source, Blocks]], shard_rows: int) -> Iterator[Stretches]:
+    """Neighbouring blocks of about ``shard_rows`` rows; a stretch goes on in the next source where one ends early."""
+    stretches: list[tuple[Source, Blocks]] = []
+    rows = 0
+    for source, blocks in sources:
+        begin = 0
+        for i, count in enumerate(blocks.rows_of_each.tolist()):
+            rows += count
+            if rows >= shard_rows:
+                yield (*stretches, (source, blocks[begin : i + 1]))
+                stretches, begin, rows = [], i + 1, 0
+        if begin < len(blocks):
+            stretches.append((source, blocks[begin:]))
+    if stretches:
+        yield tuple(stretches)
 
 
 def _val_rows(total: int, ratio: float, seed: int) -> np.ndarray:

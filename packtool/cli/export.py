@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import typer
 
 from packtool.config.export import ExportConfig
@@ -20,10 +24,14 @@ def run_export(config: ExportConfig, as_json: bool) -> None:
     config = with_local_copies(config)
     with TerminalProgress() as progress:
         try:
-            summary = export(config, progress)
+            with _ended_by_schedulers():
+                summary = export(config, progress)
         except KeyboardInterrupt:
             progress.note("interrupted; the same command again goes on after the finished shards")
             raise typer.Exit(EXIT_INTERRUPTED) from None
+        except _Terminated:
+            progress.note("ended by SIGTERM; the same command again goes on after the finished shards")
+            raise typer.Exit(128 + signal.SIGTERM) from None
     if summary.num_missing:
         progress.note(
             f"part {config.task_index} of {config.num_tasks} is done; {summary.num_missing} shards of other parts are "
@@ -35,7 +43,27 @@ def run_export(config: ExportConfig, as_json: bool) -> None:
     print_table(_title(config, summary.already_finished), export_lines(summary))
 
 
+class _Terminated(BaseException):
+    """SIGTERM came."""
+
+
+@contextmanager
+def _ended_by_schedulers() -> Iterator[None]:
+    """SIGTERM ends the export as Ctrl-C does: workers end, and the directory is free for the next one."""
+
+    def end(*_: object) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _title(config: ExportConfig, already_finished: bool) -> str:
+    if config.repair:
+        return f"{config.output_dir} is whole"
     if already_finished:
         return f"{config.output_dir} was already finished with these settings: nothing to do"
     if config.is_part and config.task_index is not None:

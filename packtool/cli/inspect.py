@@ -8,8 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import typer
+
 from packtool.config.settings import REQUIRED, option
 from packtool.constants import TRAIN_SPLIT
+from packtool.errors import EXIT_MISMATCH
 from packtool.visible import show, show_json, show_styled, visible_line
 
 if TYPE_CHECKING:
@@ -28,6 +31,7 @@ class InspectConfig:
     model: str | None = option(None, "Directory of the tokenizer; by default the export's model.")
     plan: str | None = option(None, "A plan of the cache, from packtool plan --save.")
     pack: int | None = option(None, "Show this pack of --plan.", minimum=0)
+    verify: bool = option(False, "Read the whole cache, and say which files are damaged and how to mend them.")
 
     def problems(self) -> list[str]:
         """Mistakes that only show when settings are seen together."""
@@ -41,6 +45,9 @@ def run_inspect(config: InspectConfig, as_json: bool) -> None:
     from packtool.report import inspect
     from packtool.report.names import named
 
+    if config.verify:
+        _verify(config.directory, as_json)
+        return
     if config.plan is not None and config.pack is not None:
         pack = inspect.pack_figures(config.directory, config.plan, config.pack)
         if as_json:
@@ -68,6 +75,21 @@ def run_inspect(config: InspectConfig, as_json: bool) -> None:
         show(f"\nsamples of {name} by tokens, up to")
         width = min(shutil.get_terminal_size().columns, 100)
         show("\n".join(inspect.histogram_lines(split["length_histogram"], figures["max_length"], width)))
+
+
+def _verify(directory: str, as_json: bool) -> None:
+    """Print what is damaged; exits with 4 if anything is."""
+    from packtool.report import damage
+    from packtool.report.terminal import TerminalProgress
+
+    with TerminalProgress() as progress:
+        found = damage.find(directory, progress)
+    if as_json:
+        show_json(found)
+    else:
+        show("\n".join(damage.lines(found)))
+    if found["damaged"]:
+        raise typer.Exit(EXIT_MISMATCH)
 
 
 def _aligned(lines: list[tuple[str, str]]) -> str:

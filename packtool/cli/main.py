@@ -36,7 +36,7 @@ from packtool.config.simulate import SimulateConfig
 from packtool.config.train import TrainConfig
 from packtool.config.verify import VerifyConfig
 from packtool.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_UNEXPECTED, EXIT_USAGE, PacktoolError, StoppedError
-from packtool.launch import is_launched
+from packtool.launch import end_with_launcher, is_launched
 from packtool.visible import show
 
 app = typer.Typer(
@@ -112,7 +112,8 @@ def _root(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command line and exit with its code."""
+    """Run a command line and exit with its code; one of torchrun's processes ends with torchrun at the latest."""
+    end_with_launcher(os.environ)
     code = run(list(sys.argv[1:] if arguments is None else arguments))
     if code == EXIT_INTERRUPTED:
         _leave_at_once(code)

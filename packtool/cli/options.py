@@ -38,6 +38,7 @@ _PANELS = (
     "Speed",
     "Run",
     "Scale",
+    "Caches",
     "Pictures",
     "Video and audio",
     "Media access",

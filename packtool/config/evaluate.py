@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from packtool.config.caches import CacheOptions
 from packtool.config.parallel import ParallelOptions, parallel_problems
 from packtool.config.rows import AccessOptions, access_problems
 from packtool.config.settings import REQUIRED, option
-from packtool.config.sizes import Bytes, Tokens
+from packtool.config.sizes import Tokens
 from packtool.config.verify import ATTN_IMPL_HELP, AttnImpl
 
 Split = Literal["train", "val"]
@@ -21,7 +22,7 @@ _SUFFIX = ".parquet"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig(AccessOptions, ParallelOptions):
+class EvalConfig(CacheOptions, AccessOptions, ParallelOptions):
     """What ``packtool eval`` needs to know."""
 
     model: str = option(REQUIRED, "Directory (or hub id) of a model, or of an adapter whose base model is there.")
@@ -38,16 +39,6 @@ class EvalConfig(AccessOptions, ParallelOptions):
     attn_impl: AttnImpl = option("auto", ATTN_IMPL_HELP, panel="Speed")
     dataloader_num_workers: int = option(
         1, "Processes a rank that load pictures ahead of the model.", panel="Speed", minimum=0
-    )
-    cache_dir: str | None = option(
-        None,
-        "Directory of this machine for copies of remote caches; by default packtool in ~/.cache.",
-        env="PACKTOOL_CACHE_DIR",
-    )
-    cache_dir_size: Bytes | None = option(
-        None,
-        "Most that --cache-dir may hold, as in 200GB; copies of other caches go first. By default all the disk has.",
-        env="PACKTOOL_CACHE_DIR_SIZE",
     )
 
     @property

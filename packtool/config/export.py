@@ -68,6 +68,7 @@ class ExportConfig(RowOptions, EncodeSpec):
     )
     to_cached_dataset: bool = option(True, "Accepted for ms-swift's sake: export always writes a cached dataset.")
     overwrite: bool = option(False, "Replace what is in the output directory.")
+    repair: bool = option(False, "Make again only those files of a finished cache that are damaged.")
     executor: Executor = option("local", "Where the work is done: this machine, or a Ray cluster.", panel="Scale")
     ray_address: str | None = option(
         None, "Address of the Ray cluster; by default RAY_ADDRESS, or one started here.", panel="Scale"
@@ -99,8 +100,10 @@ class ExportConfig(RowOptions, EncodeSpec):
             found.append("--task-index and --num-tasks go together: part i of n")
         elif self.task_index is not None and self.num_tasks is not None and self.task_index >= self.num_tasks:
             found.append(f"--task-index {self.task_index}: the parts of --num-tasks {self.num_tasks} begin at 0")
-        if self.is_part and (self.dry_run or self.overwrite):
-            found.append("--dry-run and --overwrite are for whole exports, not for parts of one")
+        if self.is_part and (self.dry_run or self.overwrite or self.repair):
+            found.append("--dry-run, --overwrite and --repair are for whole exports, not for parts of one")
+        if self.repair and (self.dry_run or self.overwrite):
+            found.append("--repair keeps what is whole: leave out --overwrite and --dry-run")
         if not self.to_cached_dataset:
             found.append("--to-cached-dataset false: export does nothing but write a cached dataset; leave it out")
         return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from packtool.config.caches import CacheOptions
 from packtool.config.packing import PackingOptions, packing_problems
 from packtool.config.parallel import ParallelOptions, parallel_problems
 from packtool.config.settings import option
@@ -11,7 +12,7 @@ from packtool.config.sizes import num_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanConfig(PackingOptions, ParallelOptions):
+class PlanConfig(CacheOptions, PackingOptions, ParallelOptions):
     """What ``packtool plan`` needs to know."""
 
     cached_dataset: tuple[str, ...] = option((), "Caches to plan for; they may stand without the option's name.")

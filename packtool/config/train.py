@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from packtool.config.adapters import AdapterOptions, adapter_problems
+from packtool.config.caches import CacheOptions
 from packtool.config.checkpoints import CheckpointOptions, checkpoint_problems
 from packtool.config.evaluate import MAX_TOKENS_HELP
 from packtool.config.export import ExportConfig
@@ -28,7 +29,7 @@ from packtool.config.rows import (
     image_limit_problems,
 )
 from packtool.config.settings import REQUIRED, option
-from packtool.config.sizes import Bytes, Tokens
+from packtool.config.sizes import Tokens
 from packtool.config.verify import ATTN_IMPL_HELP, AttnImpl
 
 FSDP_WORDS = ("fsdp2", "full_shard", "shard_grad_op", "auto_wrap", "offload")
@@ -51,7 +52,14 @@ LossReduction = Literal["token", "sample"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(
-    RowOptions, MediaOptions, PackingOptions, ParallelOptions, OptimizerOptions, AdapterOptions, CheckpointOptions
+    CacheOptions,
+    RowOptions,
+    MediaOptions,
+    PackingOptions,
+    ParallelOptions,
+    OptimizerOptions,
+    AdapterOptions,
+    CheckpointOptions,
 ):
     """What ``packtool train`` needs to know."""
 
@@ -62,18 +70,6 @@ class TrainConfig(
         panel="Model and data",
     )
     output_dir: str = option(REQUIRED, "Directory for checkpoints and figures.", panel="Model and data")
-    cache_dir: str | None = option(
-        None,
-        "Directory of this machine for copies of remote caches; by default packtool in ~/.cache.",
-        panel="Model and data",
-        env="PACKTOOL_CACHE_DIR",
-    )
-    cache_dir_size: Bytes | None = option(
-        None,
-        "Most that --cache-dir may hold, as in 200GB; copies of other caches go first. By default all the disk has.",
-        panel="Model and data",
-        env="PACKTOOL_CACHE_DIR_SIZE",
-    )
     truncation_strategy: TruncationStrategy | None = option(None, TRUNCATION_HELP, panel="Rows")
     media_overflow: MediaOverflow | None = option(None, OVERFLOW_HELP, panel="Rows")
     loss_scale: str | None = option(None, LOSS_SCALE_HELP, panel="Rows")
@@ -164,8 +160,12 @@ class TrainConfig(
     report_to: tuple[str, ...] = option(
         (), "Also log to tensorboard, wandb, swanlab, mlflow, ...; metrics.jsonl is always written.", panel="Run"
     )
-    dataloader_num_workers: int = option(
-        1, "Processes a rank that load pictures ahead of the step.", panel="Run", minimum=0
+    dataloader_num_workers: int | None = option(
+        None,
+        "Processes a rank that load pictures ahead of the step; by default as many as its media and cores suggest, "
+        "from 1 to 8.",
+        panel="Run",
+        minimum=0,
     )
     on_bad_media: Literal["raise", "skip"] = option(
         "raise",

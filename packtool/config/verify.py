@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from packtool.config.caches import CacheOptions
 from packtool.config.parallel import ParallelOptions, parallel_problems
 from packtool.config.rows import AccessOptions, access_problems
 from packtool.config.settings import REQUIRED, Synonyms, option
@@ -30,7 +31,7 @@ ATTN_IMPL_HELP = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyConfig(AccessOptions, ParallelOptions):
+class VerifyConfig(CacheOptions, AccessOptions, ParallelOptions):
     """What ``packtool verify`` needs to know."""
 
     model: str = option(REQUIRED, "Directory (or hub id) of the model.")

@@ -86,6 +86,19 @@ class StepPlan:
         before = np.concatenate((np.zeros(1, per_pack.dtype), np.cumsum(per_pack[self.order])))
         return np.diff(before[self.cell_offsets[self.step_offsets]])
 
+    def on_any_rank(self, is_in: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Whether some rank has one of certain packs, for each micro-batch of the epoch as the ranks count them, (M,).
+
+        Args:
+            is_in: (K,), which packs these are.
+        """
+        counts = np.diff(np.concatenate(([0], np.cumsum(is_in[self.order])))[self.cell_offsets])
+        first = self.step_offsets // self.world_size
+        steps = np.repeat(np.arange(self.num_steps), np.diff(self.step_offsets))
+        # The cells of a step are rank by rank, of each rank in order.
+        place = (np.arange(len(counts)) - self.step_offsets[steps]) % np.diff(first)[steps]
+        return np.bincount(first[steps] + place, weights=counts, minlength=int(first[-1])) > 0
+
     def rank_costs(self, costs: Costs) -> Costs:
         """Work of each rank in each step, (S, W), from ``costs`` (K,) of the packs."""
         sums = np.concatenate(([0.0], np.cumsum(costs[self.order])))

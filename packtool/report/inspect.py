@@ -15,7 +15,7 @@ from packtool import storage
 from packtool.cache.manifest import Manifest
 from packtool.cache.plan_file import read_plan
 from packtool.cache.reader import CacheReader
-from packtool.cache.restart import finished_tasks
+from packtool.cache.restart import num_finished
 from packtool.cache.task import TASKS_DIR
 from packtool.config.export import EncodeSpec
 from packtool.constants import DROPPED_NAME, IGNORE_INDEX, MANIFEST_NAME
@@ -39,7 +39,7 @@ def cache_figures(directory: str) -> dict[str, Any]:
     if not storage.exists(storage.join(directory, MANIFEST_NAME)):
         tasks = storage.join(directory, TASKS_DIR)
         if storage.list_names(tasks):
-            count = len(finished_tasks(directory))
+            count = num_finished(directory)
             raise MismatchError(
                 f"{directory} is an unfinished cache: {count} shards are finished so far",
                 "Run the same packtool export again to go on.",

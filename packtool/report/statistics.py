@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # export must not wait for torch
-    from packtool.cache.export import ExportSummary
+    from packtool.cache.summary import ExportSummary
     from packtool.train.result import TrainResult
 
 Line = tuple[str, str]
@@ -48,7 +48,7 @@ def export_lines(summary: ExportSummary) -> list[Line]:
         ("length p50 / p90 / p99 / max", " / ".join(f"{summary.lengths[k]:,}" for k in ("p50", "p90", "p99", "max"))),
     ]
     if not summary.already_finished:
-        rate = summary.rows / summary.seconds if summary.seconds else 0.0
+        rate = summary.rows_made / summary.seconds if summary.seconds else 0.0
         lines.append(("time", f"{summary.seconds:.1f} s, {rate:,.0f} samples/s"))
     return lines
 

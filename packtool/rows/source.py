@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Literal, overload
 
@@ -67,12 +67,18 @@ class SourceSpec:
     @property
     def settings(self) -> str:
         """What of it, beside the file, decides the samples, as one line of JSON; empty where nothing was asked for."""
-        asked = {key: value for key, value in asdict(self).items() if key not in _SAY_NOTHING}
-        plain = asdict(SourceSpec(""))
-        told = {key: value for key, value in asked.items() if value != plain[key]}
+        told = {
+            field.name: value
+            for field in _SETTINGS
+            if (value := getattr(self, field.name)) != field.default and field.name not in _SAY_NOTHING
+        }
         if self.num_sampled is None:
             told.pop("group", None)
         return json.dumps(told, sort_keys=True) if told else ""
+
+
+# Looked up once: there may be many thousand sources.
+_SETTINGS = fields(SourceSpec)
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ __all__ = [
     "parent",
     "place",
     "publish",
+    "publish_new",
     "read_bytes",
     "remove",
     "retries_for",
@@ -302,6 +303,19 @@ def publish(path: str, data: bytes) -> None:
     store.publish(path, data)
 
 
+def publish_new(path: str, data: bytes) -> bool:
+    """Write a whole file if there is none of that name: of several processes that try, one succeeds.
+
+    Returns:
+        False if there is such a file with other content; with the same, an answer may have got lost on its way.
+
+    Raises:
+        StorageError: if it cannot be written.
+    """
+    store, path = _store_of(path)
+    return store.publish_new(path, data)
+
+
 def remove(path: str) -> None:
     """Remove a file, or a directory with all in it; nothing there is fine.
 
@@ -350,9 +364,9 @@ class AtomicFile:
         """Append bytes."""
         return self._writer.write(data)
 
-    def commit(self) -> None:
-        """Put the file in its place, to stay."""
-        self._writer.commit()
+    def commit(self) -> FileState:
+        """Put the file in its place, to stay; gives what ``stat`` says of it until somebody else writes there."""
+        return self._writer.commit()
 
     def discard(self) -> None:
         """Forget what was written."""

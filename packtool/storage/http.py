@@ -231,6 +231,10 @@ class HttpStore:
         """Not possible."""
         _refuse(path)
 
+    def publish_new(self, path: str, data: bytes) -> bool:
+        """Not possible."""
+        _refuse(path)
+
     def writer(self, path: str) -> NoReturn:
         """Not possible."""
         _refuse(path)

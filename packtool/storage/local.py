@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import stat
 from collections.abc import Iterator
@@ -89,6 +90,20 @@ class LocalStore:
         file.write(data)
         file.commit()
 
+    def publish_new(self, path: str, data: bytes) -> bool:
+        """Write a whole file if there is none of that name; False if there is, with other content."""
+        file = self.writer(path)
+        file.write(data)
+        return file.commit_new() or self._holds(path, data)
+
+    @staticmethod
+    def _holds(path: str, data: bytes) -> bool:
+        try:
+            with open(path, "rb") as file:
+                return file.read() == data
+        except OSError:
+            return False  # gone again, or not to be read
+
     def writer(self, path: str) -> LocalWriter:
         """Begin a file that is written in pieces."""
         return LocalWriter(path)
@@ -111,10 +126,14 @@ class LocalStore:
 
 
 class LocalWriter:
-    """A file under a temporary name beside its place, renamed at the end."""
+    """A file under a temporary name beside its place, renamed at the end.
+
+    The name is this writer's own: two processes that write the same file do not write into each other's.
+    """
 
     def __init__(self, path: str) -> None:
-        self._path, self._temporary = path, path + _UNFINISHED
+        self._path, self._temporary = path, f"{path}.{os.getpid()}-{secrets.token_hex(4)}{_UNFINISHED}"
+        self._failed: StorageError | None = None
         try:
             self._file = open(self._temporary, "wb")  # noqa: SIM115
         except OSError as error:
@@ -122,22 +141,55 @@ class LocalWriter:
 
     def write(self, data: bytes | memoryview) -> int:
         """Append bytes."""
+        if self._failed is not None:  # who writes through a library may hear of the first failure only afterwards
+            raise self._failed
         try:
             return self._file.write(data)
         except OSError as error:
-            self.discard()
-            raise local_error(self._path, error) from error
+            raise self._failure(error) from error
 
-    def commit(self) -> None:
+    def commit(self) -> FileState:
         """Put the file in its place, safely on the disk."""
         try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
+            state = self._finish()
             os.replace(self._temporary, self._path)
         except OSError as error:
-            self.discard()
-            raise local_error(self._path, error) from error
+            raise self._failure(error) from error
+        return state
+
+    def commit_new(self) -> bool:
+        """Put the file in its place if there is none yet, which no other process can do at the same time."""
+        try:
+            self._finish()
+            try:
+                os.link(self._temporary, self._path)
+            except FileExistsError:
+                return False
+            except OSError:  # a file system without links
+                try:
+                    with open(self._temporary, "rb") as done, open(self._path, "xb") as file:
+                        shutil.copyfileobj(done, file)
+                except FileExistsError:
+                    return False
+            return True
+        except OSError as error:
+            raise self._failure(error) from error
+        finally:
+            _forget(self._temporary)
+
+    def _finish(self) -> FileState:
+        if self._failed is not None:
+            raise self._failed
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        state = os.fstat(self._file.fileno())
+        self._file.close()
+        return FileState(state.st_size, str(state.st_mtime_ns))
+
+    def _failure(self, error: OSError) -> StorageError:
+        self.discard()
+        self._failed = local_error(self._path, error)
+        return self._failed
 
     def discard(self) -> None:
         """Forget what was written."""

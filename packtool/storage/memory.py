@@ -57,6 +57,13 @@ class MemoryStore:
         """Put the whole file in its place."""
         self._files.pipe_file(path, data)
 
+    def publish_new(self, path: str, data: bytes) -> bool:
+        """Put the whole file in its place if there is none."""
+        if self._files.isfile(path):
+            return bool(self._files.cat_file(path) == data)
+        self.publish(path, data)
+        return True
+
     def writer(self, path: str) -> MemoryWriter:
         """Begin a file that is written in pieces."""
         return MemoryWriter(self, path)
@@ -80,9 +87,12 @@ class MemoryWriter:
         """Append bytes."""
         return self._data.write(data)
 
-    def commit(self) -> None:
+    def commit(self) -> FileState:
         """Put the file in its place."""
         self._store.publish(self._path, self._data.getvalue())
+        state = self._store.find(self._path)
+        assert state is not None, "it was put there just now"
+        return state
 
     def discard(self) -> None:
         """Forget what was written."""

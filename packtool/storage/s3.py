@@ -23,6 +23,8 @@ from packtool.storage.upload import S3Writer
 
 _MOST_CONNECTIONS = 32
 _DELETES_AT_ONCE = 16
+# What servers answer to a conditional write whose object is there, or is being written.
+_THERE = {"PreconditionFailed", "ConditionalRequestConflict", "FileAlreadyExists", "412", "409"}
 
 _connections: dict[str, Any] = {}
 _lock = threading.Lock()
@@ -133,6 +135,8 @@ class S3Store:
     async def request_once(self, method: str, **arguments: Any) -> Any:
         """One request of S3's."""
         client = await _connection(self.scheme).set_session()
+        if self.scheme == "oss":
+            client.meta.events.register("before-call.s3.PutObject", _forbid_overwriting, unique_id="packtool-new")
         return await getattr(client, method)(**arguments)
 
     def find(self, path: str) -> FileState | None:
@@ -224,6 +228,40 @@ class S3Store:
         bucket, key = split(path)
         answer(path, "writing", self.request("put_object", len(data), Bucket=bucket, Key=key, Body=data))
 
+    def publish_new(self, path: str, data: bytes) -> bool:
+        """Put a whole object if there is none of that name; False if there is, with other content."""
+        bucket, key = split(path)
+        return answer(path, "writing", self._publish_new(bucket, key, data))
+
+    async def _publish_new(self, bucket: str, key: str, data: bytes) -> bool:
+        place = {"Bucket": bucket, "Key": key}
+        try:
+            await self.request("put_object", len(data), **place, Body=data, IfNoneMatch="*")
+        except Exception as error:
+            if code_of(error) in _THERE:
+                return await self._holds(place, data)
+            if code_of(error) != "NotImplemented" and status_of(error) != 501:
+                raise
+            # A server without conditional writes: the next best.
+            if await self._find(bucket, key) is not None:
+                return await self._holds(place, data)
+            await self.request("put_object", len(data), **place, Body=data)
+        # A server may have ignored the condition, and another process written behind this one.
+        return await self._holds(place, data)
+
+    async def _holds(self, place: dict[str, str], data: bytes) -> bool:
+        async def once() -> bool:
+            try:
+                found = await self.request_once("get_object", **place)
+            except Exception as error:
+                if is_missing(error):
+                    return False  # gone again
+                raise
+            async with found["Body"] as body:
+                return bool(await body.read() == data)
+
+        return await patiently(once, len(data))
+
     def writer(self, path: str) -> S3Writer:
         """Begin an object that is uploaded while it is written."""
         return S3Writer(self, path, *split(path))
@@ -283,6 +321,12 @@ class S3Store:
             more = {marker: page[next_marker]}
             if marker == "KeyMarker" and page.get("NextUploadIdMarker"):
                 more["UploadIdMarker"] = page["NextUploadIdMarker"]
+
+
+def _forbid_overwriting(params: dict[str, Any], **_: Any) -> None:
+    """A conditional write in OSS's words, which S3's do not reach in all its regions."""
+    if params["headers"].get("If-None-Match") == "*":
+        params["headers"]["x-oss-forbid-overwrite"] = "true"
 
 
 def _prefix(key: str) -> str:

@@ -51,8 +51,8 @@ class Writer(Protocol):
     def write(self, data: bytes | memoryview) -> int:
         """Append bytes."""
 
-    def commit(self) -> None:
-        """Put the file in its place."""
+    def commit(self) -> FileState:
+        """Put the file in its place; gives what ``find`` will say of it as long as nobody else writes there."""
 
     def discard(self) -> None:
         """Forget what was written; never fails."""
@@ -84,6 +84,9 @@ class Store(Protocol):
 
     def publish(self, path: str, data: bytes) -> None:
         """Write a whole file so that nobody ever sees a part of it."""
+
+    def publish_new(self, path: str, data: bytes) -> bool:
+        """Write a whole file if there is none of that name; False if there is, with other content."""
 
     def writer(self, path: str) -> Writer:
         """Begin a file that is written in pieces."""

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from packtool.errors import StorageError
 from packtool.storage.faults import code_of, storage_error
 from packtool.storage.remote import answer, patiently, result_of, start, wait
+from packtool.storage.store import FileState
 
 PART_BYTES = 8 * 2**20
 _PARTS_AT_ONCE = 3
@@ -58,6 +59,7 @@ class S3Writer:
         self._num_begun = 0  # requests to begin: an answer that got lost leaves an upload that nobody knows
         self._under_way: deque[Future[str]] = deque()
         self._tags: list[str] = []
+        self._tag = ""  # of the whole object
         self._num_parts = self._num_bytes = 0
         self._ended = False
 
@@ -75,12 +77,13 @@ class S3Writer:
                 self._guarded(self._send)
         return len(view)
 
-    def commit(self) -> None:
+    def commit(self) -> FileState:
         """Finish the object."""
         if self._ended:
             raise StorageError(f"{self._path}: committed after its end")
         self._guarded(self._finish)
         self._ended = True
+        return FileState(self._num_bytes, self._tag)
 
     def discard(self) -> None:
         """End the upload and let its parts go; tried for some seconds, for there may be no network left."""
@@ -134,7 +137,8 @@ class S3Writer:
     def _finish(self) -> None:
         if self._upload is None:
             data, self._buffer = bytes(self._buffer), bytearray()
-            answer(self._path, "writing", self._store.request("put_object", len(data), **self._place, Body=data))
+            put = self._store.request("put_object", len(data), **self._place, Body=data)
+            self._num_bytes, self._tag = len(data), _plain(answer(self._path, "writing", put)["ETag"])
             return
         if self._buffer:
             self._send()
@@ -153,9 +157,10 @@ class S3Writer:
             nonlocal num_tries
             num_tries += 1
             try:
-                await self._store.request_once(
+                whole = await self._store.request_once(
                     "complete_multipart_upload", **self._place, UploadId=upload, MultipartUpload={"Parts": parts}
                 )
+                self._tag = _plain(whole["ETag"])
             except Exception as error:
                 # The first answer may have got lost on its way back.
                 if code_of(error) != "NoSuchUpload" or num_tries == 1 or not await self._is_there():
@@ -167,7 +172,8 @@ class S3Writer:
     async def _is_there(self) -> bool:
         """Whether the object is the one that was uploaded: its size, and the tag of so many parts."""
         head = await self._store.request_once("head_object", **self._place)
-        return head["ContentLength"] == self._num_bytes and str(head["ETag"]).strip('"').endswith(f"-{len(self._tags)}")
+        self._tag = _plain(head["ETag"])
+        return head["ContentLength"] == self._num_bytes and self._tag.endswith(f"-{len(self._tags)}")
 
     async def _abort(self) -> None:
         # A part that is still under way would outlive the abortion.
@@ -181,3 +187,8 @@ class S3Writer:
         """End uploads to the same place whose beginning was not heard of."""
         key = self._place["Key"]
         await self._store.abort_uploads(self._place["Bucket"], key, lambda name, upload: name == key and upload != own)
+
+
+def _plain(tag: str) -> str:
+    """An entity tag as listings are made to show it."""
+    return str(tag).strip('"')

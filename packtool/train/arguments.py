@@ -13,6 +13,7 @@ from transformers.utils.import_utils import is_liger_kernel_available
 
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
+from packtool.train.liger import SETTINGS
 from packtool.train.sharding import sharding_arguments
 from packtool.train.trainer_fields import checked_fields
 
@@ -60,10 +61,7 @@ def training_arguments(config: TrainConfig, *, num_steps: int, dtype: torch.dtyp
         "save_only_model": config.save_only_model,
         "report_to": list(config.report_to) or "none",
         "use_liger_kernel": config.use_liger_kernel,
-        # The loss is made in packtool's own head.
-        "liger_kernel_config": {"fused_linear_cross_entropy": False, "cross_entropy": False}
-        if config.use_liger_kernel
-        else None,
+        "liger_kernel_config": SETTINGS if config.use_liger_kernel else None,
         **sharding_arguments(config),
         "disable_tqdm": True,
         "remove_unused_columns": False,

@@ -27,6 +27,7 @@ from packtool.train.schedule import Schedule
 from packtool.train.stream_loader import StreamLoader
 from packtool.train.watch import StepWatch
 from packtool.train.whole import saving
+from packtool.train.workers import WaitingNote
 
 
 class PlanCallback(TrainerCallback):
@@ -186,8 +187,9 @@ class ReportCallback(TrainerCallback):
         first_loss, last_loss: of the first and the last log line.
     """
 
-    def __init__(self, progress: Progress, output_dir: str, start: int) -> None:
+    def __init__(self, progress: Progress, output_dir: str, start: int, waiting: WaitingNote) -> None:
         self.progress = progress
+        self.waiting = waiting
         self.path = os.path.join(output_dir, METRICS_NAME)
         self.start = start
         self.first_loss: float | None = None
@@ -237,6 +239,8 @@ class ReportCallback(TrainerCallback):
         }
         self._shown |= shown
         self.progress.line(**shown)
+        if (remark := self.waiting.after(logs["data_wait"], logs["seconds"])) is not None:
+            self.progress.note(remark)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -36,8 +36,7 @@ def open_caches(config: TrainConfig, files: ModelFiles) -> CacheReader:
     Raises:
         MismatchError: naming both values, and the export that would mend it.
     """
-    copies = LocalCopies(config.cache_dir or LocalCopies.default().directory, config.cache_dir_size)
-    reader = CacheReader.open(config.cached_dataset, copies=copies)
+    reader = CacheReader.open(config.cached_dataset, copies=LocalCopies.of(config))
     for directory, manifest in zip(reader.directories, reader.manifests, strict=True):
         check_model(directory, manifest, files, config)
         check_limits(directory, manifest, config)
@@ -212,6 +211,8 @@ def export_command(directory: str, manifest: Manifest, **changes: object) -> str
             words += ["--" + name.replace("_", "-"), str(value).lower() if isinstance(value, bool) else str(value)]
     if manifest.identity.split_dataset_ratio:
         words += ["--split-dataset-ratio", str(manifest.identity.split_dataset_ratio)]
+    if manifest.identity.rows_per_shard:
+        words += ["--rows-per-shard", str(manifest.identity.rows_per_shard)]
     words += ["--seed", str(manifest.identity.seed), "--output-dir", directory, "--overwrite"]
     return shlex.join(words)
 

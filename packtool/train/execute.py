@@ -32,6 +32,7 @@ from packtool.train.callbacks import (
 from packtool.train.checkpoint import PREFIX
 from packtool.train.evaluation import evaluate_in_training
 from packtool.train.finite import name_samples
+from packtool.train.liger import refuse_without_liger
 from packtool.train.loader import StepLoader, cut_of
 from packtool.train.memory import MemoryEstimate, estimate_memory, model_without_weights
 from packtool.train.model import count_parameters, has_gpu, load_model, make_trainable, resolve_dtype
@@ -42,13 +43,14 @@ from packtool.train.prepare import PreparedRun
 from packtool.train.prepare_stream import PreparedStream, first_samples
 from packtool.train.quiet import quiet_transformers
 from packtool.train.result import TrainResult
-from packtool.train.sharding import keep_digits_of_outputs, shard_on_cpus
+from packtool.train.sharding import is_zero3, keep_digits_of_outputs, meet_on_cpus, shard_on_cpus
 from packtool.train.skipped import all_skipped, skipped_lines, write_skipped
 from packtool.train.stopping import StopSignals
 from packtool.train.stream_loader import StreamLoader
 from packtool.train.trainer import PackTrainer
 from packtool.train.verify import few_samples, fewer_tokens, raise_if_failed, verify_cheaply
 from packtool.train.watch import StepWatch
+from packtool.train.workers import WaitingNote, cores_of_a_rank, workers_of
 from packtool.train.world import check_ranks_agree
 
 
@@ -57,10 +59,14 @@ def load_spec(run: PreparedRun | PreparedStream) -> InputSpec:
 
     Raises:
         ConfigError: for a multimodal model of an unknown family.
-        UnsupportedModelError: for a model whose packed samples could not be kept apart.
+        UnsupportedModelError: for a model whose packed samples could not be kept apart, or that Liger fails to patch.
     """
     spec = InputSpec.load(run.files.directory, run.media_limits, run.config)
     spec = dataclasses.replace(spec, loss_reduction=run.config.loss_reduction)
+    if run.config.use_liger_kernel:
+        with quiet_transformers():
+            model = model_without_weights(run.config, spec.config, torch.float32)
+        refuse_without_liger(model, spec.config.model_type, on_gpu=has_gpu(run.config))
     if run.config.removes_padding:
         refuse_unsupported(spec.config)
         on_gpu = has_gpu(run.config)
@@ -106,6 +112,8 @@ def execute(run: PreparedRun | PreparedStream, spec: InputSpec, result: TrainRes
         ``result`` with what came of it.
     """
     signals = StopSignals(launched=run.world.size > 1)
+    if run.config.dataloader_num_workers is None:
+        run = dataclasses.replace(run, config=dataclasses.replace(run.config, dataloader_num_workers=workers_of(run)))
     with quiet_transformers():
         run, args = enter(run, spec, progress)
         trainer, report, watch = make_trainer(run, args, spec, progress, signals)
@@ -171,7 +179,7 @@ def verify_packing(
     config, on_gpu = run.config, torch.cuda.is_available()
     if not (config.removes_padding and config.verify_packing):
         return
-    if on_gpu and (config.fsdp or config.deepspeed):
+    if is_zero3(config) or (on_gpu and (config.fsdp or config.deepspeed)):
         progress.note("packing is not verified before weights are sharded; packtool verify does it on one device")
         return
     dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
@@ -220,11 +228,13 @@ def make_trainer(
     dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
     loader = _make_loader(run, spec)
     watch = StepWatch(signals, partial(name_samples, run), on_nan=config.on_nan, world=run.world, progress=progress)
-    report = ReportCallback(progress, config.output_dir, run.start)
+    waiting = WaitingNote(workers_of(run), cores_of_a_rank())
+    report = ReportCallback(progress, config.output_dir, run.start, waiting)
     callbacks = _callbacks(run, loader, watch, report)
     parallel = None
     if run.world.num_sharing > 1:
         parallel = SequenceParallel.on_mesh(run.axes, "cuda" if on_gpu else "cpu")
+    meet_on_cpus(config)
     model, saved = _make_model(run, spec, dtype, parallel)
     if run.weights is not None:
         progress.note(f"weights are those of {run.weights}; optimizer, schedule and data begin anew")
@@ -282,7 +292,7 @@ def _evaluate(run: PreparedRun, trainer: PackTrainer) -> dict[str, float]:
         trainer.loader.spec,
         validation.plan,
         world=run.world,
-        num_workers=run.config.dataloader_num_workers,
+        num_workers=workers_of(run),
         samples=validation.samples,
         parallel=trainer.parallel,
     )

@@ -74,12 +74,16 @@ class SampleFigures:
         media_tokens: pads of media.
         units: what each sample adds to the loss's denominator.
         cost: FLOPs, None if nobody knows.
+        is_seen: whether a sample has pictures or videos; None for perhaps.
+        is_heard: whether it has sounds, or videos with one; None for perhaps.
     """
 
     target_tokens: npt.NDArray[np.integer[Any]]
     media_tokens: npt.NDArray[np.integer[Any]]
     units: npt.NDArray[np.integer[Any]]
     cost: CostModel | None
+    is_seen: npt.NDArray[np.bool_] | None = None
+    is_heard: npt.NDArray[np.bool_] | None = None
 
 
 def figures_of_steps(plan: EpochPlan, samples: SampleFigures, *, is_dynamic: bool) -> Iterator[StepFigures]:

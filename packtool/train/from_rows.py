@@ -14,7 +14,8 @@ from typing import Any
 
 from packtool import storage
 from packtool.cache.export import export, identity_of
-from packtool.cache.local import LocalCopies, locked
+from packtool.cache.files import locked
+from packtool.cache.local import LocalCopies
 from packtool.cache.manifest import PATH_SETTINGS
 from packtool.config.export import ExportConfig
 from packtool.config.rows import AccessOptions, RowOptions

@@ -26,7 +26,7 @@ def freeze(model: nn.Module, towers: Towers, run: TrainConfig) -> None:
         is_kept = towers.part_of(name) in frozen or (run.freeze_parameters_ratio > 0 and budget >= 0)
         is_kept = is_kept or _is_meant(name, run.freeze_parameters, run.freeze_parameters_regex)
         is_wanted = _is_meant(name, run.trainable_parameters, run.trainable_parameters_regex)
-        parameter.requires_grad_(is_wanted or not is_kept)
+        parameter.requires_grad_((is_wanted or not is_kept) and not towers.is_unused(name))
     if not any(parameter.requires_grad for _, parameter in named):
         raise ConfigError(
             f"nothing is left to train: {', '.join(sorted(frozen)) or 'all parameters'} are frozen, and the model has "

@@ -122,7 +122,8 @@ class HeadLoss:
 
         def losses_of(chunk: Tensor, wanted: Tensor, number: int) -> Tensor:
             logits = self._forward_of_head(chunk).float()
-            hits[number] = logits.detach().argmax(-1) == wanted
+            if number not in hits:  # not again when the backward pass makes the logits again
+                hits[number] = logits.detach().argmax(-1) == wanted
             return F.cross_entropy(logits, wanted, reduction="none")
 
         parts: list[tuple[Tensor, ...]] = [torch.split(tensor, size) for tensor in (hidden, labels)]

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from packtool.batch.batch import Batch
-from packtool.batch.dataset import PlannedMicroBatches, load_micro_batches
+from packtool.batch.dataset import PlannedMicroBatches, TowerUse, load_micro_batches
 from packtool.batch.shard import Cut
-from packtool.batch.spec import InputSpec
+from packtool.batch.spec import InputSpec, Tower
 from packtool.cache.chosen import SampleReader
 from packtool.config.train import TrainConfig
 from packtool.plan.epoch import EpochPlan
@@ -20,6 +22,7 @@ from packtool.train.figures import SampleFigures, StepFigures, figures_of_steps
 from packtool.train.prepare import PreparedRun
 from packtool.train.prepare_stream import PreparedStream
 from packtool.train.schedule import Schedule
+from packtool.train.towers import frozen_parts
 from packtool.train.world import World
 
 
@@ -43,6 +46,21 @@ def cut_of(run: PreparedRun | PreparedStream) -> Cut | None:
     if run.world.num_sharing == 1:
         return None
     return Cut(run.axes.ring_size, run.axes.ulysses_size, run.world.share_rank)
+
+
+def use_of_towers(samples: SampleFigures, spec: InputSpec, config: TrainConfig) -> TowerUse:
+    """Towers that are trained run in every micro-batch, others where some rank has something for them."""
+    named = any(
+        (config.trainable_parameters, config.trainable_parameters_regex, config.modules_to_save, config.target_regex)
+    )
+    if named or config.adapters or not {"vision tower", "aligner"} <= frozen_parts(config):
+        return TowerUse(spec.towers, {})
+    found: dict[Tower, npt.NDArray[np.bool_] | None] = {"vision": samples.is_seen, "sound": samples.is_heard}
+    brings = {tower: found[tower] for tower in sorted(spec.towers)}
+    return TowerUse(
+        frozenset(tower for tower, known in brings.items() if known is None),
+        {tower: known for tower, known in brings.items() if known is not None},
+    )
 
 
 class StepLoader:
@@ -118,10 +136,11 @@ class StepLoader:
             packing=self.config.removes_padding,
             skip_bad_media=self.config.on_bad_media == "skip",
             cut=self.cut,
+            use=use_of_towers(self.samples, self.spec, self.config),
         )
         return load_micro_batches(
             dataset,
             range(int(dataset.first[first_step]), len(dataset)),
-            num_workers=self.config.dataloader_num_workers,
+            num_workers=self.config.dataloader_num_workers or 0,
             pin_memory=torch.cuda.is_available(),
         )

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from packtool.config.train import TrainConfig
 from packtool.plan.hardware import Hardware
 from packtool.train.head_loss import CHUNK_LOGITS, HeadLoss
-from packtool.train.model import make_trainable
+from packtool.train.model import make_trainable, whole_size
 from packtool.train.pack_under_test import CHECKED_POSITIONS
 from packtool.train.precision import loaded_dtype
 from packtool.train.verify import FEW
@@ -70,7 +70,9 @@ def estimate_memory(
     Args:
         dtype: of the computation.
     """
-    sizes = [(parameter.numel(), parameter.element_size(), parameter.requires_grad) for parameter in model.parameters()]
+    sizes = [
+        (whole_size(parameter), parameter.element_size(), parameter.requires_grad) for parameter in model.parameters()
+    ]
     weights = sum(count * size for count, size, _ in sizes)
     trained = sum(count * size for count, size, is_trained in sizes if is_trained)
     stage = _stage(config)

@@ -10,6 +10,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
+from packtool.attention.features import look_once
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.register import set_attention
 from packtool.attention.support import refuse_unsupported
@@ -88,6 +89,10 @@ def load_model(
             f"{model} lacks {len(missing)} weights of a {type(loaded).__name__}: {shown}",
             "Check that --model is a complete checkpoint with a language head.",
         )
+    look_once(loaded)
+    # Under ZeRO-3 transformers would undo renamings in every checkpoint that this one never needed.
+    if renamings := getattr(loaded, "_weight_conversions", None):
+        loaded._weight_conversions = [renaming for renaming in renamings if renaming.was_used()]
     if packing:
         set_attention(loaded, attn_impl, parallel)
     return loaded
@@ -117,8 +122,13 @@ def make_trainable(model: PreTrainedModel, run: TrainConfig) -> PreTrainedModel 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
     """(trainable, all)."""
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    sizes = [(whole_size(parameter), parameter.requires_grad) for parameter in model.parameters()]
     return sum(size for size, trainable in sizes if trainable), sum(size for size, _ in sizes)
+
+
+def whole_size(parameter: nn.Parameter) -> int:
+    """Numbers in a parameter, of which ZeRO-3 leaves a process its share only."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _enable_checkpointing(model: Any) -> None:

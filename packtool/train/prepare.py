@@ -125,7 +125,8 @@ def prepare_run(config: TrainConfig, world: World) -> PreparedRun:
     cost = planner.options.cost
     axes = axes_of(config, world, files, index.length, trained=True)
     units = targets > 0 if config.loss_reduction == "sample" else targets
-    figures = SampleFigures(targets, index.media_tokens, units.astype(np.int64), cost)
+    is_seen, is_heard = _media_kinds(reader)
+    figures = SampleFigures(targets, index.media_tokens, units.astype(np.int64), cost, is_seen, is_heard)
     return PreparedRun(
         config,
         world,
@@ -142,6 +143,14 @@ def prepare_run(config: TrainConfig, world: World) -> PreparedRun:
         _validation(config, world, reader, choice, axes),
         found.directory if config.resume_only_model else None,
     )
+
+
+def _media_kinds(reader: CacheReader) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Which samples have something to look at, and which to listen to; the index does not tell which videos sound."""
+    index, audio = reader.index, reader.manifests[0].identity.media_limits.audio
+    has_videos = index.num_videos > 0
+    may_sound = has_videos & (audio is not None and audio.in_video)
+    return (index.num_images > 0) | has_videos, (index.num_audios > 0) | may_sound
 
 
 def _access_notes(config: TrainConfig, reader: CacheReader) -> list[str]:
@@ -175,7 +184,7 @@ def _validation(
 ) -> Validation | None:
     if config.eval_strategy == "no":
         return None
-    val = CacheReader.open(reader.directories, VAL_SPLIT)
+    val = CacheReader.open(reader.directories, VAL_SPLIT, reader.copies)
     plan = plan_of_samples(val, world.data, max_tokens=config.max_tokens_per_micro_batch, alignment=axes.multiple)
     return Validation(val, val if choice is None else ChosenTargets(val, choice), plan)
 

@@ -50,8 +50,7 @@ def prepare_evaluation(config: EvalConfig, world: World) -> PreparedEvaluation:
     trained = TrainedModel.find(config.model, config.base_model)
     files = ModelFiles.load(trained.base)
     split = config.split or (VAL_SPLIT if VAL_SPLIT in common_splits(config.cached_dataset) else TRAIN_SPLIT)
-    copies = LocalCopies(config.cache_dir or LocalCopies.default().directory, config.cache_dir_size)
-    reader = CacheReader.open(config.cached_dataset, split, copies)
+    reader = CacheReader.open(config.cached_dataset, split, LocalCopies.of(config))
     for directory, manifest in zip(reader.directories, reader.manifests, strict=True):
         check_model(directory, manifest, files, dataclasses.replace(config, model=trained.base))
     if not len(reader):

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool import storage
+from packtool.cache.local import LocalCopies
 from packtool.cache.plan_file import PlanInfo, SavedPlan, write_plan
 from packtool.cache.reader import CacheReader
 from packtool.config.plan import PlanConfig
@@ -147,7 +148,7 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
     Raises:
         ConfigError, DataError, MismatchError: as for training.
     """
-    reader = CacheReader.open(config.cached_dataset) if config.cached_dataset else None
+    reader = CacheReader.open(config.cached_dataset, copies=LocalCopies.of(config)) if config.cached_dataset else None
     lengths: npt.NDArray[np.integer[Any]]
     targets: npt.NDArray[np.integer[Any]]
     if reader is not None:

@@ -91,3 +91,22 @@ def keep_digits_of_outputs(accelerator: Accelerator, config: TrainConfig) -> Non
     if config.fsdp and plugin is not None and plugin.mixed_precision_policy is not None:
         policy = MixedPrecisionPolicy(plugin.mixed_precision_policy.param_dtype, reduce_dtype=torch.float32)
         plugin.mixed_precision_policy = policy
+
+
+def meet_on_cpus(config: TrainConfig) -> None:
+    """Tell DeepSpeed of the processes that torch knows, where there are no GPUs: accelerate leaves it to the caller.
+
+    To be called between the arguments and the model.
+    """
+    if config.deepspeed and PartialState().distributed_type == DistributedType.MULTI_CPU:
+        import deepspeed  # an extra, and slow to import
+
+        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+
+
+def is_zero3(config: TrainConfig) -> bool:
+    """Whether DeepSpeed shards weights, which it does as soon as they are read."""
+    if config.deepspeed is None:
+        return False
+    zero = deepspeed_settings(config.deepspeed).get("zero_optimization") or {}
+    return bool(zero.get("stage") == 3)

@@ -88,7 +88,7 @@ class StreamLoader:
         batches = load_micro_batches(
             GivenMicroBatches(self.spec, skip_bad_media=config.on_bad_media == "skip", cut=cut_of(self.run)),
             self._micro_batches(),
-            num_workers=config.dataloader_num_workers,
+            num_workers=config.dataloader_num_workers or 0,
             pin_memory=torch.cuda.is_available(),
         )
         for step in range(self.run.start, self.run.schedule.num_steps):

@@ -21,10 +21,16 @@ class Towers:
     Args:
         vision: the vision tower, and the audio tower of a model that hears; they may contain the aligner.
         aligner: the projection from vision (or sound) to text.
+        unused: what no forward pass uses; trained, ranks would wait for its gradient.
     """
 
     vision: tuple[str, ...] = ()
     aligner: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+
+    def is_unused(self, name: str) -> bool:
+        """Whether no forward pass uses a module or parameter."""
+        return _is_under(name, self.unused)
 
     def part_of(self, name: str) -> Part:
         """The part that a module or parameter belongs to."""
@@ -35,7 +41,11 @@ class Towers:
 
 _QWEN2_VL = Towers(vision=("model.visual",), aligner=("model.visual.merger",))
 _QWEN3_VL = Towers(vision=("model.visual",), aligner=("model.visual.merger", "model.visual.deepstack_merger_list"))
-_OMNI = Towers(vision=("model.visual", "model.audio_tower"), aligner=("model.visual.merger",))
+_OMNI = Towers(
+    vision=("model.visual", "model.audio_tower"),
+    aligner=("model.visual.merger",),
+    unused=("model.audio_tower.audio_bos_eos_token",),
+)
 _QWEN3_OMNI = Towers(
     vision=("model.visual", "model.audio_tower"),
     aligner=("model.visual.merger", "model.visual.merger_list", "model.audio_tower.proj1", "model.audio_tower.proj2"),

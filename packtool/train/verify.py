@@ -289,6 +289,9 @@ def _as_training(config: VerifyConfig) -> TrainConfig:
     return TrainConfig(
         model=config.model,
         cached_dataset=config.cached_dataset,
+        cache_dir=config.cache_dir,
+        cache_dir_size=config.cache_dir_size,
+        verify_cache=config.verify_cache,
         output_dir="",
         packing=True,
         packing_length=config.packing_length,

@@ -11,7 +11,8 @@ import pytest
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from packtool.cache.export import ExportSummary, export
+from packtool.cache.export import export
+from packtool.cache.summary import ExportSummary
 from packtool.config.export import ExportConfig
 from packtool.progress import Progress, SilentProgress
 

@@ -19,10 +19,12 @@ import pytest
 
 from packtool import storage
 from packtool.cache import export as export_module
-from packtool.cache.export import ExportSummary
 from packtool.cache.manifest import Manifest
 from packtool.cache.reader import CacheReader
+from packtool.cache.summary import ExportSummary
+from packtool.config.export import ExportConfig
 from packtool.errors import ConfigError, DataError, MismatchError, RowError, StorageError
+from packtool.progress import SilentProgress
 from packtool.storage import local as local_storage
 from tests.cache.conftest import Told, tree
 
@@ -118,9 +120,118 @@ def test_strict_names_file_and_row_and_leaves_no_cache(run_export: Export, tmp_p
     assert run_export(strict=False).rows == 600
 
 
-def test_nothing_left_is_an_error(run_export: Export) -> None:
-    with pytest.raises(DataError, match="none of 600 rows is left"):
+def test_nothing_left_names_the_remedy_and_stands_in_nobodys_way(
+    run_export: Export, rows: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=r"none of 600 rows is left: .* over_max_length(.|\n)*--max-length"):
         run_export(max_length=3)
+    elsewhere = tmp_path / "elsewhere.jsonl"
+    turns = [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "!"}]
+    elsewhere.write_text("".join(json.dumps({"messages": turns, "images": [f"{i}.png"]}) + "\n" for i in range(3)))
+    (tmp_path / "pictures").mkdir()
+    for i in range(3):
+        (tmp_path / f"{i}.png").rename(tmp_path / "pictures" / f"{i}.png")
+    with pytest.raises(DataError, match=r"none of 3 rows is left: 3 media_missing(.|\n)*--media-root"):
+        run_export(dataset=(str(elsewhere),))
+    assert "media_missing" in (tmp_path / "cache" / "dropped.jsonl").read_text()
+    assert run_export(dataset=(str(elsewhere),), media_root=str(tmp_path / "pictures")).kept == 3
+    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["dropped.jsonl", "packtool.json", "train"]
+
+
+def test_small_files_share_shards(run_export: Export, rows: Path, tmp_path: Path) -> None:
+    """As one file would be cut; a sample drawn of all stays the same."""
+    (tmp_path / "small").mkdir()
+    lines = rows.read_text().splitlines(keepends=True)
+    for i in range(0, 600, 3):
+        (tmp_path / "small" / f"{i:04d}.jsonl").write_text("".join(lines[i : i + 3]))
+    for i in range(5):
+        shutil.copy(tmp_path / f"{i}.png", tmp_path / "small")
+    summary = run_export("many", dataset=(str(tmp_path / "small" / "*.jsonl"),), split_dataset_ratio=0.1)
+    run_export("one", split_dataset_ratio=0.1)
+    assert summary.rows == 600
+    many, one = (CacheReader.open([str(tmp_path / name)]) for name in ("many", "one"))
+    assert len(many.manifests[0].sources) == 200
+    assert len(many.manifests[0].splits["train"].shards) == 12  # 600 rows, no less than 50 each
+    np.testing.assert_array_equal(many.index.length, one.index.length)
+    for position in range(0, len(one), 41):
+        np.testing.assert_array_equal(many.sample(position).labels, one.sample(position).labels)
+
+
+class _Told(SilentProgress):
+    """What was noted, and how far it went."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.started: list[tuple[str, int | None]] = []
+
+    def note(self, message: str) -> None:
+        self.notes.append(message)
+
+    def start(self, title: str, total: int | None) -> None:
+        self.started.append((title, total))
+
+
+def test_many_files_are_counted_and_not_listed(model: Path, rows: Path, tmp_path: Path) -> None:
+    (tmp_path / "small").mkdir()
+    for i in range(30):
+        shutil.copy(rows, tmp_path / "small" / f"{i}.jsonl")
+    told = _Told()
+    given = {"model": str(model), "dataset": (str(tmp_path / "small"),), "output_dir": str(tmp_path / "cache")}
+    export_module.export(ExportConfig(max_length=200, dry_run=True, **given), told)
+    assert len(told.notes) <= 3
+    assert any(note.startswith("30 files: 18,000 rows") for note in told.notes)
+    assert told.started[0] == ("look through files", 30)
+
+
+def test_only_what_was_made_counts_as_speed(run_export: Export, tmp_path: Path) -> None:
+    assert run_export("whole").rows_made == 600
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export_module, "publish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run_export()
+    (tmp_path / "cache" / ".tasks" / "00003.json").unlink()
+    summary = run_export()
+    assert (summary.num_reused, summary.rows, summary.rows_made) == (9, 600, 64)
+
+
+def test_a_full_disk_while_the_index_is_merged(
+    run_export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = local_storage.LocalWriter.__init__
+
+    class _Full:
+        def __init__(self, file: Any) -> None:
+            self._file = file
+
+        def write(self, data: bytes) -> int:
+            raise OSError(28, "No space left on device")
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._file, name)
+
+    def begin(writer: Any, path: str) -> None:
+        real(writer, path)
+        if path.endswith("index.arrow"):
+            writer._file = _Full(writer._file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(local_storage.LocalWriter, "__init__", begin)
+        with pytest.raises(StorageError, match=r"index\.arrow: No space left(.|\n)*free space"):
+            run_export()
+    run_export()
+    run_export("undisturbed")
+    assert tree(tmp_path / "cache") == tree(tmp_path / "undisturbed")
+
+
+def test_workers_hold_nothing_that_outlives_them(run_export: Export, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A semaphore with a name stays in ``/dev/shm`` when the whole group is killed."""
+    import multiprocessing.synchronize
+
+    def made(*_: object, **__: object) -> None:
+        raise AssertionError("a semaphore was made")
+
+    monkeypatch.setattr(multiprocessing.synchronize.SemLock, "__init__", made)
+    assert run_export(dataset_num_proc=2).rows == 600
 
 
 def test_rows_that_reach_too_far_are_told_before_and_after(run_export: Export, tmp_path: Path) -> None:
@@ -191,8 +302,10 @@ def test_a_full_disk_leaves_nothing_that_looks_whole(
 
 def test_the_manifest_is_written_last(run_export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    real = storage.publish
-    monkeypatch.setattr(storage, "publish", lambda path, data: (order.append(path), real(path, data))[1])
+    for name in ("publish", "publish_new"):
+        real = getattr(storage, name)
+        told = lambda path, data, real=real: (order.append(path), real(path, data))[1]  # noqa: E731
+        monkeypatch.setattr(storage, name, told)
     run_export()
     assert order[-1] == str(tmp_path / "cache" / "packtool.json")
 
@@ -265,6 +378,23 @@ def test_ctrl_c_ends_at_once_and_says_how_to_go_on(model: Path, rows: Path, tmp_
     assert process.returncode == 130
     assert "goes on" in told
     assert "Traceback" not in told
+
+
+def test_sigterm_ends_like_ctrl_c_and_frees_the_directory(model: Path, rows: Path, tmp_path: Path) -> None:
+    big = tmp_path / "big.jsonl"
+    big.write_text(rows.read_text() * 40)
+    command = [*_command(model, big, tmp_path / "stopped"), "--dataset-num-proc", "2"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    marker = tmp_path / "stopped" / ".tasks" / "00000.json"
+    deadline = time.monotonic() + 60
+    while not marker.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert "goes on" in told
+    assert "resource_tracker" not in told
+    assert not list((tmp_path / "stopped").glob(".lock-*"))
 
 
 def test_tasks_do_not_depend_on_anything_but_rows_and_settings(run_export: Export, monkeypatch: Any) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from packtool.cache.export import ExportSummary
+from packtool.cache.summary import ExportSummary
 from tests.cache.conftest import tree
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")

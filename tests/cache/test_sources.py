@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from packtool.cache.export import ExportSummary
+from packtool.cache.summary import ExportSummary
 from packtool.errors import MismatchError
 from tests.cache.conftest import tree
 

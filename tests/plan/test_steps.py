@@ -158,3 +158,24 @@ def test_millions_of_packs_are_arrays() -> None:
         tracemalloc.stop()
     assert steps.num_steps == 62_500
     assert peak < 60 * plan.num_packs
+
+
+@given(data=st.data(), world_size=st.integers(1, 4), accumulation=st.integers(1, 3), num_packs=st.integers(1, 30))
+def test_micro_batches_in_which_some_rank_has_a_pack(
+    data: st.DataObject, world_size: int, accumulation: int, num_packs: int
+) -> None:
+    packs = pack_singletons(np.full(num_packs, 5), 10, seed=0, epoch=0, shuffle=True)
+    steps = plan_steps(
+        packs,
+        np.full(num_packs, 3),
+        world_size=world_size,
+        gradient_accumulation_steps=accumulation,
+        packs_per_micro_batch=data.draw(st.integers(1, 3)),
+    )
+    is_in = np.array(data.draw(st.lists(st.booleans(), min_size=num_packs, max_size=num_packs)))
+    expected = [
+        any(is_in[steps.packs(step, rank, micro_batch)].any() for rank in range(world_size))
+        for step in range(steps.num_steps)
+        for micro_batch in range(steps.num_micro_batches(step))
+    ]
+    assert steps.on_any_rank(is_in).tolist() == expected

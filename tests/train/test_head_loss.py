@@ -106,3 +106,18 @@ def test_models_that_treat_their_logits_are_left_alone() -> None:
     assert not HeadLoss.applies_to(model)
     assert HeadLoss.applies_to(reduced_model("qwen3"))
     assert not HeadLoss.applies_to(nn.Linear(1, 1))
+
+
+def test_hits_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward pass makes logits again, and does not look for the largest again."""
+    batch = collate_packs([weighted(seed, 60) for seed in range(4)], reduced_spec("qwen3"))
+    model = reduced_model("qwen3")
+    head = HeadLoss(model, 10 * reduced_spec("qwen3").config.vocab_size)
+    calls: list[int] = []
+    argmax = torch.Tensor.argmax
+    monkeypatch.setattr(torch.Tensor, "argmax", lambda *given: calls.append(1) or argmax(*given))
+    loss = head.losses(model, batch).sum(None)
+    asked = len(calls)
+    assert asked == -(-batch.num_target_tokens // 10)
+    loss.backward()
+    assert len(calls) == asked

@@ -1,68 +1,38 @@
-"""Pictures of a shared row are looked at once: each rank's towers see some, and the features go where the tokens are.
+"""Pictures of a shared row are looked at once: each rank's tower sees some, and the features go where the tokens are.
 
-A model's ``get_image_features`` (and its like for videos) is wrapped on the instance: what comes out for this rank's
-pictures, the features of all levels (DeepStack) side by side, is exchanged by one all-to-all, and the model goes on as
-if it had looked at the pictures of exactly its own tokens. Backward the gradients take the same way home.
+What comes out for this rank's pictures, the features of all levels (DeepStack) side by side, is exchanged by one
+all-to-all, and the model goes on as if it had looked at the pictures of exactly its own tokens. Backward the gradients
+take the same way home.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from packtool.attention.parallel.exchange import exchange_rows
 from packtool.attention.parallel.mesh import SequenceParallel
-from packtool.batch.shard import FeatureRoute, SequenceShard
-
-_METHODS = {"get_image_features": "image", "get_video_features": "video"}
+from packtool.batch.shard import FeatureRoute
 
 
-def share_features(model: nn.Module, parallel: SequenceParallel) -> None:
-    """Make a model exchange features wherever its forward is given a ``sequence_shard``; may be called again."""
-    for module in _with_towers(model):
-        stop_sharing_features(module)
-        for method, kind in _METHODS.items():
-            if hasattr(module, method):
-                setattr(module, method, _exchanging(getattr(module, method), kind, parallel))
+def exchange_features(found: Any, route: FeatureRoute, parallel: SequenceParallel) -> None:
+    """Replace the features of this rank's pictures by those of this rank's tokens, in a tower's answer.
 
-
-def stop_sharing_features(model: nn.Module) -> None:
-    """Undo it."""
-    for module in _with_towers(model):
-        for method in _METHODS:
-            vars(module).pop(method, None)
-
-
-def _with_towers(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules whose forward asks for features: they have the tower, and not only something that has it."""
-    for module in model.modules():
-        if hasattr(module, "get_image_features") and "visual" in dict(module.named_children()):
-            yield module
-
-
-def _exchanging(method: Callable[..., Any], kind: str, parallel: SequenceParallel) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def features(*args: Any, sequence_shard: SequenceShard | None = None, **kwargs: Any) -> Any:
-        # Without the shard: Qwen3-VL asks for videos' features as for pictures', and they must not travel twice.
-        found = method(*args, **kwargs)
-        if sequence_shard is None:
-            return found
-        route = sequence_shard.routes[kind]
-        levels = [torch.cat(list(found.pooler_output))]
-        deeper = getattr(found, "deepstack_features", None)
-        levels += [torch.cat(list(level)) for level in deeper or ()]
-        travelled = _Exchange.apply(torch.cat(levels, dim=-1), route, parallel)
-        arrived = torch.split(travelled, [level.shape[-1] for level in levels], dim=-1)
-        found.pooler_output = (arrived[0],)
-        if deeper is not None:
-            found.deepstack_features = [(level,) for level in arrived[1:]]
-        return found
-
-    return features
+    Args:
+        found: ``pooler_output``, and perhaps ``deepstack_features``, with a tensor for each picture.
+        route: of this kind of pictures.
+        parallel: ranks that share the row; all of them call this.
+    """
+    levels = [torch.cat(list(found.pooler_output))]
+    deeper = getattr(found, "deepstack_features", None)
+    levels += [torch.cat(list(level)) for level in deeper or ()]
+    travelled = _Exchange.apply(torch.cat(levels, dim=-1), route, parallel)
+    arrived = torch.split(travelled, [level.shape[-1] for level in levels], dim=-1)
+    found.pooler_output = (arrived[0],)
+    if deeper is not None:
+        found.deepstack_features = [(level,) for level in arrived[1:]]
 
 
 class _Exchange(torch.autograd.Function):

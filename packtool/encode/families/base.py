@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedVideo
 from packtool.rows.sample import MediaRef
@@ -104,16 +104,6 @@ class MediaLimits:
     image: ImageLimits | None = None
     video: VideoLimits | None = None
     audio: AudioLimits | None = None
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> MediaLimits:
-        """Read what ``dataclasses.asdict`` wrote."""
-        image, video, audio = raw["image"], raw["video"], raw["audio"]
-        return cls(
-            ImageLimits(**image) if image else None,
-            VideoLimits(**video) if video else None,
-            AudioLimits(**audio) if audio else None,
-        )
 
 
 Kind = Literal["image", "video", "audio"]

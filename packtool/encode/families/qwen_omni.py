@@ -24,6 +24,9 @@ from packtool.rows.sample import MediaRef
 QWEN3_OMNI_TYPES = ("qwen3_omni_moe", "qwen3_omni_moe_thinker")
 MODEL_TYPES = ("qwen2_5_omni", "qwen2_5_omni_thinker", *QWEN3_OMNI_TYPES)
 
+FEATURES_OF_A_TOKEN = 4
+"""Mel frames of a sound that makes one token, in both families."""
+
 _FRAME_TOKENS = (128, 768)  # which the processors set whatever the settings say
 _LEAST_SAMPLES = 201  # the feature extractor mirrors half a window at each end
 _TOKENS = ("image", "video", "audio", "vision_bos", "vision_eos", "audio_bos", "audio_eos")
@@ -75,7 +78,7 @@ class QwenOmni(QwenVL):
         num_features = whole if self._is_qwen3 else whole + bool(rest)
         if limits.max_features is not None:
             num_features = min(num_features, limits.max_features)
-        num_tokens = _qwen3_tokens(num_features) if self._is_qwen3 else ((num_features - 1) // 2 + 1 - 2) // 2 + 1
+        num_tokens = num_sound_tokens(num_features, is_qwen3=self._is_qwen3)
         if num_tokens < 1:
             raise MediaProblem("media_size", f"{label(ref)}: {num_samples} samples are too short a sound")
         return EncodedAudio(ref.path, ref.data, num_samples, num_features, num_tokens)
@@ -129,8 +132,14 @@ def _audio_limits(files: ModelFiles, options: MediaOptions, is_qwen3: bool) -> A
     )
 
 
-def _qwen3_tokens(num_features: int) -> int:
-    """Three convolutions of stride 2 over each chunk of 100 mel frames, which leave 13 of a whole one."""
+def num_sound_tokens(num_features: int, *, is_qwen3: bool) -> int:
+    """Tokens of a sound of so many mel frames.
+
+    Qwen3-Omni has three convolutions of stride 2 over each chunk of 100 frames, which leave 13 of a whole one;
+    Qwen2.5-Omni one convolution and a mean of two.
+    """
+    if not is_qwen3:
+        return ((num_features - 1) // 2 + 1 - 2) // 2 + 1
     chunks, rest = divmod(num_features, 100)
     for _ in range(3):
         rest = (rest - 1) // 2 + 1

@@ -1,0 +1,113 @@
+"""``packtool export --repair``: what is damaged of a finished cache is made again, and nothing else.
+
+An export is a function of rows, settings and model: the task that wrote a shard writes the same bytes again, which the
+manifest's checksum proves. An index is put together again from the shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import pyarrow as pa
+
+from packtool import storage
+from packtool.cache.manifest import Manifest, ShardInfo
+from packtool.cache.reader import ShardFile
+from packtool.cache.schema import INDEX
+from packtool.cache.shard import HashingSink, index_batch, index_part
+from packtool.cache.task import TASKS_DIR, Task, TaskResult
+from packtool.cache.verified import check_all
+from packtool.constants import INDEX_NAME
+from packtool.errors import MismatchError
+from packtool.storage import AtomicFile
+
+_SCRATCH = "repair"
+_CHUNK_BYTES = 4 * 2**20
+
+
+def damaged_files(directory: str, manifest: Manifest) -> list[str]:
+    """Paths below the cache's directory: ``train/data-00003-of-00016.arrow``."""
+    return [check.file for check in check_all(directory, manifest) if check.problem]
+
+
+def repair(
+    directory: str,
+    manifest: Manifest,
+    damaged: Sequence[str],
+    tasks: Sequence[Task],
+    run: Callable[[Sequence[Task], str], Mapping[int, TaskResult]],
+) -> None:
+    """Make damaged files again.
+
+    Args:
+        tasks: of the export, all.
+        run: runs tasks that write below a directory.
+
+    Raises:
+        MismatchError: if what comes out is not what was there, as with another version of a library.
+        StorageError: if reading or writing fails.
+    """
+    scratch = storage.join(directory, TASKS_DIR, _SCRATCH)
+    storage.remove(scratch)
+    wanted = [task for task in tasks if any(f"{split}/{name}" in damaged for split, (_, name) in task.shards.items())]
+    try:
+        for name in (TASKS_DIR, *manifest.splits):
+            storage.make_directory(storage.join(scratch, name))
+        results = run(wanted, scratch) if wanted else {}
+        made = {
+            f"{split}/{part.file}": part.sha256 for result in results.values() for split, part in result.splits.items()
+        }
+        for split, info in manifest.splits.items():
+            for shard in info.shards:
+                file = f"{split}/{shard.file}"
+                if file in damaged:
+                    _confirm(directory, file, made.get(file), shard)
+                    _copy(storage.join(scratch, file), storage.join(directory, file))
+            if f"{split}/{INDEX_NAME}" in damaged:
+                _rebuild_index(directory, manifest, split)
+    finally:
+        storage.remove(storage.join(directory, TASKS_DIR))
+
+
+def _confirm(directory: str, file: str, sha256: str | None, shard: ShardInfo) -> None:
+    if sha256 != shard.sha256:
+        raise _not_the_same(directory, file)
+
+
+def _not_the_same(directory: str, file: str) -> MismatchError:
+    return MismatchError(
+        f"{storage.join(directory, file)}: what is made of the rows now is not what was there, perhaps since another "
+        "version of a library makes other tokens",
+        "Make the whole cache anew with --overwrite instead of --repair.",
+    )
+
+
+def _copy(source: str, target: str) -> None:
+    file = AtomicFile(target)
+    try:
+        with storage.open_read(source) as data:
+            while chunk := data.read(_CHUNK_BYTES):
+                file.write(chunk)
+        file.commit()
+    except BaseException:
+        file.discard()
+        raise
+
+
+def _rebuild_index(directory: str, manifest: Manifest, split: str) -> None:
+    info = manifest.splits[split]
+    codes = {name: code for code, name in enumerate(manifest.channels)}
+    file = AtomicFile(storage.join(directory, split, INDEX_NAME))
+    try:
+        sink = HashingSink(file)
+        with pa.ipc.new_file(pa.PythonFile(sink, mode="w"), INDEX) as writer:
+            for number, shard in enumerate(info.shards):
+                rows = ShardFile(storage.join(directory, split, shard.file))
+                samples = [rows.sample(row) for row in range(len(rows))]
+                writer.write_batch(index_batch(index_part(samples, number, 0, codes)))
+        if info.index_sha256 and sink.digest.hexdigest() != info.index_sha256:
+            raise _not_the_same(directory, f"{split}/{INDEX_NAME}")
+        file.commit()
+    except BaseException:
+        file.discard()
+        raise

@@ -1,0 +1,87 @@
+"""One call of the vision tower for pictures and videos: the numbers and gradients of two calls."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from packtool.attention.features import look_once
+from tests.batch.reduced import IMAGE_PAD, VISION_END, VISION_MODELS, VISION_START, reduced_model
+
+VIDEO_PAD = 93
+TOKENS = [5, VISION_START, *[IMAGE_PAD] * 2, VISION_END, 7, VISION_START, *[VIDEO_PAD] * 4, VISION_END, 8, 9]
+
+
+def inputs_for(model: PreTrainedModel, kinds: set[str]) -> dict[str, Any]:
+    """Two pictures of a token each and a video of four, or some of them."""
+    vision = model.config.vision_config
+    patch_dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    random = torch.Generator().manual_seed(1)
+    given: dict[str, Any] = {"input_ids": torch.tensor([TOKENS]), "use_cache": False}
+    given["position_ids"] = torch.arange(len(TOKENS)).view(1, 1, -1).expand(4, 1, -1)
+    if "image" in kinds:
+        given["pixel_values"] = torch.randn(8, patch_dim, generator=random)
+        given["image_grid_thw"] = torch.tensor([[1, 2, 2], [1, 2, 2]])
+    if "video" in kinds:
+        given["pixel_values_videos"] = torch.randn(16, patch_dim, generator=random)
+        given["video_grid_thw"] = torch.tensor([[2, 2, 4]])
+    return given
+
+
+def looks_and_gradients(model: PreTrainedModel, kinds: set[str]) -> tuple[int, Tensor, dict[str, Tensor]]:
+    """Calls of the tower, logits, and gradients of their squares."""
+    calls: list[int] = []
+    tower: Any = model.model.visual  # type: ignore[union-attr]  # a model that sees
+    handle = tower.register_forward_pre_hook(lambda *_: calls.append(1))
+    logits = model(**inputs_for(model, kinds)).logits
+    logits.square().mean().backward()
+    handle.remove()
+    return len(calls), logits.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", VISION_MODELS)
+@pytest.mark.parametrize("kinds", [{"image", "video"}, {"image"}, {"video"}, set()])
+def test_one_call_computes_what_two_do(name: str, kinds: set[str]) -> None:
+    model = reduced_model(name, packed=False)
+    other = copy.deepcopy(model)
+    look_once(model)
+    look_once(model)
+    looks, logits, gradients = looks_and_gradients(model, kinds)
+    _, expected, others = looks_and_gradients(other, kinds)
+    assert looks == bool(kinds)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+    assert gradients.keys() == others.keys()
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(gradient, others[key], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", VISION_MODELS)
+def test_a_copy_looks_with_its_own_tower(name: str) -> None:
+    model = reduced_model(name, packed=False)
+    look_once(model)
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in changed.model.visual.parameters():  # type: ignore[union-attr]
+            parameter.mul_(1.5)
+    given = inputs_for(model, {"image", "video"})
+    with torch.no_grad():
+        before, other = model(**given).logits, changed(**given).logits
+        assert not torch.allclose(before, other)
+        assert torch.equal(model(**given).logits, before)
+
+
+@pytest.mark.parametrize("name", VISION_MODELS)
+def test_features_can_be_asked_for_outside_of_a_forward_pass(name: str) -> None:
+    """As transformers' generation does; also after a pass that broke off before its tower."""
+    model: Any = reduced_model(name, packed=False)
+    expected = model.get_video_features(*list(inputs_for(model, {"video"}).values())[-2:]).pooler_output
+    look_once(model)
+    with pytest.raises((TypeError, ValueError)):
+        model.model(**inputs_for(model, {"image", "video"}) | {"input_ids": None})
+    found = model.get_video_features(*list(inputs_for(model, {"video"}).values())[-2:]).pooler_output
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -1,0 +1,307 @@
+"""Several exports into one directory: at the end a cache equal to one of them whole, or an error; never a mixture."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from packtool import storage
+from packtool.cache import lock
+from packtool.cache.export import export
+from packtool.cache.lock import DirectoryLock, Holder
+from packtool.cache.manifest import Manifest
+from packtool.cache.summary import ExportSummary
+from packtool.config.export import ExportConfig
+from packtool.errors import MismatchError
+from packtool.progress import SilentProgress
+from packtool.storage import AtomicFile
+from tests.cache.conftest import tree
+
+Run = Callable[..., ExportSummary]
+LOSSES = ("default", "all")
+WRITES = ("publish", "publish_new", "remove", "make_directory", "discard_unfinished")
+
+
+class Killed(BaseException):
+    """``kill -9``: nothing is written any more, by ``finally`` neither."""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
+    """Rows of four shards, and the cache that each loss makes of them."""
+    folder = tmp_path_factory.mktemp("lock")
+    with (folder / "rows.jsonl").open("w") as file:
+        for i in range(256):
+            turns = [{"role": "user", "content": f"q {i}"}, {"role": "assistant", "content": "word " * (i % 20)}]
+            file.write(json.dumps({"messages": turns, "channel": ("a", None)[i % 2]}) + "\n")
+    for loss in LOSSES:
+        _export(model, folder, str(folder / loss), loss_scale=loss)
+    return folder
+
+
+def _export(model: Path, base: Path, output: str, **given: Any) -> ExportSummary:
+    config = {"model": str(model), "dataset": (str(base / "rows.jsonl"),), "max_length": 80, "rows_per_shard": 64}
+    return export(ExportConfig(**{**config, "output_dir": output, **given}), SilentProgress())
+
+
+@contextmanager
+def _at_write(number: int | None, happens: Callable[[], None]) -> Iterator[None]:
+    """Something happens right before the write of this number, counted from 0."""
+    count = 0
+
+    def before(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **more: Any) -> Any:
+            nonlocal count
+            count += 1
+            if number is not None and count > number:
+                happens()
+            return real(*given, **more)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in WRITES:
+            patch.setattr(storage, name, before(getattr(storage, name)))
+        patch.setattr(AtomicFile, "commit", before(AtomicFile.commit))
+        patch.setattr(AtomicFile, "discard", before(AtomicFile.discard))
+        yield
+
+
+def _kill() -> None:
+    raise Killed
+
+
+@pytest.fixture
+def dead(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """Runs whose process is gone; all others live."""
+    gone: set[str] = set()
+    monkeypatch.setattr(Holder, "is_live", property(lambda holder: holder.run not in gone))
+    return gone
+
+
+def _files(directory: str) -> dict[str, bytes]:
+    base = directory.rstrip("/") + "/"
+    return {path.removeprefix(base): storage.read_bytes(path) for path in storage.walk(directory)}
+
+
+def _follow(plan: list[tuple[str, int | None, bool]], directory: str, base: Path, model: Path, dead: set[str]) -> None:
+    """Run exports one after the other, each perhaps killed, and look at the directory after each."""
+    for loss, kill_at, overwrite in plan:
+        finished = False
+        try:
+            with _at_write(kill_at, _kill):
+                _export(model, base, directory, loss_scale=loss, overwrite=overwrite)
+            finished = True
+        except Killed:
+            dead |= {holder.run for holder in lock.holders(directory).values()}
+        except MismatchError as error:
+            assert not overwrite
+            assert "other settings" in error.message  # noqa: PT017
+        if storage.exists(storage.join(directory, "packtool.json")):
+            found = _files(directory)
+            there = str(Manifest.read(directory).identity.spec["loss_scale"])
+            whole = tree(base / there)
+            assert {name: found.get(name) for name in whole} == whole
+            if finished:
+                assert there == loss
+                assert found.keys() == whole.keys()
+        else:
+            assert not finished
+
+
+_PLANS = st.lists(
+    st.tuples(st.sampled_from(LOSSES), st.one_of(st.none(), st.integers(0, 40)), st.booleans()), min_size=2, max_size=4
+)
+_QUICK = settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+
+
+@_QUICK
+@given(plan=_PLANS)
+def test_killed_exports_never_mix(
+    plan: list[tuple[str, int | None, bool]], tmp_path_factory: Any, base: Path, model: Path, dead: set[str]
+) -> None:
+    directory = str(tmp_path_factory.mktemp("mixed") / "cache")
+    _follow([*plan, ("all", None, True)], directory, base, model, dead)
+
+
+@pytest.mark.parametrize("kill_at", [3, 9, 17])
+def test_killed_exports_never_mix_in_a_bucket(
+    kill_at: int, bucket: str, base: Path, model: Path, dead: set[str]
+) -> None:
+    plan = [("default", kill_at, False), ("all", None, False), ("all", kill_at + 8, True), ("default", None, True)]
+    _follow(plan, f"{bucket}/cache", base, model, dead)
+
+
+@pytest.mark.parametrize("place", ["here", "bucket"])
+@settings(parent=_QUICK, max_examples=3)
+@given(at=st.integers(2, 14), loss=st.sampled_from(LOSSES))
+def test_a_second_export_is_refused_while_the_first_lives(
+    place: str, at: int, loss: str, request: pytest.FixtureRequest, tmp_path_factory: Any, base: Path, model: Path
+) -> None:
+    folder = tmp_path_factory.mktemp("two")
+    directory = str(folder / "cache") if place == "here" else f"{request.getfixturevalue('bucket')}/{folder.name}"
+    told: list[str] = []
+
+    def second() -> None:
+        if not told:
+            told.append("")
+            with pytest.raises(MismatchError, match="is being written by another export on host") as caught:
+                _export(model, base, directory, loss_scale=loss, overwrite=at % 2 == 0)
+            told.append(str(caught.value))
+
+    with _at_write(at, second):
+        _export(model, base, directory)
+    assert f"process {os.getpid()}, since 20" in told[1]
+    assert "--output-dir" in told[1]
+    assert _files(directory) == tree(base / "default")
+
+
+def test_who_was_believed_dead_stops(
+    base: Path, model: Path, tmp_path: Path, dead: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first stands still at its second shard, the second takes its place and finishes, the first wakes up."""
+    directory = str(tmp_path / "cache")
+    from packtool.cache import pool
+
+    real, count = pool.run_task, 0
+
+    def slow(*given: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 2:
+            dead.update(holder.run for holder in lock.holders(directory).values())
+            _export(model, base, directory, loss_scale="all", overwrite=True)
+        return real(*given)
+
+    monkeypatch.setattr(pool, "run_task", slow)
+    with pytest.raises(MismatchError, match="was taken over by another export"):
+        _export(model, base, directory)
+    found = tree(tmp_path / "cache")
+    assert {name: found[name] for name in tree(base / "all")} == tree(base / "all")
+
+
+def test_what_another_process_wrote_is_not_published(
+    base: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard of the same name and size that is not the one that was written."""
+    from packtool.cache import export as export_module
+
+    real = export_module.publish
+
+    def meddled(directory: str, *given: Any) -> None:
+        shard = sorted(Path(directory, "train").glob("data-*"))[1]
+        data = bytearray(shard.read_bytes())
+        data[len(data) // 2] ^= 1
+        shard.write_bytes(data)
+        real(directory, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(export_module, "publish", meddled)
+        with pytest.raises(MismatchError, match=r"1 shards are not those .*train/data-00001-of-00004\.arrow"):
+            _export(model, base, str(tmp_path / "cache"))
+    assert _export(model, base, str(tmp_path / "cache")).num_reused == 3
+    assert tree(tmp_path / "cache") == tree(base / "default")
+
+
+def _write_lock(directory: Path, **changes: Any) -> Holder:
+    holder = replace(Holder.this_process(), **changes)
+    directory.mkdir(exist_ok=True)
+    (directory / ".lock-000001.json").write_text(json.dumps(asdict(holder)))
+    return holder
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_live"),
+    [
+        ({}, True),
+        ({"started": "1"}, False),  # the number was given to another process since
+        ({"pid": 2**22 + 1}, False),
+        ({"host": "far"}, True),
+        ({"space": "another container"}, True),
+        ({"host": "far", "renewed": time.time() - 3600, "since": time.time() - 7200}, False),
+        ({"host": "far", "renewed": time.time() + 3600}, True),  # its clock is ahead
+    ],
+)
+def test_a_stale_lock_is_told_from_a_live_one(
+    changes: dict[str, Any], is_live: bool, base: Path, model: Path, tmp_path: Path
+) -> None:
+    holder = _write_lock(tmp_path / "cache", **changes)
+    if is_live:
+        with pytest.raises(MismatchError, match=rf"host {holder.host}, process {holder.pid}, since .*\(last sign"):
+            _export(model, base, str(tmp_path / "cache"))
+    else:
+        _export(model, base, str(tmp_path / "cache"))
+        assert tree(tmp_path / "cache") == tree(base / "default")
+
+
+def test_parts_share_a_directory_with_their_like_only(base: Path, model: Path, tmp_path: Path) -> None:
+    directory = str(tmp_path / "cache")
+    with DirectoryLock(directory, "0 of 2"):
+        _export(model, base, directory, task_index=1, num_tasks=2)
+        with pytest.raises(MismatchError, match="other settings"):
+            _export(model, base, directory, task_index=0, num_tasks=2, loss_scale="all")
+        for overwrite in (False, True):
+            with pytest.raises(MismatchError, match="written by another part 0 of 2 on host"):
+                _export(model, base, directory, overwrite=overwrite)
+    with DirectoryLock(directory), pytest.raises(MismatchError, match="another export on host"):
+        _export(model, base, directory, task_index=0, num_tasks=2)
+    _export(model, base, directory, task_index=0, num_tasks=2)
+    assert tree(tmp_path / "cache") == tree(base / "default")
+
+
+def test_one_of_many_takes_a_directory(tmp_path: Path) -> None:
+    import threading
+
+    directory = str(tmp_path / "cache")
+    barrier, inside, refused = threading.Barrier(8), [], []
+
+    def take() -> None:
+        barrier.wait()
+        try:
+            with DirectoryLock(directory):
+                inside.append(1)
+                barrier.wait(10)
+        except MismatchError:
+            refused.append(1)
+            barrier.wait(10)
+
+    threads = [threading.Thread(target=take) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(inside) <= 1
+    assert len(inside) + len(refused) == 8
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_a_file_is_made_once(tmp_path: Path, bucket: str) -> None:
+    for place in (str(tmp_path), bucket):
+        path = storage.join(place, "new")
+        assert storage.publish_new(path, b"first")
+        assert storage.publish_new(path, b"first")  # an answer that got lost
+        assert not storage.publish_new(path, b"second")
+        assert storage.read_bytes(path) == b"first"
+        assert storage.list_names(place).count("new") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
+def test_unfinished_uploads_of_a_killed_run_are_cleared(base: Path, model: Path, bucket: str, s3_server: Any) -> None:
+    client, name = s3_server.client(), bucket.removeprefix("s3://")
+    for key in ("cache/train/data-00000-of-00004.arrow", "other/train/data-00000-of-00004.arrow"):
+        client.create_multipart_upload(Bucket=name, Key=key)
+    _export(model, base, f"{bucket}/cache")
+    left = [upload["Key"] for upload in client.list_multipart_uploads(Bucket=name).get("Uploads", ())]
+    assert left == ["other/train/data-00000-of-00004.arrow"]

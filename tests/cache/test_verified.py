@@ -1,0 +1,185 @@
+"""Damage on this machine's disk is found, once for all processes, and not looked for again."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from packtool.cache import verified
+from packtool.cache.local import LocalCopies
+from packtool.cache.reader import CacheReader
+from packtool.cache.summary import ExportSummary
+from packtool.errors import ConfigError, MismatchError
+from packtool.progress import SilentProgress
+from packtool.report import damage
+from tests.cache.conftest import tree
+
+Export = Callable[..., ExportSummary]
+
+
+@pytest.fixture
+def cache(run_export: Export, tmp_path: Path) -> Path:
+    run_export(split_dataset_ratio=0.1)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files that were read for their checksum."""
+    names: list[str] = []
+    real = verified.sha256_of
+    monkeypatch.setattr(verified, "sha256_of", lambda path: (names.append(Path(path).name), real(path))[1])
+    return names
+
+
+def _flip(path: Path, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[bit // 8 % len(data)] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+def _read(cache: Path, notes: Path, mode: Any = "once") -> None:
+    reader = CacheReader.open([str(cache)], copies=LocalCopies(str(notes), verify=mode))
+    for position in range(len(reader)):
+        reader.sample(position)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_flipped_bit_is_found(cache: Path, tmp_path: Path, data: st.DataObject) -> None:
+    files = sorted((cache / "train").glob("*.arrow"))
+    path = data.draw(st.sampled_from(files))
+    bit = data.draw(st.integers(0, 8 * path.stat().st_size - 1))
+    whole = path.read_bytes()
+    _flip(path, bit)
+    try:
+        for mode in ("once", "always"):
+            with pytest.raises(MismatchError, match=rf"{path.name} .*damaged|{path.name} is damaged"):
+                _read(cache, tmp_path / "notes", mode)
+        found = damage.find(str(cache), SilentProgress())
+        assert [one["file"] for one in found["damaged"]] == [f"train/{path.name}"]
+        assert "--rows-per-shard 50" in found["mend"]
+        assert "--repair" in found["mend"]
+    finally:
+        path.write_bytes(whole)
+
+
+def test_a_shard_is_read_once_and_again_when_it_has_changed(cache: Path, tmp_path: Path, hashed: list[str]) -> None:
+    before = tree(cache)
+    for _ in range(3):
+        _read(cache, tmp_path / "notes")
+    shards = sorted(path.name for path in (cache / "train").glob("data-*"))
+    assert sorted(hashed) == shards
+    os.utime(cache / "train" / shards[2])
+    _read(cache, tmp_path / "notes")
+    assert sorted(hashed) == sorted([*shards, shards[2]])
+    _read(cache, tmp_path / "notes", "always")
+    assert len(hashed) == 2 * len(shards) + 1
+    (cache / "train" / "index.arrow").touch()
+    _read(cache, tmp_path / "none", "never")
+    assert len(hashed) == 2 * len(shards) + 1
+    assert tree(cache) == before  # nothing is written beside a cache, which may be read-only
+
+
+def test_one_process_reads_while_others_wait(
+    cache: Path, tmp_path: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = next((cache / "train").glob("data-*"))
+    sha256 = {
+        s["file"]: s["sha256"] for s in json.loads((cache / "packtool.json").read_text())["splits"]["train"]["shards"]
+    }
+    barrier = threading.Barrier(4)
+
+    def check() -> None:
+        barrier.wait()
+        verified.check_file(str(path), sha256[path.name], str(tmp_path / "notes"))
+
+    threads = [threading.Thread(target=check) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert hashed == [path.name]
+
+
+def test_without_a_place_for_notes_each_looks_for_itself(cache: Path, tmp_path: Path, hashed: list[str]) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for _ in range(2):
+        _read(cache, tmp_path / "file" / "notes")
+    assert len(hashed) == 2 * len(list((cache / "train").glob("data-*")))
+
+
+def test_a_copy_that_was_damaged_here_is_fetched_again(
+    cache: Path, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from packtool import storage
+
+    for path in sorted(cache.rglob("*")):
+        if path.is_file():
+            storage.publish(storage.join(bucket, "cache", *path.relative_to(cache).parts), path.read_bytes())
+    copies = LocalCopies(str(tmp_path / "copies"), verify="always")
+    CacheReader.open([f"{bucket}/cache"], copies=copies).sample(0)
+    (copy,) = (tmp_path / "copies").rglob("*.arrow")
+    whole = copy.read_bytes()
+    _flip(copy, 8 * 1000)
+    CacheReader.open([f"{bucket}/cache"], copies=LocalCopies(str(tmp_path / "copies"), verify="always")).sample(0)
+    assert copy.read_bytes() == whole
+
+
+def test_old_caches_without_a_checksum_of_the_index_open_and_say_so(cache: Path) -> None:
+    path = cache / "packtool.json"
+    document = json.loads(path.read_text())
+    for split in document["splits"].values():
+        assert len(split.pop("index_sha256")) == 64
+    path.write_text(json.dumps(document))
+    assert len(CacheReader.open([str(cache)]))
+    found = damage.find(str(cache), SilentProgress())
+    assert found["damaged"] == []
+    assert found["without_checksum"] == ["train/index.arrow", "val/index.arrow"]
+    assert "made before indexes had checksums" in "\n".join(damage.lines(found))
+
+
+def test_repair_makes_again_what_is_damaged_and_nothing_else(
+    cache: Path, run_export: Export, rows: Path, hashed: list[str]
+) -> None:
+    whole = tree(cache)
+    shards = sorted((cache / "train").glob("data-*"))
+    _flip(shards[1], 8 * 5000)
+    shards[4].write_bytes(shards[4].read_bytes()[:-7])
+    (cache / "val" / "index.arrow").unlink()
+    times = {path: path.stat().st_mtime_ns for path in cache.rglob("*.arrow")}
+    run_export(split_dataset_ratio=0.1, repair=True)
+    assert tree(cache) == whole
+    renewed = {path for path, time in times.items() if path.stat().st_mtime_ns != time}
+    assert renewed == {shards[1], shards[4]}
+    for name in ("train", "val"):
+        _flip(cache / name / "index.arrow", 8 * 700)
+    run_export(split_dataset_ratio=0.1, repair=True)
+    assert tree(cache) == whole
+    with pytest.raises(MismatchError, match="other settings"):
+        run_export(split_dataset_ratio=0.2, repair=True)
+    rows.write_text(rows.read_text() + "\n")
+    _flip(shards[1], 8 * 5000)
+    with pytest.raises(MismatchError, match="has changed"):
+        run_export(split_dataset_ratio=0.1, repair=True)
+
+
+def test_a_repair_that_would_be_something_else_is_refused(cache: Path, run_export: Export) -> None:
+    path = cache / "packtool.json"
+    document = json.loads(path.read_text())
+    document["splits"]["train"]["shards"][2]["sha256"] = "0" * 64  # as if another version had written it
+    path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    before = tree(cache)
+    with pytest.raises(MismatchError, match=r"data-00002.*is not what was there(.|\n)*--overwrite"):
+        run_export(split_dataset_ratio=0.1, repair=True)
+    assert tree(cache) == before
+    with pytest.raises(ConfigError, match="holds no finished cache"):
+        run_export("nothing", repair=True)

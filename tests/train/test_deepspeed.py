@@ -1,0 +1,60 @@
+"""DeepSpeed on two processes without GPUs: every stage learns what DDP learns, and goes on where it stopped."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.forked import run_ranks
+from tests.train.jobs import Job, run_jobs
+from tests.train.tiny import TinyWorld, check_same_rest, read_metrics
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+
+STAGES = ("zero1", "zero2", "zero3")
+# Pictures are loaded by another process, which makes the model that tells their positions.
+STEPS: dict[str, Any] = {"max_steps": 3, "gradient_accumulation_steps": 2, "dataloader_num_workers": 1, "save_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def runs(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """DDP, every stage, and ZeRO-3 once more from its checkpoint."""
+    root = tmp_path_factory.mktemp("deepspeed")
+    jobs: list[Job] = [("train", root / "ddp", STEPS)]
+    jobs += [("train", root / stage, STEPS | {"deepspeed": stage}) for stage in STAGES]
+    resumed = STEPS | {"deepspeed": "zero3", "resume_from_checkpoint": str(root / "zero3" / "checkpoint-2")}
+    jobs.append(("train", root / "resumed", resumed))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DS_ACCELERATOR", "cpu")
+        run_ranks(2, run_jobs, tiny, jobs, scratch=root)
+    return root
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_learns_what_ddp_learns(stage: str, runs: Path) -> None:
+    lines, expected = read_metrics(runs / stage), read_metrics(runs / "ddp")
+    assert len(lines) == len(expected) == STEPS["max_steps"]
+    for line, wanted in zip(lines, expected, strict=True):
+        assert line["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+        assert line["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5)
+    weights, others = (load_file(runs / name / "checkpoint-3" / "model.safetensors") for name in (stage, "ddp"))
+    assert weights.keys() - {"lm_head.weight"} == others.keys()
+    for name in others:
+        torch.testing.assert_close(weights[name], others[name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_are_counted_whole(stage: str, runs: Path) -> None:
+    found, expected = (json.loads((runs / name / "packtool_train.json").read_text()) for name in (stage, "ddp"))
+    assert found["num_parameters"] == expected["num_parameters"] > 0
+    assert found["num_trainable_parameters"] == expected["num_trainable_parameters"]
+
+
+def test_zero3_goes_on_to_the_last_bit(runs: Path) -> None:
+    check_same_rest(runs / "zero3", runs / "resumed", 2)
