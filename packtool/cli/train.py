@@ -59,7 +59,9 @@ def run_train(config: TrainConfig, as_json: bool) -> None:
     if note := unforeseen_note(result.dropped or {}, os.path.join(result.output_dir, "dropped-*.jsonl")):
         show(f"packtool: {note}", error=True)
     if as_json:
-        show_json(dataclasses.asdict(result))
+        from packtool.cache.evaluation_file import plain_json
+
+        show_json(plain_json(dataclasses.asdict(result)))
         return
     if config.dry_run:
         print_table("planned, nothing trained (--dry-run)", train_lines(result))
@@ -112,6 +114,7 @@ def _prepare(config: TrainConfig, world: World) -> None:
         # Every process finds it out for itself, and says so; the plan is only checked here.
         from packtool.progress import SilentProgress
         from packtool.train.bucket import with_bucket
+        from packtool.train.recompute import with_recomputing
 
-        config = with_bucket(config, world, SilentProgress())
+        config = with_bucket(with_recomputing(config), world, SilentProgress())
     prepare_run(config, world)

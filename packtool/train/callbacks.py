@@ -13,16 +13,20 @@ from accelerate import PartialState
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
+from packtool.cache.evaluation_file import plain_json
 from packtool.config.checkpoints import CheckpointOptions
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError
 from packtool.progress import Progress
 from packtool.stream.state import write_state as write_stream
 from packtool.train.checkpoint import PREFIX, RunState, copy_processor, discard_state, remove_oldest, write_state
+from packtool.train.outcome import BEST, LAST, best_of, point
 from packtool.train.place import METRICS_NAME
 from packtool.train.prepare_stream import OpenSchedule
 from packtool.train.schedule import Schedule
 from packtool.train.stream_loader import StreamLoader
+from packtool.train.watch import StepWatch
+from packtool.train.whole import saving
 from packtool.train.workers import WaitingNote
 
 
@@ -88,12 +92,14 @@ class CheckpointCallback(TrainerCallback):
         save_total_limit: int | None,
         *,
         keeps_best: bool = False,
+        watch: StepWatch | None = None,
     ) -> None:
         self.keeps_best = keeps_best
         self.run = run
         self.schedule = schedule
         self.files = files
         self.save_total_limit = save_total_limit
+        self.watch = watch
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """A checkpoint may be about to be written over one of an earlier run."""
@@ -105,21 +111,31 @@ class CheckpointCallback(TrainerCallback):
         PartialState().wait_for_everyone()
         if state.is_world_process_zero:
             checkpoint = os.path.join(str(args.output_dir), f"{PREFIX}{state.global_step}")
-            copy_processor(self.files.directory, checkpoint, self.files.template_file)
-            epoch, step_in_epoch = self.schedule.locate(state.global_step)
-            write_state(
-                checkpoint,
-                dataclasses.replace(
-                    self.run,
-                    step=state.global_step,
-                    epoch=epoch,
-                    step_in_epoch=step_in_epoch,
-                    saved_at=time.time(),
-                ),
-            )
+            with saving(checkpoint):
+                copy_processor(self.files.directory, checkpoint, self.files.template_file)
+                epoch, step_in_epoch = self.schedule.locate(state.global_step)
+                write_state(
+                    checkpoint,
+                    dataclasses.replace(
+                        self.run,
+                        step=state.global_step,
+                        epoch=epoch,
+                        step_in_epoch=step_in_epoch,
+                        saved_at=time.time(),
+                    ),
+                )
             # Not left to the Trainer, which deletes older ones before this one is finished.
-            best = state.best_model_checkpoint if self.keeps_best else None
-            remove_oldest(str(args.output_dir), self.save_total_limit, keep=best)
+            self._name(str(args.output_dir), checkpoint, state)
+
+    def _name(self, output_dir: str, checkpoint: str, state: TrainerState) -> None:
+        """Let the names that stay be the right checkpoints, then remove the oldest ones."""
+        best = state.best_model_checkpoint if self.keeps_best else best_of(output_dir, state.log_history)
+        with saving(os.path.join(output_dir, f".{LAST}.part")):
+            point(output_dir, LAST, checkpoint)
+            if best is not None:
+                point(output_dir, BEST, best)
+        last_good = self.watch.last_good if self.watch is not None else None
+        remove_oldest(output_dir, self.save_total_limit, last_good=last_good, keep=best)
 
 
 class EvaluationCallback(TrainerCallback):
@@ -206,7 +222,7 @@ class ReportCallback(TrainerCallback):
             return
         line = {"step": state.global_step, **logs}
         with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(plain_json(line)) + "\n")
         if "loss" not in logs:
             self._shown["val loss"] = round(logs["eval_loss"], 4)
             self.progress.line(**{"val loss": self._shown["val loss"]})

@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import re
 import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from packtool.errors import ConfigError, MismatchError
+from packtool.train.whole import ONLY_MODEL, Sums, damages, sums_of
 
 STATE_NAME = "packtool_state.json"
 PREFIX = "checkpoint-"
@@ -43,6 +47,7 @@ class RunState:
         step: optimizer steps done.
         epoch, step_in_epoch: the same, as the place where training goes on.
         schedule: what decides how Skrull deals; empty without it.
+        master_weights: what was kept of the weights' digits.
         streaming: what decides the packs of a stream; empty for a run on caches.
         saved_at: seconds since 1970.
     """
@@ -63,6 +68,7 @@ class RunState:
     loss_scale: str = ""
     loss_reduction: str = "token"
     schedule: str = ""
+    master_weights: str = "float32"
     step: int = 0
     epoch: int = 0
     step_in_epoch: int = 0
@@ -107,13 +113,25 @@ def read_state(checkpoint: str) -> RunState:
     Raises:
         MismatchError: if it is none of packtool's, or was not finished.
     """
+    return read_whole_state(checkpoint)[0]
+
+
+def read_whole_state(checkpoint: str) -> tuple[RunState, Sums]:
+    """The state of a finished checkpoint, and what its files were when it was finished.
+
+    Raises:
+        MismatchError: if it is none of packtool's, or was not finished.
+    """
     path = os.path.join(checkpoint, STATE_NAME)
     try:
         with open(path, encoding="utf-8") as file:
             values = json.load(file)
-            values["dealings"] = tuple(tuple(dealing) for dealing in values.get("dealings", ()))
-            return RunState(**values)
-    except (OSError, ValueError, TypeError) as error:
+        if (digest := values.pop("digest", None)) is not None and digest != _digest(values):
+            raise ValueError("it is not what was written")
+        sums = {str(name): (int(size), int(crc)) for name, (size, crc) in values.pop("files", {}).items()}
+        values["dealings"] = tuple(tuple(dealing) for dealing in values.get("dealings", ()))
+        return RunState(**values), sums
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise MismatchError(
             f"{checkpoint} is no finished checkpoint of packtool: {STATE_NAME} cannot be read ({error})",
             "Give another one to --resume-from-checkpoint, or true for the newest finished one.",
@@ -121,13 +139,20 @@ def read_state(checkpoint: str) -> RunState:
 
 
 def write_state(checkpoint: str, state: RunState) -> None:
-    """Declare a checkpoint finished."""
+    """Declare a checkpoint finished, as it is."""
+    values = {**dataclasses.asdict(state), "files": sums_of(checkpoint)}
+    values["digest"] = _digest(values)
     path = os.path.join(checkpoint, STATE_NAME)
     with open(path + ".part", "w", encoding="utf-8") as file:
-        json.dump(dataclasses.asdict(state), file, indent=1)
+        json.dump(values, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     os.replace(path + ".part", path)
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    """Of everything else in a state file, which must not change unnoticed."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def discard_state(checkpoint: str) -> None:
@@ -136,46 +161,104 @@ def discard_state(checkpoint: str) -> None:
         os.remove(os.path.join(checkpoint, STATE_NAME))
 
 
-def find_checkpoint(resume_from: str | None, output_dir: str) -> str | None:
-    """The checkpoint that ``--resume-from-checkpoint`` means; None for a run from the beginning.
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """What ``--resume-from-checkpoint`` means.
+
+    Args:
+        directory: of the checkpoint; None for a run from the beginning.
+        broken: newer ones that were passed over, each with what is wrong with it.
+    """
+
+    directory: str | None = None
+    broken: tuple[str, ...] = ()
+
+    def notes(self) -> Iterator[str]:
+        """What is to be said of it."""
+        for line in self.broken:
+            yield f"passed over: {line}"
+
+
+def find_checkpoint(resume_from: str | None, output_dir: str, *, only_model: bool = False) -> FoundCheckpoint:
+    """The checkpoint that ``--resume-from-checkpoint`` means: one whose files are what was written.
 
     Args:
         resume_from: None, ``true``, ``false`` or a directory.
-        output_dir: where ``true`` looks for the newest finished one.
+        output_dir: where ``true`` looks for the newest whole one.
+        only_model: its weights are all that is needed.
 
     Raises:
         ConfigError: if there is none.
+        MismatchError: if the one that was named is damaged; it says which files are.
     """
     if resume_from is None or resume_from.lower() == "false":
-        return None
+        return FoundCheckpoint()
     if resume_from.lower() != "true":
         if not os.path.isdir(resume_from):
             raise ConfigError(f"--resume-from-checkpoint {resume_from}: there is no such directory")
-        return resume_from.rstrip("/")
-    if checkpoints := finished_checkpoints(output_dir):
-        return checkpoints[-1]
+        if found := list(damages(resume_from, read_whole_state(resume_from)[1], only_model=only_model)):
+            raise MismatchError(
+                f"{resume_from} is damaged: {'; '.join(found)}",
+                f"Give another checkpoint. If its weights are sound, {ONLY_MODEL}",
+            )
+        return FoundCheckpoint(resume_from.rstrip("/"))
+    broken = list(_unreadable(output_dir))
+    for checkpoint in reversed(finished_checkpoints(output_dir)):
+        found = list(damages(checkpoint, read_whole_state(checkpoint)[1], only_model=only_model))
+        if not found:
+            return FoundCheckpoint(checkpoint, tuple(broken))
+        broken.append(f"{checkpoint} is damaged: {'; '.join(found)}")
+    told = "".join(f"\n  - {line}" for line in broken)
     raise ConfigError(
-        f"--resume-from-checkpoint true: there is no finished checkpoint in {output_dir}",
+        f"--resume-from-checkpoint true: there is no finished checkpoint in {output_dir}{told}",
         "Leave the option out to train from the beginning.",
     )
 
 
+def _unreadable(output_dir: str) -> Iterator[str]:
+    """Checkpoints that were not finished, or whose state is broken."""
+    for checkpoint in _checkpoints(output_dir):
+        if not os.path.exists(os.path.join(checkpoint, STATE_NAME)):
+            yield f"{checkpoint} was not finished: it has no {STATE_NAME}"
+        elif _saved_at(checkpoint) is None:
+            yield f"{checkpoint} is damaged: its {STATE_NAME} cannot be read"
+
+
+def _checkpoints(output_dir: str) -> list[str]:
+    names = sorted(os.listdir(output_dir)) if os.path.isdir(output_dir) else []
+    return [os.path.join(output_dir, name) for name in names if re.fullmatch(PREFIX + r"\d+", name)]
+
+
+def _saved_at(checkpoint: str) -> tuple[float, int] | None:
+    try:
+        state = read_state(checkpoint)
+    except MismatchError:
+        return None
+    return state.saved_at, state.step
+
+
 def finished_checkpoints(output_dir: str) -> list[str]:
-    """The finished checkpoints in a directory, the newest last.
+    """The finished checkpoints in a directory, the newest last; without those whose state is broken.
 
     By the time they were saved, not by their steps: an earlier, longer run may have left some there. The time is the
     one in their state, for that of the files changes when they are copied.
     """
-    names = os.listdir(output_dir) if os.path.isdir(output_dir) else []
-    directories = [os.path.join(output_dir, name) for name in names if re.fullmatch(PREFIX + r"\d+", name)]
-    finished = [directory for directory in directories if os.path.exists(os.path.join(directory, STATE_NAME))]
-    return sorted(finished, key=lambda directory: (read_state(directory).saved_at, read_state(directory).step))
+    found = [(_saved_at(checkpoint), checkpoint) for checkpoint in _checkpoints(output_dir)]
+    return [checkpoint for _, checkpoint in sorted((at, name) for at, name in found if at is not None)]
 
 
-def remove_oldest(output_dir: str, limit: int | None, *, keep: str | None = None) -> None:
-    """Keep the newest ``limit`` finished checkpoints, and one more wherever it stands among them."""
-    for checkpoint in finished_checkpoints(output_dir)[:-limit] if limit else []:
-        if keep is not None and os.path.abspath(checkpoint) == os.path.abspath(keep):
+def remove_oldest(output_dir: str, limit: int | None, *, last_good: int | None = None, keep: str | None = None) -> None:
+    """Keep the newest ``limit`` finished checkpoints, and others wherever they stand among them.
+
+    Args:
+        last_good: step after which weights may be no numbers: the newest checkpoint up to there stays.
+        keep: another one that stays.
+    """
+    finished = finished_checkpoints(output_dir)
+    good = [checkpoint for checkpoint in finished if last_good is not None and read_state(checkpoint).step <= last_good]
+    kept = {os.path.abspath(checkpoint) for checkpoint in (*good[-1:], *([keep] if keep is not None else []))}
+    for checkpoint in finished[:-limit] if limit else []:
+        if os.path.abspath(checkpoint) in kept:
             continue
         discard_state(checkpoint)
         shutil.rmtree(checkpoint)

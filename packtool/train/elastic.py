@@ -5,11 +5,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
+from types import FrameType
 
+import psutil
 from torch.distributed import DistNetworkError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -19,6 +24,39 @@ from packtool.errors import EXIT_UNEXPECTED, ConfigError
 from packtool.visible import show
 
 _SIGNAL_BASE = 128
+# The terminal sends one Ctrl-C to a whole group of processes; a person is slower.
+_SAME_KEY_SECONDS = 0.5
+
+
+class PassOn:
+    """Hands SIGTERM, SIGUSR1 and Ctrl-C on to the ranks, which save a checkpoint and end by themselves.
+
+    torchrun would kill them after 30 seconds, in the middle of a checkpoint. A second Ctrl-C ends all at once.
+
+    Attributes:
+        received: number of the first signal, 0 for none.
+    """
+
+    def __init__(self) -> None:
+        self.received = 0
+        self._at = 0.0
+        self._process = os.getpid()
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # between fork and exec of a rank
+            return
+        again, now = bool(self.received), time.monotonic()
+        if again and number == signal.SIGINT and now - self._at > _SAME_KEY_SECONDS:
+            raise SignalException(f"process {self._process} was interrupted twice", signal.SIGINT)
+        if not again:
+            self.received, self._at = number, now
+        for child in psutil.Process().children():
+            # Those of a session of their own are ranks, which the terminal's Ctrl-C does not reach.
+            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                if os.getsid(child.pid) != os.getsid(0):
+                    child.send_signal(number)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -29,10 +67,9 @@ def run(arguments: Sequence[str]) -> int:
     """
     # The failed process has said what was wrong; torchrun would add a table and a stack of its own.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    # torchrun hands on SIGTERM and its like only; schedulers send this one before they take a machine away.
-    signal.signal(signal.SIGUSR1, _hand_on)
+    passed = PassOn()
     try:
-        torchrun(list(arguments))
+        torchrun(["--signals-to-handle", "SIGHUP,SIGQUIT", *arguments])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         # The others fail for want of one that was killed, perhaps before anybody notices that it is gone.
@@ -40,6 +77,8 @@ def run(arguments: Sequence[str]) -> int:
             if each.exitcode < 0 and each.exitcode != -signal.SIGTERM:
                 rank, failure = other, each
         code = int(failure.exitcode)
+        if passed.received and code in (-passed.received, _SIGNAL_BASE + passed.received):
+            return _SIGNAL_BASE + passed.received  # as asked for
         if code < 0:
             # It had no time to say anything.
             name = signal.Signals(-code).name
@@ -58,11 +97,6 @@ def run(arguments: Sequence[str]) -> int:
     except SignalException as error:
         return _SIGNAL_BASE + int(error.sigval)
     return 0
-
-
-def _hand_on(number: int, _frame: object) -> None:
-    signal.signal(number, signal.SIG_IGN)  # once is enough
-    raise SignalException(f"signal {number}", signal.Signals(number))
 
 
 if __name__ == "__main__":

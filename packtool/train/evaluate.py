@@ -15,7 +15,7 @@ from packtool.constants import IGNORE_INDEX, TRAIN_SPLIT
 from packtool.encode.encoded import EncodedSample
 from packtool.plan.packing import pack_best_fit
 from packtool.progress import Progress, SilentProgress
-from packtool.train.model import checkpoint_dtype
+from packtool.train.precision import checkpoint_dtype
 from packtool.train.quiet import quiet_transformers
 from packtool.train.scoring import evaluating
 from packtool.train.trained import TrainedModel

@@ -31,21 +31,25 @@ from packtool.train.callbacks import (
 )
 from packtool.train.checkpoint import PREFIX
 from packtool.train.evaluation import evaluate_in_training
+from packtool.train.finite import name_samples
 from packtool.train.liger import refuse_without_liger
 from packtool.train.loader import StepLoader, cut_of
 from packtool.train.memory import MemoryEstimate, estimate_memory, model_without_weights
-from packtool.train.model import count_parameters, has_gpu, load_model, make_trainable, resolve_dtype, weights_dtype
+from packtool.train.model import count_parameters, has_gpu, load_model, make_trainable, resolve_dtype
 from packtool.train.part_rates import PartRates
 from packtool.train.place import make_place
+from packtool.train.precision import SavedPrecision, load_masters, loaded_dtype, precision_lines, take_adapter
 from packtool.train.prepare import PreparedRun
 from packtool.train.prepare_stream import PreparedStream, first_samples
 from packtool.train.quiet import quiet_transformers
 from packtool.train.result import TrainResult
-from packtool.train.sharding import is_zero3, meet_on_cpus, shard_on_cpus
+from packtool.train.sharding import is_zero3, keep_digits_of_outputs, meet_on_cpus, shard_on_cpus
 from packtool.train.skipped import all_skipped, skipped_lines, write_skipped
+from packtool.train.stopping import StopSignals
 from packtool.train.stream_loader import StreamLoader
 from packtool.train.trainer import PackTrainer
 from packtool.train.verify import few_samples, fewer_tokens, raise_if_failed, verify_cheaply
+from packtool.train.watch import StepWatch
 from packtool.train.workers import WaitingNote, cores_of_a_rank, workers_of
 from packtool.train.world import check_ranks_agree
 
@@ -107,11 +111,12 @@ def execute(run: PreparedRun | PreparedStream, spec: InputSpec, result: TrainRes
     Returns:
         ``result`` with what came of it.
     """
+    signals = StopSignals(launched=run.world.size > 1)
     if run.config.dataloader_num_workers is None:
         run = dataclasses.replace(run, config=dataclasses.replace(run.config, dataloader_num_workers=workers_of(run)))
     with quiet_transformers():
         run, args = enter(run, spec, progress)
-        trainer, report = make_trainer(run, args, spec, progress)
+        trainer, report, watch = make_trainer(run, args, spec, progress, signals)
         assert trainer.model is not None
         num_trainable, num_parameters = count_parameters(trainer.model)
         progress.note(f"parameters: {num_parameters:,}, of them trained: {num_trainable:,} ({run.config.train_type})")
@@ -119,12 +124,13 @@ def execute(run: PreparedRun | PreparedStream, spec: InputSpec, result: TrainRes
         progress.note(_estimate(run, trainer.model, spec, dtype).sentence())
         verify_packing(run, trainer, spec, progress)
         begin = time.perf_counter()
-        trainer.train(resume_from_checkpoint=run.checkpoint)
+        with signals:
+            trainer.train(resume_from_checkpoint=run.checkpoint)
         seconds = time.perf_counter() - begin
     steps = trainer.state.global_step
     if isinstance(trainer.loader, StreamLoader):
         result = trainer.loader.counted(result)
-        if steps < result.steps:
+        if steps < result.steps and not watch.stopped_by:
             progress.note(
                 f"the rows ended after step {steps:,} of {result.steps:,}; a larger --num-train-epochs reads them again"
             )
@@ -147,6 +153,9 @@ def execute(run: PreparedRun | PreparedStream, spec: InputSpec, result: TrainRes
     if run.world.is_first:
         result.write()
         write_skipped(run.config.output_dir, skipped)
+    # No rank may end before all is written: a launcher ends the others when the first one ends.
+    trainer.accelerator.wait_for_everyone()
+    watch.raise_if_stopped(steps, run.schedule.num_steps, os.path.join(run.config.output_dir, f"{PREFIX}{steps}"))
     return result
 
 
@@ -208,24 +217,29 @@ def enter(
 
 
 def make_trainer(
-    run: PreparedRun | PreparedStream, args: TrainingArguments, spec: InputSpec, progress: Progress
-) -> tuple[PackTrainer, ReportCallback]:
-    """The Trainer of this rank, and what it reports to."""
+    run: PreparedRun | PreparedStream,
+    args: TrainingArguments,
+    spec: InputSpec,
+    progress: Progress,
+    signals: StopSignals,
+) -> tuple[PackTrainer, ReportCallback, StepWatch]:
+    """The Trainer of this rank, what it reports to, and what ends it."""
     config, on_gpu = run.config, torch.cuda.is_available()
     dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
     loader = _make_loader(run, spec)
-    callbacks: list[TrainerCallback] = [PlanCallback(run.schedule, saves_epochs=config.save_strategy == "epoch")]
-    if isinstance(loader, StreamLoader):
-        callbacks.append(StreamCallback(loader))
+    watch = StepWatch(signals, partial(name_samples, run), on_nan=config.on_nan, world=run.world, progress=progress)
     waiting = WaitingNote(workers_of(run), cores_of_a_rank())
     report = ReportCallback(progress, config.output_dir, run.start, waiting)
-    if run.world.is_first:
-        callbacks.append(report)
+    callbacks = _callbacks(run, loader, watch, report)
     parallel = None
     if run.world.num_sharing > 1:
         parallel = SequenceParallel.on_mesh(run.axes, "cuda" if on_gpu else "cpu")
     meet_on_cpus(config)
-    model = _make_model(run, spec, dtype, parallel)
+    model, saved = _make_model(run, spec, dtype, parallel)
+    if run.weights is not None:
+        progress.note(f"weights are those of {run.weights}; optimizer, schedule and data begin anew")
+    for line in precision_lines(model, dtype, config, saved):
+        progress.note(line)
     shard_on_cpus(config)
     trainer = PackTrainer(
         model,
@@ -237,15 +251,35 @@ def make_trainer(
         skips=config.on_bad_media == "skip",
         part_rates=PartRates.of(config, model),
     )
-    trainer.parallel = parallel
+    trainer.parallel, trainer.saved, trainer.kahan = parallel, saved, config.master_weights == "kahan"
+    trainer.numbers = watch.numbers
+    keep_digits_of_outputs(trainer.accelerator, config)
     if isinstance(run, PreparedRun) and run.validation is not None:
         every = config.eval_steps if config.eval_strategy == "steps" else run.schedule.steps_per_epoch
         evaluate = partial(trainer.log_evaluation, partial(_evaluate, run, trainer))
         trainer.add_callback(EvaluationCallback(evaluate, every, config))
-    keeps_best = config.load_best_model_at_end
-    saves = CheckpointCallback(run.state, run.schedule, run.files, config.save_total_limit, keeps_best=keeps_best)
-    trainer.add_callback(saves)
-    return trainer, report
+    trainer.add_callback(
+        CheckpointCallback(
+            run.state,
+            run.schedule,
+            run.files,
+            config.save_total_limit,
+            keeps_best=config.load_best_model_at_end,
+            watch=watch,
+        )
+    )
+    return trainer, report, watch
+
+
+def _callbacks(
+    run: PreparedRun | PreparedStream, loader: StepLoader | StreamLoader, watch: StepWatch, report: ReportCallback
+) -> list[TrainerCallback]:
+    """In the order in which they must come; evaluation and the finishing of checkpoints come after them."""
+    saves_epochs = run.config.save_strategy == "epoch"
+    callbacks: list[TrainerCallback] = [PlanCallback(run.schedule, saves_epochs=saves_epochs), watch]
+    if isinstance(loader, StreamLoader):
+        callbacks.append(StreamCallback(loader))
+    return [*callbacks, report] if run.world.is_first else callbacks
 
 
 def _evaluate(run: PreparedRun, trainer: PackTrainer) -> dict[str, float]:
@@ -281,16 +315,23 @@ def _make_loader(run: PreparedRun | PreparedStream, spec: InputSpec) -> StepLoad
 
 def _make_model(
     run: PreparedRun | PreparedStream, spec: InputSpec, dtype: torch.dtype, parallel: SequenceParallel | None
-) -> PreTrainedModel | PeftModel:
+) -> tuple[PreTrainedModel | PeftModel, SavedPrecision]:
     # Adapters are drawn at random: alike on every rank, and in every run with this seed.
     set_seed(run.config.seed)
-    dtype = weights_dtype(dtype, run.config)
+    dtype, is_adapter = loaded_dtype(dtype, spec.config, run.config), run.config.train_type == "lora"
     model = load_model(
-        place_of(run.config.model),  # which an adapter names as its base
+        # Which an adapter names as its base.
+        run.weights if run.weights is not None and not is_adapter else place_of(run.config.model),
         spec.config,
         dtype=dtype,
         packing=run.config.removes_padding,
         attn_impl=run.config.attn_impl,
         parallel=parallel,
     )
-    return make_trainable(model, run.config)
+    saved = SavedPrecision.of(spec.config, model)
+    trained = make_trainable(model, run.config)
+    if run.weights is not None and isinstance(trained, PeftModel):
+        take_adapter(trained, run.weights)
+    elif run.weights is not None:
+        load_masters(trained, run.weights)
+    return trained, saved

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from packtool.config.train import TrainConfig
 from packtool.plan.hardware import Hardware
 from packtool.train.head_loss import CHUNK_LOGITS, HeadLoss
-from packtool.train.model import make_trainable, weights_dtype, whole_size
+from packtool.train.model import make_trainable, whole_size
 from packtool.train.pack_under_test import CHECKED_POSITIONS
+from packtool.train.precision import loaded_dtype
 from packtool.train.verify import FEW
 
 _GIB = 2**30
@@ -91,12 +92,19 @@ def estimate_memory(
     return MemoryEstimate(
         weights=weights / _GIB / (world_size if stage >= 3 else 1),
         gradients=trained / _GIB / (world_size if stage >= 2 else 1),
-        optimizer=2 * trained / _GIB / (world_size if stage >= 1 else 1),
+        optimizer=_optimizer_bytes(config, trained, dtype) / _GIB / (world_size if stage >= 1 else 1),
         activations=(activations + logits) / _GIB,
         num_tokens=tokens,
         num_parameters=sum(count for count, _, _ in sizes),
         num_trainable=sum(count for count, _, is_trained in sizes if is_trained),
     )
+
+
+def _optimizer_bytes(config: TrainConfig, trained: int, dtype: torch.dtype) -> int:
+    """AdamW's states for so many bytes of trained weights."""
+    if config.deepspeed is not None and dtype.itemsize == 2:
+        return 6 * trained  # float32: two moments and a copy of the weights
+    return (4 if config.master_weights == "kahan" and config.train_type == "full" else 2) * trained
 
 
 def _num_logits(config: TrainConfig, model: nn.Module, tokens: int, vocab_size: int) -> int:
@@ -121,7 +129,7 @@ def model_without_weights(config: TrainConfig, model_config: PreTrainedConfig, d
         else AutoModelForCausalLM
     )
     with torch.device("meta"):
-        model = auto.from_config(model_config, dtype=weights_dtype(dtype, config))
+        model = auto.from_config(model_config, dtype=loaded_dtype(dtype, model_config, config))
         return make_trainable(model, config)
 
 

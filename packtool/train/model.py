@@ -19,6 +19,7 @@ from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, MismatchError
 from packtool.train.adapters import add_adapters
 from packtool.train.frozen import freeze
+from packtool.train.precision import checkpoint_dtype, keeps_masters, raise_to_masters
 from packtool.train.towers import Towers, towers_of
 
 _SHOWN_NAMES = 4
@@ -49,24 +50,6 @@ def resolve_dtype(config: PreTrainedConfig, run: TrainConfig | EvalConfig, *, on
 def has_gpu(run: TrainConfig) -> bool:
     """Whether a run computes on a GPU: one of this machine, or one that a dry run plans for."""
     return run.hardware is not None or torch.cuda.is_available()
-
-
-def checkpoint_dtype(config: PreTrainedConfig) -> torch.dtype:
-    """Precision that a checkpoint was saved in; float32 where it does not say."""
-    named = config.dtype
-    if isinstance(named, str):
-        named = getattr(torch, named)
-    return named if isinstance(named, torch.dtype) else torch.float32
-
-
-def weights_dtype(dtype: torch.dtype, run: TrainConfig) -> torch.dtype:
-    """Precision of the weights in memory: the computation's, but gradients of float16 weights cannot be unscaled.
-
-    With ``--bf16`` or ``--fp16`` weights stay in float32 where ``--torch-dtype`` says so.
-    """
-    if run.torch_dtype == "float32":
-        return torch.float32
-    return torch.float32 if dtype == torch.float16 and run.train_type == "full" else dtype
 
 
 def load_model(
@@ -116,21 +99,24 @@ def load_model(
 
 
 def make_trainable(model: PreTrainedModel, run: TrainConfig) -> PreTrainedModel | PeftModel:
-    """Freeze what the options keep, and add adapters with ``--train-type lora``.
+    """Freeze what the options keep, add adapters with ``--train-type lora``, and keep float32 of what is trained.
 
     Raises:
         ConfigError: if a name matches nothing, or nothing is left to train.
         UnsupportedModelError: if a part that is to be frozen cannot be found.
     """
     towers = towers_of(model, model.config.model_type)
-    in_vision = run.gradient_checkpointing if run.vit_gradient_checkpointing is None else run.vit_gradient_checkpointing
-    if run.gradient_checkpointing or in_vision:
+    recomputes = bool(run.gradient_checkpointing)
+    in_vision = recomputes if run.vit_gradient_checkpointing is None else run.vit_gradient_checkpointing
+    if recomputes or in_vision:
         _enable_checkpointing(model)
-    if run.gradient_checkpointing != in_vision:
+    if recomputes != in_vision:
         _keep_activations(model, towers, in_vision=not in_vision)
     if run.train_type == "lora":
         return add_adapters(model, towers, run)
     freeze(model, towers, run)
+    if keeps_masters(run):
+        raise_to_masters(model)
     return model
 
 

@@ -20,7 +20,14 @@ from typing import Any
 
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
-from packtool.train.checkpoint import PREFIX, discard_state, find_checkpoint, finished_checkpoints
+from packtool.train.checkpoint import (
+    PREFIX,
+    FoundCheckpoint,
+    discard_state,
+    find_checkpoint,
+    finished_checkpoints,
+)
+from packtool.train.outcome import remove_names
 from packtool.train.world import World
 
 RESULT_NAME = "packtool_train.json"
@@ -52,13 +59,16 @@ def newest_checkpoint(config: TrainConfig) -> str | None:
     return checkpoints[-1] if checkpoints else None
 
 
-def checkpoint_of(config: TrainConfig) -> str | None:
-    """The checkpoint that a run goes on from, None for a run from the beginning.
+def checkpoint_of(config: TrainConfig) -> FoundCheckpoint:
+    """The checkpoint that a run goes on from, or takes its weights from; none for a run from the beginning.
 
     Raises:
         ConfigError: if there is no such checkpoint, or the output directory holds another run.
+        MismatchError: if it is damaged.
     """
-    checkpoint = find_checkpoint(config.resume_from_checkpoint, config.output_dir)
+    only_model = config.resume_only_model
+    found = find_checkpoint(config.resume_from_checkpoint, config.output_dir, only_model=only_model)
+    checkpoint = found.directory
     goes_on = checkpoint is not None and _is_in(checkpoint, config.output_dir)
     if goes_on and config.overwrite_output_dir:
         raise ConfigError(
@@ -66,7 +76,7 @@ def checkpoint_of(config: TrainConfig) -> str | None:
             "Leave out one of --overwrite-output-dir and --resume-from-checkpoint.",
         )
     if goes_on or config.overwrite_output_dir or config.add_version:
-        return checkpoint
+        return found
     if used := _left_by_a_run(config.output_dir):
         shown = ", ".join(used[:3]) + (", ..." if len(used) > 3 else "")
         on = "--resume-from-checkpoint true goes on with it, " if finished_checkpoints(config.output_dir) else ""
@@ -75,7 +85,7 @@ def checkpoint_of(config: TrainConfig) -> str | None:
             f"Give another directory; or {on}--overwrite-output-dir true replaces it, and --add-version true makes a "
             "numbered folder inside for each run.",
         )
-    return checkpoint
+    return found
 
 
 def make_place(config: TrainConfig, world: World) -> TrainConfig:
@@ -108,6 +118,7 @@ def _clear(output_dir: str) -> None:
             shutil.rmtree(path)
         else:
             os.remove(path)
+    remove_names(output_dir)
     for name in _OTHER_NAMES:
         with contextlib.suppress(FileNotFoundError):
             os.remove(os.path.join(output_dir, name))

@@ -27,6 +27,7 @@ from packtool.train.planner import Dealing, Planner, plan_options, with_model
 from packtool.train.prepare_eval import plan_of_samples
 from packtool.train.schedule import Schedule
 from packtool.train.sharing import axes_of
+from packtool.train.whole import check_resumable
 from packtool.train.world import World
 
 
@@ -59,6 +60,7 @@ class PreparedRun:
         axes: how rows are shared.
         notes: remarks for the user.
         validation: what is evaluated between steps, None for nothing.
+        weights: checkpoint to take weights from, and nothing else; None for those of the model.
     """
 
     config: TrainConfig
@@ -74,6 +76,7 @@ class PreparedRun:
     axes: Axes
     notes: tuple[str, ...] = ()
     validation: Validation | None = None
+    weights: str | None = None
 
     @property
     def media_limits(self) -> MediaLimits:
@@ -99,14 +102,16 @@ def prepare_run(config: TrainConfig, world: World) -> PreparedRun:
         samples = chosen = ChosenTargets(reader, choice)
         targets = chosen.target_tokens()
     planner = _planner(config, files, reader, targets)
-    checkpoint = checkpoint_of(config)
+    found = checkpoint_of(config)
+    checkpoint = None if config.resume_only_model else found.directory
     before = read_state(checkpoint) if checkpoint is not None else None
     mine: Dealing = (world.data.size, config.gradient_accumulation_steps, config.per_device_train_batch_size)
     state = _state(config, planner, mine, reader.fingerprint)
     dealings: tuple[tuple[int, int, int, int], ...] = ((0, *mine),)
-    notes = _access_notes(config, reader)
+    notes = [*_access_notes(config, reader), *found.notes()]
     if checkpoint is not None and before is not None:
         state.check_continues(checkpoint, before)
+        check_resumable(checkpoint, world.rank, world.size)
         dealings = before.dealings or ((0, *before.dealing),)
         if state.is_dealt_anew_after(before):
             dealings = (*dealings, (before.step, *mine))
@@ -136,6 +141,7 @@ def prepare_run(config: TrainConfig, world: World) -> PreparedRun:
         axes,
         tuple(notes),
         _validation(config, world, reader, choice, axes),
+        found.directory if config.resume_only_model else None,
     )
 
 
@@ -201,6 +207,7 @@ def _state(config: TrainConfig, planner: Planner, dealing: Dealing, cache: str) 
         loss_scale=config.loss_scale or "",
         loss_reduction=config.loss_reduction,
         schedule=_schedule_of(planner),
+        master_weights=config.master_weights,
     )
 
 

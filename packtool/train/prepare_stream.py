@@ -30,6 +30,7 @@ from packtool.train.from_rows import length_of_rows, rows_fingerprint
 from packtool.train.place import checkpoint_of, with_resumed_version
 from packtool.train.planner import cost_of
 from packtool.train.sharing import axes_of
+from packtool.train.whole import check_resumable
 from packtool.train.world import World
 
 
@@ -85,6 +86,7 @@ class PreparedStream:
     cost: CostModel
     stream: StreamState | None
     notes: tuple[str, ...] = ()
+    weights: str | None = None
 
 
 def prepare_stream(config: TrainConfig, world: World) -> PreparedStream:
@@ -116,12 +118,15 @@ def prepare_stream(config: TrainConfig, world: World) -> PreparedStream:
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         per_device_train_batch_size=config.per_device_train_batch_size,
         streaming=_settings(config),
+        master_weights=config.master_weights,
     )
-    checkpoint = checkpoint_of(config)
+    found = checkpoint_of(config)
+    checkpoint = None if config.resume_only_model else found.directory
     start = 0
     if checkpoint is not None:
         before = read_run_state(checkpoint)
         state.check_continues(checkpoint, before)
+        check_resumable(checkpoint, world.rank, world.size)
         start = before.step
     return PreparedStream(
         config,
@@ -138,7 +143,8 @@ def prepare_stream(config: TrainConfig, world: World) -> PreparedStream:
         axes_of(config, world, files, np.array([max_length]), trained=True),
         cost_of(files.config),
         read_state(checkpoint, world.data.rank) if checkpoint is not None else None,
-        tuple(line for line in refusals if line is not None)[:1],
+        (*[line for line in refusals if line is not None][:1], *found.notes()),
+        found.directory if config.resume_only_model else None,
     )
 
 

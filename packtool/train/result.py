@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from packtool.cache.evaluation_file import plain_json
 from packtool.config.train import TrainConfig
 from packtool.plan.summary import SkrullFigures
 from packtool.train.place import RESULT_NAME
@@ -118,7 +119,7 @@ class TrainResult:
     def write(self) -> None:
         """Into the output directory."""
         with open(os.path.join(self.output_dir, RESULT_NAME), "w", encoding="utf-8") as file:
-            json.dump(dataclasses.asdict(self), file, indent=1)
+            json.dump(plain_json(dataclasses.asdict(self)), file, indent=1)
             file.write("\n")
 
 
@@ -153,6 +154,7 @@ def next_lines(config: TrainConfig, result: TrainResult, *, sees: bool) -> Itera
     yield f"evaluate: packtool eval --model {checkpoint} --cached-dataset {caches} --output eval.parquet"
     if config.train_type == "lora":
         yield f'load: peft.PeftModel.from_pretrained(model, "{result.checkpoint}")  # onto {config.model}'
+        yield f"merge: packtool merge {checkpoint} --output MERGED"
     else:
         auto = "AutoModelForImageTextToText" if sees else "AutoModelForCausalLM"
         yield f'load: transformers.{auto}.from_pretrained("{result.checkpoint}")'

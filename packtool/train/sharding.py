@@ -6,8 +6,10 @@ import json
 import re
 from typing import Any
 
-from accelerate import PartialState
+import torch
+from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
@@ -76,6 +78,19 @@ def shard_on_cpus(config: TrainConfig) -> None:
     """
     if config.fsdp and PartialState().distributed_type == DistributedType.MULTI_CPU:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+
+
+def keep_digits_of_outputs(accelerator: Accelerator, config: TrainConfig) -> None:
+    """Let FSDP round weights and inputs for the computation alone, and neither losses nor sums of gradients.
+
+    accelerate has it round what the model returns, too, which are float32 losses here: 11.906 instead of 11.914.
+
+    To be called between the Trainer and its first step.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if config.fsdp and plugin is not None and plugin.mixed_precision_policy is not None:
+        policy = MixedPrecisionPolicy(plugin.mixed_precision_policy.param_dtype, reduce_dtype=torch.float32)
+        plugin.mixed_precision_policy = policy
 
 
 def meet_on_cpus(config: TrainConfig) -> None:

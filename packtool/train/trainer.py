@@ -10,25 +10,33 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.batch.batch import Batch, SkippedSample
+from packtool.cache.evaluation_file import plain_json
+from packtool.train.checkpoint import PREFIX
+from packtool.train.finite import StepNumbers
 from packtool.train.head_loss import HeadLoss
+from packtool.train.kahan import KahanAdamW
 from packtool.train.loader import StepLoader, TrainingStep
 from packtool.train.loss import sum_of_losses, takes_logits_to_keep
 from packtool.train.meter import Meter
 from packtool.train.noise import EmbeddingNoise
 from packtool.train.part_rates import PartRates, split_groups
+from packtool.train.precision import SavedPrecision, load_masters, save_masters
 from packtool.train.stream_loader import StreamLoader
+from packtool.train.whole import loading, saving
 
 
 class PackTrainer(Trainer):
@@ -46,6 +54,9 @@ class PackTrainer(Trainer):
 
     Attributes:
         parallel: ranks that share rows with this one, as the model was told; None for nobody.
+        numbers: of the step that is being computed.
+        saved: what checkpoints are saved as; None leaves weights as they are kept.
+        kahan: whether weights are 16 bits long, and the optimizer keeps what rounding takes.
     """
 
     def __init__(
@@ -74,6 +85,9 @@ class PackTrainer(Trainer):
         for printing in (PrinterCallback, ProgressCallback):
             self.remove_callback(printing)
         self.parallel: SequenceParallel | None = None
+        self.saved: SavedPrecision | None = None
+        self.numbers = StepNumbers()
+        self.kahan = False
         self.part_rates, self.by_samples, self.skips = part_rates, by_samples, skips
         # Not the Trainer's, which scales noise by the length of the pack.
         alpha, self.neftune_noise_alpha = args.neftune_noise_alpha, None
@@ -84,6 +98,10 @@ class PackTrainer(Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The Trainer's, with parts of the model that have learning rates of their own in groups of their own."""
         is_new = self.optimizer is None
+        if self.kahan:
+            betas = (self.args.adam_beta1, self.args.adam_beta2)
+            settings = {"lr": self.args.learning_rate, "betas": betas, "eps": self.args.adam_epsilon}
+            self.optimizer_cls_and_kwargs = (KahanAdamW, settings)
         optimizer = super().create_optimizer(model)
         if is_new and self.part_rates:
             whole = model or self.model
@@ -91,6 +109,51 @@ class PackTrainer(Trainer):
             names = {id(parameter): name for name, parameter in whole.named_parameters()}
             optimizer.param_groups[:] = list(split_groups(optimizer.param_groups, names, self.part_rates))
         return optimizer
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        """The Trainer's, with a whole model in its checkpoint's own precision."""
+        model: Any = self.model
+        if self.saved is None or isinstance(model, PeftModel) or not self.args.should_save:
+            super()._save(output_dir, state_dict)
+            return
+        # Tied weights under each of their names.
+        named = model.named_parameters(remove_duplicate=False)
+        trained = frozenset(name for name, parameter in named if parameter.requires_grad)
+        state = self.saved.cast(model.state_dict() if state_dict is None else state_dict, trained)
+        super()._save(output_dir, state)
+        # Saving writes the precision of the weights in memory into the config.
+        model.config.dtype = self.saved.dtype
+        model.config.save_pretrained(output_dir)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """The Trainer's, and the digits that the saved model lacks; FSDP and DeepSpeed save theirs."""
+        super()._save_optimizer_and_scheduler(output_dir)
+        is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        if (
+            self.args.should_save
+            and self.saved is not None
+            and not is_sharded
+            and not isinstance(self.model, PeftModel)
+        ):
+            assert self.model is not None
+            save_masters(self.model, self.saved, output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """The Trainer's, and the digits that the saved model lacks."""
+        with loading(resume_from_checkpoint, "the weights"):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            if not self.is_fsdp_enabled and not isinstance(self.model, PeftModel):
+                whole = model or self.model
+                assert whole is not None
+                load_masters(whole, resume_from_checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with loading(str(checkpoint), "the optimizer's states or the schedule"):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        with saving(os.path.join(str(self.args.output_dir), f"{PREFIX}{self.state.global_step}")):
+            super()._save_checkpoint(model, trial)
 
     def get_train_dataloader(self) -> Any:
         """The steps as they are: already this rank's own, so accelerate must neither shard nor move them."""
@@ -119,6 +182,7 @@ class PackTrainer(Trainer):
             with contextlib.nullcontext() if is_last else self.accelerator.no_sync(model=model):
                 on_device = batch.to(self.args.device, non_blocking=True)
                 loss = super().training_step(model, {"batch": on_device, "scale": scale})
+            self.numbers.see_loss(loss)
             total += loss
             self.skipped += batch.skipped
             num_skipped += sum(1 if self.by_samples else sample.num_target_tokens for sample in batch.skipped)
@@ -127,6 +191,12 @@ class PackTrainer(Trainer):
             units = self._without_skipped(num_skipped, inputs.figures.units)
         self._meter.add(dataclasses.replace(inputs.figures, units=units))
         return total / scale * self.args.world_size
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """The Trainer's, shown to whoever watches the step's numbers."""
+        norm = super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
+        self.numbers.see_norm(0.0 if norm is None else norm, is_scaled=self.accelerator.scaler is not None)
+        return norm
 
     def _without_skipped(self, num_skipped: int, units: int) -> int:
         """What a step's loss is divided by without the samples that no rank could load; mends the gradients, too."""
@@ -173,7 +243,11 @@ class PackTrainer(Trainer):
             return
         if "loss" in logs:
             logs.update(self._meter.logged(logs["loss"], self.accelerator))
+            # The Trainer takes the sum away from itself, which does not help where it is no number.
+            self._tr_loss.zero_()
         super().log(logs, start_time)
+        # trainer_state.json is made of these, and JSON has no word for what is not a number.
+        self.state.log_history[-1] = plain_json(self.state.log_history[-1])
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Not counted: the Trainer's estimate would need a batch of its own form."""

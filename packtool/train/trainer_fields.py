@@ -43,7 +43,8 @@ _REFUSED: Mapping[str, str] = {
     "label_smoothing_factor": "the loss is the cross-entropy of the targets; --loss-scale weights them",
     "save_strategy": "--save-steps decides when to save; with more steps than the run has, only its end is saved",
     "save_on_each_node": "the first process saves, to an --output-dir that all machines see",
-    "enable_jit_checkpoint": "--save-steps saves, and --resume-from-checkpoint true goes on",
+    "enable_jit_checkpoint": "SIGTERM, SIGUSR1 and Ctrl-C finish the step, save a whole checkpoint and end with 143, "
+    "138 and 130; --resume-from-checkpoint true goes on",
     "restore_callback_states_from_checkpoint": "--resume-from-checkpoint restores all that packtool keeps",
     "disable_tqdm": "packtool shows its own progress, in a terminal only; --json keeps it off stdout",
     "data_seed": "--seed draws the order too",

@@ -186,7 +186,9 @@ def verify_cheaply(
         MismatchError: if the inputs could leak, or changes have no effect.
     """
     weights = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
-    casts = dtype is not None and dtype != weights.dtype
+    # Frozen and trained weights may differ.
+    kept = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    casts = dtype is not None and kept != {dtype}
     cast = torch.autocast(weights.device.type, dtype) if casts else contextlib.nullcontext()
     with evaluating(model), torch.no_grad(), cast:
         pack_under_test = PackUnderTest(model, samples, spec, dtype or weights.dtype, parallel, some_local=True)

@@ -31,14 +31,19 @@ def estimate(tiny: TinyWorld, world_size: int = 4, **settings: Any) -> Any:
 def test_full_training_and_its_sharding(tiny: TinyWorld) -> None:
     plain = estimate(tiny)
     assert plain.num_parameters == plain.num_trainable > 0
-    assert plain.weights * GIB == plain.gradients * GIB == 2 * plain.num_parameters
+    assert plain.weights * GIB == plain.gradients * GIB == 4 * plain.num_parameters
     assert plain.optimizer == 2 * plain.weights
     full = estimate(tiny, fsdp=("full_shard",))
     assert (full.weights, full.gradients, full.optimizer) == tuple(
         part / 4 for part in (plain.weights, plain.gradients, plain.optimizer)
     )
     second = estimate(tiny, deepspeed="zero2")
-    assert (second.weights, second.gradients) == (plain.weights, plain.gradients / 4)
+    assert (second.weights, second.gradients) == (plain.weights / 2, plain.gradients / 8)
+    assert second.optimizer == plain.weights * 3 / 4
+    kahan, none = (estimate(tiny, master_weights=way) for way in ("kahan", "none"))
+    assert [way.weights + way.gradients + way.optimizer for way in (plain, kahan, none)] == [
+        number * plain.num_parameters / GIB for number in (16, 12, 8)
+    ]
     assert f"{plain.total:.2f} GiB" in plain.sentence()
 
 
@@ -78,7 +83,7 @@ def test_what_to_do_next(train_type: Any, sees: bool, told: str, tiny: TinyWorld
     counts |= dict.fromkeys(("num_empty_micro_batches", "num_processes", "target_tokens"), 1)
     sizes: Any = {"max_length": 1, "packing_length": 1, "fill": 1.0, "samples_per_pack": 1.0, "packing": True}
     result = TrainResult(**counts, **sizes, output_dir="o", checkpoint="o/checkpoint 3")
-    evaluate, load = next_lines(tiny.config("o", train_type=train_type), result, sees=sees)
+    evaluate, load, *_ = next_lines(tiny.config("o", train_type=train_type), result, sees=sees)
     assert "packtool eval --model 'o/checkpoint 3'" in evaluate
     assert told in load
     assert "CausalLM" in list(next_lines(tiny.config("o"), result, sees=False))[1]

@@ -14,13 +14,12 @@ from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, MismatchError, UnsupportedModelError
 from packtool.train.adapters import adapted_modules
 from packtool.train.model import (
-    checkpoint_dtype,
     count_parameters,
     load_model,
     make_trainable,
     resolve_dtype,
-    weights_dtype,
 )
+from packtool.train.precision import checkpoint_dtype, loaded_dtype
 from packtool.train.towers import Towers, towers_of
 from tests.batch.reduced import VISION_MODELS, reduced_config, reduced_model
 
@@ -128,9 +127,10 @@ def test_precision() -> None:
     assert resolve_dtype(config, run_config(torch_dtype="float16"), on_gpu=True) == torch.float16
     with pytest.raises(ConfigError, match="GPU"):
         resolve_dtype(config, run_config(torch_dtype="float16"), on_gpu=False)
-    assert weights_dtype(torch.float16, run_config(train_type="full")) == torch.float32
-    assert weights_dtype(torch.float16, run_config(train_type="lora")) == torch.float16
-    assert weights_dtype(torch.bfloat16, run_config(train_type="full")) == torch.bfloat16
+    assert loaded_dtype(torch.float16, config, run_config(train_type="full")) == torch.float32
+    assert loaded_dtype(torch.float16, config, run_config(train_type="lora")) == torch.float16
+    assert loaded_dtype(torch.bfloat16, config, run_config(train_type="full")) == torch.bfloat16
+    assert loaded_dtype(torch.float32, config, run_config(train_type="full")) == torch.float32
     config.dtype = "float16"
     assert checkpoint_dtype(config) == torch.float16
     config.dtype = None
