@@ -36,7 +36,7 @@ from packtool.config.simulate import SimulateConfig
 from packtool.config.train import TrainConfig
 from packtool.config.verify import VerifyConfig
 from packtool.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_UNEXPECTED, EXIT_USAGE, PacktoolError, StoppedError
-from packtool.launch import end_with_launcher, is_launched
+from packtool.launch.processes import end_with_launcher, is_launched
 from packtool.visible import show
 
 app = typer.Typer(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from packtool.config.merge import MergeConfig
-from packtool.launch import share_cores_politely
+from packtool.launch.processes import share_cores_politely
 from packtool.visible import show, show_json
 
 
@@ -13,7 +13,7 @@ def run_merge(config: MergeConfig, as_json: bool) -> None:
     """Merge and say where the model is."""
     share_cores_politely()
     from packtool.report.terminal import TerminalProgress
-    from packtool.train.merge import merge
+    from packtool.train.model.merge import merge
 
     with TerminalProgress() as progress:
         result = merge(config, progress)

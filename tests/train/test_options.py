@@ -16,10 +16,10 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
 from packtool.progress import SilentProgress
-from packtool.train.arguments import training_arguments
-from packtool.train.model import load_model, make_trainable, resolve_dtype
-from packtool.train.precision import loaded_dtype
-from packtool.train.result import settings_lines
+from packtool.train.loop.arguments import training_arguments
+from packtool.train.loop.result import settings_lines
+from packtool.train.model.load import load_model, make_trainable, resolve_dtype
+from packtool.train.model.precision import loaded_dtype
 from packtool.train.run import train
 from tests.batch.reduced import reduced_model
 from tests.train.tiny import TinyWorld, export_rows, read_metrics

@@ -16,7 +16,7 @@ from transformers import Trainer
 
 from packtool.errors import ConfigError, MismatchError
 from packtool.progress import SilentProgress
-from packtool.train.checkpoint import (
+from packtool.train.prepare.checkpoint import (
     RunState,
     copy_processor,
     find_checkpoint,

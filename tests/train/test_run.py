@@ -18,12 +18,12 @@ from packtool.cache.manifest import Manifest
 from packtool.config.settings import resolve
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, DataError, MismatchError, UnsupportedModelError
+from packtool.launch.world import World
 from packtool.progress import SilentProgress
 from packtool.report.inspect import sample_view
-from packtool.train.place import RESULT_NAME
+from packtool.train.prepare.place import RESULT_NAME
+from packtool.train.prepare.trained import TrainedModel
 from packtool.train.run import train
-from packtool.train.trained import TrainedModel
-from packtool.train.world import World
 from tests.train.tiny import TinyWorld, export_rows, make_tiny_text_world, read_metrics
 
 
