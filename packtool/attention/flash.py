@@ -42,7 +42,7 @@ class FlashKernel(Kernel):
         self.has_dropout = version == 2
 
     def unavailable(self, device: torch.device, dtype: torch.dtype) -> Unavailable | None:
-        """The reason where there is no CUDA, 32 bits are asked for, no package is installed, or the GPU is older than Hopper (version 3)."""
+        """The reason: no CUDA, 32 bits, no package, or for version 3 a GPU before Hopper."""
         if not _has_package(self.version) and importlib.util.find_spec("kernels") is None:
             return Unavailable(
                 f"neither {_PACKAGES[self.version]} is installed, nor kernels, which fetches it from the hub",

@@ -35,7 +35,7 @@ class SdpaKernel(Kernel):
     def fwd(
         self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, *, scale: float | None = None, window: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Attend as ``Kernel.fwd`` says. On the CPU the lse comes with the forward pass; elsewhere the scores are computed again."""
+        """Attend as ``Kernel.fwd`` says; but for the CPU, the lse costs the scores once more."""
         with_lse = _cpu_flash if _has_cpu_flash(q, v) else _sdpa_and_lse
         scale = default_scale(q, scale)
         outs, lses = [], []

@@ -87,7 +87,7 @@ class ModelFiles:
 
     @cached_property
     def tokenizer_hash(self) -> str:
-        """Hash of vocabulary, merges, added tokens and pre-tokenization: what decides the ids, however the file is laid out.
+        """Hash of vocabulary, merges, added tokens and pre-tokenization, however the file is laid out.
 
         Raises:
             ConfigError: if ``tokenizer.json`` is broken.

@@ -250,7 +250,7 @@ class Machine:
         return work * (self.passes * self.sizes.cost.per_square / speed)
 
     def communication_seconds(self, tokens: npt.NDArray[Any], num_sharing: int) -> Seconds:
-        """Time to exchange keys, values and their gradients in all layers, for so many sharded tokens over all ranks."""
+        """Time to exchange K, V and their gradients in all layers, for so many sharded tokens over all ranks."""
         times = self.step_time(num_sharing)
         if num_sharing == 1:
             return np.zeros(len(tokens))

@@ -86,7 +86,7 @@ class Evaluation:
 
     @property
     def channel_totals(self) -> dict[str | None, Total]:
-        """Totals of each channel that has samples here, in the caches' order; those of samples without one come last, under None."""
+        """Totals of each channel that has samples here, in the caches' order; None, for those without, is last."""
         names: list[str | None] = [*self.channels, None]
         codes = [*range(len(self.channels)), -1]
         found = {name: self.channel == code for name, code in zip(names, codes, strict=True)}
