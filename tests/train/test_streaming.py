@@ -161,6 +161,8 @@ class Told(SilentProgress):
 def test_rows_without_streaming_get_a_cache_once(tiny: TinyWorld, rows: str, tmp_path: Path) -> None:
     rows = shutil.copy(rows, tmp_path / "rows.jsonl")
 
+    lines: list[str] = []
+
     def run(**changes: Any) -> tuple[str, str]:
         given = {
             "cached_dataset": (),
@@ -172,6 +174,7 @@ def test_rows_without_streaming_get_a_cache_once(tiny: TinyWorld, rows: str, tmp
         told = Told()
         found = with_cache(tiny.config(tmp_path / "out", **given | changes), told)
         assert not found.dataset
+        lines.append(told.notes[-1])
         return found.cached_dataset[0], told.notes[-1].partition(":")[0]
 
     first, said = run()
@@ -181,9 +184,10 @@ def test_rows_without_streaming_get_a_cache_once(tiny: TinyWorld, rows: str, tmp
     longer, said = run(max_length=600)
     assert (longer != first, said) == (True, "cache made")
     with open(rows, "a") as file:
-        file.write("\n")
+        file.write("{broken\n")
     changed, said = run()
     assert (changed not in (first, longer), said) == (True, "cache made")
+    assert lines[-1].endswith(" 3 dropped: 2 invalid_json, 1 over_max_length)")
 
 
 def test_the_cache_of_rows_keeps_what_media_may_be(tiny: TinyWorld, tmp_path: Path) -> None:
