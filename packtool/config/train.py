@@ -196,6 +196,8 @@ class TrainConfig(
                 "--on-bad-media skip: processes that share a row load different media of it, and would not skip alike; "
                 "leave out --sequence-parallel-size, or skip bad rows at export"
             )
+        if not self.num_train_epochs and self.max_steps is None:
+            found.append("--num-train-epochs 0 trains nothing: give more, or --max-steps")
         if self.hardware is not None and not self.dry_run:
             found.append("--hardware is for plans of runs on other machines: it goes with --dry-run")
         if self.overwrite_output_dir and self.add_version:
