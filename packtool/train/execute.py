@@ -21,7 +21,7 @@ from packtool.batch.spec import InputSpec
 from packtool.config.train import TrainConfig
 from packtool.encode.model_files import place_of
 from packtool.progress import Progress
-from packtool.train.arguments import training_arguments
+from packtool.train.arguments import check_optimizer_of, training_arguments
 from packtool.train.callbacks import (
     CheckpointCallback,
     EvaluationCallback,
@@ -34,7 +34,8 @@ from packtool.train.evaluation import evaluate_in_training
 from packtool.train.liger import refuse_without_liger
 from packtool.train.loader import StepLoader, cut_of
 from packtool.train.memory import MemoryEstimate, estimate_memory, model_without_weights
-from packtool.train.model import count_parameters, has_gpu, load_model, make_trainable, resolve_dtype, weights_dtype
+from packtool.train.model import has_gpu, load_model, make_trainable, resolve_dtype, weights_dtype
+from packtool.train.parameters import count_parameters
 from packtool.train.part_rates import PartRates
 from packtool.train.place import make_place
 from packtool.train.prepare import PreparedRun
@@ -85,10 +86,13 @@ def preview(run: PreparedRun | PreparedStream, spec: InputSpec) -> MemoryEstimat
     """
     dtype = resolve_dtype(spec.config, run.config, on_gpu=has_gpu(run.config))
     with quiet_transformers():
-        training_arguments(run.config, num_steps=run.schedule.num_steps, dtype=dtype, on_gpu=torch.cuda.is_available())
+        on_gpu = torch.cuda.is_available()
+        args = training_arguments(run.config, num_steps=run.schedule.num_steps, dtype=dtype, on_gpu=on_gpu)
         model = model_without_weights(run.config, spec.config, dtype)
         PartRates.of(run.config, model)
-    return _estimate(run, model, spec, dtype)
+    estimate = _estimate(run, model, spec, dtype)
+    check_optimizer_of(model, args)
+    return estimate
 
 
 def _estimate(

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from packtool.config.train import TrainConfig
 from packtool.plan.hardware import Hardware
 from packtool.train.head_loss import CHUNK_LOGITS, HeadLoss
-from packtool.train.model import make_trainable, weights_dtype, whole_size
+from packtool.train.model import make_trainable, weights_dtype
 from packtool.train.pack_under_test import CHECKED_POSITIONS
+from packtool.train.parameters import whole_size
 from packtool.train.verify import FEW
 
 _GIB = 2**30

@@ -22,6 +22,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.batch.batch import Batch, SkippedSample
+from packtool.train.arguments import refused_by_transformers
 from packtool.train.head_loss import HeadLoss
 from packtool.train.loader import StepLoader, TrainingStep
 from packtool.train.loss import sum_of_losses, takes_logits_to_keep
@@ -84,7 +85,8 @@ class PackTrainer(Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The Trainer's, with parts of the model that have learning rates of their own in groups of their own."""
         is_new = self.optimizer is None
-        optimizer = super().create_optimizer(model)
+        with refused_by_transformers() if is_new else contextlib.nullcontext():
+            optimizer = super().create_optimizer(model)
         if is_new and self.part_rates:
             whole = model or self.model
             assert whole is not None
