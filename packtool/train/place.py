@@ -19,13 +19,14 @@ import time
 from typing import Any
 
 from packtool.config.train import TrainConfig
-from packtool.errors import ConfigError
+from packtool.errors import ConfigError, StorageError
 from packtool.train.checkpoint import PREFIX, discard_state, find_checkpoint, finished_checkpoints
 from packtool.train.world import World
 
 RESULT_NAME = "packtool_train.json"
 METRICS_NAME = "metrics.jsonl"
 _OTHER_NAMES = ("skipped.jsonl", "curves.png")
+_PLACE = "Give a directory that is there and may be written to, or one that can be made."
 _VERSION = re.compile(r"v(\d+)-\d{8}-\d{6}")
 
 
@@ -56,8 +57,9 @@ def checkpoint_of(config: TrainConfig) -> str | None:
     """The checkpoint that a run goes on from, None for a run from the beginning.
 
     Raises:
-        ConfigError: if there is no such checkpoint, or the output directory holds another run.
+        ConfigError: if there is no such checkpoint, or the output directory holds another run, or can be none.
     """
+    _check_is_possible(config.output_dir)
     checkpoint = find_checkpoint(config.resume_from_checkpoint, config.output_dir)
     goes_on = checkpoint is not None and _is_in(checkpoint, config.output_dir)
     if goes_on and config.overwrite_output_dir:
@@ -91,12 +93,28 @@ def make_place(config: TrainConfig, world: World) -> TrainConfig:
             agreed = [os.path.join(config.output_dir, f"v{number}-{time.strftime('%Y%m%d-%H%M%S')}")]
         elif config.overwrite_output_dir:
             _clear(config.output_dir)
-        os.makedirs(agreed[0], exist_ok=True)
+        try:
+            os.makedirs(agreed[0], exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"--output-dir {agreed[0]} cannot be made: {error.strerror}", _PLACE) from error
     if config.add_version and world.size > 1:
         import torch.distributed as dist  # here, because directories are looked at without torch
 
         dist.broadcast_object_list(agreed)
     return dataclasses.replace(config, output_dir=agreed[0])
+
+
+def _check_is_possible(output_dir: str) -> None:
+    """A dry run makes no directory, and finds out all the same whether the run could."""
+    if not output_dir:
+        raise ConfigError("--output-dir is empty", _PLACE)
+    there = os.path.abspath(output_dir)
+    while not os.path.lexists(there):
+        there = os.path.dirname(there)
+    if not os.path.isdir(there):
+        raise ConfigError(f"--output-dir {output_dir}: {there} is no directory", _PLACE)
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise StorageError(f"--output-dir {output_dir}: {there} may not be written to", _PLACE)
 
 
 def _clear(output_dir: str) -> None:
