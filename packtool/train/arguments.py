@@ -31,6 +31,7 @@ _REPORTERS = {
     **{name: name for name in ("clearml", "codecarbon", "dagshub", "dvclive", "kubeflow", "mlflow", "neptune")},
     **{name: name for name in ("swanlab", "tensorboard", "trackio", "wandb")},
 }
+_AFTER_EVALUATIONS = ("reduce_lr_on_plateau", "greedy")
 # Made from the modules of a model.
 _OF_A_MODEL = frozenset(
     name for name in OptimizerNames if name.value.startswith(("galore", "apollo", "lomo", "adalomo"))
@@ -76,6 +77,11 @@ def training_arguments(config: TrainConfig, *, num_steps: int, dtype: torch.dtyp
     }
     fields |= checked_fields(config.training)
     _check_packages(config)
+    if (schedule := str(fields["lr_scheduler_type"])) in _AFTER_EVALUATIONS:
+        raise ConfigError(
+            f"--lr-scheduler-type {schedule} follows evaluations of the Trainer's, and packtool evaluates by itself",
+            "Take cosine, cosine_with_min_lr, linear or another one that follows the steps.",
+        )
     try:
         args = TrainingArguments(**fields)
     except (TypeError, ValueError, ImportError) as error:

@@ -63,6 +63,7 @@ def settings_of_runs(draw: st.DrawFn) -> dict[str, Any]:
 @example({"training": {"neftune_noise": 5}})
 @example({"use_liger_kernel": True})
 @example({"optim": "galore_adamw"})
+@example({"lr_scheduler_type": "greedy"})
 def test_both_say_the_same(tiny: TinyWorld, given: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as output_dir:
         planned = outcome(tiny, Path(output_dir), given | {"dry_run": True})
