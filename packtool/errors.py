@@ -7,11 +7,14 @@
     │   └── MediaError               3   a picture, video or sound is gone, changed or broken since the export
     ├── MismatchError                4   a cache, a plan, a checkpoint and a run do not fit each other
     │   └── UnsupportedModelError    4   a model whose layers cannot be isolated under packing
-    └── StorageError                 5   a local or remote file system said no
-        └── RemoteError              5   the same of a remote one, with the kind of its refusal
+    ├── StorageError                 5   a local or remote file system said no
+    │   └── RemoteError              5   the same of a remote one, with the kind of its refusal
+    ├── DivergedError                1   a loss or a gradient is infinite or not a number
+    └── StoppedError                 1   a signal ended the run after a checkpoint; really 128 + the signal's number
 
 Messages say what was wrong, where (file, row, option) and what to do about it. Anything that is not a
-``PacktoolError`` is a bug and exits with 1; Ctrl-C exits with 130.
+``PacktoolError`` is a bug and exits with 1; Ctrl-C exits with 130. A training that is told to stop by SIGTERM (143),
+SIGUSR1 (138) or Ctrl-C (130) saves a checkpoint first.
 """
 
 from __future__ import annotations
@@ -131,3 +134,21 @@ class RemoteError(StorageError):
     def __init__(self, message: str, remedy: str | None = None, fault: RemoteFault = "invalid") -> None:
         super().__init__(message, remedy)
         self.fault: RemoteFault = fault
+
+
+class DivergedError(PacktoolError):
+    """Training met a loss or a gradient that is infinite or not a number; the weights have not."""
+
+
+class StoppedError(PacktoolError):
+    """A signal ended a run, which has saved a checkpoint.
+
+    Args:
+        message: empty on all processes but the first.
+        signal: its number; the exit code is 128 more.
+    """
+
+    def __init__(self, message: str, remedy: str | None = None, signal: int = 0) -> None:
+        super().__init__(message, remedy)
+        if signal:
+            self.exit_code = 128 + signal

@@ -19,7 +19,7 @@ from packtool.attention.register import set_attention
 from packtool.attention.varlen import Varlen
 from packtool.batch.batch import Batch
 from packtool.constants import IGNORE_INDEX
-from packtool.train.head_loss import HeadLoss
+from packtool.train.model.head_loss import HeadLoss
 from scripts._gpu_models import (
     NUM_CONTROL,
     SIZES,

@@ -47,8 +47,8 @@ from packtool.attention.varlen import Varlen
 from packtool.batch.batch import Batch
 from packtool.constants import IGNORE_INDEX
 from packtool.plan.cost import CostModel
-from packtool.train.figures import peak_tflops
-from packtool.train.head_loss import HeadLoss
+from packtool.train.model.head_loss import HeadLoss
+from packtool.train.prepare.figures import peak_tflops
 from scripts._gpu_checks import kernels_at_hand, run_checks, work_type
 from scripts._gpu_models import (
     SIZES,

@@ -5,7 +5,7 @@
 
 Qwen2.5 of 0.5B and 7B on 32 H100, lengths as in Wikipedia, LMSYS-Chat-1M and ChatQA2-Long-SFT, 26K and 13K tokens on a
 GPU, 4 groups of 8 GPUs and 64 sequences for each (7B with ChatQA2: 2 groups of 16, 40 sequences). Every strategy is
-planned by packtool's own planners and timed by ``packtool.plan.simulate_cost``, whose constants come from data sheets
+planned by packtool's own planners and timed by ``packtool.simulate.cost``, whose constants come from data sheets
 and other papers; none was chosen to meet these results. Speed-ups are over context parallelism for all, one sequence in
 a micro-batch, which is our reading of the paper's ZeRO-2 baseline.
 
@@ -32,15 +32,15 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a checkout, too
 
-from packtool.plan.distributions import DistributionName, draw
-from packtool.plan.hardware import PRESETS
-from packtool.plan.model_sizes import PRESETS as MODELS
-from packtool.plan.model_sizes import ModelSizes
 from packtool.plan.pack_plan import Int32Array
-from packtool.plan.simulate import Outcome, arrange, outcome, simulate
-from packtool.plan.simulate_cost import Machine
-from packtool.plan.simulate_strategies import SimulateOptions, schedule_of
 from packtool.plan.skrull import SHARDED, MicroBatch
+from packtool.simulate.cost import Machine
+from packtool.simulate.distributions import DistributionName, draw
+from packtool.simulate.hardware import PRESETS
+from packtool.simulate.model_sizes import PRESETS as MODELS
+from packtool.simulate.model_sizes import ModelSizes
+from packtool.simulate.outcomes import Outcome, arrange, outcome, simulate
+from packtool.simulate.strategies import SimulateOptions, schedule_of
 
 # An all-gather of 2 MB took 53 us there, and one of 1024 MB 6468 us: (7 / 8) 1024 MB / 6468 us. The links between nodes
 # are not told: 80 % of 400 Gb/s for each GPU.

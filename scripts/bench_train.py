@@ -55,13 +55,13 @@ from packtool.config.export import ExportConfig
 from packtool.config.train import TrainConfig
 from packtool.demo.model import make_model as make_demo_model
 from packtool.demo.world import make_rows
+from packtool.launch.world import World
 from packtool.plan.cost import CostModel
 from packtool.progress import SilentProgress
-from packtool.train.head_loss import HeadLoss
-from packtool.train.loss import sum_of_losses
-from packtool.train.prepare import PreparedRun, prepare_run
+from packtool.train.model.head_loss import HeadLoss
+from packtool.train.model.loss import sum_of_losses
+from packtool.train.prepare.cached import PreparedRun, prepare_run
 from packtool.train.run import train
-from packtool.train.world import World
 from scripts._reduced_model import reduce_model
 from scripts._trl_packing import train_an_epoch
 

@@ -16,19 +16,21 @@ ORDER = (
     "encode",
     "cache",
     "plan",
+    "simulate",
     "stream",
     "batch",
     "attention",
     "train",
     "report",
-    "launch",
     "demo",
     "cli",
 )
-BASE = {"errors", "constants", "progress", "visible", "config", "storage"}
+BASE = {"errors", "constants", "progress", "visible", "config", "storage", "launch"}
+# The rooms of train/, under run.py: a room imports only from those before it.
+TRAIN_ORDER = ("prepare", "model", "evaluate", "verify", "loop")
 
 OWNERS = {
-    "torch": {"batch", "attention", "train", "demo"},
+    "torch": {"batch", "attention", "train", "demo", "launch"},
     "transformers": {"encode", "batch", "attention", "train", "demo"},
     "pyarrow": {"rows", "cache"},
     "datasets": {"rows", "cache"},
@@ -101,6 +103,23 @@ def test_a_folder_imports_only_from_those_before_it() -> None:
     assert not wrong
 
 
+def test_a_room_of_training_imports_only_from_those_before_it() -> None:
+    wrong = []
+    for path in FILES:
+        place = path.relative_to(PACKAGE).parts
+        if place[0] != "train" or place[1] not in TRAIN_ORDER:
+            continue
+        for name, line in _imports(path):
+            parts = name.split(".")
+            if parts[:2] != ["packtool", "train"] or len(parts) < 3:
+                continue
+            if parts[2] not in TRAIN_ORDER[: TRAIN_ORDER.index(place[1]) + 1]:
+                wrong.append(f"{path.relative_to(PACKAGE)}:{line}: {place[1]} may not import {name}")
+            if place[1] == "prepare" and name.split(".")[0] == "torch":
+                wrong.append(f"{path.relative_to(PACKAGE)}:{line}: what is prepared needs no torch")
+    assert not wrong
+
+
 def test_no_module_imports_itself_by_way_of_others() -> None:
     """Imports of types alone and those inside functions are counted too: a circle is one wherever it is closed."""
     graph = {
@@ -168,3 +187,15 @@ def test_text_of_others_is_shown_in_few_places() -> None:
         if name not in ESCAPERS and any(module == "html" for module, _ in _imports(path)):
             wrong.append(f"{name}: packtool.report.markup.escape takes care of controls")
     assert not wrong
+
+
+def test_docstrings_say_what_is_returned() -> None:
+    """A fragment of the function's name ("Of the shard.", "For a person.") tells nobody what comes back."""
+    fragments = []
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)):
+                first = (ast.get_docstring(node) or "-").split()[0]
+                if first in ("Of", "That", "For", "As"):
+                    fragments.append(f"{path.relative_to(PACKAGE)}: {ast.get_docstring(node)}")
+    assert not fragments

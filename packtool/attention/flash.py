@@ -42,7 +42,7 @@ class FlashKernel(Kernel):
         self.has_dropout = version == 2
 
     def unavailable(self, device: torch.device, dtype: torch.dtype) -> Unavailable | None:
-        """Without CUDA, in 32 bits, without the package and ``kernels``, or version 3 before Hopper."""
+        """The reason: no CUDA, 32 bits, no package, or for version 3 a GPU before Hopper."""
         if not _has_package(self.version) and importlib.util.find_spec("kernels") is None:
             return Unavailable(
                 f"neither {_PACKAGES[self.version]} is installed, nor kernels, which fetches it from the hub",
@@ -61,7 +61,7 @@ class FlashKernel(Kernel):
     def fwd(
         self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, *, scale: float | None = None, window: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As all kernels."""
+        """Attend as ``Kernel.fwd`` says."""
         function = _function(self.version)
         found = self._call(q, k, v, varlen, scale, window, _asking_for_lse(function))
         out, lse = found[:2]
@@ -78,7 +78,7 @@ class FlashKernel(Kernel):
         window: int | None = None,
         dropout: float = 0.0,
     ) -> Tensor:
-        """As all kernels; version 2 drops weights, too."""
+        """Attend as ``Kernel.attend`` says; version 2 also applies dropout to the weights."""
         if dropout and not self.has_dropout:
             return super().attend(q, k, v, varlen, scale=scale, window=window, dropout=dropout)
         found = self._call(q, k, v, varlen, scale, window, {"dropout_p": dropout} if dropout else {})

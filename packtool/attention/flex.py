@@ -26,7 +26,7 @@ class FlexKernel(Kernel):
     name = "flex"
 
     def unavailable(self, device: torch.device, dtype: torch.dtype) -> Unavailable | None:
-        """Without CUDA: there is no backward pass."""
+        """The reason where there is no CUDA: the CPU has no backward pass."""
         if device.type != "cuda":
             return Unavailable(
                 f"flex attention has no backward pass on the {device.type}", "Use sdpa, which runs anywhere."
@@ -36,7 +36,7 @@ class FlexKernel(Kernel):
     def fwd(
         self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, *, scale: float | None = None, window: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As all kernels; on the CPU without gradients."""
+        """Attend as ``Kernel.fwd`` says; on the CPU there are no gradients."""
         if window is not None and window >= varlen.max_seqlen:
             window = None
         heads = [tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v)]

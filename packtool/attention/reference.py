@@ -25,7 +25,7 @@ class ReferenceKernel(Kernel):
     def fwd(
         self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, *, scale: float | None = None, window: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As all kernels, but both results are float64, and the lse has a graph, too."""
+        """Attend as ``Kernel.fwd`` says, but in float64 and with a graph for the lse too."""
         num_tokens, num_heads, _ = q.shape
         scale = default_scale(q, scale)
         groups = num_heads // k.shape[1]
@@ -50,5 +50,5 @@ class ReferenceKernel(Kernel):
         window: int | None = None,
         dropout: float = 0.0,
     ) -> Tensor:
-        """In the model's own type, so that the layers behind take it."""
+        """Attend in float64 and return the model's own type, which the following layers expect."""
         return super().attend(q, k, v, varlen, scale=scale, window=window, dropout=dropout).to(q.dtype)

@@ -181,7 +181,7 @@ def packed_attention(
 
 
 def _as_autocast(*tensors: Tensor) -> list[Tensor]:
-    """In the precision of an autocast that is on: torch casts for its own attention only."""
+    """Cast to the precision of an active autocast, which torch does for its own attention only."""
     device_type = tensors[0].device.type
     is_known = torch.amp.is_autocast_available(device_type)
     if not is_known or not torch.is_autocast_enabled(device_type) or tensors[0].dtype == torch.float64:

@@ -35,7 +35,7 @@ class SdpaKernel(Kernel):
     def fwd(
         self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, *, scale: float | None = None, window: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As all kernels. On the CPU the lse is the forward pass's own; elsewhere it costs the scores once more."""
+        """Attend as ``Kernel.fwd`` says; but for the CPU, the lse costs the scores once more."""
         with_lse = _cpu_flash if _has_cpu_flash(q, v) else _sdpa_and_lse
         scale = default_scale(q, scale)
         outs, lses = [], []
@@ -59,7 +59,7 @@ class SdpaKernel(Kernel):
         window: int | None = None,
         dropout: float = 0.0,
     ) -> Tensor:
-        """As all kernels; contiguous."""
+        """Attend as ``Kernel.attend`` says; the result is contiguous."""
         outs = []
         for heads in _documents(q, k, v, varlen):
             for queries, keys, mask in _blocks(heads[0].shape[2], window, q.device):
@@ -139,7 +139,7 @@ def _sdpa_and_lse(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | 
 
 @torch.no_grad()
 def _lse(q: Tensor, k: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-    """Of (Hq, L, D) queries and (Hkv, L', D) keys: float32 (Hq, L), the scores of some queries at a time."""
+    """The log-sum-exp of (Hq, L, D) queries and (Hkv, L', D) keys: float32 (Hq, L), made for some queries at a time."""
     num_heads, length, head_dim = q.shape
     # Scores of 16 bits would be off by more than the tolerance of the merge; a row of them is small in 32.
     grouped = q.reshape(k.shape[0], -1, length, head_dim).float()

@@ -29,7 +29,7 @@ class TorchVarlenKernel(Kernel):
     max_head_dim = 256
 
     def unavailable(self, device: torch.device, dtype: torch.dtype) -> Unavailable | None:
-        """Without CUDA, in 32 bits, or before torch 2.10."""
+        """The reason where there is no CUDA, 32 bits are asked for, or torch is older than 2.10."""
         if _module() is None:
             return Unavailable(
                 f"torch {torch.__version__} has no torch.nn.attention.varlen",
@@ -40,7 +40,7 @@ class TorchVarlenKernel(Kernel):
     def fwd(
         self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, *, scale: float | None = None, window: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As all kernels.
+        """Attend as ``Kernel.fwd`` says.
 
         Raises:
             ConfigError: for a window, where this torch's function has none.

@@ -38,7 +38,7 @@ class TowerUse:
     brings: Mapping[Tower, npt.NDArray[np.bool_]]
 
     def in_micro_batches(self, plan: EpochPlan) -> dict[Tower, npt.NDArray[np.bool_]]:
-        """For each tower, whether it runs in each micro-batch of an epoch, (M,): where some rank has need of it."""
+        """Whether each tower runs in each micro-batch of an epoch, (M,): where some rank has need of it."""
         packs, num = plan.packs, int(plan.steps.step_offsets[-1]) // plan.steps.world_size
         found: dict[Tower, npt.NDArray[np.bool_]] = {tower: np.ones(num, np.bool_) for tower in self.always}
         for tower in self.brings.keys() - self.always:

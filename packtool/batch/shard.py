@@ -49,12 +49,12 @@ class Cut:
 
     @property
     def ring_rank(self) -> int:
-        """On the ring axis."""
+        """This process's place on the ring axis."""
         return self.rank // self.ulysses_size
 
     @property
     def multiple(self) -> int:
-        """That a sharded document is padded to."""
+        """The multiple that the length of a sharded document is padded to."""
         return 2 * self.ring_size if self.ring_size > 1 else 1
 
     def num_filler_tokens(self, num_tokens: int) -> int:

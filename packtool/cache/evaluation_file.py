@@ -75,4 +75,6 @@ def plain_json(value: Any) -> Any:
     """The same, with None for every number that is nan or infinite: JSON has no word for these."""
     if isinstance(value, Mapping):
         return {name: plain_json(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_json(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

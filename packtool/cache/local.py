@@ -69,7 +69,7 @@ class LocalCopies:
 
     @classmethod
     def of(cls, options: CacheOptions) -> LocalCopies:
-        """As a command's options say."""
+        """Copies where a command's options say."""
         directory = options.cache_dir or cls.default().directory
         return cls(directory, options.cache_dir_size, verify=options.verify_cache)
 

@@ -53,7 +53,7 @@ class Holder:
 
     @classmethod
     def this_process(cls, part: str = "") -> Holder:
-        """Of a run that begins now."""
+        """The holder that a run of this process would be, from now on."""
         now = time.time()
         pid = os.getpid()
         return cls(secrets.token_hex(8), socket.gethostname(), _space(), pid, _started(pid) or "", now, now, part)
@@ -162,7 +162,7 @@ class DirectoryLock:
 
     @property
     def stamp(self) -> LockStamp:
-        """For workers, which look at the lock before they put a shard in its place."""
+        """What workers need to look at the lock before they put a shard in its place."""
         return LockStamp(self._directory, self._name, self._holder.run)
 
     def __enter__(self) -> Self:
@@ -278,7 +278,7 @@ def _reads(directory: str, name: str, run: str) -> bool:
 
 
 def _number(name: str) -> int:
-    """Of a whole export's lock; 0 for a part's."""
+    """Number of a whole export's lock; 0 for a part's."""
     digits = name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
     return int(digits) if digits.isdigit() else 0
 

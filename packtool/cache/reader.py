@@ -108,7 +108,7 @@ class CacheReader:
 
     @property
     def fingerprint(self) -> str:
-        """Of all caches together, in their order."""
+        """One fingerprint of all caches, in their order."""
         names = [self.split, *(manifest.fingerprint for manifest in self.manifests)]
         return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
 

@@ -142,7 +142,7 @@ class Claim:
 
     @classmethod
     def of(cls, identity: Identity, sources: tuple[SourceInfo, ...]) -> Claim:
-        """Of an export."""
+        """The claim of an export."""
         paths = [(source.path, source.settings) for source in sources]
         return cls(json.dumps([__version__, fingerprint_of(identity, sources), paths]).encode())
 

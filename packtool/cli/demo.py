@@ -10,7 +10,7 @@ import typer
 
 from packtool.config.settings import option
 from packtool.errors import EXIT_INTERRUPTED, EXIT_UNEXPECTED
-from packtool.launch import share_cores_politely
+from packtool.launch.processes import share_cores_politely
 from packtool.visible import show, show_json
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ from packtool.cli.demo import DemoConfig, run_demo_command
 from packtool.cli.eval import run_eval
 from packtool.cli.export import run_export
 from packtool.cli.inspect import InspectConfig, run_inspect
+from packtool.cli.merge import run_merge
 from packtool.cli.options import PanelCommand, command_of, option_kinds
 from packtool.cli.plan import run_plan
 from packtool.cli.simulate import run_simulate
@@ -29,12 +30,13 @@ from packtool.cli.strangers import Strangers
 from packtool.cli.verify import run_verify
 from packtool.config.evaluate import EvalConfig
 from packtool.config.export import ExportConfig
+from packtool.config.merge import MergeConfig
 from packtool.config.plan import PlanConfig
 from packtool.config.simulate import SimulateConfig
 from packtool.config.train import TrainConfig
 from packtool.config.verify import VerifyConfig
-from packtool.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_UNEXPECTED, EXIT_USAGE, PacktoolError
-from packtool.launch import end_with_launcher, is_launched
+from packtool.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_UNEXPECTED, EXIT_USAGE, PacktoolError, StoppedError
+from packtool.launch.processes import end_with_launcher, is_launched
 from packtool.visible import show
 
 app = typer.Typer(
@@ -56,6 +58,7 @@ _COMMANDS: dict[str, tuple[type, Callable[[Any, bool], None], str]] = {
     ),
     "sft": (TrainConfig, train.run_train, "The same as train."),
     "eval": (EvalConfig, run_eval, "Loss, perplexity and accuracy of every sample for itself, into a file."),
+    "merge": (MergeConfig, run_merge, "Work an adapter into the weights of its base model."),
     "demo": (DemoConfig, run_demo_command, "Watch both stages work on a small world made on the spot."),
     "inspect": (InspectConfig, run_inspect, "Look into a cache: its figures, a sample, a pack."),
     "plan": (PlanConfig, run_plan, "Look at a whole schedule before paying for it."),
@@ -72,6 +75,7 @@ _NAMELESS = {
     "inspect": ("--directory", "CACHE"),
     "plan": ("--cached-dataset", "[CACHE]..."),
     "simulate": ("--cached-dataset", "[CACHE]..."),
+    "merge": ("--adapter", "ADAPTER"),
 }
 
 
@@ -156,7 +160,11 @@ def run(arguments: list[str]) -> int:
     except PacktoolError as error:
         if debug:
             show(traceback.format_exc(), error=True)
-        _say(f"error: {error}")
+        if isinstance(error, StoppedError):
+            if error.message:
+                _say(str(error))
+        else:
+            _say(f"error: {error}")
         return error.exit_code
     except Exception as error:
         if debug:

@@ -10,7 +10,7 @@ from packtool.config.plan import PlanConfig
 from packtool.visible import show, show_json
 
 if TYPE_CHECKING:
-    from packtool.train.preview import Preview
+    from packtool.train.prepare.preview import Preview
 
 
 def run_plan(config: PlanConfig, as_json: bool) -> None:
@@ -18,7 +18,7 @@ def run_plan(config: PlanConfig, as_json: bool) -> None:
     from packtool.report.names import named
     from packtool.report.plan import content_of, plan_lines
     from packtool.report.terminal import print_table
-    from packtool.train.preview import preview, save_plan
+    from packtool.train.prepare.preview import preview, save_plan
 
     if config.sweep:
         _sweep(config, as_json)
@@ -46,7 +46,7 @@ def _sweep(config: PlanConfig, as_json: bool) -> None:
     """One row for each packing length."""
     from packtool.report.names import named
     from packtool.report.sweep import sweep_lines, sweep_page
-    from packtool.train.preview import preview
+    from packtool.train.prepare.preview import preview
 
     rows = [preview(config, length).figures(config.tflops, config.mfu) for length in config.sweep_lengths()]
     if config.html is not None:
@@ -66,7 +66,7 @@ def _publish(path: str, page: str) -> None:
 
 
 def _title(config: PlanConfig) -> str:
-    from packtool.train.preview import names_of
+    from packtool.simulate.lengths import names_of
 
     return names_of(config.cached_dataset or (str(config.lengths),))
 

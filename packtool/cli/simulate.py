@@ -14,7 +14,7 @@ def run_simulate(config: SimulateConfig, as_json: bool) -> None:
     from packtool.report.names import named
     from packtool.report.simulation import assumption_text, simulation_json, simulation_page, table_lines, title_of
     from packtool.report.terminal import TerminalProgress
-    from packtool.train.simulate import run_simulation
+    from packtool.simulate.run import run_simulation
 
     with TerminalProgress() as progress:
         found = run_simulation(config, progress)

@@ -12,11 +12,11 @@ import typer
 from packtool.cli.interrupts import interrupts_heard
 from packtool.config.train import TrainConfig
 from packtool.errors import EXIT_INTERRUPTED
-from packtool.launch import Processes, is_launched, launch_if_asked, share_cores_politely
+from packtool.launch.processes import Processes, is_launched, launch_if_asked, share_cores_politely
 from packtool.visible import show, show_json
 
 if TYPE_CHECKING:
-    from packtool.train.world import World
+    from packtool.launch.world import World
 
 # What the command was called with, so that torchrun can call it again in every process.
 invocation: Sequence[str] = ()
@@ -28,8 +28,8 @@ def run_train(config: TrainConfig, as_json: bool) -> None:
     What does not fit is told here, once and at once, before any process is started; a dry run starts none at all.
     """
     share_cores_politely()
+    from packtool.launch.world import World
     from packtool.rows.modelscope import with_local_copies
-    from packtool.train.world import World
 
     config = with_local_copies(config)
     world = World.from_environment()
@@ -45,7 +45,7 @@ def run_train(config: TrainConfig, as_json: bool) -> None:
     from packtool.report.statistics import train_lines
     from packtool.report.terminal import TerminalProgress, print_table
     from packtool.rows.boundary import unforeseen_note
-    from packtool.train.result import next_lines
+    from packtool.train.loop.result import next_lines
     from packtool.train.run import train
 
     with TerminalProgress(enabled=world.is_first) as progress:
@@ -61,7 +61,9 @@ def run_train(config: TrainConfig, as_json: bool) -> None:
     if note := unforeseen_note(result.dropped or {}, os.path.join(result.output_dir, "dropped-*.jsonl")):
         show(f"packtool: {note}", error=True)
     if as_json:
-        show_json(dataclasses.asdict(result))
+        from packtool.cache.evaluation_file import plain_json
+
+        show_json(plain_json(dataclasses.asdict(result)))
         return
     if config.dry_run:
         print_table("planned, nothing trained (--dry-run)", train_lines(result))
@@ -75,7 +77,7 @@ def run_train(config: TrainConfig, as_json: bool) -> None:
 
 def _after_interrupt(config: TrainConfig) -> str:
     """What there is to go on from."""
-    from packtool.train.place import newest_checkpoint
+    from packtool.train.prepare.place import newest_checkpoint
 
     checkpoint = newest_checkpoint(config)
     if checkpoint is None:
@@ -86,7 +88,7 @@ def _after_interrupt(config: TrainConfig) -> str:
 def _draw_curves(output_dir: str) -> str | None:
     """A picture more or less must not make a trained run look failed."""
     from packtool.report.curves import write_curves
-    from packtool.train.place import METRICS_NAME
+    from packtool.train.prepare.place import METRICS_NAME
 
     metrics = os.path.join(output_dir, METRICS_NAME)
     if not os.path.exists(metrics):
@@ -101,9 +103,9 @@ def _draw_curves(output_dir: str) -> str | None:
 def _prepare(config: TrainConfig, world: World) -> None:
     """Find mistakes, and make the cache of rows, before processes are started."""
     from packtool.report.terminal import TerminalProgress
-    from packtool.train.from_rows import with_cache
-    from packtool.train.prepare import prepare_run
-    from packtool.train.prepare_stream import prepare_stream
+    from packtool.train.prepare.cached import prepare_run
+    from packtool.train.prepare.from_rows import with_cache
+    from packtool.train.prepare.streamed import prepare_stream
 
     if config.streaming:
         prepare_stream(config, world)
@@ -113,7 +115,8 @@ def _prepare(config: TrainConfig, world: World) -> None:
     if config.bucket_size == "auto":
         # Every process finds it out for itself, and says so; the plan is only checked here.
         from packtool.progress import SilentProgress
-        from packtool.train.bucket import with_bucket
+        from packtool.train.model.bucket import with_bucket
+        from packtool.train.prepare.recompute import with_recomputing
 
-        config = with_bucket(config, world, SilentProgress())
+        config = with_bucket(with_recomputing(config), world, SilentProgress())
     prepare_run(config, world)

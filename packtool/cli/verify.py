@@ -9,7 +9,7 @@ import typer
 from packtool.cli import train
 from packtool.config.verify import VerifyConfig
 from packtool.errors import EXIT_MISMATCH, EXIT_OK
-from packtool.launch import Processes, is_launched, launch_if_asked, share_cores_politely
+from packtool.launch.processes import Processes, is_launched, launch_if_asked, share_cores_politely
 from packtool.visible import show_json
 
 
@@ -19,13 +19,13 @@ def run_verify(config: VerifyConfig, as_json: bool) -> None:
     Several processes are started only where they share rows: there is nothing to share out otherwise.
     """
     share_cores_politely()
-    from packtool.train.world import World
+    from packtool.launch.world import World
 
     if config.num_sharing > 1 and not is_launched(os.environ):
         import numpy as np
 
         from packtool.encode.model_files import ModelFiles
-        from packtool.train.sharing import axes_of
+        from packtool.train.prepare.sequence_parallel import axes_of
 
         started = World(0, Processes.from_environment(os.environ).total).shared_by(config.num_sharing)
         axes_of(config, started, ModelFiles.load(config.model), np.zeros(0, np.int64))
@@ -33,7 +33,7 @@ def run_verify(config: VerifyConfig, as_json: bool) -> None:
     from packtool.report.names import named
     from packtool.report.terminal import TerminalProgress
     from packtool.report.verify import print_report, verify_json
-    from packtool.train.verify import verify
+    from packtool.train.verify.run import verify
 
     world = World.from_environment()
     with TerminalProgress(enabled=world.is_first) as progress:

@@ -259,7 +259,7 @@ def _to_bool(raw: Any) -> bool:
 
 
 def _to_mapping(raw: Any) -> dict[str, Any]:
-    """Of names to values; text is read as JSON, as other tools take it on the command line."""
+    """A mapping of names to values; text is read as JSON, as other tools take it on the command line."""
     if isinstance(raw, str):
         try:
             raw = json.loads(raw)

@@ -45,6 +45,8 @@ ROWS_ONLY = (
     "chat_template",
 )
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+MasterWeights = Literal["float32", "kahan", "none"]
+OnNan = Literal["stop", "skip", "go-on"]
 LossReduction = Literal["token", "sample"]
 
 
@@ -83,10 +85,20 @@ class TrainConfig(
     shuffle_buffer_size: int = option(
         1000, "Samples that streaming draws the next one from; 1 keeps the order.", panel="Streaming", minimum=1
     )
-    torch_dtype: DType = option("auto", "Precision of the weights; auto is the checkpoint's.", panel="Model and data")
+    torch_dtype: DType = option(
+        "auto",
+        "Precision of the computation; auto is the checkpoint's on a GPU and float32 on a CPU.",
+        panel="Model and data",
+    )
+    master_weights: MasterWeights = option(
+        "float32",
+        "How all weights are kept while they are trained in 16 bits: float32 (16 bytes each with gradient and AdamW); "
+        "kahan, bfloat16 and what rounding takes (12 bytes); none, bfloat16 alone, which loses small updates (8).",
+        panel="Training",
+    )
     bf16: bool | None = option(
         None,
-        "Compute in bfloat16. The weights are in it too, but for --torch-dtype float32, which keeps them; false "
+        "Compute in bfloat16. Frozen weights are in it too, but for --torch-dtype float32, which keeps them; false "
         "declines the checkpoint's bfloat16.",
         panel="Model and data",
     )
@@ -108,7 +120,11 @@ class TrainConfig(
         "Mean over the target tokens of a step, or over its samples, each by its own mean.",
         panel="Training",
     )
-    gradient_checkpointing: bool = option(False, "Recompute activations to save memory.", panel="Training")
+    gradient_checkpointing: bool | None = option(
+        None,
+        "Recompute activations to save memory; by default for models of more than 100 million parameters.",
+        panel="Training",
+    )
     vit_gradient_checkpointing: bool | None = option(
         None, "The same in the vision and audio towers alone; by default as --gradient-checkpointing.", panel="Training"
     )
@@ -156,11 +172,22 @@ class TrainConfig(
         "What media that cannot be loaded do: stop the run, or leave their sample out, counted and listed.",
         panel="Run",
     )
+    on_nan: OnNan = option(
+        "stop",
+        "What a loss or gradient that is infinite or not a number does: end the run before the update, leave the step "
+        "out, or nothing.",
+        panel="Run",
+    )
     overwrite_output_dir: bool = option(
         False, "Remove the checkpoints and figures of an earlier run in --output-dir.", panel="Run"
     )
     add_version: bool = option(
         False, "Write into a new folder of --output-dir for each run: v0-DATE-TIME, v1-DATE-TIME, ...", panel="Run"
+    )
+    resume_only_model: bool = option(
+        False,
+        "Take only the weights of --resume-from-checkpoint, and begin a new schedule with a new optimizer.",
+        panel="Run",
     )
     dry_run: bool = option(False, "Plan, check and print, but do not train.", panel="Run")
     hardware: str | None = option(
@@ -198,6 +225,11 @@ class TrainConfig(
             )
         if not self.num_train_epochs and self.max_steps is None:
             found.append("--num-train-epochs 0 trains nothing: give more, or --max-steps")
+        if self.deepspeed is not None and self.on_nan == "skip":
+            found.append("--on-nan skip leaves out updates, which DeepSpeed makes itself: use stop or go-on")
+        if self.resume_only_model and self.resume_from_checkpoint in (None, "false"):
+            found.append("--resume-only-model goes with --resume-from-checkpoint, which names the weights")
+        found += self._master_problems()
         if self.hardware is not None and not self.dry_run:
             found.append("--hardware is for plans of runs on other machines: it goes with --dry-run")
         if self.overwrite_output_dir and self.add_version:
@@ -222,6 +254,23 @@ class TrainConfig(
                 found.append(f"--{name} false contradicts --torch-dtype {dtype}: leave out one of them")
             if asked and self.torch_dtype not in ("auto", "float32", dtype):
                 found.append(f"--{name} true contradicts --torch-dtype {self.torch_dtype}: leave out one of them")
+        return found
+
+    def _master_problems(self) -> list[str]:
+        """Where ``--master-weights`` says something that would not be done."""
+        if self.master_weights == "float32":
+            return []
+        given, found = f"--master-weights {self.master_weights}", []
+        if self.train_type == "lora":
+            found.append(f"{given}: adapters are small and always float32; it goes with --train-type full")
+        if self.fsdp or self.deepspeed is not None:
+            found.append(f"{given}: FSDP and DeepSpeed keep float32 weights, shared out over the processes")
+        if self.torch_dtype == "float32" and self.computation_dtype != "float32":
+            found.append(f"{given} contradicts --torch-dtype float32, which keeps weights in float32")
+        if self.computation_dtype == "float16":
+            found.append(f"{given}: float16 gradients cannot be unscaled; use bfloat16")
+        if self.master_weights == "kahan" and not self.optim.startswith("adamw_torch"):
+            found.append(f"{given} is an AdamW of its own: leave out --optim {self.optim}")
         return found
 
     @property

@@ -20,7 +20,7 @@ from packtool.demo.model import make_model
 from packtool.demo.world import Question, World, make_rows
 from packtool.errors import ConfigError, PacktoolError
 from packtool.progress import Progress
-from packtool.train.evaluate import ExactMatch, exact_match
+from packtool.train.evaluate.answers import ExactMatch, exact_match
 
 NUM_ROWS = 3000
 NUM_UNUSABLE = 8

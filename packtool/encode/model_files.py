@@ -87,7 +87,7 @@ class ModelFiles:
 
     @cached_property
     def tokenizer_hash(self) -> str:
-        """Of vocabulary, merges, added tokens and pre-tokenization: what decides ids, however the file is laid out.
+        """Hash of vocabulary, merges, added tokens and pre-tokenization, however the file is laid out.
 
         Raises:
             ConfigError: if ``tokenizer.json`` is broken.
@@ -108,12 +108,12 @@ class ModelFiles:
 
     @cached_property
     def template_hash(self) -> str:
-        """Of the chat template."""
+        """Hash of the chat template."""
         return _digest(self.chat_template.rstrip("\n"))
 
     @cached_property
     def processor_hash(self) -> str:
-        """Of the settings of all processors for media."""
+        """Hash of the settings of all processors for media."""
         settings = [self.processor, self.video_processor, self.audio_processor]
         return _digest(json.dumps(settings, sort_keys=True))
 

@@ -39,7 +39,7 @@ class TargetChoice:
 
     @classmethod
     def of_config(cls, base: Base, config: Mapping[str, Any]) -> TargetChoice:
-        """With the tokens that a ``config.json`` names."""
+        """Make the choice with the tokens that a ``config.json`` names."""
         inner = config.get("thinker_config") or config
         opening, closing, pads = (
             frozenset(int(inner[name]) for name in names if inner.get(name) is not None)

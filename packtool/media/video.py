@@ -17,7 +17,7 @@ from packtool.rows.rights import MediaRights
 from packtool.rows.sample import MediaRef
 
 FRAMES_A_SECOND = 2.0
-"""Of a video that is given as pictures, when nothing says otherwise (as Qwen's tools have it)."""
+"""Frames a second of a video that is given as pictures, when nothing says otherwise (as Qwen's tools have it)."""
 
 _FALLBACK_RATE = 24.0
 

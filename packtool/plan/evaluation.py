@@ -29,8 +29,8 @@ DEFAULT_MAX_TOKENS = 8192
 
 _LEAST_SAMPLES, _MOST_SAMPLES = 1 << 10, 1 << 16
 _BATCHES_A_RANK, _MOST_BATCHES = 32, 1 << 12
-"""Of a window: enough that its last micro-batches, of which every rank gets one, cost little; placing a sample takes as
-long as there are micro-batches."""
+"""Samples of a window: enough that its last micro-batches, of which every rank gets one, cost little; placing a sample
+takes as long as there are micro-batches."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -230,7 +230,7 @@ class _Step:
     def _micro_batches(
         self, ascending: list[int], place: Callable[[list[int]], _Placed | None]
     ) -> list[_Placed] | None:
-        """As few as ``place`` needs; None if it does not manage with one for each sequence."""
+        """The fewest micro-batches that ``place`` manages with, or None if one for each sequence is not enough."""
         fewest = -(-sum(self.sizes[i] for i in ascending) // self.room)
         for num in range(fewest, len(ascending) + 1):
             for cut in (_interleaved, self._evenly):
@@ -287,7 +287,7 @@ class _Bench:
         self.sharded_flops, self.sharded_tokens = 0.0, 0
 
     def seconds(self) -> float:
-        """That the micro-batch takes."""
+        """Seconds that the micro-batch takes."""
         return self.step.times.micro_batch(self.load, self.sharded_flops, self.sharded_tokens)
 
     def add(self, sequence: int) -> bool:

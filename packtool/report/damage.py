@@ -9,7 +9,7 @@ from packtool import storage
 from packtool.cache.manifest import Manifest
 from packtool.cache.verified import check_all
 from packtool.progress import Progress
-from packtool.train.check import export_command
+from packtool.train.prepare.check import export_command
 
 
 def find(directory: str, progress: Progress) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from packtool.cache.evaluation_file import plain_json
 from packtool.report.terminal import print_columns
 
 if TYPE_CHECKING:
-    from packtool.train.run_eval import EvalResult
-    from packtool.train.scores import Total
+    from packtool.train.evaluate.run import EvalResult
+    from packtool.train.evaluate.scores import Total
 
 _HEADER = ("", "samples", "target tokens", "loss", "perplexity", "accuracy", "all right")
 _ALL, _WITHOUT = "all", "(no channel)"

@@ -230,7 +230,7 @@ def _balance(balance: tuple[Sequence[float], Sequence[float]], processes_per_ran
 
 
 def figure_list(figures: Sequence[tuple[str, str]]) -> str:
-    """In two columns where there is room; what is indented belongs to the line before it."""
+    """A list in two columns where there is room; an indented line belongs to the one before it."""
     lines = "".join(
         f"<div{' class=sub' * what.startswith(' ')}><dt>{breakable(what.strip())}</dt><dd>{breakable(value)}</dd></div>"
         for what, value in figures

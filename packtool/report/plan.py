@@ -11,7 +11,7 @@ import numpy.typing as npt
 from packtool.report.drawing import Histogram
 from packtool.report.page import PageContent, PlainFigures
 from packtool.report.statistics import Line
-from packtool.train.preview import Preview
+from packtool.train.prepare.preview import Preview
 
 _DRAWN_PACKS = 20
 _DRAWN_STEPS = 300

@@ -186,7 +186,7 @@ def ticks(
 
 
 def _label(value: float, step: float) -> str:
-    """With as many decimals as tell multiples of a step apart."""
+    """A number with as many decimals as tell multiples of a step apart."""
     if value == 0:
         return "0"
     if step < 1e-3:
@@ -197,7 +197,7 @@ def _label(value: float, step: float) -> str:
 
 
 def _range(panel: Panel) -> tuple[float, float]:
-    """Of the vertical axis."""
+    """Lowest and highest value of the vertical axis."""
     ends = [end for end in (panel.floor, panel.ceiling) if end is not None]
     found = np.concatenate([np.array(ends), *(line.y[np.isfinite(line.y)] for line in panel.lines)])
     low, high = _padded(float(found.min()), float(found.max()), 0.05)
@@ -228,7 +228,7 @@ def _runs(x: Numbers, y: Numbers) -> Iterator[list[tuple[float, float]]]:
 
 
 def _thinned(x: Numbers, y: Numbers) -> tuple[Numbers, Numbers]:
-    """Of more points than a picture has columns the lowest and highest of each few, so that no spike is lost."""
+    """The lowest and highest of each few points where there are more than columns, so that no spike is lost."""
     group = math.ceil(len(x) / (_MOST_POINTS // 2))
     if group <= 2:
         return x, y

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from packtool import storage
-from packtool.plan.simulate import Outcome
 from packtool.report.markup import escape
 from packtool.report.page import command_line, document, figure_list, headline, section
 from packtool.report.statistics import Line
 from packtool.report.timeline import STYLE, compare_html, duration, legend_html, lines_of, timeline_html
-from packtool.train.simulate import Simulation
+from packtool.simulate.outcomes import Outcome
+from packtool.simulate.run import Simulation
 
 _COLUMNS = ("step", "speed-up", "balance", "comm.", "memory", "out of memory", "micro-batches", "sequences")
 _ALIKE = ("padded", "context-parallel", "skrull")

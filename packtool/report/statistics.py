@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # export must not wait for torch
     from packtool.cache.summary import ExportSummary
-    from packtool.train.result import TrainResult
+    from packtool.train.loop.result import TrainResult
 
 Line = tuple[str, str]
 

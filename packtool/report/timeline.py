@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from packtool.plan.simulate_cost import Timing
 from packtool.report.markup import escape
+from packtool.simulate.cost import Timing
 
 _WIDTH = 1000
 _LINE, _GAP = 11, 3  # CSS pixels of a GPU's line, and below it

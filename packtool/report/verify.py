@@ -13,7 +13,7 @@ from rich.table import Table
 from packtool.visible import visible
 
 if TYPE_CHECKING:  # the command line must not wait for torch
-    from packtool.train.verify import VerifyReport
+    from packtool.train.verify.run import VerifyReport
 
 _WHAT = {
     "isolation": "a changed sample moves no other",

@@ -68,7 +68,7 @@ class DatasetInfo:
 
     @property
     def names(self) -> list[str]:
-        """Of its sets."""
+        """Names of the sets that the file declares."""
         return list(self._entries)
 
     def get(self, name: str) -> Entry | None:

@@ -18,7 +18,7 @@ _KINDS: dict[str, Kind] = {
 _COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
 
 KNOWN = f"{', '.join(_KINDS)}, each also with {' or '.join(_COMPRESSIONS)}"
-"""For messages."""
+"""What messages call each kind."""
 
 
 def kind_of(path: str) -> tuple[Kind, Compression | None] | None:

@@ -70,7 +70,7 @@ class Hashed:
         self._file, self._path, self._digest = file, path, blake2b(digest_size=16)
 
     def read(self, size: int = -1) -> bytes:
-        """As of a file.
+        """Read a line like a binary file.
 
         Raises:
             StorageError: if it cannot be read.
@@ -83,7 +83,7 @@ class Hashed:
         return data
 
     def readline(self, size: int = -1) -> bytes:
-        """As of a file."""
+        """Read bytes like a binary file."""
         try:
             data = self._file.readline(size)
         except OSError as error:
@@ -93,7 +93,7 @@ class Hashed:
 
     @property
     def digest(self) -> str:
-        """Of all that is in the file; reads what is left of it."""
+        """Digest of everything in the file; reads what is left of it."""
         while self.read(_SKIP_BYTES):
             pass
         return self._digest.hexdigest()

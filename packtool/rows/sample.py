@@ -47,7 +47,7 @@ class MediaRef:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """What messages call the medium."""
         if self.frames:
             return f"<{len(self.frames)} frames>"
         return self.path if self.path is not None else f"<{len(self.data or b'')} bytes>"

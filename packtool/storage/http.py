@@ -275,7 +275,7 @@ async def _chunks(path: str, response: Any, most: int | None) -> AsyncIterator[b
 
 
 def _size(response: Any) -> int | None:
-    """Of the whole file, if the server says it."""
+    """Size of the whole file in bytes, if the server tells it."""
     text = response.headers.get("Content-Range", "").rpartition("/")[2] or response.headers.get("Content-Length", "")
     return int(text) if text.isdecimal() else None
 

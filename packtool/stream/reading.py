@@ -126,7 +126,7 @@ class _OpenFiles:
         return bool(self._files)
 
     def taken(self) -> list[list[int]]:
-        """As in ``Place``."""
+        """The blocks taken so far, in the form of ``Place``."""
         return [[number, self._taken[number]] for number in sorted(self._files)]
 
     def take(self, random: np.random.Generator) -> tuple[Source, Block] | None:

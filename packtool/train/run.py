@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 from packtool.config.train import TrainConfig
+from packtool.launch.world import World
 from packtool.progress import Progress, SilentProgress
-from packtool.train.from_rows import with_cache
-from packtool.train.prepare import PreparedRun, prepare_run
-from packtool.train.prepare_stream import PreparedStream, prepare_stream
-from packtool.train.result import TrainResult, plan_lines, settings_lines, stream_lines
-from packtool.train.sharing import sharing_lines
-from packtool.train.simulate import read_hardware
-from packtool.train.world import World
+from packtool.simulate.run import read_hardware
+from packtool.train.loop.result import TrainResult, plan_lines, settings_lines, stream_lines
+from packtool.train.prepare.cached import PreparedRun, prepare_run
+from packtool.train.prepare.from_rows import with_cache
+from packtool.train.prepare.recompute import recomputing_lines, with_recomputing
+from packtool.train.prepare.sequence_parallel import sharing_lines
+from packtool.train.prepare.streamed import PreparedStream, prepare_stream
 
 
 def train(config: TrainConfig, progress: Progress, world: World | None = None) -> TrainResult:
@@ -33,10 +34,12 @@ def train(config: TrainConfig, progress: Progress, world: World | None = None) -
     progress = progress if world.is_first else SilentProgress()
     world.check_shards(config)
     hardware = None if config.hardware is None else read_hardware(config.hardware)
-    config = with_cache(config, progress)
+    decided = with_recomputing(config)
+    notes = recomputing_lines(config, decided)
+    config = with_cache(decided, progress)
     if config.bucket_size == "auto":
         # Needs torch, and the plan needs its answer.
-        from packtool.train.bucket import with_bucket
+        from packtool.train.model.bucket import with_bucket
 
         config = with_bucket(config, world, progress)
     run: PreparedRun | PreparedStream
@@ -48,10 +51,10 @@ def train(config: TrainConfig, progress: Progress, world: World | None = None) -
         result = TrainResult.planned(run.schedule, world, run.config.output_dir, run.start)
         result = dataclasses.replace(result, resumed_from=run.checkpoint)
         lines = plan_lines(run.schedule, result)
-    for line in (*settings_lines(run.config), *lines, *sharing_lines(run.world, run.axes), *run.notes):
+    for line in (*settings_lines(run.config), *lines, *notes, *sharing_lines(run.world, run.axes), *run.notes):
         progress.note(line)
     # From here on torch and transformers are needed; mistakes of the user should have been told by now.
-    from packtool.train.execute import execute, load_spec, preview
+    from packtool.train.loop.execute import execute, load_spec, preview
 
     spec = load_spec(run)
     if config.dry_run:

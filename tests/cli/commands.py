@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -23,3 +26,12 @@ def run_here(script: str) -> None:
                 patch.setenv(name, value)
             assert words.pop(0) == "packtool"
             assert run(words) == 0, line
+
+
+def run_in_shell(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run lines by bash, with the installed command first in PATH."""
+    environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = ["bash", "-euo", "pipefail", "-c", script]
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done

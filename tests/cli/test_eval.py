@@ -136,7 +136,7 @@ def test_a_sample_over_the_limit_is_named(told: Any, tiny: TinyWorld) -> None:
 def test_what_does_not_fit_is_refused_before_the_model_is_loaded(
     told: Any, tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("packtool.train.run_eval._evaluate", None)
+    monkeypatch.setattr("packtool.train.evaluate.run._evaluate", None)
     other = shutil.copytree(tiny.model, tmp_path / "other")
     (other / "chat_template.jinja").write_text("{{ messages }}")
     (tmp_path / "lost").mkdir()

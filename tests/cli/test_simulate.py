@@ -13,8 +13,8 @@ import pytest
 
 from packtool.cli.main import run
 from packtool.config.simulate import STRATEGIES
-from packtool.plan.model_sizes import PRESETS
 from packtool.report.timeline import duration
+from packtool.simulate.model_sizes import PRESETS
 from tests.cache.conftest import model as model
 from tests.cache.conftest import rows as rows
 from tests.cache.conftest import run_export as run_export

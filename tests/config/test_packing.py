@@ -11,7 +11,7 @@ from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
 from packtool.plan.packing import PackOptions
 from packtool.plan.skrull_steps import SkrullOptions
-from packtool.train.planner import plan_options
+from packtool.train.prepare.planner import plan_options
 
 TRAIN = {"model": "m", "cached_dataset": ("c",), "output_dir": "o", "packing": "true"}
 

@@ -14,8 +14,8 @@ from packtool.config.peers import EVERY_COMMAND, STATUSES, find, peer_names
 from packtool.config.settings import option_names
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
-from packtool.train.arguments import training_arguments
-from packtool.train.trainer_fields import reason_against
+from packtool.train.loop.arguments import training_arguments
+from packtool.train.loop.trainer_fields import reason_against
 
 # By command, with dashes; and what other places read.
 NAMES = {

@@ -14,7 +14,7 @@ from packtool.demo import run
 from packtool.demo.run import DemoResult, run_demo
 from packtool.errors import ConfigError, PacktoolError
 from packtool.progress import SilentProgress
-from packtool.train.evaluate import ExactMatch
+from packtool.train.evaluate.answers import ExactMatch
 
 TRAINED = {
     "num_packs": 11,

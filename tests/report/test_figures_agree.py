@@ -20,7 +20,7 @@ from packtool.report.page import page
 from packtool.report.plan import content_of, plan_lines
 from packtool.report.sweep import sweep_cells, sweep_lines, sweep_page
 from packtool.report.terminal import print_table
-from packtool.train.preview import preview
+from packtool.train.prepare.preview import preview
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=80)
 KINDS: dict[str, dict[str, Any]] = {

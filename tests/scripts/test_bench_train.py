@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from packtool.batch.collate import collate_padded
 from packtool.cache.reader import CacheReader
-from packtool.train.loss import sum_of_losses
+from packtool.train.model.loss import sum_of_losses
 from tests.scripts.loading import load_script
 
 

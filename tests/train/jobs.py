@@ -10,9 +10,9 @@ from typing import Any
 from packtool.config.evaluate import EvalConfig
 from packtool.config.verify import VerifyConfig
 from packtool.progress import SilentProgress
+from packtool.train.evaluate.run import evaluate_caches
 from packtool.train.run import train
-from packtool.train.run_eval import evaluate_caches
-from packtool.train.verify import verify
+from packtool.train.verify.run import verify
 from tests.train.tiny import TinyWorld
 
 Job = tuple[str, Path, dict[str, Any]]

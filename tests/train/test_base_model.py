@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from packtool.cli.main import run
+from packtool.launch.world import World
 from packtool.progress import SilentProgress
 from packtool.train.run import train
-from packtool.train.world import World
 from tests.train.tiny import TEMPLATE, TinyWorld, export_rows, make_tiny_text_world
 
 

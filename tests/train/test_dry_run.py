@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from packtool.errors import ConfigError, PacktoolError
+from packtool.launch.world import World
 from packtool.progress import SilentProgress
 from packtool.train.run import train
-from packtool.train.world import World
 from tests.train.test_run import Recording
 from tests.train.tiny import TinyWorld
 

@@ -15,7 +15,7 @@ from packtool.attention.register import ATTENTION_NAME
 from packtool.batch.collate import collate_packs, collate_padded
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
-from packtool.train.loss import sum_of_losses, takes_logits_to_keep
+from packtool.train.model.loss import sum_of_losses, takes_logits_to_keep
 from tests.batch.reduced import (
     FIRST_CONTROL,
     IMAGE_PAD,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from packtool.batch.collate import collate_packs, collate_padded
-from packtool.train.loss import sum_of_losses
+from packtool.train.model.loss import sum_of_losses
 from tests.batch.reduced import make_sample, reduced_model, reduced_spec
 
 

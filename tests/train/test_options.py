@@ -16,9 +16,10 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
 from packtool.progress import SilentProgress
-from packtool.train.arguments import training_arguments
-from packtool.train.model import load_model, make_trainable, resolve_dtype, weights_dtype
-from packtool.train.result import settings_lines
+from packtool.train.loop.arguments import training_arguments
+from packtool.train.loop.result import settings_lines
+from packtool.train.model.load import load_model, make_trainable, resolve_dtype
+from packtool.train.model.precision import loaded_dtype
 from packtool.train.run import train
 from tests.batch.reduced import reduced_model
 from tests.train.tiny import TinyWorld, export_rows, read_metrics
@@ -232,7 +233,7 @@ def test_the_precision_of_weights_and_of_computation() -> None:
     ):
         run = run_config(**settings)
         found = resolve_dtype(config, run, on_gpu=True)
-        assert (found, weights_dtype(found, run)) == (computation, weights), settings
+        assert (found, loaded_dtype(found, config, run)) == (computation, weights), settings
 
 
 def test_bf16_with_weights_in_float32(tiny: TinyWorld, tmp_path: Path) -> None:

@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 from packtool.batch.batch import Batch
 from packtool.batch.collate import collate_packs
 from packtool.batch.dataset import PlannedMicroBatches
+from packtool.launch.world import World
 from packtool.progress import SilentProgress
-from packtool.train.execute import load_spec
-from packtool.train.loader import use_of_towers
-from packtool.train.model import load_model, make_trainable
-from packtool.train.prepare import prepare_run
+from packtool.train.loop.execute import load_spec
+from packtool.train.loop.loader import use_of_towers
+from packtool.train.model.load import load_model, make_trainable
+from packtool.train.prepare.cached import prepare_run
 from packtool.train.run import train
-from packtool.train.world import World
 from tests.forked import run_ranks
 from tests.train.jobs import Job, run_jobs
 from tests.train.test_gradients import DESCENT

@@ -16,7 +16,7 @@ from transformers import Trainer
 
 from packtool.errors import ConfigError, MismatchError
 from packtool.progress import SilentProgress
-from packtool.train.checkpoint import (
+from packtool.train.prepare.checkpoint import (
     RunState,
     copy_processor,
     find_checkpoint,
@@ -122,15 +122,15 @@ def test_checkpoints_say_where_they_are(whole: tuple[Path, Any]) -> None:
 
 
 def test_unfinished_checkpoints_are_passed_over(tmp_path: Path) -> None:
-    assert find_checkpoint(None, str(tmp_path)) is None
-    assert find_checkpoint("false", str(tmp_path)) is None
+    assert find_checkpoint(None, str(tmp_path)).directory is None
+    assert find_checkpoint("false", str(tmp_path)).directory is None
     for step in (2, 10, 9):
         make_checkpoint(tmp_path, step)
     (tmp_path / "checkpoint-30").mkdir()
     (tmp_path / "checkpoint-x").mkdir()
-    assert find_checkpoint("true", str(tmp_path)) == str(tmp_path / "checkpoint-10")
-    assert find_checkpoint("True", str(tmp_path)) == str(tmp_path / "checkpoint-10")
-    assert find_checkpoint(str(tmp_path / "checkpoint-2") + "/", "") == str(tmp_path / "checkpoint-2")
+    assert find_checkpoint("true", str(tmp_path)).directory == str(tmp_path / "checkpoint-10")
+    assert find_checkpoint("True", str(tmp_path)).directory == str(tmp_path / "checkpoint-10")
+    assert find_checkpoint(str(tmp_path / "checkpoint-2") + "/", "").directory == str(tmp_path / "checkpoint-2")
 
 
 def test_the_newest_is_the_one_that_was_saved_last(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_the_newest_is_the_one_that_was_saved_last(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, 500, saved_at=1.0)
     make_checkpoint(tmp_path, 20, saved_at=3.0)
     make_checkpoint(tmp_path, 10, saved_at=2.0)
-    assert find_checkpoint("true", str(tmp_path)) == str(tmp_path / "checkpoint-20")
+    assert find_checkpoint("true", str(tmp_path)).directory == str(tmp_path / "checkpoint-20")
     remove_oldest(str(tmp_path), 2)
     assert not (tmp_path / "checkpoint-500").exists()
 

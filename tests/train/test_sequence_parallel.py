@@ -17,9 +17,9 @@ from packtool.attention.parallel.layout import Layout, layout_of
 from packtool.attention.varlen import Varlen
 from packtool.batch.shard import SequenceShard
 from packtool.errors import ConfigError, MismatchError
+from packtool.launch.world import World
 from packtool.progress import SilentProgress
 from packtool.train.run import train
-from packtool.train.world import World
 from tests.forked import run_ranks
 from tests.train.jobs import Job, run_jobs
 from tests.train.test_gradients import DESCENT, check_same_step

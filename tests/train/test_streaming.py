@@ -19,12 +19,12 @@ from packtool.batch.spec import InputSpec
 from packtool.config.train import TrainConfig
 from packtool.encode.families import MediaLimits
 from packtool.errors import ConfigError, DataError, MismatchError
+from packtool.launch.world import World
 from packtool.progress import SilentProgress
-from packtool.train.from_rows import with_cache
-from packtool.train.prepare_stream import prepare_stream
-from packtool.train.result import TrainResult
+from packtool.train.loop.result import TrainResult
+from packtool.train.prepare.from_rows import with_cache
+from packtool.train.prepare.streamed import prepare_stream
 from packtool.train.run import train
-from packtool.train.world import World
 from tests.train.test_gradients import write_lines
 from tests.train.tiny import TinyWorld, check_same_rest, read_metrics
 

@@ -23,7 +23,7 @@ from packtool.encode.encoder import Encoder
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import DataError
 from packtool.rows.sample import MediaRef, Sample, Turn
-from packtool.train.model import load_model
+from packtool.train.model.load import load_model
 from tests.media.clips import write_clip, write_sound
 from tests.train.real_models import FAMILIES, small_model
 

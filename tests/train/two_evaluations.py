@@ -15,12 +15,12 @@ from packtool.batch.spec import InputSpec
 from packtool.cache.reader import CacheReader
 from packtool.config.evaluate import EvalConfig
 from packtool.errors import MismatchError
+from packtool.launch.world import World
 from packtool.progress import SilentProgress
-from packtool.train.evaluation import evaluate, evaluate_in_training
-from packtool.train.model import load_model
-from packtool.train.prepare_eval import plan_of_samples
-from packtool.train.run_eval import evaluate_caches
-from packtool.train.world import World
+from packtool.train.evaluate.run import evaluate_caches
+from packtool.train.evaluate.samples import evaluate, evaluate_in_training
+from packtool.train.model.load import load_model
+from packtool.train.prepare.evaluation import plan_of_samples
 from tests.forked import run_ranks
 
 

@@ -52,7 +52,7 @@ class Call:
     window: int | None = None
 
     def layout(self, device: torch.device) -> Layout:
-        """Of the shard."""
+        """The layout of this rank's shard on a device."""
         return layout_of(self.shard, device)
 
     def ring(self, device: torch.device) -> RingCall:

@@ -35,7 +35,7 @@ class Heads:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> Heads:
-        """Of a ``config.json``, of a multimodal model its text tower."""
+        """Read the numbers of heads from a ``config.json``; of a multimodal model, those of its text tower."""
         config = config.get("thinker_config") or config
         text = config.get("text_config") or config
         queries = int(text["num_attention_heads"])
@@ -122,12 +122,12 @@ class Axes:
 
     @property
     def multiple(self) -> int:
-        """That the documents of a row are padded to."""
+        """The multiple that the length of each document of a row is padded to."""
         return 2 * self.ring_size if self.ring_size > 1 else 1
 
     @property
     def name(self) -> str:
-        """For a person."""
+        """Name of the split for log lines and tables."""
         parts = [f"{self.way} over {self.ring_size}"] * (self.ring_size > 1)
         parts += [f"ulysses over {self.ulysses_size}"] * (self.ulysses_size > 1)
         return " and ".join(parts) or "none"
@@ -175,7 +175,7 @@ def choose_axes(options: ParallelOptions, heads: Heads, *, typical_length: int, 
 
 
 def _split(ulysses_size: int, size: int, options: ParallelOptions, typical_length: int) -> Axes:
-    """With its way on the ring axis, which chunks of long samples can be passed around on."""
+    """The axes with this many processes for Ulysses, and how K and V travel on the ring axis that is left."""
     axes = Axes(size // ulysses_size, ulysses_size)
     is_long = _chunk(axes, typical_length) >= _LONG_CHUNK
     if options.sequence_parallel_type in ("ring", "allgather"):

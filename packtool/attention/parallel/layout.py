@@ -51,7 +51,7 @@ class Layout:
 
 @lru_cache(maxsize=4)
 def layout_of(shard: SequenceShard, device: torch.device) -> Layout:
-    """Of a rank's shard; the last few are kept, for every layer and the backward pass ask for the same."""
+    """The layout of a rank's shard. The last few are kept: every layer and the backward pass ask again."""
     ring, rank = shard.cut.ring_size, shard.cut.ring_rank
     parts = [length // ring for length in shard.sharded_lengths]
     halves = [part // 2 for part in parts]

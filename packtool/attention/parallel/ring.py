@@ -64,7 +64,7 @@ class RingCall:
         return Block(self.layout.whole, self.layout.whole, True, self.scale, self.window)
 
     def owner_at(self, step: int) -> int:
-        """Whose keys are here after so many hops."""
+        """The rank whose keys are here after so many hops."""
         return (self.parallel.cut.ring_rank - step) % self.size
 
     def full(self, queries: Varlen, keys: Varlen) -> Block:

@@ -1,0 +1,24 @@
+"""``packtool merge``."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from packtool.config.merge import MergeConfig
+from packtool.launch.processes import share_cores_politely
+from packtool.visible import show, show_json
+
+
+def run_merge(config: MergeConfig, as_json: bool) -> None:
+    """Merge and say where the model is."""
+    share_cores_politely()
+    from packtool.report.terminal import TerminalProgress
+    from packtool.train.model.merge import merge
+
+    with TerminalProgress() as progress:
+        result = merge(config, progress)
+    if as_json:
+        show_json(dataclasses.asdict(result))
+        return
+    show(f"merged: {result.num_merged:,} modules of {result.base_model}, saved as {result.dtype}")
+    show(f"written: {result.output}")

@@ -1,0 +1,1 @@
+"""The environment of a process, and several of them by torchrun."""

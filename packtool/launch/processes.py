@@ -1,0 +1,191 @@
+"""Several processes from one command: the environment's ``NPROC_PER_NODE`` and its like become a torchrun command line.
+
+NPROC_PER_NODE=8 packtool train ...                      8 processes on this machine
+NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 NPROC_PER_NODE=8 packtool train ...
+                                                         the first of two machines with 8 each
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from packtool.errors import ConfigError
+
+_INSIDE = ("LOCAL_RANK", "TORCHELASTIC_RUN_ID")
+_LAUNCHER = "PACKTOOL_LAUNCHER"
+_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+_SECONDS_BETWEEN_LOOKS = 1.0
+_DEFAULT_PORT = 29500
+_MAX_PORT = 65535
+
+
+@dataclass(frozen=True)
+class Processes:
+    """How many processes, and where they meet.
+
+    Args:
+        per_node: on each machine.
+        num_nodes: machines.
+        node_rank: 0-based number of this one.
+        address, port: of the first machine, or None where the environment does not say.
+    """
+
+    per_node: int = 1
+    num_nodes: int = 1
+    node_rank: int = 0
+    address: str | None = None
+    port: int | None = None
+
+    @property
+    def total(self) -> int:
+        """Processes on all machines."""
+        return self.per_node * self.num_nodes
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> Processes:
+        """Read ``NPROC_PER_NODE``, ``NNODES``, ``NODE_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``.
+
+        Raises:
+            ConfigError: listing every variable whose value is wrong or missing.
+        """
+        problems: list[str] = []
+        per_node = _number(environ, "NPROC_PER_NODE", 1, 1, None, problems)
+        num_nodes = _number(environ, "NNODES", 1, 1, None, problems)
+        node_rank = _number(environ, "NODE_RANK", 0, 0, None, problems)
+        port = _number(environ, "MASTER_PORT", 0, 1, _MAX_PORT, problems)
+        address = environ.get("MASTER_ADDR") or None
+        if node_rank >= num_nodes:
+            problems.append(f"NODE_RANK={node_rank}: with NNODES={num_nodes} it must be below {num_nodes}")
+        if num_nodes > 1 and not environ.get("NODE_RANK"):
+            problems.append(f"NODE_RANK is missing: with NNODES={num_nodes} every machine must know its number")
+        if num_nodes > 1 and address is None:
+            problems.append(f"MASTER_ADDR is missing: with NNODES={num_nodes} it names the machine with NODE_RANK=0")
+        if problems:
+            raise ConfigError.from_problems(problems)
+        return cls(per_node, num_nodes, node_rank, address, port or None)
+
+
+def is_launched(environ: Mapping[str, str]) -> bool:
+    """Whether this process was started by torchrun."""
+    return any(environ.get(name) for name in _INSIDE)
+
+
+def launch_command(
+    arguments: Sequence[str], environ: Mapping[str, str], python: str = sys.executable, *, even_one: bool = False
+) -> list[str] | None:
+    """The command that runs ``packtool ARGUMENTS`` in all processes of this machine; None if this process is enough.
+
+    Without ``MASTER_PORT`` on a single machine a free port is found, so two jobs do not meet by accident.
+
+    Args:
+        arguments: of packtool, from the subcommand on.
+        environ: the environment; inside torchrun the answer is None.
+        even_one: a single process needs torchrun's environment, too.
+
+    Raises:
+        ConfigError: see ``Processes.from_environment``.
+    """
+    if is_launched(environ):
+        return None
+    processes = Processes.from_environment(environ)
+    if processes.total == 1 and not even_one:
+        return None
+    options = ["--nnodes", str(processes.num_nodes), "--nproc-per-node", str(processes.per_node)]
+    if processes.num_nodes == 1 and processes.port is None:
+        options.append("--standalone")
+    else:
+        options += ["--node-rank", str(processes.node_rank)]
+        options += ["--master-addr", processes.address or "127.0.0.1"]
+        options += ["--master-port", str(processes.port or _DEFAULT_PORT)]
+    return [python, "-m", "packtool.launch.torchrun", *options, "--module", "packtool", *arguments]
+
+
+def launch_environment(environ: Mapping[str, str], num_cores: int) -> dict[str, str]:
+    """The environment of the launched processes: the cores are shared out, unless the user has done so."""
+    per_node = Processes.from_environment(environ).per_node
+    return {"OMP_NUM_THREADS": str(max(1, num_cores // per_node)), **environ}
+
+
+def share_cores_politely() -> None:
+    """Let waiting threads sleep instead of spin; to be called before torch is imported.
+
+    On a machine that others use too, OpenMP's spinning made CPU training ten times slower, and on an idle one sleeping
+    costs nothing that can be measured. ``OMP_WAIT_POLICY`` in the environment overrides it.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def end_with_launcher(environ: Mapping[str, str]) -> None:
+    """Let this process end when the one that started it does, however that ends; only inside torchrun.
+
+    A launcher that is killed (out of memory, or by a scheduler) can stop nobody, and its processes would go on training
+    on GPUs that somebody else is given. On Linux the kernel kills them at once; elsewhere a thread looks every second.
+    """
+    if not is_launched(environ):
+        return
+    launcher = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    else:
+        threading.Thread(target=_end_without, args=(launcher,), daemon=True).start()
+    known = environ.get(_LAUNCHER, "")
+    # It may have ended before the kernel was asked.
+    if os.getppid() != launcher or (known.isdecimal() and not _is_there(int(known))):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _end_without(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _is_there(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def launch_if_asked(arguments: Sequence[str], *, even_one: bool = False) -> None:
+    """Become torchrun if the environment asks for more than this process; else return.
+
+    Args:
+        arguments: of packtool, from the subcommand on.
+        even_one: a single process needs torchrun's environment, too.
+
+    Raises:
+        ConfigError: if the environment is wrong.
+    """
+    command = launch_command(arguments, os.environ, even_one=even_one)
+    if command is None:
+        return
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # Becoming torchrun, this process keeps its number.
+    environ = launch_environment(os.environ, num_cores) | {_LAUNCHER: str(os.getpid())}
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execvpe(command[0], command, environ)
+
+
+def _number(
+    environ: Mapping[str, str], name: str, default: int, low: int, high: int | None, problems: list[str]
+) -> int:
+    text = environ.get(name)
+    if not text:
+        return default
+    if not text.strip().isdecimal() or int(text) < low or (high is not None and int(text) > high):
+        bound = f"from {low} to {high}" if high is not None else f"of at least {low}"
+        problems.append(f"{name}={text}: expected a whole number {bound}")
+        return default
+    return int(text)

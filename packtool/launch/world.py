@@ -1,0 +1,88 @@
+"""Which of how many processes this is, as torchrun says."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from packtool.config.train import TrainConfig
+from packtool.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run.
+
+    Args:
+        rank: 0-based number of this one.
+        size: how many there are.
+        num_sharing: those that share each row; they are next to each other.
+    """
+
+    rank: int = 0
+    size: int = 1
+    num_sharing: int = 1
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> World:
+        """From ``RANK`` and ``WORLD_SIZE``, which torchrun sets; one process without them.
+
+        Raises:
+            ConfigError: if they are not numbers that fit each other.
+        """
+        values = os.environ if environ is None else environ
+        rank, size = values.get("RANK", "0"), values.get("WORLD_SIZE", "1")
+        if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+            raise ConfigError(
+                f"RANK={rank} and WORLD_SIZE={size} in the environment do not name one of several processes",
+                "torchrun sets them; unset both, and give NPROC_PER_NODE to train in several processes.",
+            )
+        return cls(int(rank), int(size))
+
+    def shared_by(self, num_sharing: int) -> World:
+        """The same processes, so many of which share each row.
+
+        Raises:
+            ConfigError: if they cannot be divided so.
+        """
+        if self.size % num_sharing:
+            processes = f"{self.size} process{'es' if self.size > 1 else ''}"
+            raise ConfigError(
+                f"--sequence-parallel-size {num_sharing}: {processes} cannot be divided into groups of {num_sharing}",
+                f"NPROC_PER_NODE={num_sharing} in front, or a multiple of it, starts enough.",
+            )
+        return dataclasses.replace(self, num_sharing=num_sharing)
+
+    def check_shards(self, config: TrainConfig) -> None:
+        """Raise for a run whose weights are to be spread over a single process.
+
+        Raises:
+            ConfigError: with what starts more.
+        """
+        if config.fsdp and self.size == 1:
+            raise ConfigError(
+                f"--fsdp {' '.join(config.fsdp)} spreads weights over processes, and there is one",
+                "NPROC_PER_NODE=8 in front starts eight; leave --fsdp out to train in one.",
+            )
+
+    @property
+    def data(self) -> World:
+        """The same without those that share rows: a rank for each group, data-parallel ones."""
+        return World(self.rank // self.num_sharing, self.size // self.num_sharing)
+
+    @property
+    def share_rank(self) -> int:
+        """0-based number of this process among those that it shares rows with."""
+        return self.rank % self.num_sharing
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that writes and reports."""
+        return self.rank == 0
+
+
+def processes_of_machine(otherwise: int = 1) -> int:
+    """Processes of the run on this machine: what torchrun says, or will be told; else ``otherwise``."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("NPROC_PER_NODE") or otherwise)

@@ -1,0 +1,1 @@
+"""Training on paper: hardware, model sizes, distributions of lengths, and what every strategy would cost."""

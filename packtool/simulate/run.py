@@ -1,0 +1,225 @@
+"""What ``packtool simulate`` reads (lengths, model, hardware) and finds out: every strategy's outcome. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from packtool import storage
+from packtool.cache.reader import CacheReader
+from packtool.config.simulate import BASELINE, SimulateConfig, StrategyName
+from packtool.config.yaml_values import parse_yaml
+from packtool.errors import ConfigError, DataError
+from packtool.progress import Progress
+from packtool.simulate.cost import Machine
+from packtool.simulate.distributions import draw, quantiles
+from packtool.simulate.hardware import PRESETS, Hardware
+from packtool.simulate.lengths import names_of, read_lengths
+from packtool.simulate.model_sizes import PRESETS as MODELS
+from packtool.simulate.model_sizes import ModelSizes
+from packtool.simulate.outcomes import Outcome, arrange, simulate
+from packtool.simulate.strategies import SimulateOptions
+
+_SEQUENCES = 20_000  # of the steps that are simulated by default, and at least so many steps, at most so many
+_FEWEST_STEPS, _MOST_STEPS = 2, 32
+_TYPICAL = 10_000
+_DEFAULT_MODEL = "8b"
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """Outcomes and everything around them.
+
+    Args:
+        outcomes: of the strategies, in the order asked for.
+        options: that they were made with.
+        source: of the lengths.
+        name: the same without the folders that caches and files lie in.
+        num_sequences: that were there to plan from.
+        num_left_out: longer than any strategy could train, or than ``--max-length``.
+        model: whose sizes were taken.
+        seconds: that planning and timing took.
+    """
+
+    outcomes: list[Outcome]
+    options: SimulateOptions
+    source: str
+    name: str
+    num_sequences: int
+    num_left_out: int
+    model: str
+    seconds: float
+
+    @property
+    def baseline(self) -> Outcome:
+        """What speed-ups are told over."""
+        return next((found for found in self.outcomes if found.name == BASELINE), self.outcomes[0])
+
+    def figures(self) -> dict[str, Any]:
+        """All figures by name, as JSON has them."""
+        options = self.options
+        return {
+            "source": self.source,
+            "sequences": self.num_sequences,
+            "left_out": self.num_left_out,
+            "model": self.model,
+            "world_size": options.machine.world_size,
+            "sequence_parallel_size": options.num_sharing,
+            "bucket_size": options.bucket_size,
+            "packing_length": options.packing_length,
+            "sequences_per_step": options.sequences_per_step,
+            "hardware": dataclasses.asdict(options.machine.hardware),
+            "constants": dataclasses.asdict(options.machine.constants),
+            "gradient_checkpointing": options.machine.recompute,
+            "seed": options.seed,
+            "baseline": self.baseline.name,
+            "strategies": [found.figures(self.baseline) for found in self.outcomes],
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def run_simulation(config: SimulateConfig, progress: Progress) -> Simulation:
+    """Read what is needed, and plan and time every strategy.
+
+    Raises:
+        ConfigError: model or hardware are not known, or the model does not fit.
+        DataError: no sample is left.
+        StorageError: a file cannot be read.
+    """
+    reader = CacheReader.open(config.cached_dataset) if config.cached_dataset else None
+    model = config.model or _model_of(reader)
+    try:
+        sizes = ModelSizes.of_config(_model_config(model))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"--model {model}: its config.json does not tell the sizes: {error}") from error
+    machine = Machine(
+        sizes=sizes,
+        hardware=read_hardware(config.hardware),
+        world_size=config.world_size,
+        recompute=config.gradient_checkpointing,
+    )
+    options = _options(config, machine, model)
+    lengths, source = _lengths(config, options, reader)
+    paths = config.cached_dataset or ((config.lengths,) if config.lengths is not None else ())
+    begin = time.perf_counter()
+    wanted = lengths if config.max_length is None else lengths[lengths <= config.max_length]
+    kept, _ = arrange(wanted, options)
+    names = cast("tuple[StrategyName, ...]", tuple(dict.fromkeys(config.strategies)))
+    outcomes = []
+    progress.start("simulating", len(names))
+    for found in simulate(kept, names, options):
+        outcomes.append(found)
+        progress.advance(1)
+    progress.finish()
+    return Simulation(
+        outcomes=outcomes,
+        options=options,
+        source=source,
+        name=names_of(paths) if paths else source,
+        num_sequences=len(kept),
+        num_left_out=len(lengths) - len(kept),
+        model=model,
+        seconds=time.perf_counter() - begin,
+    )
+
+
+def _options(config: SimulateConfig, machine: Machine, model: str) -> SimulateOptions:
+    bucket_size = config.bucket_tokens or machine.largest_bucket(config.sequence_parallel_size)
+    if bucket_size < 1:
+        states = machine.sizes.state_bytes(machine.world_size) / 1e9
+        raise ConfigError(
+            f"--model {model}: weights, gradients and optimizer take {states:,.0f} GB of a GPU, and "
+            f"{machine.hardware.name} has {machine.usable_bytes / 1e9:,.0f} GB for them.",
+            "Take a smaller model or another --hardware; ZeRO-3 is not simulated.",
+        )
+    num_groups = config.world_size // config.sequence_parallel_size
+    per_step = num_groups * config.sequences_per_rank
+    return SimulateOptions(
+        machine=machine,
+        num_sharing=config.sequence_parallel_size,
+        bucket_size=bucket_size,
+        packing_length=min(config.packing_length or bucket_size, bucket_size),
+        sequences_per_rank=config.sequences_per_rank,
+        rows=config.padded_batch_size,
+        shared_rows=config.shared_batch_size,
+        num_steps=config.steps or min(max(_SEQUENCES // per_step, _FEWEST_STEPS), _MOST_STEPS),
+        seed=config.seed,
+    )
+
+
+def _lengths(
+    config: SimulateConfig, options: SimulateOptions, reader: CacheReader | None
+) -> tuple[npt.NDArray[np.integer[Any]], str]:
+    """Tokens of the samples, and where they are from."""
+    if reader is not None:
+        return reader.index.length, " ".join(config.cached_dataset)
+    if config.lengths is not None:
+        return read_lengths(config.lengths), config.lengths
+    assert config.distribution is not None, "checked with the settings"
+    typical = quantiles(config.distribution, (np.arange(_TYPICAL) + 0.5) / _TYPICAL)
+    typical = typical[typical <= min(options.longest, config.max_length or options.longest)]
+    if not len(typical):
+        raise DataError(f"No sample like {config.distribution}'s fits.", "Raise --bucket-size or --max-length.")
+    num = round(options.sequences_wanted(typical) * _TYPICAL / len(typical))
+    return draw(config.distribution, num, seed=config.seed), f"lengths as in {config.distribution}"
+
+
+def _model_of(reader: CacheReader | None) -> str:
+    """The caches' model, if it is still where it was and tells its sizes."""
+    if reader is None:
+        return _DEFAULT_MODEL
+    model = str(reader.manifests[0].identity.spec["model"])
+    try:
+        ModelSizes.of_config(_model_config(model))
+    except (ConfigError, KeyError, TypeError, ValueError):
+        return _DEFAULT_MODEL
+    return model
+
+
+def _model_config(model: str) -> Mapping[str, Any]:
+    if model in MODELS:
+        return MODELS[model]
+    path = storage.join(model, "config.json")
+    if not storage.exists(path):
+        raise ConfigError(
+            f"--model {model}: no config.json is there.", f"Known without a directory: {', '.join(MODELS)}."
+        )
+    with storage.open_read(path) as file:
+        try:
+            config = json.loads(file.read())
+        except ValueError as error:
+            raise ConfigError(f"--model {model}: its config.json is no JSON: {error}") from error
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"--model {model}: its config.json holds a {type(config).__name__}, not names and values")
+    return config
+
+
+def read_hardware(name: str) -> Hardware:
+    """A preset, or a machine from a YAML or JSON file.
+
+    Raises:
+        ConfigError: if it is neither, or the file's fields are wrong.
+        StorageError: if the file cannot be read.
+    """
+    if name.lower() in PRESETS:
+        return PRESETS[name.lower()]
+    if not name.endswith((".yaml", ".yml", ".json")):
+        raise ConfigError(f"--hardware {name}: neither {', '.join(PRESETS)} nor a .yaml or .json file.")
+    with storage.open_read(name) as file:
+        text = file.read()
+    import yaml  # here, because most runs need none of it
+
+    try:
+        fields = json.loads(text) if name.endswith(".json") else parse_yaml(text.decode())
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"--hardware {name}: {error}") from error
+    if not isinstance(fields, Mapping):
+        raise ConfigError(f"--hardware {name}: expected names and values, found a {type(fields).__name__}")
+    return Hardware.of_fields(fields, f"--hardware {name}")

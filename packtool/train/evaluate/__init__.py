@@ -1,0 +1,1 @@
+"""``packtool eval`` and evaluation between steps: every sample for itself."""

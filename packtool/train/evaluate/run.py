@@ -1,0 +1,148 @@
+"""``packtool eval``, as a recipe: caches and model must fit, then every sample is looked at, then a file is written."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+
+from packtool.cache.evaluation_file import write_evaluation
+from packtool.config.evaluate import EvalConfig
+from packtool.launch.world import World
+from packtool.progress import Progress, SilentProgress
+from packtool.train.evaluate.scores import Evaluation
+from packtool.train.prepare.evaluation import PreparedEvaluation, prepare_evaluation
+from packtool.train.prepare.sequence_parallel import sharing_lines
+
+
+@dataclass(frozen=True, eq=False)
+class EvalResult:
+    """What came of an evaluation.
+
+    Args:
+        evaluation: every sample's figures.
+        split: that was evaluated.
+        tokens: of all samples.
+        num_micro_batches: over all ranks.
+        num_processes: ranks.
+        seconds: for the forward passes, without loading the model.
+        output: the file that was written.
+    """
+
+    evaluation: Evaluation
+    split: str
+    tokens: int
+    num_micro_batches: int
+    num_processes: int
+    seconds: float
+    output: str
+
+
+def evaluate_caches(config: EvalConfig, progress: Progress, world: World | None = None) -> EvalResult:
+    """Evaluate a model on caches; every process of a torchrun job calls this, and the first one writes the file.
+
+    Args:
+        progress: told of the plan and of every micro-batch, on the first rank only.
+        world: this process among the others; by default what torchrun says.
+
+    Raises:
+        ConfigError, DataError, MismatchError, StorageError: before the model is loaded, except for a picture that turns
+            out to be gone and for a disk that is full.
+    """
+    world = (world or World.from_environment()).shared_by(config.num_sharing)
+    progress = progress if world.is_first else SilentProgress()
+    prepared = prepare_evaluation(config, world)
+    plan, reader = prepared.plan, prepared.reader
+    num_micro_batches = len(plan.batches.cell_sizes)
+    num_tokens = int(plan.lengths.sum())
+    progress.note(f"{reader.split} split: {len(plan.lengths):,} of {len(reader):,} samples, {num_tokens:,} tokens")
+    progress.note(f"micro-batches: {num_micro_batches:,} of at most {plan.max_tokens:,} tokens, {_processes(world)}")
+    for line in sharing_lines(world, prepared.axes):
+        progress.note(line)
+    evaluation, seconds = _evaluate(prepared, progress)
+    if world.is_first:
+        _write(evaluation, prepared)
+    return EvalResult(
+        evaluation=evaluation,
+        split=reader.split,
+        tokens=num_tokens,
+        num_micro_batches=num_micro_batches,
+        num_processes=world.size,
+        seconds=seconds,
+        output=config.output,
+    )
+
+
+def _evaluate(prepared: PreparedEvaluation, progress: Progress) -> tuple[Evaluation, float]:
+    """Load and evaluate; the seconds are those of evaluating."""
+    # From here on torch and transformers are needed; mistakes of the user should have been told by now.
+    import torch
+    from accelerate import PartialState
+
+    from packtool.attention.choose import choose
+    from packtool.attention.parallel.blocks import choose_blocks
+    from packtool.attention.parallel.mesh import SequenceParallel
+    from packtool.batch.spec import InputSpec
+    from packtool.train.evaluate.samples import evaluate
+    from packtool.train.evaluate.scoring import can_be_packed
+    from packtool.train.model.load import load_trained, resolve_dtype
+    from packtool.train.model.quiet import quiet_transformers
+
+    config, on_gpu = prepared.config, torch.cuda.is_available()
+    spec = InputSpec.load(prepared.trained.base, prepared.reader.manifests[0].identity.media_limits, prepared.config)
+    dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
+    packing = can_be_packed(spec.config)
+    if packing:
+        choose(config.attn_impl, torch.device("cuda" if on_gpu else "cpu"), dtype)  # says what is missing
+    device = PartialState(cpu=not on_gpu).device  # which starts the process group, too
+    parallel = None
+    if prepared.world.num_sharing > 1:
+        choose_blocks(config.attn_impl, device, dtype, head_dims=(0, 0))
+        parallel = SequenceParallel.on_mesh(prepared.axes, device.type)
+    with quiet_transformers():
+        kernel = config.attn_impl
+        model = load_trained(prepared.trained, spec, dtype, packing=packing, attn_impl=kernel, parallel=parallel)
+        model = model.to(device)
+        begin = time.perf_counter()
+        evaluation = evaluate(
+            model,
+            prepared.reader,
+            spec,
+            prepared.plan,
+            world=prepared.world,
+            progress=progress,
+            num_workers=config.dataloader_num_workers,
+            parallel=parallel,
+        )
+    return evaluation, time.perf_counter() - begin
+
+
+def _write(evaluation: Evaluation, prepared: PreparedEvaluation) -> None:
+    """One line a sample, with the totals in the file's metadata."""
+    reader, config = prepared.reader, prepared.config
+    totals = {name: dataclasses.asdict(total) for name, total in evaluation.channel_totals.items() if name is not None}
+    info = {
+        "model": config.model,
+        "caches": list(reader.directories),
+        "fingerprint": reader.fingerprint,
+        "split": reader.split,
+        "total": dataclasses.asdict(evaluation.total),
+        "channels": totals,
+    }
+    columns = {
+        "sample": list(range(len(evaluation))),
+        "source": [evaluation.sources[code] for code in evaluation.source],
+        "row": evaluation.row,
+        "channel": [evaluation.channels[code] if code >= 0 else None for code in evaluation.channel],
+        "tokens": evaluation.tokens,
+        "target_tokens": evaluation.target_tokens,
+        "loss": evaluation.loss,
+        "perplexity": evaluation.perplexity,
+        "token_accuracy": evaluation.token_accuracy,
+        "first_wrong": evaluation.first_wrong,
+    }
+    write_evaluation(config.output, columns, info)
+
+
+def _processes(world: World) -> str:
+    return f"{world.size} process{'es' if world.size > 1 else ''}"

@@ -1,0 +1,38 @@
+"""Every rank has planned for itself: one exchange proves that all came to the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch.distributed as dist
+
+from packtool.errors import MismatchError
+from packtool.launch.world import World
+from packtool.train.prepare.checkpoint import RunState
+
+
+def check_ranks_agree(state: RunState, world: World, sharing: str = "") -> None:
+    """Compare what all ranks have planned, by one exchange of hashes.
+
+    The process group must be there.
+
+    Args:
+        sharing: how ranks share rows, which each has worked out, too.
+
+    Raises:
+        MismatchError: on every rank, naming what differs.
+    """
+    if world.size == 1:
+        return
+    found: list[Any] = [None] * world.size
+    dist.all_gather_object(found, dataclasses.asdict(state) | {"sequence parallel": sharing})
+    first = found[0]
+    for rank, other in enumerate(found):
+        if other != first:
+            differing = [name for name in first if other[name] != first[name]]
+            lines = [f"  - {name}: {first[name]} on rank 0, {other[name]} there" for name in differing]
+            raise MismatchError(
+                f"rank {rank} would train something else than rank 0:\n" + "\n".join(lines),
+                "All machines must see the same caches, the same options and the same version of packtool.",
+            )

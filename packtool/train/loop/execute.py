@@ -1,0 +1,341 @@
+"""A prepared run, carried out."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from functools import partial
+
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
+
+from packtool.attention.choose import choose, choose_elsewhere
+from packtool.attention.parallel.blocks import choose_blocks
+from packtool.attention.parallel.mesh import SequenceParallel
+from packtool.attention.support import refuse_unsupported
+from packtool.batch.dataset import is_bad
+from packtool.batch.spec import InputSpec
+from packtool.config.train import TrainConfig
+from packtool.encode.model_files import place_of
+from packtool.progress import Progress
+from packtool.train.evaluate.samples import evaluate_in_training
+from packtool.train.loop.agreement import check_ranks_agree
+from packtool.train.loop.arguments import check_optimizer_of, training_arguments
+from packtool.train.loop.callbacks import (
+    CheckpointCallback,
+    EvaluationCallback,
+    PlanCallback,
+    ReportCallback,
+    StreamCallback,
+)
+from packtool.train.loop.finite import name_samples
+from packtool.train.loop.loader import StepLoader, cut_of
+from packtool.train.loop.result import TrainResult
+from packtool.train.loop.skipped import all_skipped, skipped_lines, write_skipped
+from packtool.train.loop.stopping import StopSignals
+from packtool.train.loop.stream_loader import StreamLoader
+from packtool.train.loop.trainer import PackTrainer
+from packtool.train.loop.watch import StepWatch
+from packtool.train.model.liger import refuse_without_liger
+from packtool.train.model.load import has_gpu, load_model, make_trainable, resolve_dtype
+from packtool.train.model.memory import MemoryEstimate, estimate_memory, model_without_weights
+from packtool.train.model.parameters import count_parameters
+from packtool.train.model.part_rates import PartRates
+from packtool.train.model.precision import SavedPrecision, load_masters, loaded_dtype, precision_lines, take_adapter
+from packtool.train.model.quiet import quiet_transformers
+from packtool.train.model.sharding import is_zero3, keep_digits_of_outputs, meet_on_cpus, shard_on_cpus
+from packtool.train.prepare.cached import PreparedRun
+from packtool.train.prepare.checkpoint import PREFIX
+from packtool.train.prepare.place import make_place
+from packtool.train.prepare.streamed import PreparedStream, first_samples
+from packtool.train.prepare.workers import WaitingNote, cores_of_a_rank, workers_of
+from packtool.train.verify.run import few_samples, fewer_tokens, raise_if_failed, verify_cheaply
+
+
+def load_spec(run: PreparedRun | PreparedStream) -> InputSpec:
+    """The model as collation sees it.
+
+    Raises:
+        ConfigError: for a multimodal model of an unknown family.
+        UnsupportedModelError: for a model whose packed samples could not be kept apart, or that Liger fails to patch.
+    """
+    spec = InputSpec.load(run.files.directory, run.media_limits, run.config)
+    spec = dataclasses.replace(spec, loss_reduction=run.config.loss_reduction)
+    if run.config.use_liger_kernel:
+        with quiet_transformers():
+            model = model_without_weights(run.config, spec.config, torch.float32)
+        refuse_without_liger(model, spec.config.model_type, on_gpu=has_gpu(run.config))
+    if run.config.removes_padding:
+        refuse_unsupported(spec.config)
+        on_gpu = has_gpu(run.config)
+        dtype = resolve_dtype(spec.config, run.config, on_gpu=on_gpu)
+        if on_gpu and not torch.cuda.is_available():
+            choose_elsewhere(run.config.attn_impl, dtype)
+            return spec
+        device = torch.device("cuda" if on_gpu else "cpu")
+        choose(run.config.attn_impl, device, dtype)
+        if run.world.num_sharing > 1:
+            choose_blocks(run.config.attn_impl, device, dtype, head_dims=(0, 0))
+    return spec
+
+
+def preview(run: PreparedRun | PreparedStream, spec: InputSpec) -> MemoryEstimate:
+    """What training would need, without loading weights; everything that it would refuse is refused.
+
+    Raises:
+        ConfigError, UnsupportedModelError: as training.
+    """
+    dtype = resolve_dtype(spec.config, run.config, on_gpu=has_gpu(run.config))
+    with quiet_transformers():
+        on_gpu = torch.cuda.is_available()
+        args = training_arguments(run.config, num_steps=run.schedule.num_steps, dtype=dtype, on_gpu=on_gpu)
+        model = model_without_weights(run.config, spec.config, dtype)
+        PartRates.of(run.config, model)
+    estimate = _estimate(run, model, spec, dtype)
+    check_optimizer_of(model, args)
+    return estimate
+
+
+def _estimate(
+    run: PreparedRun | PreparedStream, model: nn.Module, spec: InputSpec, dtype: torch.dtype
+) -> MemoryEstimate:
+    config = dataclasses.replace(run.config, packing_length=run.state.packing_length)
+    return estimate_memory(config, model, spec.config, dtype=dtype, world_size=run.world.size)
+
+
+def execute(run: PreparedRun | PreparedStream, spec: InputSpec, result: TrainResult, progress: Progress) -> TrainResult:
+    """Load, train, save.
+
+    Args:
+        result: what was planned.
+
+    Returns:
+        ``result`` with what came of it.
+    """
+    signals = StopSignals(launched=run.world.size > 1)
+    if run.config.dataloader_num_workers is None:
+        run = dataclasses.replace(run, config=dataclasses.replace(run.config, dataloader_num_workers=workers_of(run)))
+    with quiet_transformers():
+        run, args = enter(run, spec, progress)
+        trainer, report, watch = make_trainer(run, args, spec, progress, signals)
+        assert trainer.model is not None
+        num_trainable, num_parameters = count_parameters(trainer.model)
+        progress.note(f"parameters: {num_parameters:,}, of them trained: {num_trainable:,} ({run.config.train_type})")
+        dtype = resolve_dtype(spec.config, run.config, on_gpu=torch.cuda.is_available())
+        progress.note(_estimate(run, trainer.model, spec, dtype).sentence())
+        verify_packing(run, trainer, spec, progress)
+        begin = time.perf_counter()
+        with signals:
+            trainer.train(resume_from_checkpoint=run.checkpoint)
+        seconds = time.perf_counter() - begin
+    steps = trainer.state.global_step
+    if isinstance(trainer.loader, StreamLoader):
+        result = trainer.loader.counted(result)
+        if steps < result.steps and not watch.stopped_by:
+            progress.note(
+                f"the rows ended after step {steps:,} of {result.steps:,}; a larger --num-train-epochs reads them again"
+            )
+    skipped = all_skipped(trainer.skipped, run.world)
+    for line in skipped_lines(skipped):
+        progress.note(line)
+    result = dataclasses.replace(
+        result,
+        num_skipped=len(skipped),
+        output_dir=run.config.output_dir,
+        steps=steps,
+        seconds=seconds,
+        target_tokens_per_second=result.target_tokens / seconds,
+        first_loss=report.first_loss,
+        last_loss=report.last_loss,
+        checkpoint=_last_checkpoint(run.config, trainer),
+        num_trainable_parameters=num_trainable,
+        num_parameters=num_parameters,
+    )
+    if run.world.is_first:
+        result.write()
+        write_skipped(run.config.output_dir, skipped)
+    # No rank may end before all is written: a launcher ends the others when the first one ends.
+    trainer.accelerator.wait_for_everyone()
+    watch.raise_if_stopped(steps, run.schedule.num_steps, os.path.join(run.config.output_dir, f"{PREFIX}{steps}"))
+    return result
+
+
+def _last_checkpoint(config: TrainConfig, trainer: PackTrainer) -> str | None:
+    """The checkpoint that a run ends with: its last, or its best where that is asked for."""
+    if config.seeks_best and trainer.state.best_model_checkpoint is not None:
+        return trainer.state.best_model_checkpoint
+    if config.save_strategy in ("no", "best"):
+        return None
+    return os.path.join(config.output_dir, f"{PREFIX}{trainer.state.global_step}")
+
+
+def verify_packing(
+    run: PreparedRun | PreparedStream, trainer: PackTrainer, spec: InputSpec, progress: Progress
+) -> None:
+    """Look at a few samples of the first pack before the first step.
+
+    Raises:
+        MismatchError: if they do not compute in the pack what they compute alone.
+    """
+    config, on_gpu = run.config, torch.cuda.is_available()
+    if not (config.removes_padding and config.verify_packing):
+        return
+    if is_zero3(config) or (on_gpu and (config.fsdp or config.deepspeed)):
+        progress.note("packing is not verified before weights are sharded; packtool verify does it on one device")
+        return
+    dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
+    if isinstance(run, PreparedRun):
+        epoch, step = run.schedule.locate(run.start)
+        packs = run.schedule.plan_of(epoch).samples(step, run.world.data.rank, 0)
+        samples = few_samples(run.reader, [int(position) for pack in packs for position in pack])
+    else:
+        samples = first_samples(run)
+    if config.on_bad_media == "skip":
+        samples = [sample for sample in samples if not is_bad(sample, spec)]
+    samples = fewer_tokens(samples)
+    if len(samples) > 1:
+        assert trainer.model is not None
+        raise_if_failed(verify_cheaply(trainer.model, samples, spec, dtype=dtype, parallel=trainer.parallel))
+
+
+def enter(
+    run: PreparedRun | PreparedStream, spec: InputSpec, progress: Progress
+) -> tuple[PreparedRun | PreparedStream, TrainingArguments]:
+    """Start the process group, let the ranks compare what they will train, and make the output directory.
+
+    Returns:
+        the run with the directory that all ranks write to.
+    """
+    on_gpu = torch.cuda.is_available()
+    dtype = resolve_dtype(spec.config, run.config, on_gpu=on_gpu)
+    args = training_arguments(run.config, num_steps=run.schedule.num_steps, dtype=dtype, on_gpu=on_gpu)
+    check_ranks_agree(run.state, run.world, run.axes.name)
+    config = make_place(run.config, run.world)
+    if config.output_dir != run.config.output_dir:
+        progress.note(f"this run is in {config.output_dir}")
+    args.output_dir = config.output_dir
+    return dataclasses.replace(run, config=config), args
+
+
+def make_trainer(
+    run: PreparedRun | PreparedStream,
+    args: TrainingArguments,
+    spec: InputSpec,
+    progress: Progress,
+    signals: StopSignals,
+) -> tuple[PackTrainer, ReportCallback, StepWatch]:
+    """The Trainer of this rank, what it reports to, and what ends it."""
+    config, on_gpu = run.config, torch.cuda.is_available()
+    dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
+    loader = _make_loader(run, spec)
+    watch = StepWatch(signals, partial(name_samples, run), on_nan=config.on_nan, world=run.world, progress=progress)
+    waiting = WaitingNote(workers_of(run), cores_of_a_rank())
+    report = ReportCallback(progress, config.output_dir, run.start, waiting)
+    callbacks = _callbacks(run, loader, watch, report)
+    parallel = None
+    if run.world.num_sharing > 1:
+        parallel = SequenceParallel.on_mesh(run.axes, "cuda" if on_gpu else "cpu")
+    meet_on_cpus(config)
+    model, saved = _make_model(run, spec, dtype, parallel)
+    if run.weights is not None:
+        progress.note(f"weights are those of {run.weights}; optimizer, schedule and data begin anew")
+    for line in precision_lines(model, dtype, config, saved):
+        progress.note(line)
+    shard_on_cpus(config)
+    trainer = PackTrainer(
+        model,
+        args,
+        loader,
+        callbacks,
+        by_channel=config.enable_channel_loss,
+        by_samples=config.loss_reduction == "sample",
+        skips=config.on_bad_media == "skip",
+        part_rates=PartRates.of(config, model),
+    )
+    trainer.parallel, trainer.saved, trainer.kahan = parallel, saved, config.master_weights == "kahan"
+    trainer.numbers = watch.numbers
+    keep_digits_of_outputs(trainer.accelerator, config)
+    if isinstance(run, PreparedRun) and run.validation is not None:
+        every = config.eval_steps if config.eval_strategy == "steps" else run.schedule.steps_per_epoch
+        evaluate = partial(trainer.log_evaluation, partial(_evaluate, run, trainer))
+        trainer.add_callback(EvaluationCallback(evaluate, every, config))
+    trainer.add_callback(
+        CheckpointCallback(
+            run.state,
+            run.schedule,
+            run.files,
+            config.save_total_limit,
+            keeps_best=config.load_best_model_at_end,
+            watch=watch,
+        )
+    )
+    return trainer, report, watch
+
+
+def _callbacks(
+    run: PreparedRun | PreparedStream, loader: StepLoader | StreamLoader, watch: StepWatch, report: ReportCallback
+) -> list[TrainerCallback]:
+    """In the order in which they must come; evaluation and the finishing of checkpoints come after them."""
+    saves_epochs = run.config.save_strategy == "epoch"
+    callbacks: list[TrainerCallback] = [PlanCallback(run.schedule, saves_epochs=saves_epochs), watch]
+    if isinstance(loader, StreamLoader):
+        callbacks.append(StreamCallback(loader))
+    return [*callbacks, report] if run.world.is_first else callbacks
+
+
+def _evaluate(run: PreparedRun, trainer: PackTrainer) -> dict[str, float]:
+    """The val split, between two steps."""
+    validation = run.validation
+    assert validation is not None, "asked for"
+    return evaluate_in_training(
+        trainer.model_wrapped,
+        validation.reader,
+        trainer.loader.spec,
+        validation.plan,
+        world=run.world,
+        num_workers=workers_of(run),
+        samples=validation.samples,
+        parallel=trainer.parallel,
+    )
+
+
+def _make_loader(run: PreparedRun | PreparedStream, spec: InputSpec) -> StepLoader | StreamLoader:
+    if isinstance(run, PreparedStream):
+        return StreamLoader(run, spec)
+    return StepLoader(
+        run.schedule,
+        run.samples,
+        spec,
+        run.world,
+        samples=run.figures,
+        config=run.config,
+        start=run.start,
+        cut=cut_of(run),
+    )
+
+
+def _make_model(
+    run: PreparedRun | PreparedStream, spec: InputSpec, dtype: torch.dtype, parallel: SequenceParallel | None
+) -> tuple[PreTrainedModel | PeftModel, SavedPrecision]:
+    # Adapters are drawn at random: alike on every rank, and in every run with this seed.
+    set_seed(run.config.seed)
+    dtype, is_adapter = loaded_dtype(dtype, spec.config, run.config), run.config.train_type == "lora"
+    model = load_model(
+        # Which an adapter names as its base.
+        run.weights if run.weights is not None and not is_adapter else place_of(run.config.model),
+        spec.config,
+        dtype=dtype,
+        packing=run.config.removes_padding,
+        attn_impl=run.config.attn_impl,
+        parallel=parallel,
+    )
+    saved = SavedPrecision.of(spec.config, model)
+    trained = make_trainable(model, run.config)
+    if run.weights is not None and isinstance(trained, PeftModel):
+        take_adapter(trained, run.weights)
+    elif run.weights is not None:
+        load_masters(trained, run.weights)
+    return trained, saved

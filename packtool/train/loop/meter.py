@@ -1,0 +1,129 @@
+"""What is measured between two log lines: loss, figures of the steps, time spent, accuracies, memory."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from packtool.batch.batch import Batch
+from packtool.train.model.head_loss import TargetLosses
+from packtool.train.prepare.figures import StepFigures, peak_tflops
+
+T = TypeVar("T")
+
+_EVERYTHING = "all of them"
+_GIB = 2**30
+
+
+class Meter:
+    """Adds up what this rank sees, without waiting for its device; ranks are asked when a line is due.
+
+    Args:
+        by_channel: tell losses and accuracies of each channel.
+    """
+
+    def __init__(self, *, by_channel: bool) -> None:
+        self._by_channel = by_channel
+        self._begin()
+        self._since = time.perf_counter()
+
+    def _begin(self) -> None:
+        self._figures = StepFigures()
+        self._num_steps = 0
+        self._waited = 0.0
+        self._seen: list[tuple[tuple[str | None, ...], Tensor]] = []
+
+    def waited_for(self, items: Iterable[T]) -> Iterator[T]:
+        """The same items, with the time counted that they let this rank wait."""
+        iterator = iter(items)
+        while True:
+            begin = time.perf_counter()
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self._waited += time.perf_counter() - begin
+            yield item
+
+    def leave_out(self, seconds: float) -> None:
+        """Time that was spent on something else."""
+        self._since += seconds
+
+    def add(self, figures: StepFigures) -> None:
+        """A step is done."""
+        self._figures += figures
+        self._num_steps += 1
+
+    @torch.no_grad()
+    def see(self, found: TargetLosses, batch: Batch) -> None:
+        """Losses and hits of a micro-batch: kept as three sums a document, or three in all, on the device."""
+        rows = torch.stack((found.losses.detach(), torch.ones_like(found.losses), found.hits.to(found.losses.dtype)))
+        if not self._by_channel:
+            self._seen.append(((_EVERYTHING,), rows.sum(dim=1, keepdim=True)))
+            return
+        sums = rows.new_zeros(3, len(batch.channels))
+        sums.index_add_(1, batch.documents_of(found.positions), rows)
+        self._seen.append((batch.channels, sums))
+
+    def logged(self, loss: float, accelerator: Any) -> dict[str, float]:
+        """The line of all steps since the last one.
+
+        Every rank must call this at the same step.
+
+        Args:
+            loss: the Trainer's mean over steps of what ``training_step`` returned.
+        """
+        figures, now = self._figures, time.perf_counter()
+        seconds, self._since = now - self._since, now
+        line: dict[str, float] = {"loss": loss * self._num_steps / max(figures.units, 1)}
+        line |= figures.logged() | self._accuracies(accelerator.num_processes)
+        line |= {
+            "seconds": seconds,
+            "target_tokens_per_second": figures.target_tokens / max(seconds, 1e-9),
+            "tokens_per_second": figures.tokens / max(seconds, 1e-9),
+            "data_wait": self._waited / max(seconds, 1e-9),
+            "memory_gib": memory_gib(accelerator.device),
+        }
+        peak = peak_tflops(torch.cuda.get_device_name()) if accelerator.device.type == "cuda" else None
+        if peak is not None and figures.flops:
+            line["mfu"] = figures.flops / (seconds * peak * 1e12 * accelerator.num_processes)
+        self._begin()
+        return line
+
+    def _accuracies(self, num_processes: int) -> dict[str, float]:
+        """Token accuracy, and loss and accuracy of each channel, over all ranks."""
+        mine: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+        for channels, sums in self._seen:
+            for channel, column in zip(channels, sums.T.tolist(), strict=True):
+                name = "none" if channel is None else channel
+                mine[name] = [a + b for a, b in zip(mine[name], column, strict=True)]
+        found: list[Any] = [dict(mine)]
+        if num_processes > 1:
+            found = [None] * num_processes
+            dist.all_gather_object(found, dict(mine))
+        by_name: dict[str, list[float]] = {}
+        for name in sorted({name for each in found for name in each}):
+            parts = [each[name] for each in found if name in each]
+            by_name[name] = [sum(column) for column in zip(*parts, strict=True)]
+        totals = [sum(column) for column in zip([0.0, 0.0, 0.0], *by_name.values(), strict=True)]
+        line = {"token_accuracy": totals[2] / totals[1]} if totals[1] else {}
+        if self._by_channel:
+            for name, (loss, count, hits) in by_name.items():
+                if count:
+                    line |= {f"loss_{name}": loss / count, f"token_accuracy_{name}": hits / count}
+        return line
+
+
+def memory_gib(device: torch.device) -> float:
+    """The most that this process has held so far: of its GPU, or of the machine's memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / _GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB

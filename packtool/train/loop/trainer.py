@@ -1,0 +1,256 @@
+"""transformers' Trainer, told what a step is.
+
+The Trainer deals a fixed number of micro-batches to every step but an epoch's last, and finds its place after a resume
+by counting them. Here the plan says what a step is, so the Trainer is given whole steps: one "batch" of its dataloader
+is a ``TrainingStep``, the whole run is one of its "epochs", and gradient accumulation happens in ``training_step``.
+What is left to it is what it is good at: devices, wrapping, optimizer, clipping, schedule, logging, checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from packtool.attention.parallel.mesh import SequenceParallel
+from packtool.batch.batch import Batch, SkippedSample
+from packtool.cache.evaluation_file import plain_json
+from packtool.train.loop.arguments import refused_by_transformers
+from packtool.train.loop.finite import StepNumbers
+from packtool.train.loop.loader import StepLoader, TrainingStep
+from packtool.train.loop.meter import Meter
+from packtool.train.loop.noise import EmbeddingNoise
+from packtool.train.loop.stream_loader import StreamLoader
+from packtool.train.model.head_loss import HeadLoss
+from packtool.train.model.kahan import KahanAdamW
+from packtool.train.model.loss import sum_of_losses, takes_logits_to_keep
+from packtool.train.model.part_rates import PartRates, split_groups
+from packtool.train.model.precision import SavedPrecision, load_masters, save_masters
+from packtool.train.prepare.checkpoint import PREFIX
+from packtool.train.prepare.whole import loading, saving
+
+
+class PackTrainer(Trainer):
+    """Trains what a ``StepLoader`` or a ``StreamLoader`` yields.
+
+    Args:
+        model: on the host or the device; see ``make_trainable``.
+        args: from ``training_arguments``.
+        loader: of this rank; ``loader.start`` must fit the checkpoint that is resumed from.
+        callbacks: further ones.
+        part_rates: learning rates of parts of the model that have their own.
+        by_channel: log losses and accuracies of each channel.
+        by_samples: the loss is divided by samples.
+        skips: micro-batches may lack samples that could not be loaded.
+
+    Attributes:
+        parallel: ranks that share rows with this one, as the model was told; None for nobody.
+        numbers: of the step that is being computed.
+        saved: what checkpoints are saved as; None leaves weights as they are kept.
+        kahan: whether weights are 16 bits long, and the optimizer keeps what rounding takes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: TrainingArguments,
+        loader: StepLoader | StreamLoader,
+        callbacks: list[TrainerCallback],
+        *,
+        by_channel: bool = False,
+        by_samples: bool = False,
+        skips: bool = False,
+        part_rates: PartRates | None = None,
+    ) -> None:
+        settings = vars(model.config)
+        had = settings.get("use_cache")
+        super().__init__(model=model, args=args, callbacks=callbacks)
+        # The Trainer switches the cache off in the config, which checkpoints would inherit; every batch does it too.
+        if had is None:
+            settings.pop("use_cache", None)
+        else:
+            settings["use_cache"] = had
+        self.loader = loader
+        self.head_loss = HeadLoss(model) if HeadLoss.applies_to(model) else None
+        self.label_logits_only = takes_logits_to_keep(model)
+        for printing in (PrinterCallback, ProgressCallback):
+            self.remove_callback(printing)
+        self.parallel: SequenceParallel | None = None
+        self.saved: SavedPrecision | None = None
+        self.numbers = StepNumbers()
+        self.kahan = False
+        self.part_rates, self.by_samples, self.skips = part_rates, by_samples, skips
+        # Not the Trainer's, which scales noise by the length of the pack.
+        alpha, self.neftune_noise_alpha = args.neftune_noise_alpha, None
+        self.noise = EmbeddingNoise(model, alpha) if alpha else None
+        self.skipped: list[SkippedSample] = []
+        self._meter = Meter(by_channel=by_channel)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The Trainer's, with parts of the model that have learning rates of their own in groups of their own."""
+        is_new = self.optimizer is None
+        if self.kahan:
+            betas = (self.args.adam_beta1, self.args.adam_beta2)
+            settings = {"lr": self.args.learning_rate, "betas": betas, "eps": self.args.adam_epsilon}
+            self.optimizer_cls_and_kwargs = (KahanAdamW, settings)
+        with refused_by_transformers() if is_new else contextlib.nullcontext():
+            optimizer = super().create_optimizer(model)
+        if is_new and self.part_rates:
+            whole = model or self.model
+            assert whole is not None
+            names = {id(parameter): name for name, parameter in whole.named_parameters()}
+            optimizer.param_groups[:] = list(split_groups(optimizer.param_groups, names, self.part_rates))
+        return optimizer
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        """The Trainer's, with a whole model in its checkpoint's own precision."""
+        model: Any = self.model
+        if self.saved is None or isinstance(model, PeftModel) or not self.args.should_save:
+            super()._save(output_dir, state_dict)
+            return
+        # Tied weights under each of their names.
+        named = model.named_parameters(remove_duplicate=False)
+        trained = frozenset(name for name, parameter in named if parameter.requires_grad)
+        state = self.saved.cast(model.state_dict() if state_dict is None else state_dict, trained)
+        super()._save(output_dir, state)
+        # Saving writes the precision of the weights in memory into the config.
+        model.config.dtype = self.saved.dtype
+        model.config.save_pretrained(output_dir)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """The Trainer's, and the digits that the saved model lacks; FSDP and DeepSpeed save theirs."""
+        super()._save_optimizer_and_scheduler(output_dir)
+        is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        if (
+            self.args.should_save
+            and self.saved is not None
+            and not is_sharded
+            and not isinstance(self.model, PeftModel)
+        ):
+            assert self.model is not None
+            save_masters(self.model, self.saved, output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """The Trainer's, and the digits that the saved model lacks."""
+        with loading(resume_from_checkpoint, "the weights"):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            if not self.is_fsdp_enabled and not isinstance(self.model, PeftModel):
+                whole = model or self.model
+                assert whole is not None
+                load_masters(whole, resume_from_checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with loading(str(checkpoint), "the optimizer's states or the schedule"):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        with saving(os.path.join(str(self.args.output_dir), f"{PREFIX}{self.state.global_step}")):
+            super()._save_checkpoint(model, trial)
+
+    def get_train_dataloader(self) -> Any:
+        """The steps as they are: already this rank's own, so accelerate must neither shard nor move them."""
+        return self.loader
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[TrainingStep], num_batches: int, device: torch.device
+    ) -> tuple[list[TrainingStep], None]:
+        """The next step; its target tokens are known, so nothing is counted or gathered."""
+        return list(islice(epoch_iterator, num_batches)), None
+
+    def training_step(  # type: ignore[override]  # get_batch_samples gives it whole steps
+        self, model: nn.Module, inputs: TrainingStep, num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Forward and backward of all micro-batches of a step; gradients are exchanged in the last one.
+
+        Returns:
+            this rank's share of the sum of losses, times the number of ranks; ``log`` divides by what the steps hold.
+        """
+        scale = self.args.world_size / max(inputs.figures.units, 1)
+        total, num_skipped = torch.zeros((), device=self.args.device), 0
+        batches = self._meter.waited_for(inputs.micro_batches)
+        for number, batch in enumerate(batches, start=1):
+            is_last = number == inputs.num_micro_batches
+            self.accelerator.gradient_state._set_sync_gradients(is_last)
+            with contextlib.nullcontext() if is_last else self.accelerator.no_sync(model=model):
+                on_device = batch.to(self.args.device, non_blocking=True)
+                loss = super().training_step(model, {"batch": on_device, "scale": scale})
+            self.numbers.see_loss(loss)
+            total += loss
+            self.skipped += batch.skipped
+            num_skipped += sum(1 if self.by_samples else sample.num_target_tokens for sample in batch.skipped)
+        units = inputs.figures.units
+        if self.skips:
+            units = self._without_skipped(num_skipped, inputs.figures.units)
+        self._meter.add(dataclasses.replace(inputs.figures, units=units))
+        return total / scale * self.args.world_size
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """The Trainer's, shown to whoever watches the step's numbers."""
+        norm = super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
+        self.numbers.see_norm(0.0 if norm is None else norm, is_scaled=self.accelerator.scaler is not None)
+        return norm
+
+    def _without_skipped(self, num_skipped: int, units: int) -> int:
+        """What a step's loss is divided by without the samples that no rank could load; mends the gradients, too."""
+        count = torch.tensor(num_skipped, device=self.args.device)
+        if self.args.world_size > 1:
+            torch.distributed.all_reduce(count)
+        left = units - int(count)
+        if left != units and left > 0:
+            for parameter in self.model.parameters():  # type: ignore[union-attr]
+                if parameter.grad is not None:
+                    parameter.grad.mul_(units / left)
+        return left
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor:
+        """A micro-batch's contribution to the mean over the target tokens of the whole step."""
+        assert not return_outputs, "packtool evaluates by itself"
+        batch: Batch = inputs["batch"]
+        if self.noise is not None:
+            self.noise.batch = batch
+        if self.head_loss is None:
+            return sum_of_losses(model, batch, label_logits_only=self.label_logits_only) * inputs["scale"]
+        found = self.head_loss.losses(model, batch)
+        self._meter.see(found, batch)
+        return found.sum(batch.loss_weights) * inputs["scale"]
+
+    def log_evaluation(self, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """Log what an evaluation says, and return it; its time is none of the training's."""
+        begin = time.perf_counter()
+        logs = evaluate()
+        self._meter.leave_out(time.perf_counter() - begin)
+        self.log(dict(logs))
+        return logs
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log lines with the exact mean loss over the steps since the last one, and what these steps held."""
+        if "train_loss" in logs:
+            # The Trainer's last words: averages of what training_step returned, which are no means.
+            return
+        if "loss" in logs:
+            logs.update(self._meter.logged(logs["loss"], self.accelerator))
+            # The Trainer takes the sum away from itself, which does not help where it is no number.
+            self._tr_loss.zero_()
+        super().log(logs, start_time)
+        # trainer_state.json is made of these, and JSON has no word for what is not a number.
+        self.state.log_history[-1] = plain_json(self.state.log_history[-1])
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Not counted: the Trainer's estimate would need a batch of its own form."""
+        return 0

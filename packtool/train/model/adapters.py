@@ -1,0 +1,159 @@
+"""Adapters: which modules get them, how they begin, and going on from some that were trained before."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import PreTrainedModel
+
+from packtool.config.train import TrainConfig
+from packtool.errors import ConfigError
+from packtool.train.model.towers import Towers, frozen_parts
+
+# Ways to begin that change the model's own weights: only where there are weights.
+_NEEDS_WEIGHTS = ("pissa", "olora")
+_ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_SHOWN_NAMES = 4
+# What an adapter's own settings say, by the option that says it otherwise.
+_OPTIONS = {
+    "lora_rank": "r",
+    "lora_alpha": "lora_alpha",
+    "lora_bias": "bias",
+    "use_rslora": "use_rslora",
+    "use_dora": "use_dora",
+}
+
+
+def add_adapters(model: PreTrainedModel, towers: Towers, run: TrainConfig) -> PeftModel:
+    """A model with adapters that learn: new ones, or those of ``--adapters``. Nothing else learns.
+
+    Raises:
+        ConfigError: if a name matches nothing, or the adapter of ``--adapters`` does not fit.
+    """
+    has_weights = not next(model.parameters()).is_meta
+    if run.adapters:
+        return _go_on(model, run, has_weights)
+    begin: Any = {"true": True, "false": False}.get(run.init_weights, run.init_weights)
+    if not has_weights and run.init_weights in _NEEDS_WEIGHTS:
+        begin = True
+    saved = _whole_modules(model, run)
+    settings = LoraConfig(
+        r=run.lora_rank,
+        lora_alpha=run.lora_alpha,
+        lora_dropout=run.lora_dropout,
+        bias=run.lora_bias,
+        use_rslora=run.use_rslora,
+        use_dora=run.use_dora,
+        init_lora_weights=begin,
+        # Sorted by peft's own rule into the shortest list of endings that matches these modules and no others.
+        target_modules=adapted_modules(model, towers, run),
+        modules_to_save=saved or None,
+        # Where head and embeddings are one matrix, they stay one.
+        ensure_weight_tying=bool(saved) and _is_tied(model),
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(model, settings)
+
+
+def adapted_modules(model: PreTrainedModel, towers: Towers, run: TrainConfig) -> list[str]:
+    """Full names of the modules that get adapters: those asked for, of linear ones of unfrozen parts without the head.
+
+    With ``--target-regex`` it alone decides.
+
+    Raises:
+        ConfigError: naming a target that matches nothing.
+    """
+    if run.target_regex is not None:
+        return _matching(model, run.target_regex)
+    frozen = frozen_parts(run)
+    any_model: Any = model
+    head = any_model.get_output_embeddings()
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and towers.part_of(name) not in frozen
+    ]
+    wanted = linear
+    if run.target_modules != ("all-linear",):
+        problems = [
+            f"--target-modules {target}: no linear module of an unfrozen part has this name"
+            for target in run.target_modules
+            if not any(_is_named(name, target) for name in linear)
+        ]
+        if problems:
+            known = sorted({name.rpartition(".")[2] for name in linear})
+            raise ConfigError("\n".join(problems), f"There are {', '.join(known)}; all-linear takes all of them.")
+        wanted = [name for name in linear if any(_is_named(name, target) for target in run.target_modules)]
+    if not wanted:
+        raise ConfigError(
+            f"no module is left to adapt: {', '.join(sorted(frozen))} are frozen, and the model has no other part",
+            "Set one of --freeze-llm, --freeze-vit, --freeze-aligner to false.",
+        )
+    return wanted
+
+
+def _matching(model: PreTrainedModel, regex: str) -> list[str]:
+    names = [name for name, module in model.named_modules() if isinstance(module, _ADAPTABLE)]
+    found = [name for name in names if re.fullmatch(regex, name)]
+    if not found:
+        raise ConfigError(
+            f"--target-regex {regex}: no module has a name that it matches as a whole",
+            f"Modules have names such as {', '.join(names[-_SHOWN_NAMES:])}.",
+        )
+    return found
+
+
+def _whole_modules(model: PreTrainedModel, run: TrainConfig) -> list[str]:
+    names = [name for name, _ in model.named_modules()]
+    problems = [
+        f"--modules-to-save {wanted}: no module has this name"
+        for wanted in run.modules_to_save
+        if not any(_is_named(name, wanted) for name in names)
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems), "Usual are embed_tokens and lm_head.")
+    return list(run.modules_to_save)
+
+
+def _is_tied(model: Any) -> bool:
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    return head is not None and head.weight is embeddings.weight
+
+
+def _go_on(model: PreTrainedModel, run: TrainConfig, has_weights: bool) -> PeftModel:
+    (directory,) = run.adapters
+    try:
+        settings: Any = PeftConfig.from_pretrained(directory)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"--adapters {directory}: there is no adapter: {error}", "Give the directory of adapter_config.json."
+        ) from error
+    if not isinstance(settings, LoraConfig):
+        raise ConfigError(f"--adapters {directory}: a {settings.peft_type} adapter; only LoRA's can be gone on from")
+    defaults = type(run).__dataclass_fields__
+    differing = [
+        f"--{option.replace('_', '-')} {getattr(run, option)}: the adapter of --adapters has {getattr(settings, name)}"
+        for option, name in _OPTIONS.items()
+        if getattr(run, option) not in (defaults[option].default, getattr(settings, name))
+    ]
+    if differing:
+        raise ConfigError.from_problems(differing)
+    settings.inference_mode = False
+    if not has_weights:
+        if settings.init_lora_weights in _NEEDS_WEIGHTS:
+            settings.init_lora_weights = True
+        return get_peft_model(model, settings)
+    try:
+        return PeftModel.from_pretrained(model, directory, is_trainable=True, config=settings)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError(
+            f"--adapters {directory} does not fit the model: {error}",
+            f"It was trained on {settings.base_model_name_or_path}.",
+        ) from error
+
+
+def _is_named(name: str, target: str) -> bool:
+    return name == target or name.endswith("." + target)

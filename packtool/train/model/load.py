@@ -1,0 +1,166 @@
+"""A model ready to be trained: loaded, its attention routed, its parts frozen or adapted."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+
+from packtool.attention.features import look_once
+from packtool.attention.parallel.mesh import SequenceParallel
+from packtool.attention.register import set_attention
+from packtool.attention.support import refuse_unsupported
+from packtool.batch.spec import InputSpec
+from packtool.config.evaluate import EvalConfig
+from packtool.config.train import TrainConfig
+from packtool.errors import ConfigError, MismatchError
+from packtool.train.model.adapters import add_adapters
+from packtool.train.model.frozen import freeze
+from packtool.train.model.precision import checkpoint_dtype, keeps_masters, raise_to_masters
+from packtool.train.model.towers import Towers, towers_of
+from packtool.train.prepare.trained import TrainedModel
+
+_SHOWN_NAMES = 4
+
+
+def resolve_dtype(config: PreTrainedConfig, run: TrainConfig | EvalConfig, *, on_gpu: bool) -> torch.dtype:
+    """Precision of the computation: ``auto`` is the checkpoint's on a GPU, and float32 on a CPU.
+
+    ``--bf16 true`` and ``--fp16 true`` come before ``--torch-dtype``.
+
+    Raises:
+        ConfigError: for float16 on a CPU.
+    """
+    asked: str = run.torch_dtype
+    declined: tuple[str, ...] = ()
+    if isinstance(run, TrainConfig):
+        asked, declined = run.computation_dtype, run.declined_dtypes
+    if asked == "auto":
+        found = checkpoint_dtype(config) if on_gpu else torch.float32
+        return torch.float32 if str(found).removeprefix("torch.") in declined else found
+    if asked == "float16" and not on_gpu:
+        raise ConfigError(
+            "--torch-dtype float16 needs a GPU, and so does --fp16 true", "Use float32 or bfloat16 on the CPU."
+        )
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[asked]
+
+
+def has_gpu(run: TrainConfig) -> bool:
+    """Whether a run computes on a GPU: one of this machine, or one that a dry run plans for."""
+    return run.hardware is not None or torch.cuda.is_available()
+
+
+def load_model(
+    model: str,
+    config: PreTrainedConfig,
+    *,
+    dtype: torch.dtype,
+    packing: bool,
+    attn_impl: str = "auto",
+    parallel: SequenceParallel | None = None,
+) -> PreTrainedModel:
+    """Read a model's weights.
+
+    Args:
+        packing: route the text tower through packed attention; False leaves transformers' own.
+        attn_impl: kernel of the packed attention.
+        parallel: ranks that share each row.
+
+    Raises:
+        UnsupportedModelError: before any weight is read, if packed samples could not be kept apart.
+        MismatchError: if the checkpoint lacks weights, which would otherwise be random.
+    """
+    if packing:
+        refuse_unsupported(config)
+    auto: Any = (
+        AutoModelForImageTextToText
+        if type(config) in AutoModelForImageTextToText._model_mapping
+        else AutoModelForCausalLM
+    )
+    # A copy: loading writes the choice of attention into the config, and collation's meta model must not inherit it.
+    loaded, info = auto.from_pretrained(
+        model, config=copy.deepcopy(config), dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+    )
+    if missing := sorted(info["missing_keys"]):
+        shown = ", ".join(missing[:_SHOWN_NAMES]) + (", ..." if len(missing) > _SHOWN_NAMES else "")
+        raise MismatchError(
+            f"{model} lacks {len(missing)} weights of a {type(loaded).__name__}: {shown}",
+            "Check that --model is a complete checkpoint with a language head.",
+        )
+    look_once(loaded)
+    # Under ZeRO-3 transformers would undo renamings in every checkpoint that this one never needed.
+    if renamings := getattr(loaded, "_weight_conversions", None):
+        loaded._weight_conversions = [renaming for renaming in renamings if renaming.was_used()]
+    if packing:
+        set_attention(loaded, attn_impl, parallel)
+    return loaded
+
+
+def make_trainable(model: PreTrainedModel, run: TrainConfig) -> PreTrainedModel | PeftModel:
+    """Freeze what the options keep, add adapters with ``--train-type lora``, and keep float32 of what is trained.
+
+    Raises:
+        ConfigError: if a name matches nothing, or nothing is left to train.
+        UnsupportedModelError: if a part that is to be frozen cannot be found.
+    """
+    towers = towers_of(model, model.config.model_type)
+    recomputes = bool(run.gradient_checkpointing)
+    in_vision = recomputes if run.vit_gradient_checkpointing is None else run.vit_gradient_checkpointing
+    if recomputes or in_vision:
+        _enable_checkpointing(model)
+    if recomputes != in_vision:
+        _keep_activations(model, towers, in_vision=not in_vision)
+    if run.train_type == "lora":
+        return add_adapters(model, towers, run)
+    freeze(model, towers, run)
+    if keeps_masters(run):
+        raise_to_masters(model)
+    return model
+
+
+def _enable_checkpointing(model: Any) -> None:
+    """Recompute activations; the non-reentrant form needs no gradients on the inputs, which frozen embeddings lack."""
+    settings = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):  # since transformers 5.23
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+
+
+def _keep_activations(model: nn.Module, towers: Towers, *, in_vision: bool) -> None:
+    """Undo it, in the towers of media or outside of them."""
+    for name, module in model.named_modules():
+        is_vision = towers.part_of(name) != "language model"
+        if is_vision == in_vision and hasattr(module, "gradient_checkpointing"):
+            module.gradient_checkpointing = False
+
+
+def load_trained(
+    trained: TrainedModel,
+    spec: InputSpec,
+    dtype: torch.dtype,
+    *,
+    packing: bool = True,
+    attn_impl: str = "auto",
+    parallel: SequenceParallel | None = None,
+) -> nn.Module:
+    """Read the weights of a model as training left it, with its adapter if it has one.
+
+    Args:
+        packing: keep packed samples apart, with the kernel ``attn_impl``.
+        parallel: ranks that share each row.
+
+    Raises:
+        UnsupportedModelError: for a model that cannot be packed.
+        MismatchError: if the checkpoint lacks weights, which would otherwise be random.
+    """
+    from peft import PeftModel
+
+    loaded: nn.Module = load_model(
+        trained.base, spec.config, dtype=dtype, packing=packing, attn_impl=attn_impl, parallel=parallel
+    )
+    return PeftModel.from_pretrained(loaded, trained.adapter) if trained.adapter is not None else loaded

@@ -1,0 +1,95 @@
+"""``packtool merge``: an adapter worked into the weights of its base model, as a model of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+
+from packtool.batch.spec import model_config
+from packtool.config.merge import MergeConfig
+from packtool.encode.model_files import ModelFiles
+from packtool.errors import ConfigError
+from packtool.progress import Progress
+from packtool.train.model.load import load_model
+from packtool.train.model.precision import checkpoint_dtype
+from packtool.train.model.quiet import quiet_transformers
+from packtool.train.prepare.checkpoint import copy_processor
+from packtool.train.prepare.trained import TrainedModel
+from packtool.train.prepare.whole import saving
+
+
+@dataclass(frozen=True)
+class MergeResult:
+    """What was written.
+
+    Args:
+        output: directory of the model.
+        base_model, adapter: what it was made of.
+        num_merged: modules whose weights have changed.
+        dtype: precision of the weights.
+    """
+
+    output: str
+    base_model: str
+    adapter: str
+    num_merged: int
+    dtype: str
+
+
+def merge(config: MergeConfig, progress: Progress) -> MergeResult:
+    """Write the merged model with tokenizer, processor, template and generation settings.
+
+    Each weight is added up in float32 and rounded once. Needs the base model's memory on the host, and no GPU.
+
+    Raises:
+        ConfigError: for what is no adapter, or an output directory with something in it.
+        MismatchError: if the base model is not where the adapter says.
+        StorageError: if the model cannot be written; then nothing of it is left.
+    """
+    output = config.output.rstrip("/")
+    trained = TrainedModel.find(config.adapter, config.base_model)
+    if trained.adapter is None:
+        raise ConfigError(
+            f"{config.adapter} is no adapter: it has no adapter_config.json",
+            "A model that was trained whole is merged.",
+        )
+    if os.path.exists(output) and (not os.path.isdir(output) or os.listdir(output)):
+        raise ConfigError(f"--output {output} is there already, and not empty", "Give a new directory.")
+    directory = ModelFiles.load(trained.base).directory
+    settings = model_config(directory)
+    kept = checkpoint_dtype(settings)
+    dtype = kept if config.torch_dtype == "auto" else getattr(torch, config.torch_dtype)
+    with quiet_transformers():
+        progress.note(f"base model: {trained.base}")
+        # Read as it is saved: rounding comes after the sum.
+        model: Any = load_model(directory, settings, dtype=kept, packing=False)
+        adapted: Any = PeftModel.from_pretrained(model, trained.adapter)
+        num_merged = _merge_in_float32(adapted)
+        merged = adapted.unload().to(dtype)
+        part = f"{output}.part"
+        shutil.rmtree(part, ignore_errors=True)
+        with saving(part):
+            merged.save_pretrained(part)
+            copy_processor(directory, part)
+            copy_processor(trained.adapter, part)  # which has the template that was trained
+            os.replace(part, output)
+    return MergeResult(output, trained.base, trained.adapter, num_merged, str(dtype).removeprefix("torch."))
+
+
+def _merge_in_float32(model: Any) -> int:
+    """Merge layer after layer, so that no more than one of them is held in float32."""
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        base: Any = layer.get_base_layer()
+        kept = {name: parameter.dtype for name, parameter in base.named_parameters()}
+        base.float()
+        layer.merge()
+        for name, parameter in base.named_parameters():
+            parameter.data = parameter.data.to(kept[name])
+    return len(layers)

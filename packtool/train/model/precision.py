@@ -1,0 +1,204 @@
+"""In which precision weights are kept, computed with and saved: three answers that need not agree.
+
+An update of AdamW is about as large as the learning rate. In bfloat16, which keeps 8 binary digits, 1e-5 is less than
+half of the last digit of every weight above 0.005 and rounding takes it away again. What is trained is therefore kept
+in float32 and rounded for the computation alone (autocast), or kept in bfloat16 with the digits that rounding took
+kept beside it (``kahan``). What is frozen never changes and stays as its checkpoint has it.
+
+    --master-weights    bytes for each trained weight: weight, gradient, optimizer's states (AdamW)
+    float32             16 = 4 + 4 + 8
+    kahan               12 = 2 + 2 + 8 (two moments, one of them with its lost digits; the weight's lost digits)
+    none                 8 = 2 + 2 + 4 and most of a small update is lost
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from packtool.config.train import TrainConfig
+from packtool.errors import MismatchError
+from packtool.train.prepare.whole import ONLY_MODEL
+
+MASTER_NAME = "master_weights.safetensors"
+"""The trained weights of a checkpoint as they are kept, where its model is saved with fewer digits or other names."""
+
+_SHORT = (torch.bfloat16, torch.float16)
+
+
+def checkpoint_dtype(config: PreTrainedConfig) -> torch.dtype:
+    """Precision that a checkpoint was saved in; float32 where it does not say."""
+    named = config.dtype
+    if isinstance(named, str):
+        named = getattr(torch, named)
+    return named if isinstance(named, torch.dtype) else torch.float32
+
+
+def keeps_masters(run: TrainConfig) -> bool:
+    """Whether trained weights are float32 in this process; DeepSpeed keeps its own, adapters are peft's."""
+    return run.train_type == "full" and run.master_weights == "float32" and run.deepspeed is None
+
+
+def loaded_dtype(dtype: torch.dtype, config: PreTrainedConfig, run: TrainConfig) -> torch.dtype:
+    """Precision to read weights in: the computation's, or float32 where that would lose digits of master weights.
+
+    With ``--bf16`` or ``--fp16`` all weights stay in float32 where ``--torch-dtype`` says so.
+
+    Args:
+        dtype: of the computation.
+        config: of the checkpoint.
+    """
+    if run.torch_dtype == "float32":
+        return torch.float32
+    loses = dtype in _SHORT and dtype != checkpoint_dtype(config)
+    return torch.float32 if loses and keeps_masters(run) else dtype
+
+
+def raise_to_masters(model: nn.Module) -> None:
+    """Turn the weights that are trained into float32, in place; frozen ones stay what they are."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype in _SHORT:
+            parameter.data = parameter.data.float()
+
+
+def precision_lines(model: nn.Module, dtype: torch.dtype, run: TrainConfig, saved: SavedPrecision) -> Iterator[str]:
+    """What the weights of a run are kept, computed with and saved in.
+
+    Args:
+        model: made trainable, not yet wrapped.
+        dtype: of the computation.
+    """
+    kept = {str(parameter.dtype)[6:] for parameter in model.parameters() if parameter.requires_grad}
+    frozen = {str(parameter.dtype)[6:] for parameter in model.parameters() if not parameter.requires_grad}
+    how = ", ".join(sorted(kept))
+    if run.train_type == "full" and run.master_weights == "kahan":
+        how += " with what rounding takes kept beside them (kahan)"
+    elif run.deepspeed is not None and dtype in _SHORT:
+        how += " with DeepSpeed's float32 copies"
+    elif run.train_type == "full" and kept & {"bfloat16"}:
+        how += ": small updates are lost, and --master-weights float32 keeps them"
+    parts = [f"trained weights: {how}"]
+    if frozen:
+        parts.append(f"frozen weights: {', '.join(sorted(frozen))}")
+    parts.append(f"computed in {str(dtype)[6:]}")
+    if not isinstance(model, PeftModel):
+        parts.append(f"saved as {str(saved.dtype)[6:]}")
+    yield "; ".join(parts)
+
+
+@dataclass(frozen=True)
+class SavedPrecision:
+    """What a whole model is saved as: its checkpoint's precision.
+
+    Args:
+        dtype: of the checkpoint that training began with.
+        long: names of weights that stay float32 whatever the rest is, as the model's class demands.
+    """
+
+    dtype: torch.dtype
+    long: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig, model: nn.Module) -> SavedPrecision:
+        """From a model as it was loaded, before anything was made trainable."""
+        weights = [(name, parameter.dtype) for name, parameter in model.named_parameters()]
+        is_short = any(dtype in _SHORT for _, dtype in weights)
+        long = (name for name, dtype in weights if dtype == torch.float32) if is_short else ()
+        return cls(checkpoint_dtype(config), frozenset(long))
+
+    def cast(self, state: Mapping[str, Tensor], trained: frozenset[str]) -> dict[str, Tensor]:
+        """A model's state as it is saved.
+
+        Args:
+            state: names and weights.
+            trained: names of weights that were trained: these are rounded, others only where that loses nothing.
+        """
+        # By where they lie, so that tied weights stay one.
+        done: dict[tuple[int, torch.Size], Tensor] = {}
+        return {name: self._cast(name, weight, name in trained, done) for name, weight in state.items()}
+
+    def _cast(self, name: str, weight: Tensor, is_trained: bool, done: dict[tuple[int, torch.Size], Tensor]) -> Tensor:
+        if weight.dtype != torch.float32 or self.dtype not in _SHORT or name in self.long:
+            return weight
+        key = weight.data_ptr(), weight.shape
+        if key not in done:
+            short = weight.to(self.dtype)
+            done[key] = short if is_trained or torch.equal(short.float(), weight) else weight
+        return done[key]
+
+
+def save_masters(model: nn.Module, saved: SavedPrecision, checkpoint: str) -> None:
+    """Write the trained weights that the saved model does not have as they are kept, if there are any.
+
+    It has fewer digits of them, or other names: transformers saves the experts of a mixture one by one, and a resumed
+    Trainer, which looks for them under their names in memory, would go on with those that training began with.
+    """
+    names = set(_saved_weights(checkpoint))
+    masters = {
+        name: parameter.detach().contiguous()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and (name not in names or _is_rounded(name, parameter, saved))
+    }
+    if masters:
+        save_file(masters, os.path.join(checkpoint, MASTER_NAME))
+
+
+def _is_rounded(name: str, parameter: Tensor, saved: SavedPrecision) -> bool:
+    return parameter.dtype == torch.float32 and saved.dtype in _SHORT and name not in saved.long
+
+
+def _saved_weights(checkpoint: str) -> Iterator[str]:
+    for path in glob.glob(os.path.join(glob.escape(checkpoint), "model*.safetensors")):
+        with safe_open(path, "pt") as file:
+            yield from file.keys()
+
+
+@torch.no_grad()
+def load_masters(model: nn.Module, checkpoint: str) -> None:
+    """Read back what ``save_masters`` wrote.
+
+    Raises:
+        MismatchError: if trained weights are neither there nor in the saved model.
+    """
+    path = os.path.join(checkpoint, MASTER_NAME)
+    masters = load_file(path) if os.path.exists(path) else {}
+    there = masters.keys() | set(_saved_weights(checkpoint))
+    lacking = []
+    by_parameter: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_parameter.setdefault(id(parameter), []).append(name)
+    for name, parameter in model.named_parameters():
+        if name in masters:
+            parameter.copy_(masters[name])
+        elif parameter.requires_grad and not there & set(by_parameter[id(parameter)]):
+            lacking.append(name)
+    if lacking:
+        raise MismatchError(
+            f"{checkpoint} lacks {len(lacking)} weights that this run trains: {', '.join(lacking[:3])}",
+            f"Freeze what was frozen there; or {ONLY_MODEL}",
+        )
+
+
+def take_adapter(model: PeftModel, checkpoint: str) -> None:
+    """Give a new adapter the weights of one that was saved.
+
+    Raises:
+        MismatchError: if that one has other modules or another rank.
+    """
+    state = load_file(os.path.join(checkpoint, "adapter_model.safetensors"))
+    wanted = {name: tuple(weight.shape) for name, weight in get_peft_model_state_dict(model).items()}
+    if wanted != {name: tuple(weight.shape) for name, weight in state.items()}:
+        raise MismatchError(
+            f"the adapter in {checkpoint} is not that of these settings",
+            "Give the --lora-rank, --target-modules and --freeze-... that it was trained with.",
+        )
+    set_peft_model_state_dict(model, state)

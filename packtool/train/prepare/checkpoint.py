@@ -1,0 +1,277 @@
+"""What a checkpoint says of the run it belongs to, and whether another run may continue from it.
+
+OUTPUT_DIR/checkpoint-120/
+    model or adapter, config          written by transformers and peft
+    optimizer, scheduler, RNG states  written by transformers
+    tokenizer and processor files     copies of the model's
+    packtool_state.json               written last: without it the checkpoint is unfinished
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from packtool.errors import ConfigError, MismatchError
+from packtool.train.prepare.whole import ONLY_MODEL, Sums, damages, sums_of
+
+STATE_NAME = "packtool_state.json"
+PREFIX = "checkpoint-"
+
+# All that a tokenizer or processor is saved as; weights, configs and adapters are the checkpoint's own.
+_PROCESSOR_FILE = re.compile(
+    r"(tokenizer|special_tokens_map|added_tokens|vocab|merges|chat_template|preprocessor_config|processor_config"
+    r"|video_preprocessor_config|spiece|sentencepiece)[^/]*\.(json|jinja|txt|model)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """Everything that must be the same for a resumed run to train exactly what is left.
+
+    Args:
+        plan: fingerprint of the first epoch's packs.
+        steps: fingerprint of how they are dealt to steps and ranks.
+        dealings: [first step, world size, gradient accumulation, batch size] of each time that packs were dealt anew,
+            because a resumed run had other processes.
+        cache: fingerprint of the caches.
+        seed: of the plans of all epochs.
+        step: optimizer steps done.
+        epoch, step_in_epoch: the same, as the place where training goes on.
+        schedule: what decides how Skrull deals; empty without it.
+        master_weights: what was kept of the weights' digits.
+        streaming: what decides the packs of a stream; empty for a run on caches.
+        saved_at: seconds since 1970.
+    """
+
+    plan: str
+    cache: str
+    seed: int
+    train_type: str
+    packing: bool
+    max_length: int
+    packing_length: int
+    world_size: int
+    gradient_accumulation_steps: int
+    per_device_train_batch_size: int
+    steps: str = ""
+    dealings: tuple[tuple[int, int, int, int], ...] = ()
+    streaming: str = ""
+    loss_scale: str = ""
+    loss_reduction: str = "token"
+    schedule: str = ""
+    master_weights: str = "float32"
+    step: int = 0
+    epoch: int = 0
+    step_in_epoch: int = 0
+    saved_at: float = 0.0
+
+    @property
+    def dealing(self) -> tuple[int, int, int]:
+        """World size, gradient accumulation and batch size: what a step's packs are dealt to."""
+        return self.world_size, self.gradient_accumulation_steps, self.per_device_train_batch_size
+
+    def is_dealt_anew_after(self, other: RunState) -> bool:
+        """Whether what a checkpoint with that state left is to be dealt to another number of processes."""
+        return not self.streaming and self.world_size != other.world_size
+
+    def check_continues(self, checkpoint: str, other: RunState) -> None:
+        """Raise unless a run with this state may go on from a checkpoint with that one.
+
+        With another world size the packs must be the same, but not the steps: they are dealt anew.
+
+        Raises:
+            MismatchError: naming every difference.
+        """
+        place = {"step", "epoch", "step_in_epoch", "saved_at", "dealings"}
+        if self.is_dealt_anew_after(other):
+            place |= {"steps", "world_size", "gradient_accumulation_steps", "per_device_train_batch_size"}
+        mine, theirs = dataclasses.asdict(self), dataclasses.asdict(other)
+        different = [name for name in mine if name not in place and mine[name] != theirs[name]]
+        # Plan and steps follow from the rest: alone they would say little, beside another difference nothing.
+        told = [name for name in different if name not in ("plan", "steps")]
+        different = told or different
+        if different:
+            lines = "\n".join(f"  - {name}: {theirs[name]} there, {mine[name]} now" for name in different)
+            raise MismatchError(
+                f"{checkpoint} belongs to a run that trains something else:\n{lines}",
+                "Resume with the settings of that run, or train anew in another --output-dir.",
+            )
+
+
+def read_state(checkpoint: str) -> RunState:
+    """The state of a finished checkpoint.
+
+    Raises:
+        MismatchError: if it is none of packtool's, or was not finished.
+    """
+    return read_whole_state(checkpoint)[0]
+
+
+def read_whole_state(checkpoint: str) -> tuple[RunState, Sums]:
+    """The state of a finished checkpoint, and what its files were when it was finished.
+
+    Raises:
+        MismatchError: if it is none of packtool's, or was not finished.
+    """
+    path = os.path.join(checkpoint, STATE_NAME)
+    try:
+        with open(path, encoding="utf-8") as file:
+            values = json.load(file)
+        if (digest := values.pop("digest", None)) is not None and digest != _digest(values):
+            raise ValueError("it is not what was written")
+        sums = {str(name): (int(size), int(crc)) for name, (size, crc) in values.pop("files", {}).items()}
+        values["dealings"] = tuple(tuple(dealing) for dealing in values.get("dealings", ()))
+        return RunState(**values), sums
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise MismatchError(
+            f"{checkpoint} is no finished checkpoint of packtool: {STATE_NAME} cannot be read ({error})",
+            "Give another one to --resume-from-checkpoint, or true for the newest finished one.",
+        ) from error
+
+
+def write_state(checkpoint: str, state: RunState) -> None:
+    """Declare a checkpoint finished, as it is."""
+    values = {**dataclasses.asdict(state), "files": sums_of(checkpoint)}
+    values["digest"] = _digest(values)
+    path = os.path.join(checkpoint, STATE_NAME)
+    with open(path + ".part", "w", encoding="utf-8") as file:
+        json.dump(values, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(path + ".part", path)
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    """Checksum of everything else in a state file, which must not change unnoticed."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def discard_state(checkpoint: str) -> None:
+    """Declare a checkpoint unfinished, before anything of it is overwritten or deleted."""
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(os.path.join(checkpoint, STATE_NAME))
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """What ``--resume-from-checkpoint`` means.
+
+    Args:
+        directory: of the checkpoint; None for a run from the beginning.
+        broken: newer ones that were passed over, each with what is wrong with it.
+    """
+
+    directory: str | None = None
+    broken: tuple[str, ...] = ()
+
+    def notes(self) -> Iterator[str]:
+        """What is to be said of it."""
+        for line in self.broken:
+            yield f"passed over: {line}"
+
+
+def find_checkpoint(resume_from: str | None, output_dir: str, *, only_model: bool = False) -> FoundCheckpoint:
+    """The checkpoint that ``--resume-from-checkpoint`` means: one whose files are what was written.
+
+    Args:
+        resume_from: None, ``true``, ``false`` or a directory.
+        output_dir: where ``true`` looks for the newest whole one.
+        only_model: its weights are all that is needed.
+
+    Raises:
+        ConfigError: if there is none.
+        MismatchError: if the one that was named is damaged; it says which files are.
+    """
+    if resume_from is None or resume_from.lower() == "false":
+        return FoundCheckpoint()
+    if resume_from.lower() != "true":
+        if not os.path.isdir(resume_from):
+            raise ConfigError(f"--resume-from-checkpoint {resume_from}: there is no such directory")
+        if found := list(damages(resume_from, read_whole_state(resume_from)[1], only_model=only_model)):
+            raise MismatchError(
+                f"{resume_from} is damaged: {'; '.join(found)}",
+                f"Give another checkpoint. If its weights are sound, {ONLY_MODEL}",
+            )
+        return FoundCheckpoint(resume_from.rstrip("/"))
+    broken = list(_unreadable(output_dir))
+    for checkpoint in reversed(finished_checkpoints(output_dir)):
+        found = list(damages(checkpoint, read_whole_state(checkpoint)[1], only_model=only_model))
+        if not found:
+            return FoundCheckpoint(checkpoint, tuple(broken))
+        broken.append(f"{checkpoint} is damaged: {'; '.join(found)}")
+    told = "".join(f"\n  - {line}" for line in broken)
+    raise ConfigError(
+        f"--resume-from-checkpoint true: there is no finished checkpoint in {output_dir}{told}",
+        "Leave the option out to train from the beginning.",
+    )
+
+
+def _unreadable(output_dir: str) -> Iterator[str]:
+    """Checkpoints that were not finished, or whose state is broken."""
+    for checkpoint in _checkpoints(output_dir):
+        if not os.path.exists(os.path.join(checkpoint, STATE_NAME)):
+            yield f"{checkpoint} was not finished: it has no {STATE_NAME}"
+        elif _saved_at(checkpoint) is None:
+            yield f"{checkpoint} is damaged: its {STATE_NAME} cannot be read"
+
+
+def _checkpoints(output_dir: str) -> list[str]:
+    names = sorted(os.listdir(output_dir)) if os.path.isdir(output_dir) else []
+    return [os.path.join(output_dir, name) for name in names if re.fullmatch(PREFIX + r"\d+", name)]
+
+
+def _saved_at(checkpoint: str) -> tuple[float, int] | None:
+    try:
+        state = read_state(checkpoint)
+    except MismatchError:
+        return None
+    return state.saved_at, state.step
+
+
+def finished_checkpoints(output_dir: str) -> list[str]:
+    """The finished checkpoints in a directory, the newest last; without those whose state is broken.
+
+    By the time they were saved, not by their steps: an earlier, longer run may have left some there. The time is the
+    one in their state, for that of the files changes when they are copied.
+    """
+    found = [(_saved_at(checkpoint), checkpoint) for checkpoint in _checkpoints(output_dir)]
+    return [checkpoint for _, checkpoint in sorted((at, name) for at, name in found if at is not None)]
+
+
+def remove_oldest(output_dir: str, limit: int | None, *, last_good: int | None = None, keep: str | None = None) -> None:
+    """Keep the newest ``limit`` finished checkpoints, and others wherever they stand among them.
+
+    Args:
+        last_good: step after which weights may be no numbers: the newest checkpoint up to there stays.
+        keep: another one that stays.
+    """
+    finished = finished_checkpoints(output_dir)
+    good = [checkpoint for checkpoint in finished if last_good is not None and read_state(checkpoint).step <= last_good]
+    kept = {os.path.abspath(checkpoint) for checkpoint in (*good[-1:], *([keep] if keep is not None else []))}
+    for checkpoint in finished[:-limit] if limit else []:
+        if os.path.abspath(checkpoint) in kept:
+            continue
+        discard_state(checkpoint)
+        shutil.rmtree(checkpoint)
+
+
+def copy_processor(model_directory: str, checkpoint: str, template_file: str | None = None) -> None:
+    """Copy tokenizer and processor files, byte for byte, so that a checkpoint loads like the model it came from.
+
+    Args:
+        template_file: the chat template that was trained, where it is not the model's own.
+    """
+    for name in sorted(os.listdir(model_directory)):
+        if _PROCESSOR_FILE.fullmatch(name):
+            shutil.copyfile(os.path.join(model_directory, name), os.path.join(checkpoint, name))
+    if template_file is not None:
+        shutil.copyfile(template_file, os.path.join(checkpoint, "chat_template.jinja"))

@@ -1,0 +1,120 @@
+"""Everything of an evaluation that is decided before torch is imported: the same on every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+
+from packtool import storage
+from packtool.attention.parallel.axes import Axes
+from packtool.cache.local import LocalCopies
+from packtool.cache.reader import CacheReader, common_splits
+from packtool.config.evaluate import MAX_TOKENS_OPTION, EvalConfig
+from packtool.constants import TRAIN_SPLIT, VAL_SPLIT
+from packtool.encode.model_files import ModelFiles
+from packtool.errors import ConfigError, DataError
+from packtool.launch.world import World
+from packtool.plan.evaluation import EvaluationPlan, aligned_lengths, plan_evaluation
+from packtool.train.prepare.check import check_model
+from packtool.train.prepare.sequence_parallel import axes_of
+from packtool.train.prepare.trained import TrainedModel
+
+
+@dataclass(frozen=True)
+class PreparedEvaluation:
+    """An evaluation that only has to be carried out.
+
+    Args:
+        trained: the model.
+        reader: of all caches.
+        plan: of all ranks.
+        axes: how rows are shared.
+    """
+
+    config: EvalConfig
+    world: World
+    trained: TrainedModel
+    reader: CacheReader
+    plan: EvaluationPlan
+    axes: Axes
+
+
+def prepare_evaluation(config: EvalConfig, world: World) -> PreparedEvaluation:
+    """Check that model, caches and options fit, and share out the samples; takes a second.
+
+    Raises:
+        ConfigError, DataError, MismatchError, StorageError: naming what does not fit, and what to do.
+    """
+    trained = TrainedModel.find(config.model, config.base_model)
+    files = ModelFiles.load(trained.base)
+    split = config.split or (VAL_SPLIT if VAL_SPLIT in common_splits(config.cached_dataset) else TRAIN_SPLIT)
+    reader = CacheReader.open(config.cached_dataset, split, LocalCopies.of(config))
+    for directory, manifest in zip(reader.directories, reader.manifests, strict=True):
+        check_model(directory, manifest, files, dataclasses.replace(config, model=trained.base))
+    if not len(reader):
+        raise DataError(
+            f"the {split} split of {', '.join(reader.directories)} holds no samples", "Give another --split."
+        )
+    axes = axes_of(config, world, files, reader.index.length)
+    plan = plan_of_samples(
+        reader,
+        world.data,
+        alignment=axes.multiple,
+        max_tokens=config.max_tokens_per_micro_batch,
+        max_samples=config.max_samples_per_micro_batch,
+        limit=config.limit,
+    )
+    if world.is_first:
+        _check_writable(config.output)
+    return PreparedEvaluation(config, world, trained, reader, plan, axes)
+
+
+def _check_writable(output: str) -> None:
+    """Find out now, not after hours of work.
+
+    Raises:
+        ConfigError: if there is a directory of that name.
+        StorageError: if no file can be written there.
+    """
+    if storage.is_directory(output):
+        raise ConfigError(f"--output {output} is a directory", "Give the name of a file in it.")
+    storage.make_directory(storage.parent(storage.normalize(output)) or ".")
+    storage.AtomicFile(output).discard()
+
+
+def plan_of_samples(
+    reader: CacheReader,
+    world: World,
+    *,
+    max_tokens: int | None = None,
+    max_samples: int | None = None,
+    limit: int | None = None,
+    alignment: int = 1,
+) -> EvaluationPlan:
+    """Share out the samples of caches.
+
+    Args:
+        max_tokens: of a micro-batch, a hard limit; see ``plan_evaluation``.
+        max_samples: of a micro-batch.
+        limit: take only so many samples, the first ones.
+        alignment: each is padded to a multiple of it.
+
+    Raises:
+        ConfigError: naming the first sample that alone is over the limit, and the longest one's length.
+    """
+    lengths = reader.index.length[:limit]
+    aligned = aligned_lengths(lengths, alignment)
+    over = np.flatnonzero(aligned > max_tokens) if max_tokens is not None else np.zeros(0, np.int64)
+    if len(over):
+        first, longest = int(over[0]), int(aligned.max())
+        raise ConfigError(
+            f"{MAX_TOKENS_OPTION} {max_tokens} is a hard limit, and {len(over):,} of {len(lengths):,} samples alone "
+            f"have more tokens: sample {first} ({reader.describe(first)}) has {int(aligned[first]):,}, the longest "
+            f"{longest:,}",
+            f"Raise it to {longest}, or leave it out.",
+        )
+    return plan_evaluation(
+        lengths, num_ranks=world.size, max_tokens=max_tokens, max_samples=max_samples, alignment=alignment
+    )

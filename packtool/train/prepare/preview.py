@@ -1,0 +1,251 @@
+"""A whole schedule looked at before it is paid for: what ``packtool plan`` finds out. No torch, no weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from packtool import storage
+from packtool.cache.local import LocalCopies
+from packtool.cache.plan_file import PlanInfo, SavedPlan, write_plan
+from packtool.cache.reader import CacheReader
+from packtool.config.plan import PlanConfig
+from packtool.encode.model_files import ModelFiles
+from packtool.plan.balance import imbalance
+from packtool.plan.epoch import (
+    EpochPlan,
+    PlanOptions,
+    PlanSummary,
+    deal_packs,
+    pack_costs,
+    padded_fill,
+    plan_epoch,
+)
+from packtool.simulate.lengths import read_lengths
+from packtool.simulate.model_sizes import PRESETS
+from packtool.train.prepare.planner import plan_options, with_model
+
+
+@dataclass(frozen=True)
+class PlainBatches:
+    """What packing is compared with: rows in batches, each padded to the longest of its batch.
+
+    Args:
+        rows: of a batch: about as many as packs in its place hold samples.
+        steps: optimizer steps of an epoch.
+        tokens: that the model computes, padding included.
+        padding: share of them that is padding.
+    """
+
+    rows: int
+    steps: int
+    tokens: int
+    padding: float
+
+
+@dataclass(frozen=True, eq=False)
+class Preview:
+    """A plan and everything around it.
+
+    Args:
+        plan: of the first epoch.
+        options: that it was made with.
+        seconds: that planning took.
+        lengths, media_tokens, target_tokens: of all samples.
+        reader: of the caches, None for a file of lengths.
+        cost_source: whose config.json told the costs.
+        num_epochs: times that every sample is seen.
+        num_sharing: processes that share each pack.
+        plain: what the same samples would be without packing, in batches of as many rows as packs hold samples.
+    """
+
+    plan: EpochPlan
+    options: PlanOptions
+    seconds: float
+    lengths: npt.NDArray[np.integer[Any]]
+    target_tokens: npt.NDArray[np.integer[Any]]
+    media_tokens: npt.NDArray[np.integer[Any]] | None
+    reader: CacheReader | None
+    cost_source: str
+    num_epochs: float
+    num_sharing: int
+    plain: PlainBatches
+
+    def figures(self, tflops: float | None = None, mfu: float = 0.4) -> dict[str, Any]:
+        """All figures by name, as JSON has them."""
+        summary, packs = self.plan.summary, self.plan.whole_packs
+        assert summary.balance is not None, "a preview knows costs"
+        balance = summary.balance
+        over = summary.num_packs / summary.lower_bound - 1 if summary.lower_bound else 0.0
+        found: dict[str, Any] = {
+            "samples": summary.num_samples,
+            "filtered": summary.num_filtered,
+            "tokens": summary.num_tokens,
+            "target_tokens": summary.num_target_tokens,
+            "packs": summary.num_packs,
+            "capacity": packs.capacity,
+            "samples_per_pack": summary.samples_per_pack,
+            "fill": summary.fill,
+            "waste_tokens": summary.num_packs * packs.capacity - summary.num_tokens if _trains_packs(summary) else None,
+            "lower_bound": summary.lower_bound,
+            "over_lower_bound": over,
+            "plan_seconds": round(self.seconds, 4),
+            "steps_per_epoch": summary.num_steps,
+            "steps_without_packing": summary.num_steps_without_packing,
+            "padding_of_plain_batches": self.plain.padding,
+            "rows_of_plain_batches": self.plain.rows,
+            "steps_of_plain_batches": self.plain.steps,
+            "tokens_of_plain_batches": self.plain.tokens,
+            "empty_micro_batches": summary.num_empty_micro_batches,
+            "efficient_attn_ratio": summary.efficient_attn_ratio,
+            "balance": {
+                "mean_before": balance.mean_before,
+                "worst_before": balance.worst_before,
+                "mean": balance.mean,
+                "worst": balance.worst,
+            },
+            "skrull": _skrull_figures(summary),
+            "flops_per_epoch": balance.flops,
+            "cost_model": self.cost_source,
+            "plan_fingerprint": self.plan.fingerprint,
+            "cache_fingerprint": self.reader.fingerprint if self.reader is not None else None,
+        }
+        if tflops is not None:
+            # Ranks wait for the slowest of each step.
+            mean = balance.mean if summary.skrull is None else summary.skrull.mean
+            slowest = balance.flops * mean / self.options.world_size / self.num_sharing
+            found["hours"] = slowest * self.num_epochs / (tflops * 1e12 * mfu) / 3600
+        return found
+
+    def step_balance(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Slowest over mean work of every step, dealt like cards and as planned."""
+        assert self.options.cost is not None, "a preview knows costs"
+        costs = pack_costs(self.plan.packs, self.options.cost, self.target_tokens, self.media_tokens)
+        after = imbalance(self.plan.steps.rank_costs(costs))
+        if self.options.dynamic_batch_tokens is not None:
+            return after, after
+        cards = dataclasses.replace(self.options, balance="none", skrull=None)
+        packs = self.plan.whole_packs
+        plain = deal_packs(packs, self.target_tokens, cards, media_tokens=self.media_tokens)
+        costs = pack_costs(packs, self.options.cost, self.target_tokens, self.media_tokens)
+        return imbalance(plain.steps.rank_costs(costs)), after
+
+
+def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
+    """Plan the first epoch.
+
+    Args:
+        packing_length: instead of ``config.packing_length``, for a sweep.
+
+    Raises:
+        ConfigError, DataError, MismatchError: as for training.
+    """
+    reader = CacheReader.open(config.cached_dataset, copies=LocalCopies.of(config)) if config.cached_dataset else None
+    lengths: npt.NDArray[np.integer[Any]]
+    targets: npt.NDArray[np.integer[Any]]
+    if reader is not None:
+        lengths, targets = reader.index.length, reader.index.target_tokens
+        media: npt.NDArray[np.integer[Any]] | None = reader.index.media_tokens
+        longest = max(manifest.max_length for manifest in reader.manifests)
+    else:
+        lengths = read_lengths(str(config.lengths))
+        targets, media = lengths, None
+        longest = packing_length or config.packing_length or int(lengths.max(initial=1))
+    model_config, cost_source = _model(config, reader)
+    room = packing_length or config.packing_length
+    max_length = min(config.max_length or longest, room or longest)
+    if packing_length is None and config.max_length is not None:
+        max_length = config.max_length  # as training has it: what is there and longer than a pack is told
+    options = plan_options(
+        config, packing=config.packing, max_length=max_length, world_size=config.world_size // config.num_sharing
+    )
+    options = dataclasses.replace(with_model(options, model_config), packing_length=room or max_length)
+    begin = time.perf_counter()
+    plan = plan_epoch(lengths, targets, options, seed=config.seed, media_tokens=media)
+    seconds = time.perf_counter() - begin
+    rows = dataclasses.replace(options, packing=False, cost=None, balance="none", packing_algorithm="best_fit")
+    # As many rows a batch as packs hold samples: what else fits into the same memory, more or less.
+    each = max(round(plan.summary.samples_per_pack), 1) * options.packs_per_micro_batch
+    rows = dataclasses.replace(
+        rows,
+        max_samples_per_pack=None,
+        max_media_tokens_per_pack=None,
+        packs_per_micro_batch=each,
+        group_by_length=False,
+        dynamic_batch_tokens=None,
+        dynamic_max_batch_size=None,
+        skrull=None,
+    )
+    padded = plan_epoch(lengths, targets, rows, seed=config.seed)
+    fill = padded_fill(padded.packs, padded.steps)
+    return Preview(
+        plan=plan,
+        options=options,
+        seconds=seconds,
+        lengths=lengths,
+        target_tokens=targets,
+        media_tokens=media,
+        reader=reader,
+        cost_source=cost_source,
+        num_epochs=config.num_train_epochs,
+        num_sharing=config.num_sharing,
+        plain=PlainBatches(each, padded.summary.num_steps, round(padded.packs.num_tokens / fill), 1 - fill),
+    )
+
+
+def save_plan(found: Preview, config: PlanConfig) -> None:
+    """Write the packs for ``packtool train --plan``.
+
+    Raises:
+        StorageError: if the file cannot be written.
+    """
+    assert config.save is not None, "asked for"
+    assert found.reader is not None, "checked with the settings"
+    packs = found.plan.whole_packs
+    info = PlanInfo(
+        capacity=packs.capacity,
+        max_length=found.options.max_length,
+        seed=config.seed,
+        cache=found.reader.fingerprint,
+        plan=packs.fingerprint,
+        num_cached=len(found.reader),
+    )
+    write_plan(config.save, SavedPlan(info, packs.samples, packs.offsets, packs.lengths))
+
+
+def _trains_packs(summary: PlanSummary) -> bool:
+    """Whether packs are trained as they are, with what is free in them."""
+    return summary.packing and summary.skrull is None
+
+
+def _skrull_figures(summary: PlanSummary) -> dict[str, Any] | None:
+    skrull = summary.skrull
+    if skrull is None:
+        return None
+    return {
+        "bucket_size": skrull.options.bucket_size,
+        "context_parallel": skrull.options.context_parallel,
+        "micro_batches": skrull.num_micro_batches,
+        "bucket_fill": skrull.bucket_fill,
+        "local_tokens": skrull.num_local_tokens,
+        "sharded_tokens": summary.num_tokens - skrull.num_local_tokens,
+        "device_balance": {"mean": skrull.mean, "worst": skrull.worst},
+    }
+
+
+def _model(config: PlanConfig, reader: CacheReader | None) -> tuple[Mapping[str, Any], str]:
+    """The ``config.json`` that tells what packs cost, and whose it is."""
+    model = config.model
+    if model is None and reader is not None:
+        model = str(reader.manifests[0].identity.spec["model"])
+        if not storage.exists(storage.join(model, "config.json")):
+            model = None
+    if model is None:
+        return PRESETS["8b"], "a dense model of 8 billion weights (--model names another)"
+    return ModelFiles.load(model).config, model

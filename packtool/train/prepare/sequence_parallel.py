@@ -1,0 +1,51 @@
+"""How the processes of a run share rows: decided before torch is imported, from the model's heads and the lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from packtool.attention.parallel.axes import Axes, Heads, choose_axes, refuse_shared
+from packtool.config.parallel import ParallelOptions
+from packtool.encode.model_files import ModelFiles
+from packtool.launch.world import World, processes_of_machine
+
+
+def axes_of(
+    config: ParallelOptions,
+    world: World,
+    files: ModelFiles,
+    lengths: npt.NDArray[np.integer[Any]],
+    *,
+    trained: bool = False,
+) -> Axes:
+    """How the processes share rows.
+
+    Args:
+        lengths: of the samples, as far as they are known.
+        trained: the model will be.
+
+    Raises:
+        ConfigError: if the model's heads cannot be shared so.
+        UnsupportedModelError: if its rows cannot be shared at all.
+    """
+    if world.num_sharing == 1:
+        return Axes()
+    refuse_shared(files.config, trained=trained)
+    tokens = np.asarray(lengths, np.float64)
+    typical = int(np.square(tokens).sum() / max(tokens.sum(), 1))
+    heads = Heads.of_config(files.config)
+    nearby = processes_of_machine(otherwise=world.size)
+    return choose_axes(config, heads, typical_length=typical, ranks_per_node=nearby)
+
+
+def sharing_lines(world: World, axes: Axes) -> Iterator[str]:
+    """How processes share rows, if they do."""
+    if world.num_sharing > 1:
+        yield (
+            f"sequence parallel: each row on {world.num_sharing} processes, {axes.name} ({axes.reason}); "
+            f"{world.data.size} data-parallel rank{'s' if world.data.size > 1 else ''}"
+        )

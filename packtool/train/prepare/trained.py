@@ -1,0 +1,58 @@
+"""A model as training left it: whole, or as an adapter of another one."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+
+from packtool.errors import ConfigError, MismatchError
+
+_ADAPTER_FILE = "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """Where the weights are.
+
+    Args:
+        base: directory (or hub id) of the model; its tokenizer and processor are the adapter's too.
+        adapter: directory of the adapter, or None.
+    """
+
+    base: str
+    adapter: str | None
+
+    @classmethod
+    def find(cls, model: str, base_model: str | None = None) -> TrainedModel:
+        """What ``--model`` names.
+
+        Args:
+            base_model: where an adapter's base model is now; by default where the adapter says.
+
+        Raises:
+            ConfigError: for a base model of what is no adapter, or one that is not there.
+            MismatchError: for an adapter that does not say whose it is, or whose base model is gone.
+        """
+        path = os.path.join(model, _ADAPTER_FILE)
+        if not os.path.exists(path):
+            if base_model is not None:
+                raise ConfigError(
+                    f"--base-model {base_model}: {model} is no adapter, it has no {_ADAPTER_FILE}", "Leave it out."
+                )
+            return cls(model, None)
+        if base_model is not None:
+            return cls(base_model, model)
+        try:
+            with open(path, encoding="utf-8") as file:
+                base = json.load(file)["base_model_name_or_path"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise MismatchError(f"{path} does not name a base model: {error!r}", "Save the adapter again.") from error
+        # Adapters of older runs may name a directory as it was typed; "owner/name" may be an id of the hub.
+        is_local = isinstance(base, str) and (os.path.isabs(base) or base.startswith(".") or base.count("/") != 1)
+        if not isinstance(base, str) or (is_local and not os.path.isdir(base)):
+            raise MismatchError(
+                f"{path} names {base!r} as its base model, which is not there",
+                "Say where it is now: --base-model DIR; or put it back in its place.",
+            )
+        return cls(base, model)

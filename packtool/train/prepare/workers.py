@@ -1,0 +1,87 @@
+"""How many processes load media for a rank, and what to do where the rank waits for them all the same."""
+
+from __future__ import annotations
+
+import os
+
+from packtool.launch.world import processes_of_machine
+from packtool.train.prepare.cached import PreparedRun
+from packtool.train.prepare.streamed import PreparedStream
+
+#  Pictures of 8,192 tokens are read and cut into patches in 0.4 s on one core.
+_TOKENS_OF_A_WORKER = 2048
+_MOST = 8
+_WAITING = 0.05
+_SECONDS = 10.0
+
+
+def choose_workers(media_tokens: float, cores: int) -> int:
+    """Processes that load ahead: one for every 2,048 media tokens of a micro-batch, as far as there are cores.
+
+    Args:
+        media_tokens: of one rank's micro-batch.
+        cores: of one rank, of which its own process needs one.
+    """
+    return max(min(-(-int(media_tokens) // _TOKENS_OF_A_WORKER), cores - 1, _MOST), 1)
+
+
+def workers_of(run: PreparedRun | PreparedStream) -> int:
+    """What ``--dataloader-num-workers`` says, or what suits the media of the next epoch and this machine."""
+    if run.config.dataloader_num_workers is not None:
+        return run.config.dataloader_num_workers
+    if isinstance(run, PreparedStream):
+        # Nobody knows how much of it is media; a model that sees nothing has none.
+        sees = run.media_limits.image is not None
+        tokens = float(run.options.pack.capacity * run.config.per_device_train_batch_size * sees)
+    else:
+        plan = run.schedule.plan_of(run.schedule.locate(run.start)[0])
+        tokens = float(run.figures.media_tokens[plan.packs.samples].sum()) / max(len(plan.steps.cell_sizes()), 1)
+    return choose_workers(tokens / run.config.num_sharing, cores_of_a_rank())
+
+
+def cores_of_a_rank() -> int:
+    """Cores of this machine for each of the processes that torchrun started on it; all of them without torchrun."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(num_cores // processes_of_machine(), 1)
+
+
+class WaitingNote:
+    """Notices when steps wait for their data, and says once what helps.
+
+    Args:
+        num_workers: processes of this rank that load ahead.
+        cores: of one rank.
+    """
+
+    def __init__(self, num_workers: int, cores: int) -> None:
+        self._num_workers, self._cores = num_workers, cores
+        self._waited = self._seconds = 0.0
+        self._begun = self._told = False
+
+    def after(self, data_wait: float, seconds: float) -> str | None:
+        """A remark for the user, or None.
+
+        Args:
+            data_wait: share of the time since the last log line that was spent waiting.
+            seconds: since then.
+        """
+        if not self._begun:
+            # The first step waits for processes to start.
+            self._begun = True
+            return None
+        self._waited += data_wait * seconds
+        self._seconds += seconds
+        if self._told or self._waited < _SECONDS or self._waited < _WAITING * self._seconds:
+            return None
+        self._told = True
+        told = f"steps wait {self._waited / self._seconds:.0%} of their time for data"
+        processes = f"{self._num_workers} process{'' if self._num_workers == 1 else 'es'}"
+        if self._cores - 1 > self._num_workers:
+            return (
+                f"{told}: --dataloader-num-workers {min(2 * max(self._num_workers, 1), self._cores - 1)} loads more at "
+                f"a time (now {processes} a rank, which has {self._cores} cores)"
+            )
+        return (
+            f"{told}: {processes} a rank load it, and there are no more cores ({self._cores} a rank). Media on a local "
+            "disk, or exported with a smaller --max-pixels, load faster"
+        )

@@ -1,0 +1,1 @@
+"""``packtool verify``: packed samples against each sample alone."""

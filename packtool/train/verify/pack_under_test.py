@@ -1,0 +1,235 @@
+"""Samples in one packed row and each alone, for ``verify_checks``: on one rank, or on all that share the row."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from packtool.attention.parallel.mesh import SequenceParallel
+from packtool.batch.batch import Batch, PackedBatch, ShardedBatch
+from packtool.batch.collate import collate_packs
+from packtool.batch.collate_shard import collate_shard, with_own_media
+from packtool.batch.shard import SHARDED
+from packtool.batch.sounds import sounds_in_order
+from packtool.batch.spec import InputSpec
+from packtool.encode.encoded import EncodedSample
+from packtool.train.model.head_loss import losses_of_head
+from packtool.train.model.loss import sum_of_losses, takes_logits_to_keep
+from packtool.train.model.memory import CHECKED_POSITIONS
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """Largest errors that rounding explains.
+
+    Args:
+        isolation, logits: in units of the largest logit (at least 1).
+        loss: in units of the mean loss (at least 1).
+        gradients: norm of the difference, in units of the norm of the same parameter's gradient.
+    """
+
+    isolation: float
+    logits: float
+    loss: float
+    gradients: float
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> Tolerances:
+        """Tolerances for weights, or an autocast, of this type."""
+        if dtype == torch.bfloat16:
+            return cls(isolation=1e-2, logits=5e-2, loss=2e-2, gradients=2e-1)
+        if dtype == torch.float16:
+            return cls(isolation=2e-3, logits=1e-2, loss=3e-3, gradients=5e-2)
+        return cls(isolation=1e-5, logits=1e-4, loss=1e-5, gradients=2e-3)
+
+
+class PackUnderTest:
+    """Samples in one packed row and each alone, on the model's device.
+
+    Args:
+        model: bare or in an adapter.
+        samples: at least two.
+        spec: the model as collation sees it.
+        dtype: that the model computes in.
+        parallel: ranks that share the row, all of which do the same; each computes every sample alone.
+        some_local: two of three samples are one rank's alone, as with Skrull.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        samples: Sequence[EncodedSample],
+        spec: InputSpec,
+        dtype: torch.dtype,
+        parallel: SequenceParallel | None = None,
+        *,
+        some_local: bool = False,
+    ) -> None:
+        device = next(model.parameters()).device
+        self.model = model
+        self.dtype = dtype
+        self.samples = list(samples)
+        self.spec = spec
+        self.parallel = parallel
+        self.some_local = some_local
+        self.tolerances = Tolerances.of(dtype)
+        alone = [collate_packs([sample], spec).to(device) for sample in self.samples]
+        self.alone = [_without_boundaries(batch) for batch in alone]
+        self.batch: PackedBatch | ShardedBatch
+        if parallel is None:
+            self.batch = collate_packs(self.samples, spec).to(device)
+        else:
+            numbers = range(len(self.samples))
+            # Two next to each other are local to one rank: they could leak, too.
+            places = [number // 3 % parallel.cut.size if some_local and number % 3 else SHARDED for number in numbers]
+            self.batch = collate_shard(self.samples, spec, parallel.cut, places).to(device)
+        self.label_logits_only = takes_logits_to_keep(model)
+        self.lengths = [sample.length for sample in self.samples]
+        # Padding behind a sample, and a filler document behind the last one, are nobody's.
+        self.starts = [0, *np.cumsum(self.batch.lengths).tolist()][: len(self.samples)]
+        self.num_targets = max(sum(batch.num_target_tokens for batch in alone), 1)
+
+    def first(self, most: int) -> PackUnderTest:
+        """A pack of its first samples."""
+        if len(self.samples) <= most:
+            return self
+        some = self.samples[:most]
+        return PackUnderTest(self.model, some, self.spec, self.dtype, self.parallel, some_local=self.some_local)
+
+    def name(self, number: int) -> str:
+        """A sample of the pack, as a person finds it."""
+        sample = self.samples[number]
+        return f"sample {number} ({sample.source}, row {sample.row})"
+
+    def packed_logits(self, batch: PackedBatch | ShardedBatch) -> list[Tensor]:
+        """Logits at some positions of every sample: float32 (P, vocabulary) each; the same on all ranks."""
+        found = [_positions(length) for length in self.lengths]
+        rows = torch.cat([positions + start for positions, start in zip(found, self.starts, strict=True)])
+        if isinstance(batch, ShardedBatch):
+            logits = self._shared_logits(batch, rows)
+        else:
+            logits = _logits(self.model, batch, rows)
+        return list(torch.split(logits, [len(positions) for positions in found]))
+
+    def _shared_logits(self, batch: ShardedBatch, rows: Tensor) -> Tensor:
+        """Each rank computes those of its own tokens; every rank has all of them."""
+        assert self.parallel is not None, "somebody shares the row"
+        slots = {position: slot for slot, position in enumerate(batch.index.tolist())}
+        mine = [(number, slots[row]) for number, row in enumerate(rows.tolist()) if row in slots]
+        # All ranks run the model, whether or not a position of theirs is asked for.
+        logits = _logits(self.model, batch, torch.tensor([slot for _, slot in mine] or [0]))
+        whole = logits.new_zeros((len(rows), logits.shape[1]))
+        if mine:
+            whole[torch.tensor([number for number, _ in mine])] = logits
+        return self.parallel.summed(whole.to(batch.input_ids.device)).cpu()
+
+    def logits_alone(self, number: int) -> Tensor:
+        """The same of one sample, alone."""
+        return _logits(self.model, self.alone[number], _positions(self.lengths[number]))
+
+    def loss(self, batch: Batch) -> Tensor:
+        """A batch's share of the pack's mean loss; of a row that ranks share, this rank's part."""
+        with losses_of_head(self.model) as head_loss:
+            # As the step makes it, so that the check never holds more logits than the step.
+            if head_loss is not None:
+                return head_loss.losses(self.model, batch).sum(batch.loss_weights) / self.num_targets
+        return sum_of_losses(self.model, batch, label_logits_only=self.label_logits_only) / self.num_targets
+
+    def packed_loss(self) -> float:
+        """The pack's mean loss."""
+        loss = self.loss(self.batch)
+        return float(loss if self.parallel is None else self.parallel.summed(loss))
+
+    def take_packed_gradients(self) -> None:
+        """Take the gradients of the pack's loss away from those that the model has, which all ranks have alike."""
+        if self.parallel is None:
+            torch.autograd.backward(-self.loss(self.batch))
+            return
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= self.parallel.cut.size
+        torch.autograd.backward(-self.loss(self.batch))
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                total = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                dist.all_reduce(total, group=self.parallel.whole)
+                parameter.grad = total
+
+    def with_change(self, number: int) -> PackedBatch | ShardedBatch:
+        """The pack with other tokens and media in one sample, in the same places."""
+        kept = torch.tensor(sorted(_token_ids(self.spec.config)))
+        whole = torch.from_numpy(np.concatenate([sample.input_ids for sample in self.samples], dtype=np.int64))
+        # Every token becomes the next larger one of the pack: tokens that the model knows, and none of the media's.
+        known = torch.unique(whole[~torch.isin(whole, kept)])
+        if len(known) == 1:
+            known = torch.unique(torch.cat([known, torch.where(known > 0, known - 1, known + 1)]))
+        own = torch.from_numpy(self.samples[number].input_ids.astype(np.int64))
+        words = own[~torch.isin(own, kept)]
+        own[~torch.isin(own, kept)] = known[(torch.searchsorted(known, words) + 1) % len(known)]
+        ids = self.batch.input_ids.clone()
+        start, stop = self.starts[number], self.starts[number] + self.lengths[number]
+        at = torch.arange(ids.shape[1], device=ids.device)
+        at = self.batch.index if isinstance(self.batch, ShardedBatch) else at
+        held = (at >= start) & (at < stop)
+        ids[0, held] = own.to(ids.device)[at[held] - start]
+        media = {name: self._flipped(tensor, name, number) for name, tensor in self.batch.media.items()}
+        return dataclasses.replace(self.batch, input_ids=ids, media=media)
+
+    def _flipped(self, tensor: Tensor, name: str, number: int) -> Tensor:
+        """What a tower takes, with the rows of one sample's media negated."""
+        samples = self.samples if self.parallel is None else with_own_media(self.samples, self.parallel.cut)
+        counts = [_num_rows(sample, name, self.spec) for sample in samples]
+        start = sum(counts[:number])
+        signs = torch.ones(len(tensor), device=tensor.device)
+        signs[start : start + counts[number]] = -1
+        return tensor * signs.to(tensor.dtype).reshape(-1, *[1] * (tensor.ndim - 1)) if counts[number] else tensor
+
+
+def _without_boundaries(batch: PackedBatch) -> Batch:
+    """A batch of one sample as if packing had never been thought of."""
+    return Batch(**{field.name: getattr(batch, field.name) for field in dataclasses.fields(Batch)})
+
+
+def _positions(length: int) -> Tensor:
+    """int64 (P,) of a sample: its first ones, where a leak is largest, and others up to its end."""
+    if length <= CHECKED_POSITIONS:
+        return torch.arange(length)
+    half = CHECKED_POSITIONS // 2
+    return torch.cat([torch.arange(half), torch.linspace(half, length - 1, half).long()])
+
+
+def _logits(model: nn.Module, batch: Batch, positions: Tensor) -> Tensor:
+    """float32 (P, vocabulary), on the host."""
+    inputs = batch.model_inputs()
+    positions = positions.to(batch.input_ids.device)
+    if takes_logits_to_keep(model):
+        logits = model(**inputs, logits_to_keep=positions).logits[0]
+    else:
+        logits = model(**inputs).logits[0, positions]
+    return logits.float().cpu()
+
+
+def _num_rows(sample: EncodedSample, name: str, spec: InputSpec) -> int:
+    """Rows of a tower's input that belong to a sample; 0 for what says where they are."""
+    if name == "pixel_values":
+        return sum(math.prod(image.grid) for image in sample.images)
+    if name == "pixel_values_videos":
+        return sum(math.prod(video.grid) for video in sample.videos)
+    return len(sounds_in_order(sample, spec)) if name == "input_features" else 0
+
+
+def _token_ids(config: Any) -> set[int]:
+    """Tokens that a configuration names: they open, close and stand for media."""
+    return {
+        value
+        for name, value in config.to_dict().items()
+        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)
+    }

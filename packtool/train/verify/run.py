@@ -1,0 +1,298 @@
+"""``packtool verify``: packs of the user's own data through the user's own model, against each sample alone."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from torch import nn
+from transformers import PreTrainedModel
+
+from packtool.attention.choose import choose
+from packtool.attention.parallel.blocks import choose_blocks
+from packtool.attention.parallel.mesh import SequenceParallel
+from packtool.attention.register import set_attention
+from packtool.attention.support import refuse_leaky_inputs, refuse_unsupported
+from packtool.batch.collate import collate_packs
+from packtool.batch.spec import InputSpec
+from packtool.cache.reader import CacheReader
+from packtool.config.train import TrainConfig
+from packtool.config.verify import VerifyConfig
+from packtool.encode.encoded import EncodedSample
+from packtool.encode.model_files import ModelFiles
+from packtool.errors import ConfigError, DataError, MismatchError
+from packtool.launch.world import World
+from packtool.plan.packing import PackOptions, pack
+from packtool.progress import Progress, SilentProgress
+from packtool.train.model.load import load_model, resolve_dtype
+from packtool.train.model.memory import FEW
+from packtool.train.model.quiet import quiet_transformers
+from packtool.train.prepare.check import open_caches
+from packtool.train.prepare.sequence_parallel import axes_of
+from packtool.train.verify.checks import (
+    Check,
+    check_gradients,
+    check_isolation,
+    check_logits,
+    check_loss,
+    evaluating,
+    worst_of,
+)
+from packtool.train.verify.pack_under_test import PackUnderTest
+
+_FEW_TOKENS = 4096
+_CHANGES_BEFORE_TRAINING = 2
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What was compared, and how it came out.
+
+    Args:
+        model: directory.
+        device, dtype: that it ran on and in.
+        attention: the kernel.
+        num_packs, num_samples, num_tokens: that were compared; samples and tokens of all packs.
+        checks: the worst of each kind.
+        seconds: of all of it.
+    """
+
+    model: str
+    device: str
+    dtype: str
+    attention: str
+    num_packs: int
+    num_samples: int
+    num_tokens: int
+    checks: tuple[Check, ...]
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether every check did."""
+        return all(check.passed for check in self.checks)
+
+    def raise_if_failed(self) -> None:
+        """Raise a MismatchError, exit code 4, that names every check that failed."""
+        raise_if_failed(self.checks)
+
+
+def raise_if_failed(checks: Sequence[Check]) -> None:
+    """Raise if packed samples are not what they are alone.
+
+    Raises:
+        MismatchError: naming every check that failed, the sample or parameter, and both numbers.
+    """
+    failed = [check.sentence() for check in checks if not check.passed]
+    if failed:
+        raise MismatchError(
+            "\n".join(failed),
+            "Train with --packing false, or try --attn-impl sdpa. If sdpa fails, too, please report the model's name.",
+        )
+
+
+def verify(config: VerifyConfig, progress: Progress | None = None, world: World | None = None) -> VerifyReport:
+    """Compare packs with their samples; where processes share rows, every one of them calls this.
+
+    Args:
+        world: this process among the others; by default what torchrun says.
+
+    Returns:
+        the report, whether or not it passed.
+
+    Raises:
+        ConfigError: for a kernel that is not there, or a packing length that no two samples share.
+        DataError: if no sample fits, or a picture cannot be read.
+        MismatchError: if the caches are not this model's, inputs could leak, or the model cannot be packed.
+    """
+    begin = time.perf_counter()
+    progress = progress or SilentProgress()
+    world = (world or World.from_environment()).shared_by(config.num_sharing)
+    files = ModelFiles.load(config.model)
+    run = _as_training(config)
+    reader = open_caches(run, files)
+    packs = choose_packs(reader, config)
+    spec = InputSpec.load(files.directory, reader.manifests[0].identity.media_limits, config)
+    refuse_unsupported(spec.config)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = resolve_dtype(spec.config, run, on_gpu=device.type == "cuda")
+    kernel = choose(config.attn_impl, device, dtype).name
+    samples = [[reader.sample(position) for position in positions] for positions in packs]
+    for pack_samples in samples:
+        refuse_leaky_inputs(collate_packs(pack_samples, spec).model_inputs())
+    parallel = None
+    if world.num_sharing > 1:
+        device = PartialState(cpu=device.type == "cpu").device  # which starts the process group, too
+        axes = axes_of(config, world, files, reader.index.length)
+        parallel = SequenceParallel.on_mesh(axes, device.type)
+        text = spec.config.get_text_config()
+        head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+        blocks = choose_blocks(config.attn_impl, device, dtype, head_dims=(head_dim, head_dim))
+        kernel = f"{blocks.name} blocks, {axes.name}"
+    with quiet_transformers():
+        model: PreTrainedModel = load_model(config.model, spec.config, dtype=dtype, packing=False)
+        model = model.to(device)  # type: ignore[arg-type]  # to is overloaded
+        set_attention(model, config.attn_impl, parallel)
+        tests = [
+            PackUnderTest(model, pack_samples, spec, dtype, parallel, some_local=number % 2 == 1)
+            for number, pack_samples in enumerate(samples)
+        ]
+        checks = _check_all(model, tests, progress)
+    return VerifyReport(
+        model=config.model,
+        device=device.type if device.type == "cpu" else str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        attention=kernel,
+        num_packs=len(packs),
+        num_samples=sum(map(len, packs)),
+        num_tokens=sum(sample.length for pack_samples in samples for sample in pack_samples),
+        checks=tuple(worst_of(checks)),
+        seconds=time.perf_counter() - begin,
+    )
+
+
+def verify_cheaply(
+    model: nn.Module,
+    samples: Sequence[EncodedSample],
+    spec: InputSpec,
+    *,
+    dtype: torch.dtype | None = None,
+    parallel: SequenceParallel | None = None,
+) -> list[Check]:
+    """The part that costs a few forward passes, for a run that is about to begin.
+
+    Two samples are changed and the loss is compared, without gradients; neither the model's mode nor random numbers
+    are touched. ``raise_if_failed`` turns the answer into an error.
+
+    Args:
+        model: that ``set_attention`` was called on; bare or in an adapter, not yet wrapped for several processes.
+        samples: at least two; ``few_samples`` picks short ones.
+        spec: the model as collation sees it.
+        dtype: that the run computes in, if that is not the weights' own: the autocast's.
+        parallel: ranks that share rows; all of them call this with the same samples. Some of these are sharded then,
+            and others whole on a rank.
+
+    Returns:
+        the checks ``isolation`` and ``loss``.
+
+    Raises:
+        MismatchError: if the inputs could leak, or changes have no effect.
+    """
+    weights = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
+    # Frozen and trained weights may differ.
+    kept = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    casts = dtype is not None and kept != {dtype}
+    cast = torch.autocast(weights.device.type, dtype) if casts else contextlib.nullcontext()
+    with evaluating(model), torch.no_grad(), cast:
+        pack_under_test = PackUnderTest(model, samples, spec, dtype or weights.dtype, parallel, some_local=True)
+        refuse_leaky_inputs(collate_packs(pack_under_test.samples, spec).model_inputs())
+        return [check_isolation(pack_under_test, _CHANGES_BEFORE_TRAINING), check_loss(pack_under_test)]
+
+
+def verify_first_pack(
+    model: nn.Module,
+    reader: CacheReader,
+    positions: Sequence[int],
+    spec: InputSpec,
+    *,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """``verify_cheaply`` on a few samples of a run's first pack; one line before the first step.
+
+    Args:
+        model, spec, dtype: as for ``verify_cheaply``; the model where it will be trained.
+        reader: of the run.
+        positions: in its caches, of the samples of a pack; nothing is compared if there are fewer than two.
+
+    Raises:
+        MismatchError: if packed samples are not what they are alone, exit code 4.
+    """
+    samples = few_samples(reader, positions)
+    if len(samples) > 1:
+        raise_if_failed(verify_cheaply(model, samples, spec, dtype=dtype))
+
+
+def few_samples(reader: CacheReader, positions: Sequence[int], most: int = FEW) -> list[EncodedSample]:
+    """The shortest of some samples of a cache, in their order, for ``verify_cheaply``.
+
+    Args:
+        positions: in the cache, such as those of a run's first pack.
+    """
+    lengths = reader.index.length
+    shortest = sorted(positions, key=lambda position: int(lengths[position]))[:most]
+    return [reader.sample(int(position)) for position in positions if position in shortest]
+
+
+def fewer_tokens(samples: Sequence[EncodedSample], most: int = _FEW_TOKENS) -> list[EncodedSample]:
+    """The shortest of some samples, in their order, that have together no more tokens; two, whatever their length."""
+    shortest = sorted(range(len(samples)), key=lambda number: samples[number].length)
+    sums = np.cumsum([samples[number].length for number in shortest])
+    kept = set(shortest[: max(int((sums <= most).sum()), 2)])
+    return [sample for number, sample in enumerate(samples) if number in kept]
+
+
+def choose_packs(reader: CacheReader, config: VerifyConfig) -> list[list[int]]:
+    """Packs of at least two samples as training would make them: positions in the cache.
+
+    Where samples have media, the first pack has some.
+
+    Raises:
+        ConfigError: if no two samples share a pack.
+        DataError: if no sample fits into one.
+    """
+    capacity = config.packing_length or max(manifest.max_length for manifest in reader.manifests)
+    index = reader.index
+    fitting = np.flatnonzero(index.length <= capacity)
+    if not len(fitting):
+        raise DataError(
+            f"none of the {len(reader):,} samples fits into {capacity:,} tokens",
+            f"Raise --packing-length; the shortest sample has {int(index.length.min(initial=0)):,}.",
+        )
+    plan = pack(index.length[fitting], PackOptions(capacity=capacity), seed=config.seed)
+    sizes = np.diff(plan.offsets)
+    shared = np.flatnonzero(sizes > 1)
+    if not len(shared):
+        raise ConfigError(
+            f"--packing-length {capacity}: no two samples share a pack, so there is nothing to compare",
+            "Raise it: the two shortest samples should fit.",
+        )
+    media = plan.sums_per_pack(index.media_tokens[fitting][plan.samples])[shared]
+    # Stable: those with media first, else in the plan's order, which is drawn.
+    first = shared[np.argsort(media == 0, kind="stable")][:1]
+    chosen = [*first.tolist(), *(number for number in shared.tolist() if number != first[0])][: config.num_packs]
+    return [fitting[plan.pack(number)].tolist() for number in chosen]
+
+
+def _check_all(model: PreTrainedModel, tests: Sequence[PackUnderTest], progress: Progress) -> list[Check]:
+    """Every check on every pack."""
+    checks: list[Check] = []
+    functions = (check_isolation, check_logits, check_loss, check_gradients)
+    progress.start("verify", len(tests) * len(functions))
+    with evaluating(model):
+        for under_test in tests:
+            for check in functions:
+                checks.append(check(under_test))
+                progress.advance(1)
+    progress.finish()
+    return checks
+
+
+def _as_training(config: VerifyConfig) -> TrainConfig:
+    """The training run whose packs these would be."""
+    return TrainConfig(
+        model=config.model,
+        cached_dataset=config.cached_dataset,
+        cache_dir=config.cache_dir,
+        cache_dir_size=config.cache_dir_size,
+        verify_cache=config.verify_cache,
+        output_dir="",
+        packing=True,
+        packing_length=config.packing_length,
+        torch_dtype=config.torch_dtype,
+        seed=config.seed,
+    )

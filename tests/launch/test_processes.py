@@ -1,0 +1,266 @@
+"""The environment becomes a torchrun command line, or a list of what is wrong with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from packtool.errors import ConfigError
+from packtool.launch.processes import Processes, launch_command, launch_environment, launch_if_asked
+
+ARGUMENTS = ["train", "--model", "a b", "--packing", "true"]
+ON_TWO_NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
+
+
+def command(**environ: str) -> list[str] | None:
+    return launch_command(ARGUMENTS, environ, python="python")
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"NPROC_PER_NODE": "1"},
+        {"NPROC_PER_NODE": ""},
+        {"NNODES": "1", "NODE_RANK": "0", "MASTER_PORT": "29501"},
+        {"NPROC_PER_NODE": "2", "LOCAL_RANK": "0"},
+        {"NPROC_PER_NODE": "2", "TORCHELASTIC_RUN_ID": "x"},
+    ],
+)
+def test_one_process_is_enough(environ: dict[str, str]) -> None:
+    assert command(**environ) is None
+
+
+def test_one_machine_finds_a_free_port() -> None:
+    assert command(NPROC_PER_NODE="2") == [
+        *("python", "-m", "packtool.launch.torchrun"),
+        *("--nnodes", "1", "--nproc-per-node", "2", "--standalone"),
+        *("--module", "packtool", "train", "--model", "a b", "--packing", "true"),
+    ]
+
+
+def test_one_machine_with_a_port() -> None:
+    found = command(NPROC_PER_NODE="2", MASTER_PORT="29501")
+    assert found is not None
+    assert "--standalone" not in found
+    assert found[5:13] == [
+        *("--nproc-per-node", "2", "--node-rank", "0"),
+        *("--master-addr", "127.0.0.1", "--master-port", "29501"),
+    ]
+
+
+def test_several_machines() -> None:
+    found = command(**ON_TWO_NODES, NPROC_PER_NODE="8", MASTER_PORT="1234")
+    assert found is not None
+    assert found[3:13] == [
+        *("--nnodes", "2", "--nproc-per-node", "8", "--node-rank", "1"),
+        *("--master-addr", "10.0.0.1", "--master-port", "1234"),
+    ]
+    one_each = command(**ON_TWO_NODES)
+    assert one_each is not None
+    assert one_each[one_each.index("--nproc-per-node") + 1] == "1"
+    assert one_each[one_each.index("--master-port") + 1] == "29500"
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"NPROC_PER_NODE": "two"}, "NPROC_PER_NODE=two: expected a whole number of at least 1"),
+        ({"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE=0"),
+        ({"NPROC_PER_NODE": "-1"}, "NPROC_PER_NODE=-1"),
+        ({"NNODES": "1.5"}, r"NNODES=1\.5"),
+        ({**ON_TWO_NODES, "NODE_RANK": "2"}, "NODE_RANK=2: with NNODES=2 it must be below 2"),
+        ({"NNODES": "2", "MASTER_ADDR": "h"}, "NODE_RANK is missing"),
+        ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR is missing"),
+        ({"NPROC_PER_NODE": "2", "MASTER_PORT": "65536"}, "MASTER_PORT=65536: expected a whole number from 1 to 65535"),
+        ({"NPROC_PER_NODE": "2", "MASTER_PORT": "0"}, "MASTER_PORT=0"),
+    ],
+)
+def test_wrong_values_are_named(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        command(**environ)
+
+
+def test_all_wrong_values_are_named_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)3 settings.*NPROC_PER_NODE=x.*MASTER_PORT=y.*MASTER_ADDR is missing"):
+        command(NPROC_PER_NODE="x", MASTER_PORT="y", NNODES="2", NODE_RANK="0")
+
+
+@given(per_node=st.integers(1, 64), num_nodes=st.integers(1, 64), data=st.data())
+def test_the_total(per_node: int, num_nodes: int, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, num_nodes - 1))
+    environ = {"NPROC_PER_NODE": str(per_node), "NNODES": str(num_nodes), "NODE_RANK": str(rank), "MASTER_ADDR": "h"}
+    processes = Processes.from_environment(environ)
+    assert processes.total == per_node * num_nodes
+    assert (launch_command([], environ) is None) == (processes.total == 1)
+
+
+def test_cores_are_shared_out_unless_the_user_did() -> None:
+    assert launch_environment({"NPROC_PER_NODE": "4"}, num_cores=16)["OMP_NUM_THREADS"] == "4"
+    assert launch_environment({"NPROC_PER_NODE": "4"}, num_cores=2)["OMP_NUM_THREADS"] == "1"
+    kept = launch_environment({"NPROC_PER_NODE": "4", "OMP_NUM_THREADS": "7", "HOME": "/h"}, num_cores=16)
+    assert kept == {"NPROC_PER_NODE": "4", "OMP_NUM_THREADS": "7", "HOME": "/h"}
+
+
+def test_the_process_is_replaced_only_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, list[str], dict[str, str]]] = []
+    monkeypatch.setattr(os, "execvpe", lambda *call: calls.append(call))
+    for name in ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    launch_if_asked(ARGUMENTS)
+    assert not calls
+    launch_if_asked(ARGUMENTS, even_one=True)
+    assert calls.pop()[1][3:8] == ["--nnodes", "1", "--nproc-per-node", "1", "--standalone"]
+    monkeypatch.setenv("NPROC_PER_NODE", "2")
+    launch_if_asked(ARGUMENTS)
+    ((program, arguments, environ),) = calls
+    assert program == arguments[0] == sys.executable
+    assert arguments == launch_command(ARGUMENTS, os.environ)
+    assert int(environ["OMP_NUM_THREADS"]) >= 1
+
+
+def test_the_exit_code_is_that_of_the_process_that_failed_first(tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text(
+        textwrap.dedent("""
+            import os, sys, time
+            if os.environ["RANK"] == "1":
+                sys.exit(int(sys.argv[1]))
+            time.sleep(60)
+        """)
+    )
+    options = ["--standalone", "--nproc-per-node", "2", str(script), "4"]
+    done = subprocess.run(
+        [sys.executable, "-m", "packtool.launch.torchrun", *options],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 4
+    assert "Traceback" not in done.stderr
+
+
+def test_a_rank_that_was_killed_is_named_and_ends_the_others(tmp_path: Path) -> None:
+    """Without a word of its own, as the kernel does it when memory runs out; the other rank waits in a collective."""
+    script = tmp_path / "dies.py"
+    script.write_text(
+        textwrap.dedent("""
+            import os, signal, torch, torch.distributed as dist
+            dist.init_process_group("gloo")
+            dist.barrier()
+            if os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.all_reduce(torch.zeros(1))
+        """)
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "packtool.launch.torchrun", "--standalone", "--nproc-per-node", "2", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 128 + 9
+    assert "rank 1 (process" in done.stderr
+    assert "was ended by SIGKILL (out of memory?)" in done.stderr
+
+
+def wait_until_gone(process: int, seconds: float = 20.0) -> bool:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        # One that nobody has asked for its exit code is gone, too.
+        stat = Path(f"/proc/{process}/stat")
+        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+def test_a_rank_ends_with_a_launcher_that_is_killed(platform: str) -> None:
+    """By the kernel, and where the kernel cannot by looking."""
+    rank = f"""
+        import os, sys, time
+        from packtool.launch.processes import end_with_launcher
+        sys.platform = {platform!r}
+        end_with_launcher(os.environ)
+        print(os.getpid(), flush=True)
+        time.sleep(60)
+    """
+    launcher = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    with subprocess.Popen(
+        [sys.executable, "-c", launcher, textwrap.dedent(rank)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "LOCAL_RANK": "0"},
+    ) as process:
+        assert process.stdout is not None
+        number = int(process.stdout.readline())
+        process.kill()
+        assert wait_until_gone(number)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_rank_whose_launcher_has_ended_before_does_not_begin() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        pass
+    script = (
+        "import os; from packtool.launch.processes import end_with_launcher; "
+        "end_with_launcher(os.environ); print('began')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "LOCAL_RANK": "0", "PACKTOOL_LAUNCHER": str(gone.pid)},
+    )
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_sigusr1_ends_the_launcher_and_its_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "sleeps.py"
+    script.write_text("import os, time; print(os.getpid(), flush=True); time.sleep(60)")
+    with subprocess.Popen(
+        [sys.executable, "-m", "packtool.launch.torchrun", "--standalone", "--nproc-per-node", "1", str(script)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as process:
+        assert process.stdout is not None
+        number = int(process.stdout.readline())
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(timeout=60) == 128 + signal.SIGUSR1
+        assert wait_until_gone(number)
+
+
+def test_a_port_that_is_taken_is_told_in_two_lines() -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "packtool.launch.torchrun", "--nnodes", "1", "--nproc-per-node", "2"]
+        command += ["--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", port, "--module", "json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == ConfigError.exit_code
+    assert port in done.stderr
+    assert "MASTER_PORT" in done.stderr
+    assert "Traceback" not in done.stderr

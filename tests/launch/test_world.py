@@ -1,0 +1,77 @@
+"""The ranks that torchrun names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from packtool.errors import ConfigError, MismatchError
+from packtool.launch.world import World
+from packtool.train.loop.agreement import check_ranks_agree
+from packtool.train.prepare.checkpoint import RunState
+
+
+def test_alone_without_torchrun() -> None:
+    assert World.from_environment({}) == World(0, 1)
+    assert World().is_first
+
+
+def test_one_of_many() -> None:
+    world = World.from_environment({"RANK": "3", "WORLD_SIZE": "8"})
+    assert (world.rank, world.size, world.is_first) == (3, 8, False)
+
+
+@pytest.mark.parametrize("environ", [{"RANK": "1"}, {"RANK": "x", "WORLD_SIZE": "2"}, {"WORLD_SIZE": "-1"}])
+def test_nonsense_is_refused(environ: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="RANK="):
+        World.from_environment(environ)
+
+
+@pytest.mark.parametrize("plan_of_rank_1", ["abc", "abd"])
+def test_ranks_that_planned_differently_are_told_apart(monkeypatch: pytest.MonkeyPatch, plan_of_rank_1: str) -> None:
+    """The exchange itself happens in every test with two processes."""
+    state = RunState(
+        plan="abc",
+        cache="c",
+        seed=1,
+        train_type="full",
+        packing=True,
+        max_length=10,
+        packing_length=10,
+        world_size=2,
+        gradient_accumulation_steps=1,
+        per_device_train_batch_size=1,
+    )
+
+    def gather(found: list[Any], mine: dict[str, Any]) -> None:
+        found[:] = [mine, mine | {"plan": plan_of_rank_1}]
+
+    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+    if plan_of_rank_1 == "abc":
+        check_ranks_agree(state, World(0, 2))
+    else:
+        with pytest.raises(MismatchError, match="plan: abc on rank 0, abd there"):
+            check_ranks_agree(state, World(0, 2))
+
+
+def test_ranks_that_share_rows_differently_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = RunState(
+        plan="p",
+        cache="c",
+        seed=1,
+        train_type="full",
+        packing=True,
+        max_length=10,
+        packing_length=10,
+        world_size=2,
+        gradient_accumulation_steps=1,
+        per_device_train_batch_size=1,
+    )
+
+    def gather(found: list[Any], mine: dict[str, Any]) -> None:
+        found[:] = [mine, mine | {"sequence parallel": "ring over 2"}]
+
+    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+    with pytest.raises(MismatchError, match="sequence parallel: ulysses over 2 on rank 0, ring over 2 there"):
+        check_ranks_agree(state, World(0, 2), "ulysses over 2")

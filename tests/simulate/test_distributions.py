@@ -1,0 +1,28 @@
+"""Lengths that are drawn have the published shares."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from packtool.simulate.distributions import POINTS, DistributionName, draw, quantiles
+
+
+@pytest.mark.parametrize("name", POINTS)
+def test_published_shares(name: DistributionName) -> None:
+    lengths = draw(name, 200_000, seed=1)
+    for share, tokens in POINTS[name]:
+        assert np.mean(lengths <= tokens) == pytest.approx(share, abs=0.004)
+        assert quantiles(name, np.array([share])).tolist() == [tokens]
+
+
+@pytest.mark.parametrize("name", POINTS)
+def test_quantiles_rise(name: DistributionName) -> None:
+    assert (np.diff(quantiles(name, np.linspace(0, 1, 10_001))) >= 0).all()
+
+
+def test_the_same_for_a_seed_and_the_beginning_of_more() -> None:
+    few, many = draw("wikipedia", 100, seed=3), draw("wikipedia", 1000, seed=3)
+    assert (many[:100] == few).all()
+    assert (draw("wikipedia", 100, seed=4) != few).any()
+    assert few.dtype == np.int64

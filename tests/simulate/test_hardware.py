@@ -1,0 +1,60 @@
+"""Accelerators on paper: presets, files, and the time of collectives."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from packtool.errors import ConfigError
+from packtool.simulate.hardware import PRESETS, Hardware
+
+
+def fields(**changes: Any) -> dict[str, Any]:
+    return {**dataclasses.asdict(PRESETS["h100"]), **changes}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_as_their_own_fields(name: str) -> None:
+    assert Hardware.of_fields(dataclasses.asdict(PRESETS[name]), name) == PRESETS[name]
+
+
+def test_what_has_a_default_may_be_left_out() -> None:
+    needed = {"peak_tflops": 100, "memory_gb": 32, "hbm_gb_per_s": 1000}
+    found = Hardware.of_fields({**needed, "intra_node_gb_per_s": 100, "inter_node_gb_per_s": 10}, "mine.yaml")
+    assert (found.name, found.gpus_per_node, found.peak) == ("mine.yaml", 8, 1e14)
+
+
+def test_all_mistakes_of_a_file_at_once() -> None:
+    wrong = fields(peak_tflops="fast", memory_gb=-1, matmul_share=2, gpus_per_node=1.5, colour="red", latency_us=True)
+    del wrong["hbm_gb_per_s"]
+    with pytest.raises(ConfigError) as error:
+        Hardware.of_fields(wrong, "mine.yaml")
+    for told in ("peak_tflops", "memory_gb", "share is at most 1", "whole number", "colour", "hbm_gb_per_s", "latency"):
+        assert told in str(error.value)
+
+
+def test_collectives_are_fixed_and_then_linear() -> None:
+    machine = Hardware.of_fields(fields(link_share=1.0, intra_node_gb_per_s=87.5, latency_us=50), "test")
+    assert machine.collective_seconds(1e9, 8) == pytest.approx(0.01)  # 7/8 of a GB at 87.5 GB/s
+    assert machine.collective_seconds(1e3, 8) == pytest.approx(50e-6)
+    assert machine.collective_seconds(1e6, 8) == pytest.approx(50e-6)
+    assert machine.collective_seconds(1e9, 1) == machine.collective_seconds(0, 8) == 0
+
+
+def test_nodes_are_joined_by_slower_links() -> None:
+    machine = Hardware.of_fields(fields(link_share=1.0, inter_node_gb_per_s=1, latency_us=50), "test")
+    assert machine.collective_seconds(16e9, 16) == pytest.approx(16 / 2 / 8)  # half of it through eight cards
+    assert machine.collective_seconds(1, 64) == pytest.approx(50e-6 * (1 + math.log2(8)))
+    seconds = [machine.collective_seconds(1e9, num) for num in (8, 16, 1024, 16384)]
+    assert seconds == sorted(seconds)
+
+
+def test_the_measured_all_gathers_of_skrulls_machine() -> None:
+    """2, 64 and 1024 MB took 53, 489 and 6468 us; a line through the last one meets the middle one to a sixth."""
+    intra = 7 / 8 * 1024e6 / 6468e-6 / 1e9
+    machine = Hardware.of_fields(fields(link_share=1.0, intra_node_gb_per_s=intra, latency_us=53), "paper")
+    for size, micros, off in ((2e6, 53, 0.01), (64e6, 489, 0.18), (1024e6, 6468, 0.001)):
+        assert machine.collective_seconds(size, 8) == pytest.approx(micros * 1e-6, rel=off)

@@ -1,0 +1,90 @@
+"""Exact matches out of packs are those of each sample alone, by transformers' own means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftConfig, PeftModel
+from transformers import AutoModelForImageTextToText
+
+from packtool.batch.collate import collate_packs
+from packtool.batch.spec import InputSpec
+from packtool.cache.reader import CacheReader
+from packtool.progress import SilentProgress
+from packtool.train.evaluate.answers import ExactMatch, exact_match
+from packtool.train.run import train
+from tests.train.tiny import TinyWorld
+
+SETTINGS: dict[str, Any] = {"gradient_accumulation_steps": 4, "learning_rate": 5e-3, "num_train_epochs": 12.0}
+
+
+@pytest.fixture(scope="module")
+def full(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that has learned some of the answers by heart."""
+    output_dir = tmp_path_factory.mktemp("full")
+    return str(train(tiny.config(output_dir, **SETTINGS), SilentProgress()).checkpoint)
+
+
+@pytest.fixture(scope="module")
+def adapter(full: str, tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An adapter of that model: a checkpoint is trained on like any model, with the same cache."""
+    settings = SETTINGS | {"model": full, "train_type": "lora", "num_train_epochs": 2.0}
+    return str(train(tiny.config(tmp_path_factory.mktemp("lora"), **settings), SilentProgress()).checkpoint)
+
+
+@pytest.fixture(scope="module", params=["full", "adapter"])
+def trained(request: pytest.FixtureRequest) -> str:
+    """One of the two."""
+    return str(request.getfixturevalue(request.param))
+
+
+@torch.no_grad()
+def one_by_one(checkpoint: str, tiny: TinyWorld) -> list[tuple[int, int, bool]]:
+    """(sample, turn, exact) with plain models on single samples."""
+    is_adapter = (Path(checkpoint) / "adapter_config.json").exists()
+    base = PeftConfig.from_pretrained(checkpoint).base_model_name_or_path if is_adapter else checkpoint
+    model: Any = AutoModelForImageTextToText.from_pretrained(base)
+    if is_adapter:
+        model = PeftModel.from_pretrained(model, checkpoint)
+    model.eval()
+    reader = CacheReader.open([tiny.cache])
+    spec = InputSpec.load(tiny.model, reader.manifests[0].identity.media_limits)
+    found = []
+    for position in range(len(reader)):
+        sample = reader.sample(position)
+        ids = torch.from_numpy(sample.input_ids.astype(np.int64)).unsqueeze(0)
+        inputs = {"input_ids": ids, "mm_token_type_ids": (ids == spec.image_pad_id).int()}
+        if sample.images:
+            batch = collate_packs([sample], spec)
+            inputs |= {"pixel_values": batch.pixel_values, "image_grid_thw": batch.image_grid_thw}
+        predicted = model(**inputs).logits[0].argmax(-1)
+        for turn, (start, end) in enumerate(sample.turns.reshape(-1, 2).tolist()):
+            assert (sample.labels[start:end] != -100).all()
+            exact = predicted[start - 1 : end - 1].tolist() == sample.labels[start:end].tolist()
+            found.append((position, turn, exact))
+    return found
+
+
+def as_list(match: ExactMatch) -> list[tuple[int, int, bool]]:
+    return list(zip(match.sample.tolist(), match.turn.tolist(), match.exact.tolist(), strict=True))
+
+
+def test_packed_answers_are_those_of_single_samples(trained: str, tiny: TinyWorld) -> None:
+    match = exact_match(trained, tiny.cache, packing_length=300)
+    assert as_list(match) == one_by_one(trained, tiny)
+    assert 0 < match.exact.sum() < match.num_turns
+    assert match.accuracy == match.exact.sum() / match.num_turns
+
+
+def test_the_packing_length_changes_nothing(trained: str, tiny: TinyWorld) -> None:
+    short, long = (exact_match(trained, tiny.cache, packing_length=length) for length in (1, 5000))
+    assert as_list(short) == as_list(long)
+
+
+def test_nothing_to_match() -> None:
+    nothing = ExactMatch(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.bool_))
+    assert (nothing.num_turns, nothing.accuracy) == (0, 0.0)

@@ -1,0 +1,215 @@
+"""A run that is told to stop finishes its step and can be gone on with; one whose numbers are none stops by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from packtool.config.train import TrainConfig
+from packtool.errors import ConfigError, DivergedError, StoppedError
+from packtool.launch.world import World
+from packtool.progress import SilentProgress
+from packtool.train.loop.stopping import StopSignals
+from packtool.train.loop.trainer import PackTrainer
+from packtool.train.prepare.cached import prepare_run
+from packtool.train.prepare.checkpoint import finished_checkpoints
+from packtool.train.run import train
+from tests.train.tiny import TinyWorld, check_same_rest, read_metrics
+
+GIVEN: dict[str, Any] = {"gradient_accumulation_steps": 2, "verify_packing": False}
+FOUR_STEPS = 4
+
+
+class Sending(SilentProgress):
+    """Sends this process signals when a step is done."""
+
+    def __init__(self, step: int, *signals: signal.Signals) -> None:
+        self.left, self.signals = step, signals
+        self.lines: list[str] = []
+
+    def note(self, message: str) -> None:
+        self.lines.append(message)
+
+    def advance(self, num_done: int, **fields: float | int | str) -> None:
+        self.left -= num_done
+        if self.left == 0:
+            for number in self.signals:
+                os.kill(os.getpid(), number)
+
+
+@pytest.fixture(scope="module")
+def whole(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output_dir = tmp_path_factory.mktemp("whole")
+    assert train(tiny.config(output_dir, **GIVEN), SilentProgress()).steps == FOUR_STEPS
+    return output_dir
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "workers"), [(signal.SIGTERM, 143, 1), (signal.SIGUSR1, 138, 0), (signal.SIGINT, 130, 0)]
+)
+def test_a_signal_ends_a_run_with_a_checkpoint(
+    number: signal.Signals, code: int, workers: int, whole: Path, tiny: TinyWorld, tmp_path: Path
+) -> None:
+    before = signal.getsignal(number)
+    settings = GIVEN | {"dataloader_num_workers": workers}
+    with pytest.raises(StoppedError, match=rf"stopped by {number.name} after step 2 of 4; .*checkpoint-2 is") as caught:
+        train(tiny.config(tmp_path, **settings), Sending(1, number))
+    assert caught.value.exit_code == code
+    assert signal.getsignal(number) is before
+    train(tiny.config(tmp_path, **settings, resume_from_checkpoint="true"), SilentProgress())
+    assert read_metrics(tmp_path) == read_metrics(whole)
+    check_same_rest(whole, tmp_path, 0)
+
+
+def test_a_signal_in_the_last_step_changes_nothing(tiny: TinyWorld, tmp_path: Path) -> None:
+    result = train(tiny.config(tmp_path, **GIVEN), Sending(3, signal.SIGTERM))
+    assert result.steps == FOUR_STEPS
+
+
+def test_a_second_ctrl_c_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with StopSignals() as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)  # the same key, passed on by a launcher
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.received == signal.SIGINT
+        now += 1.0
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_processes_that_load_pictures_leave_signals_to_the_one_that_trains() -> None:
+    with StopSignals():
+        child = os.fork()
+        if child == 0:
+            for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):
+                os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal.SIGTERM)  # torch clearing away
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGTERM
+
+
+def test_a_launcher_passes_signals_on_and_waits(tmp_path: Path) -> None:
+    """The "ranks" are shells that take a moment to end, with the code that a stopped run ends with."""
+    script = f"trap 'sleep 1; echo $RANK >> {tmp_path}/done; exit 143' TERM; touch {tmp_path}/up$RANK; "
+    script += "while :; do sleep 0.1; done"
+    command = [sys.executable, "-m", "packtool.launch.torchrun", "--standalone", "--nproc-per-node", "2"]
+    launcher = subprocess.Popen([*command, "--no-python", "bash", "-c", script], cwd=Path(__file__).parents[2])
+    wait_for(lambda: len(list(tmp_path.glob("up*"))) == 2, launcher)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(60) == 143
+    assert sorted((tmp_path / "done").read_text().split()) == ["0", "1"]
+
+
+def test_all_ranks_stop_when_one_is_told_to(tiny: TinyWorld, tmp_path: Path) -> None:
+    given = ["--model", tiny.model, "--cached-dataset", tiny.cache, "--output-dir", str(tmp_path / "out")]
+    given += ["--packing", "true", "--packing-length", "256", "--num-train-epochs", "1000", "--logging-steps", "1"]
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "packtool", "train", *given, "--dataloader-num-workers", "0"],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "NPROC_PER_NODE": "2", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and bool(metrics.read_text()), launcher)
+    ranks = [child for child in psutil.Process(launcher.pid).children() if os.getsid(child.pid) == child.pid]
+    next(rank for rank in ranks if rank.environ()["RANK"] == "1").send_signal(signal.SIGUSR1)
+    _, told = launcher.communicate(timeout=120)
+    assert launcher.returncode == 138, told
+    (checkpoint,) = finished_checkpoints(str(tmp_path / "out"))
+    assert f"{checkpoint} is complete" in told
+    assert told.count("stopped by SIGUSR1") == 1
+    assert len(list(Path(checkpoint).glob("rng_state_*.pth"))) == 2
+
+
+def wait_for(condition: Any, process: subprocess.Popen[Any]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def test_checkpoints_of_transformers_own_are_refused(tiny: TinyWorld, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"enable_jit_checkpoint.*\n?.*SIGTERM"):
+        train(tiny.config(tmp_path, **GIVEN, training={"enable_jit_checkpoint": True}), SilentProgress())
+
+
+@pytest.fixture
+def bad_third_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second micro-batch of the third step has no loss."""
+    compute, calls = PackTrainer.compute_loss, iter(range(1000))
+
+    def broken(self: PackTrainer, *args: Any, **kwargs: Any) -> Tensor:
+        return compute(self, *args, **kwargs) * (float("nan") if next(calls) == 5 else 1.0)
+
+    monkeypatch.setattr(PackTrainer, "compute_loss", broken)
+
+
+def bad_rows(config: TrainConfig) -> list[int]:
+    """Numbers in the cache of the samples of that micro-batch."""
+    (pack,) = prepare_run(config, World()).schedule.plan_of(0).samples(2, 0, 1)
+    return [int(position) for position in pack]
+
+
+def strict(text: str) -> Any:
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.usefixtures("bad_third_step")
+def test_a_loss_that_is_no_number_stops_a_run(tiny: TinyWorld, tmp_path: Path) -> None:
+    config = tiny.config(tmp_path, **GIVEN, save_steps=1, save_total_limit=1)
+    rows = bad_rows(config)
+    with pytest.raises(DivergedError, match="gradient of step 3 is infinite or not a number") as caught:
+        train(config, SilentProgress())
+    assert caught.value.exit_code == 1
+    assert "rank 0, micro-batch 1:" in str(caught.value)
+    told = [int(number) for number in re.findall(r"row \d+ of \S*train.json \(sample (\d+)\)", str(caught.value))]
+    assert told == rows[: len(told)]
+    assert len(told) == min(len(rows), 6)
+    (checkpoint,) = finished_checkpoints(str(tmp_path))
+    assert checkpoint.endswith("checkpoint-2")
+    assert all(torch.isfinite(weight).all() for weight in load_file(Path(checkpoint) / "model.safetensors").values())
+
+
+@pytest.mark.usefixtures("bad_third_step")
+def test_such_a_step_is_left_out_where_that_is_asked_for(tiny: TinyWorld, tmp_path: Path) -> None:
+    progress = Sending(0)
+    train(tiny.config(tmp_path, **GIVEN, on_nan="skip", save_steps=1), progress)
+    weights = [load_file(tmp_path / f"checkpoint-{step}" / "model.safetensors") for step in (2, 3, 4)]
+    assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
+    assert not all(torch.equal(weight, weights[2][name]) for name, weight in weights[0].items())
+    assert all(torch.isfinite(weight).all() for weight in weights[2].values())
+    assert any("left out (--on-nan skip)" in line for line in progress.lines)
+    lines = [strict(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] is None for line in lines] == [False, False, True, False]
+    strict((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
+    strict((tmp_path / "packtool_train.json").read_text())
+
+
+@pytest.mark.usefixtures("bad_third_step")
+def test_the_last_good_checkpoint_stays_where_a_run_goes_on(tiny: TinyWorld, tmp_path: Path) -> None:
+    train(tiny.config(tmp_path, **GIVEN, on_nan="go-on", save_steps=1, save_total_limit=1), SilentProgress())
+    names = [Path(checkpoint).name for checkpoint in finished_checkpoints(str(tmp_path))]
+    assert names == ["checkpoint-2", "checkpoint-4"]
+    weights = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
+    assert not all(torch.isfinite(weight).all() for weight in weights.values())
+    strict((tmp_path / "packtool_train.json").read_text())

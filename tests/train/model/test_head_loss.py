@@ -1,0 +1,123 @@
+"""Losses made in the head are those of the logits, whatever is made at a time, and need less memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+from packtool.batch.batch import Batch
+from packtool.batch.collate import collate_packs, collate_padded
+from packtool.train.model.head_loss import HeadLoss
+from packtool.train.model.loss import sum_of_losses
+from tests.batch.reduced import mixed_samples, reduced_model, reduced_spec, save_image_processor
+from tests.train.test_isolation import gradients
+from tests.train.test_loss_weights import weighted
+
+
+@pytest.fixture(params=["qwen3", "qwen3_vl"])
+def setting(request: pytest.FixtureRequest, tmp_path: Any) -> tuple[Any, Any, list[Any]]:
+    name = request.param
+    if name == "qwen3_vl":
+        save_image_processor(name, str(tmp_path))
+    return reduced_model(name), reduced_spec(name, str(tmp_path)), mixed_samples(name)
+
+
+@pytest.mark.parametrize("chunk_logits", [1, 1000, 2**26])
+def test_losses_and_gradients_are_those_of_the_logits(setting: Any, chunk_logits: int) -> None:
+    model, spec, samples = setting
+    batch = collate_packs(samples, spec)
+    expected = gradients(model, [sum_of_losses(model, batch, label_logits_only=False)])
+    head = HeadLoss(model, chunk_logits)
+    found = head.losses(model, batch)
+    assert len(found.losses) == batch.num_target_tokens
+    ours = gradients(model, [found.sum(batch.loss_weights)])
+    assert ours.keys() == expected.keys()
+    for name, gradient in ours.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=5e-6)
+    logits = model(**batch.model_inputs()).logits  # the head is itself again
+    labels = batch.labels.flatten()
+    assert logits.shape[-1] == spec.config.get_text_config().vocab_size
+    assert torch.equal(found.positions, (labels >= 0).nonzero().squeeze(1))
+    assert torch.equal(found.hits, logits.flatten(0, 1).argmax(-1)[found.positions] == labels[found.positions])
+
+
+def test_weights_and_padding() -> None:
+    spec, samples = reduced_spec("qwen3"), [weighted(1, 9), weighted(3, 12)]
+    for batch, packed in ((collate_packs(samples, spec), True), (collate_padded(samples, spec), False)):
+        model = reduced_model("qwen3", packed=packed)
+        expected = sum_of_losses(model, batch, label_logits_only=False)
+        torch.testing.assert_close(HeadLoss(model).losses(model, batch).sum(batch.loss_weights), expected)
+
+
+def test_documents_of_targets(setting: Any) -> None:
+    _, spec, samples = setting
+    for batch in (collate_packs(samples, spec), collate_padded(samples, spec)):
+        width = batch.labels.shape[1]
+        positions = (batch.labels.flatten() >= 0).nonzero().squeeze(1)
+        counts = batch.documents_of(positions).bincount(minlength=len(samples))
+        assert counts.tolist()[: len(samples)] == [int((sample.labels[1:] >= 0).sum()) for sample in samples]
+        assert width == batch.input_ids.shape[1]
+        assert len(batch.channels) == (len(batch.lengths) if hasattr(batch, "lengths") else len(batch.labels))
+
+
+def test_without_targets_every_parameter_gets_zeros(setting: Any) -> None:
+    model, spec, _ = setting
+    found = HeadLoss(model).losses(model, collate_packs([], spec))
+    loss = found.sum(None)
+    assert loss.item() == 0.0
+    reached = gradients(model, [loss])
+    assert reached.keys() == dict(model.named_parameters()).keys()
+    assert not any(gradient.any() for gradient in reached.values())
+
+
+def saved_logits(model: Any, batch: Batch, chunk_logits: int) -> int:
+    """Logits that are kept from forward to backward."""
+    saved, vocabulary = 0, model.config.vocab_size
+
+    def pack(tensor: Tensor) -> Tensor:
+        nonlocal saved
+        if tensor.shape in ((batch.num_target_tokens, vocabulary), (chunk_logits // vocabulary, vocabulary)):
+            saved += tensor.numel()
+        return tensor
+
+    head = HeadLoss(model, chunk_logits)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        found = head.losses(model, batch).sum(None)
+    found.backward()
+    return saved
+
+
+def test_logits_are_not_kept_for_the_backward_pass() -> None:
+    samples = [weighted(seed, 60) for seed in range(8)]
+    batch = collate_packs(samples, reduced_spec("qwen3"))
+    vocabulary = reduced_spec("qwen3").config.vocab_size
+    assert saved_logits(reduced_model("qwen3"), batch, 2**26) >= batch.num_target_tokens * vocabulary
+    assert saved_logits(reduced_model("qwen3"), batch, 10 * vocabulary) == 0
+
+
+def test_models_that_treat_their_logits_are_left_alone() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = Gemma2ForCausalLM(Gemma2Config(vocab_size=32, num_key_value_heads=1, head_dim=8, **sizes))
+    assert model.config.final_logit_softcapping
+    assert not HeadLoss.applies_to(model)
+    assert HeadLoss.applies_to(reduced_model("qwen3"))
+    assert not HeadLoss.applies_to(nn.Linear(1, 1))
+
+
+def test_hits_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward pass makes logits again, and does not look for the largest again."""
+    batch = collate_packs([weighted(seed, 60) for seed in range(4)], reduced_spec("qwen3"))
+    model = reduced_model("qwen3")
+    head = HeadLoss(model, 10 * reduced_spec("qwen3").config.vocab_size)
+    calls: list[int] = []
+    argmax = torch.Tensor.argmax
+    monkeypatch.setattr(torch.Tensor, "argmax", lambda *given: calls.append(1) or argmax(*given))
+    loss = head.losses(model, batch).sum(None)
+    asked = len(calls)
+    assert asked == -(-batch.num_target_tokens // 10)
+    loss.backward()
+    assert len(calls) == asked

@@ -1,0 +1,66 @@
+"""Liger is tried on a model without weights, and refused by name where it would fail."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from packtool.errors import ConfigError, UnsupportedModelError
+from packtool.train.model.liger import refuse_without_liger
+
+
+@pytest.fixture
+def patched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A Liger that knows two families, of which it fails for one; the models that it patched."""
+    models: list[Any] = []
+
+    def apply(model: nn.Module, **settings: Any) -> None:
+        assert settings == {"fused_linear_cross_entropy": False, "cross_entropy": False}
+        if isinstance(model, nn.Identity):
+            raise ImportError("cannot import name 'LigerOutput'")
+        models.append(model)
+
+    known: Any = SimpleNamespace(MODEL_TYPE_TO_APPLY_LIGER_FN={"qwen3": None, "qwen3_vl": None})
+    liger: Any = ModuleType("liger_kernel.transformers")
+    liger._apply_liger_kernel_to_instance = apply
+    package: Any = ModuleType("liger_kernel")
+    package.transformers = liger
+    monkeypatch.setitem(sys.modules, "liger_kernel", package)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", known)
+    return models
+
+
+def test_a_family_that_it_patches_passes(patched: list[Any]) -> None:
+    model = nn.Linear(1, 1)
+    refuse_without_liger(model, "qwen3", on_gpu=True)
+    assert patched == [model]
+
+
+def test_a_family_that_it_fails_for_is_refused_by_name(patched: list[Any]) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"fails for a qwen3_vl model .*ImportError: .*LigerOutput"):
+        refuse_without_liger(nn.Identity(), "qwen3_vl", on_gpu=True)
+    assert not patched
+
+
+def test_a_family_that_it_does_not_know_is_refused_by_name(patched: list[Any]) -> None:
+    with pytest.raises(UnsupportedModelError, match="no kernels for a qwen2_5_omni_thinker model"):
+        refuse_without_liger(nn.Linear(1, 1), "qwen2_5_omni_thinker", on_gpu=True)
+    assert not patched
+
+
+def test_without_a_gpu_it_is_refused(patched: list[Any]) -> None:
+    with pytest.raises(ConfigError, match="need a GPU"):
+        refuse_without_liger(nn.Linear(1, 1), "qwen3", on_gpu=False)
+    assert not patched
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    with pytest.raises(ConfigError, match="Liger's kernels are not installed") as caught:
+        refuse_without_liger(nn.Linear(1, 1), "qwen3", on_gpu=True)
+    assert "pip install liger-kernel" in str(caught.value)

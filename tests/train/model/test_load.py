@@ -1,0 +1,157 @@
+"""What is frozen, what is adapted, and what is said when a name fits nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from packtool.attention.register import ATTENTION_NAME
+from packtool.config.train import TrainConfig
+from packtool.errors import ConfigError, MismatchError, UnsupportedModelError
+from packtool.train.model.adapters import adapted_modules
+from packtool.train.model.load import (
+    load_model,
+    make_trainable,
+    resolve_dtype,
+)
+from packtool.train.model.parameters import count_parameters
+from packtool.train.model.precision import checkpoint_dtype, loaded_dtype
+from packtool.train.model.towers import Towers, towers_of
+from tests.batch.reduced import VISION_MODELS, reduced_config, reduced_model
+
+
+def run_config(**settings: Any) -> TrainConfig:
+    return TrainConfig(model="m", cached_dataset=("c",), output_dir="o", **settings)
+
+
+def trained_parts(name: str, **settings: Any) -> set[str]:
+    """Parts with a parameter that learns."""
+    model = make_trainable(reduced_model(name), run_config(**settings))
+    towers = towers_of(reduced_model(name), reduced_config(name).model_type)
+    prefix = "base_model.model." if settings.get("train_type") == "lora" else ""
+    return {towers.part_of(n.removeprefix(prefix)) for n, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("train_type", ["full", "lora"])
+@pytest.mark.parametrize("name", VISION_MODELS)
+def test_each_part_is_frozen_by_its_own_option(name: str, train_type: str) -> None:
+    flags = {"vision tower": "freeze_vit", "aligner": "freeze_aligner", "language model": "freeze_llm"}
+    for part, flag in flags.items():
+        others = dict.fromkeys(flags.values(), False)
+        assert trained_parts(name, train_type=train_type, **others | {flag: True}) == set(flags) - {part}
+        assert trained_parts(name, train_type=train_type, **{option: option != flag for option in others}) == {part}
+
+
+def test_by_default_only_the_language_model_is_adapted() -> None:
+    assert trained_parts("qwen3_vl", train_type="lora") == {"language model"}
+
+
+def test_every_linear_module_but_the_head_is_adapted() -> None:
+    model = reduced_model("qwen3")
+    names = adapted_modules(model, Towers(), run_config())
+    kinds = {name.rpartition(".")[2] for name in names}
+    assert kinds == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert len(names) == 7 * model.config.num_hidden_layers
+
+
+def test_peft_adapts_exactly_the_chosen_modules() -> None:
+    """The vision tower has modules of the same names, and a convolution called proj."""
+    for settings in ({"freeze_vit": False}, {"freeze_vit": False, "freeze_llm": True}, {}):
+        model = reduced_model("qwen2_5_vl")
+        run = run_config(train_type="lora", **settings)
+        wanted = set(adapted_modules(model, towers_of(model, "qwen2_5_vl"), run))
+        adapted = make_trainable(model, run)
+        found = {
+            name.removeprefix("base_model.model.").removesuffix(".lora_A")
+            for name, module in adapted.named_modules()
+            if name.endswith(".lora_A") and len(list(module.parameters()))
+        }
+        assert found == wanted
+
+
+def test_target_modules_by_name() -> None:
+    model = reduced_model("qwen3")
+    names = adapted_modules(model, Towers(), run_config(target_modules=("q_proj", "layers.1.self_attn.v_proj")))
+    assert names == [
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.1.self_attn.v_proj",
+    ]
+    with pytest.raises(ConfigError, match="wq") as caught:
+        adapted_modules(model, Towers(), run_config(target_modules=("q_proj", "wq")))
+    assert "gate_proj" in str(caught.value.remedy)
+    assert "q_proj:" not in caught.value.message
+
+
+@pytest.mark.parametrize("train_type", ["full", "lora"])
+def test_nothing_left_to_train_is_an_error(train_type: Any) -> None:
+    with pytest.raises(ConfigError, match="left to"):
+        make_trainable(reduced_model("qwen3"), run_config(train_type=train_type, freeze_llm=True))
+
+
+def test_a_part_that_is_not_where_it_should_be_is_an_error() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"no module model\.visual"):
+        towers_of(reduced_model("qwen3"), "qwen3_vl")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_vl"])
+def test_loading_routes_the_attention_of_packed_runs(name: str, tmp_path: Path) -> None:
+    reduced_model(name).save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    model = load_model(str(tmp_path), config, dtype=torch.float32, packing=True)
+    assert model.config.get_text_config()._attn_implementation == ATTENTION_NAME
+    assert config.get_text_config()._attn_implementation != ATTENTION_NAME
+    model = load_model(str(tmp_path), config, dtype=torch.bfloat16, packing=False)
+    assert model.config.get_text_config()._attn_implementation == "sdpa"
+    assert model.dtype == torch.bfloat16
+
+
+def test_a_checkpoint_without_all_weights_is_refused(tmp_path: Path) -> None:
+    model = reduced_model("qwen3")
+    state = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    model.save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(MismatchError, match=r"lacks 1 weights .* lm_head\.weight"):
+        load_model(str(tmp_path), AutoConfig.from_pretrained(tmp_path), dtype=torch.float32, packing=True)
+
+
+def test_precision() -> None:
+    config = reduced_config("qwen3")
+    config.dtype = torch.bfloat16
+    assert resolve_dtype(config, run_config(), on_gpu=True) == torch.bfloat16
+    assert resolve_dtype(config, run_config(), on_gpu=False) == torch.float32
+    assert resolve_dtype(config, run_config(torch_dtype="bfloat16"), on_gpu=False) == torch.bfloat16
+    assert resolve_dtype(config, run_config(torch_dtype="float16"), on_gpu=True) == torch.float16
+    with pytest.raises(ConfigError, match="GPU"):
+        resolve_dtype(config, run_config(torch_dtype="float16"), on_gpu=False)
+    assert loaded_dtype(torch.float16, config, run_config(train_type="full")) == torch.float32
+    assert loaded_dtype(torch.float16, config, run_config(train_type="lora")) == torch.float16
+    assert loaded_dtype(torch.bfloat16, config, run_config(train_type="full")) == torch.bfloat16
+    assert loaded_dtype(torch.float32, config, run_config(train_type="full")) == torch.float32
+    config.dtype = "float16"
+    assert checkpoint_dtype(config) == torch.float16
+    config.dtype = None
+    assert checkpoint_dtype(config) == torch.float32
+
+
+def test_counting() -> None:
+    model = torch.nn.Linear(3, 2)
+    model.bias.requires_grad_(False)
+    assert count_parameters(model) == (6, 8)
+
+
+def test_a_share_of_parameters_is_one_of_whole_ones() -> None:
+    """ZeRO-3 leaves empty tensors, which say elsewhere how many numbers they stand for."""
+    model, sharded = reduced_model("qwen3"), reduced_model("qwen3")
+    for parameter in sharded.parameters():
+        parameter.ds_numel = parameter.numel()
+        parameter.data = torch.empty(0)
+    found = []
+    for each in (model, sharded):
+        make_trainable(each, run_config(train_type="full", freeze_parameters_ratio=0.5))
+        found.append([parameter.requires_grad for parameter in each.parameters()])
+    assert found[0] == found[1]
+    assert set(found[0]) == {True, False}

@@ -1,0 +1,79 @@
+"""A merged model answers as its adapter does, and loads like any other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from packtool.cli.main import run
+from packtool.config.merge import MergeConfig
+from packtool.errors import ConfigError, StorageError
+from packtool.progress import SilentProgress
+from packtool.train.model.merge import merge
+from packtool.train.run import train
+from tests.train.tiny import TinyWorld
+
+
+@pytest.fixture(scope="module")
+def adapter(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output_dir = tmp_path_factory.mktemp("adapter")
+    settings: dict[str, Any] = {"train_type": "lora", "learning_rate": 1e-1, "max_steps": 3, "verify_packing": False}
+    train(tiny.config(output_dir, **settings), SilentProgress())
+    return output_dir / "last"
+
+
+def logits(model: Any) -> torch.Tensor:
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        return model.eval()(input_ids=ids).logits
+
+
+def test_merged_logits_are_the_adapters(adapter: Path, tiny: TinyWorld, tmp_path: Path, capsys: Any) -> None:
+    output = tmp_path / "merged"
+    assert run(["merge", str(adapter), "--output", str(output), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["output"], told["dtype"]) == (str(output), "float32")
+    assert told["num_merged"] > 10
+    base = AutoModelForImageTextToText.from_pretrained(tiny.model)
+    before = logits(base)
+    expected = logits(PeftModel.from_pretrained(base, adapter))
+    found = logits(AutoModelForImageTextToText.from_pretrained(output))
+    assert (expected - before).abs().max() > 0.1
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "preprocessor_config.json"):
+        assert (output / name).read_bytes() == (Path(tiny.model) / name).read_bytes()
+    assert (output / "generation_config.json").exists()
+    assert AutoProcessor.from_pretrained(output) is not None
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_in_bfloat16_the_sum_is_rounded_once(adapter: Path, tmp_path: Path) -> None:
+    exact, short = tmp_path / "exact", tmp_path / "short"
+    merge(MergeConfig(adapter=str(adapter), output=str(exact)), SilentProgress())
+    result = merge(MergeConfig(adapter=str(adapter), output=str(short), torch_dtype="bfloat16"), SilentProgress())
+    assert result.dtype == "bfloat16"
+    weights, rounded = load_file(exact / "model.safetensors"), load_file(short / "model.safetensors")
+    assert all(torch.equal(rounded[name], weight.bfloat16()) for name, weight in weights.items())
+    assert json.loads((short / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_what_cannot_be_merged(adapter: Path, tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="is no adapter"):
+        merge(MergeConfig(adapter=tiny.model, output=str(tmp_path / "new")), SilentProgress())
+    with pytest.raises(ConfigError, match="there already, and not empty"):
+        merge(MergeConfig(adapter=str(adapter), output=tiny.model), SilentProgress())
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("packtool.train.model.merge.copy_processor", full)
+    with pytest.raises(StorageError):
+        merge(MergeConfig(adapter=str(adapter), output=str(tmp_path / "new")), SilentProgress())
+    assert not list(tmp_path.iterdir())

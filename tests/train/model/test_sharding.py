@@ -1,0 +1,91 @@
+"""DeepSpeed's settings behind their names; FSDP2 itself is tried by ``test_gradients``, in two processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from packtool.batch.collate import collate_packs
+from packtool.config.train import TrainConfig
+from packtool.errors import ConfigError
+from packtool.train.model.head_loss import HeadLoss
+from packtool.train.model.sharding import deepspeed_settings, keep_digits_of_outputs, sharding_arguments
+from tests.batch.reduced import mixed_samples, reduced_model, reduced_spec
+from tests.forked import run_ranks
+
+
+def config(**settings: Any) -> TrainConfig:
+    return TrainConfig(model="m", cached_dataset=("c",), output_dir="o", **settings)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_stages(stage: int) -> None:
+    settings = deepspeed_settings(f"zero{stage}")
+    assert settings["zero_optimization"]["stage"] == stage
+    assert settings["gradient_accumulation_steps"] == "auto"
+    assert "offload_optimizer" not in settings["zero_optimization"]
+
+
+def test_offloading() -> None:
+    assert "offload_param" not in deepspeed_settings("zero2_offload")["zero_optimization"]
+    assert deepspeed_settings("zero3_offload")["zero_optimization"]["offload_param"]["device"] == "cpu"
+    with pytest.raises(ConfigError, match="only zero2 and zero3"):
+        deepspeed_settings("zero1_offload")
+
+
+def test_a_file_of_settings(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}}))
+    assert deepspeed_settings(str(tmp_path / "ds.json")) == {"zero_optimization": {"stage": 1}}
+    (tmp_path / "broken.json").write_text("{")
+    for name in ("broken.json", "gone.json"):
+        with pytest.raises(ConfigError, match="Give zero0, zero1, zero2, zero3, or a JSON file"):
+            deepspeed_settings(str(tmp_path / name))
+
+
+def test_what_the_trainer_is_told() -> None:
+    assert sharding_arguments(config()) == {}
+    full = sharding_arguments(config(fsdp=("full_shard", "offload")))
+    assert full["fsdp"] is True
+    assert (full["fsdp_config"]["reshard_after_forward"], full["fsdp_config"]["cpu_offload"]) == (True, True)
+    assert sharding_arguments(config(fsdp=("shard_grad_op",)))["fsdp_config"]["reshard_after_forward"] is False
+
+
+def test_contradictions() -> None:
+    assert any("give one of them" in line for line in config(fsdp=("full_shard",), deepspeed="zero2").problems())
+    assert any("--fsdp no_shard: known are" in line for line in config(fsdp=("no_shard",)).problems())
+
+
+def losses_of_shards(keeps: bool) -> None:
+    """On each of two ranks: the losses of a model that FSDP computes in bfloat16, under accelerate's policy or ours."""
+    dist.init_process_group("gloo")
+    rounding = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16)  # what accelerate makes of bf16
+    plugin = SimpleNamespace(mixed_precision_policy=rounding)
+    if keeps:
+        accelerator: Any = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+        keep_digits_of_outputs(accelerator, config(fsdp=("full_shard",)))
+        assert plugin.mixed_precision_policy.reduce_dtype == torch.float32
+    model = reduced_model("qwen3")
+    head = HeadLoss(model)
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=plugin.mixed_precision_policy)
+    sharded: Any = fully_shard(model, mesh=mesh, mp_policy=plugin.mixed_precision_policy)
+    found = head.losses(sharded, collate_packs(mixed_samples("qwen3"), reduced_spec("qwen3")))
+    found.sum(None).backward()
+    assert (found.losses.dtype == torch.float32) is keeps
+    assert torch.equal(found.losses.bfloat16().to(found.losses.dtype), found.losses) is not keeps
+    assert all(parameter.grad is not None for parameter in sharded.parameters())
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_losses_keep_their_digits(keeps: bool, tmp_path: Path) -> None:
+    run_ranks(2, losses_of_shards, keeps, scratch=tmp_path)

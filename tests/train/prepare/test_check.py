@@ -1,0 +1,110 @@
+"""Caches and runs that do not fit each other are refused, with the command that would mend it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from packtool.cache.manifest import Manifest
+from packtool.cache.reader import CacheReader
+from packtool.encode.families import MediaLimits
+from packtool.encode.model_files import ModelFiles
+from packtool.errors import MismatchError
+from packtool.train.prepare.check import check_limits, export_command, open_caches
+from tests.train.tiny import TinyWorld, export_rows
+
+
+def open_for(tiny: TinyWorld, **settings: Any) -> CacheReader:
+    config = tiny.config("unused", **settings)
+    return open_caches(config, ModelFiles.load(config.model))
+
+
+def test_a_cache_fits_the_model_it_was_exported_for(tiny: TinyWorld) -> None:
+    assert len(open_for(tiny)) == 40
+
+
+def test_another_tokenizer_is_refused(tiny: TinyWorld, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny.model, tmp_path / "model")
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    first, second = list(vocab)[-2:]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(MismatchError, match=r"tokenizer: [0-9a-f]+ there, [0-9a-f]+ here") as caught:
+        open_for(tiny, model=str(model))
+    assert "chat template" not in caught.value.message
+    assert f"--model {model}" in str(caught.value.remedy)
+
+
+def test_another_template_is_refused(tiny: TinyWorld, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny.model, tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(MismatchError, match="chat template"):
+        open_for(tiny, model=str(model))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"max_pixels": 112 * 112}, {"min_pixels": 4096, "max_pixels": 12544}, {"image_min_token_num": 4}],
+    ids=str,
+)
+def test_limits_that_say_the_same_are_accepted(settings: dict[str, int], tiny: TinyWorld) -> None:
+    open_for(tiny, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "numbers", "option"),
+    [
+        ({"max_pixels": 1000}, r"most 12544 pixels.* 1000 ", "--max-pixels 1000"),
+        ({"image_max_token_num": 10}, r"most 12544 pixels.* 10240 ", "--max-pixels 10240"),
+        ({"min_pixels": 5000}, r"least 4096 pixels.* 5000 ", "--min-pixels 5000"),
+    ],
+    ids=str,
+)
+def test_limits_that_say_otherwise_are_refused(
+    settings: dict[str, int], numbers: str, option: str, tiny: TinyWorld
+) -> None:
+    with pytest.raises(MismatchError, match=numbers) as caught:
+        open_for(tiny, **settings)
+    assert option in str(caught.value.remedy)
+
+
+def test_limits_mean_nothing_to_a_cache_of_text(tiny: TinyWorld) -> None:
+    manifest = open_for(tiny).manifests[0]
+    text = dataclasses.replace(manifest, identity=dataclasses.replace(manifest.identity, media_limits=MediaLimits()))
+    check_limits("cache", text, tiny.config("unused", max_pixels=1000))
+
+
+def test_a_larger_length_than_an_export_that_lost_rows_is_refused(tiny: TinyWorld, tmp_path: Path) -> None:
+    short = tmp_path / "short"
+    export_rows(tiny, short, max_length=48)
+    num_left_out = 40 - len(open_for(tiny, cached_dataset=(str(short),)))
+    assert num_left_out > 0
+    open_for(tiny, cached_dataset=(str(short),), max_length=48)
+    with pytest.raises(MismatchError, match=rf"--max-length 64 .* 48 .* {num_left_out} rows") as caught:
+        open_for(tiny, cached_dataset=(str(short),), max_length=64, packing_length=64)
+    assert "--max-length 64" in str(caught.value.remedy)
+    # Of two caches, the one that lost rows decides.
+    with pytest.raises(MismatchError, match=str(short)):
+        open_for(tiny, cached_dataset=(tiny.cache, str(short)), max_length=64)
+
+
+def test_a_larger_length_than_an_export_that_lost_nothing_is_fine(tiny: TinyWorld) -> None:
+    open_for(tiny, max_length=4096, packing_length=4096)
+
+
+def test_the_command_that_mends_it_makes_the_same_cache_with_the_change(tiny: TinyWorld) -> None:
+    words = shlex.split(export_command(tiny.cache, Manifest.read(tiny.cache), max_length=256))
+    assert words[:2] == ["packtool", "export"]
+    options = dict(zip(words[2::2], words[3::2], strict=False))
+    assert options["--max-length"] == "256"
+    assert options["--model"] == tiny.model
+    assert options["--dataset"] == tiny.rows
+    assert options["--output-dir"] == tiny.cache
+    assert words[-1] == "--overwrite"

@@ -1,0 +1,41 @@
+"""Activations of large models are computed again unless somebody says otherwise; debug models keep them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from packtool.progress import SilentProgress
+from packtool.train.prepare.recompute import recomputing_lines, with_recomputing
+from packtool.train.run import train
+from tests.train.tiny import TinyWorld
+
+
+class Noted(SilentProgress):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def note(self, message: str) -> None:
+        self.lines.append(message)
+
+
+def test_by_the_size_of_the_model(tiny: TinyWorld, tmp_path: Path) -> None:
+    assert with_recomputing(tiny.config("out")).gradient_checkpointing is False
+    for path in Path(tiny.model).iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    config: dict[str, Any] = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"] |= {"hidden_size": 2048, "num_hidden_layers": 28, "intermediate_size": 6144}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for given, decided in ((None, True), (False, False), (True, True)):
+        asked = tiny.config("out", model=str(tmp_path), gradient_checkpointing=given)
+        found = with_recomputing(asked)
+        assert found.gradient_checkpointing is decided
+        assert bool(recomputing_lines(asked, found)) == (given is None)
+
+
+def test_a_run_says_so(tiny: TinyWorld, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("packtool.train.prepare.recompute.MOST_PARAMETERS", 1000)
+    progress = Noted()
+    train(tiny.config(tmp_path, dry_run=True), progress)
+    assert any("--gradient-checkpointing false keeps them" in line for line in progress.lines)

@@ -1,0 +1,174 @@
+"""Damaged checkpoints are passed over or refused by name; what a run does not read may be anything."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import Trainer
+
+from packtool.errors import ConfigError, MismatchError, StorageError
+from packtool.progress import SilentProgress
+from packtool.train.model.precision import MASTER_NAME
+from packtool.train.prepare.checkpoint import STATE_NAME, find_checkpoint, finished_checkpoints
+from packtool.train.prepare.whole import sums_of
+from packtool.train.run import train
+from tests.train.tiny import TinyWorld, check_same_rest, read_metrics
+
+GIVEN: dict[str, Any] = {"gradient_accumulation_steps": 2, "save_steps": 1, "verify_packing": False}
+
+
+class Noted(SilentProgress):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def note(self, message: str) -> None:
+        self.lines.append(message)
+
+
+@pytest.fixture(scope="module")
+def whole(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four steps, each with a checkpoint."""
+    output_dir = tmp_path_factory.mktemp("whole")
+    assert train(tiny.config(output_dir, **GIVEN), SilentProgress()).steps == 4
+    return output_dir
+
+
+def linked(whole: Path, target: Path) -> Path:
+    """A copy without the last checkpoint, as of a run that was broken off; its files are links, to be replaced."""
+    shutil.copytree(whole, target, copy_function=lambda source, to: Path(to).hardlink_to(source))
+    shutil.rmtree(target / "checkpoint-4")
+    return target
+
+
+def damage(file: Path, way: str, at: int) -> None:
+    """Truncate, delete, or change bytes, leaving other links to the file alone."""
+    data = file.read_bytes()
+    file.unlink()
+    at %= len(data)
+    if way == "truncate":
+        file.write_bytes(data[:at])
+    elif way == "garbage":
+        file.write_bytes(data[:at] + bytes(byte ^ 0x5A for byte in data[at : at + 16]) + data[at + 16 :])
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_the_newest_whole_one_is_taken_and_broken_ones_are_named(
+    data: Any, whole: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    output_dir = linked(whole, tmp_path_factory.mktemp("damaged") / "out")
+    step = data.draw(st.sampled_from([1, 2, 3]))
+    checkpoint = output_dir / f"checkpoint-{step}"
+    read = [*sums_of(str(checkpoint)), STATE_NAME]
+    name = data.draw(st.sampled_from(sorted(path.name for path in checkpoint.iterdir())))
+    way = data.draw(st.sampled_from(["truncate", "delete", "garbage"]))
+    damage(checkpoint / name, way, data.draw(st.integers(0, 2**20)))
+    found = find_checkpoint("true", str(output_dir))
+    if name not in read or (step < 3 and name != STATE_NAME):
+        assert found.directory == str(output_dir / "checkpoint-3")
+        assert found.broken == ()
+    else:
+        assert found.directory == str(output_dir / ("checkpoint-2" if step == 3 else "checkpoint-3"))
+        assert len(found.broken) == 1
+        assert f"checkpoint-{step}" in found.broken[0]
+        assert name in found.broken[0]
+    if name in read:
+        with pytest.raises(MismatchError, match=name):
+            find_checkpoint(str(checkpoint), str(output_dir))
+    shutil.rmtree(output_dir)
+
+
+def test_a_run_goes_on_from_the_newest_whole_one(whole: Path, tiny: TinyWorld, tmp_path: Path) -> None:
+    """Weights of the last checkpoint, the optimizer of the one before; what no run reads, in the first."""
+    output_dir = linked(whole, tmp_path / "out")
+    damage(output_dir / "checkpoint-3" / "model.safetensors", "truncate", 1000)
+    damage(output_dir / "checkpoint-2" / "optimizer.pt", "garbage", 30_000)
+    read = sums_of(str(output_dir / "checkpoint-1"))
+    for path in (output_dir / "checkpoint-1").iterdir():
+        if path.name not in read and path.name != STATE_NAME:
+            damage(path, "garbage", 0)
+    progress = Noted()
+    result = train(tiny.config(output_dir, **GIVEN, resume_from_checkpoint="true"), progress)
+    assert result.resumed_from == str(output_dir / "checkpoint-1")
+    told = "\n".join(progress.lines)
+    assert "checkpoint-3 is damaged: model.safetensors has 1,000 bytes" in told
+    assert "checkpoint-2 is damaged: optimizer.pt is not what was written" in told
+    assert read_metrics(output_dir) == read_metrics(whole)
+    check_same_rest(whole, output_dir, 0)
+
+
+def test_checkpoints_of_older_versions_have_no_sums(whole: Path, tiny: TinyWorld, tmp_path: Path) -> None:
+    output_dir = linked(whole, tmp_path / "out")
+    for checkpoint in finished_checkpoints(str(output_dir)):
+        state = json.loads((Path(checkpoint) / STATE_NAME).read_text())
+        (Path(checkpoint) / STATE_NAME).unlink()
+        kept = {name: value for name, value in state.items() if name not in ("files", "digest", "master_weights")}
+        (Path(checkpoint) / STATE_NAME).write_text(json.dumps(kept))
+    assert find_checkpoint("true", str(output_dir)).directory == str(output_dir / "checkpoint-3")
+    config = tiny.config(output_dir, **GIVEN, resume_from_checkpoint="true")
+    for name, what in (("model.safetensors", "the weights"), ("optimizer.pt", "the optimizer's states")):
+        kept_bytes = (output_dir / "checkpoint-3" / name).read_bytes()
+        damage(output_dir / "checkpoint-3" / name, "truncate", 1000)
+        with pytest.raises(MismatchError, match=f"{what}.* of .*checkpoint-3 cannot be read"):
+            train(config, SilentProgress())
+        (output_dir / "checkpoint-3" / name).write_bytes(kept_bytes)
+    train(config, SilentProgress())
+    assert read_metrics(output_dir) == read_metrics(whole)
+
+
+@pytest.mark.parametrize("train_type", ["full", "lora"])
+def test_weights_alone_are_no_run_to_go_on_with(train_type: str, tiny: TinyWorld, tmp_path: Path) -> None:
+    given: dict[str, Any] = GIVEN | {"train_type": train_type, "training": {"save_only_model": True}, "max_steps": 2}
+    train(tiny.config(tmp_path, **given), SilentProgress())
+    on = {"max_steps": 4, "output_dir": str(tmp_path), "resume_from_checkpoint": "true", "training": {}}
+    config = tiny.config(**given | on)
+    with pytest.raises(
+        MismatchError, match="the optimizer's states, the schedule, the random states were not"
+    ) as caught:
+        train(config, SilentProgress())
+    assert "--resume-only-model true" in str(caught.value)
+    progress = Noted()
+    begun = {"resume_only_model": True, "output_dir": str(tmp_path / "new")}
+    begun["resume_from_checkpoint"] = str(tmp_path / "checkpoint-2")
+    train(tiny.config(**given | on | begun), progress)
+    assert any("optimizer, schedule and data begin anew" in line for line in progress.lines)
+    first, again = read_metrics(tmp_path), read_metrics(tmp_path / "new")
+    assert [line["step"] for line in again] == [1, 2, 3, 4]
+    assert again[0]["loss"] < first[0]["loss"]
+
+
+def test_a_full_disk_leaves_older_checkpoints_alone(
+    tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = Trainer._save_optimizer_and_scheduler
+
+    def full(self: Trainer, output_dir: str) -> None:
+        if output_dir.endswith("checkpoint-2"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(self, output_dir)
+
+    monkeypatch.setattr(Trainer, "_save_optimizer_and_scheduler", full)
+    with pytest.raises(StorageError, match=r"checkpoint-2 could not be written: .*No space left") as caught:
+        train(tiny.config(tmp_path, **GIVEN, save_total_limit=1), SilentProgress())
+    assert "--save-total-limit" in str(caught.value)
+    assert finished_checkpoints(str(tmp_path)) == [str(tmp_path / "checkpoint-1")]
+    assert not (tmp_path / "checkpoint-2").exists()
+    assert find_checkpoint("true", str(tmp_path)).directory == str(tmp_path / "checkpoint-1")
+
+
+def test_no_whole_one_is_an_error_that_names_all(whole: Path, tmp_path: Path) -> None:
+    output_dir = linked(whole, tmp_path / "out")
+    for step in (1, 2, 3):
+        damage(output_dir / f"checkpoint-{step}" / "scheduler.pt", "delete", 0)
+    with pytest.raises(ConfigError) as caught:
+        find_checkpoint("true", str(output_dir))
+    assert all(f"checkpoint-{step} is damaged: scheduler.pt is gone" in str(caught.value) for step in (1, 2, 3))
+    assert not (output_dir / "checkpoint-1" / MASTER_NAME).exists()
+    assert find_checkpoint("true", str(output_dir), only_model=True).directory == str(output_dir / "checkpoint-3")

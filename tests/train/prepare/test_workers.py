@@ -1,0 +1,61 @@
+"""Processes that load media: as many as there is for them to do, and a word where they are too few."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from packtool.launch.world import World
+from packtool.train.prepare.cached import prepare_run
+from packtool.train.prepare.workers import WaitingNote, choose_workers, workers_of
+from tests.train.tiny import TinyWorld
+
+
+@pytest.mark.parametrize(
+    ("media_tokens", "cores", "expected"),
+    [(0, 16, 1), (8192, 16, 4), (8192, 3, 2), (8192, 1, 1), (100_000, 64, 8), (2049, 16, 2)],
+)
+def test_media_and_cores_decide(media_tokens: int, cores: int, expected: int) -> None:
+    assert choose_workers(media_tokens, cores) == expected
+
+
+@given(tokens=st.floats(0, 1e9), cores=st.integers(1, 512))
+def test_there_is_always_one_and_never_more_than_cores(tokens: float, cores: int) -> None:
+    assert 1 <= choose_workers(tokens, cores) <= max(min(cores - 1, 8), 1)
+
+
+def test_a_run_counts_its_own_media(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = prepare_run(tiny.config("unused"), World())
+    assert workers_of(run) == 0, "the tiny world asks for none"
+    run = dataclasses.replace(run, config=dataclasses.replace(run.config, dataloader_num_workers=None))
+    monkeypatch.setattr("packtool.train.prepare.workers.cores_of_a_rank", lambda: 16)
+    assert workers_of(run) == 1
+    packed = int(run.figures.media_tokens.sum()) / run.schedule.plan_of(0).packs.num_packs
+    monkeypatch.setattr("packtool.train.prepare.workers._TOKENS_OF_A_WORKER", packed / 3.5)
+    assert workers_of(run) == 4
+
+
+def test_waiting_is_told_once_with_what_helps() -> None:
+    note = WaitingNote(num_workers=1, cores=8)
+    assert note.after(0.9, 100.0) is None, "the first steps start the processes"
+    assert note.after(0.5, 10.0) is None, "too short to tell"
+    told = note.after(0.5, 20.0)
+    assert told is not None
+    assert told.startswith("steps wait 50% of their time for data: --dataloader-num-workers 2 ")
+    assert note.after(0.5, 100.0) is None
+
+
+def test_little_waiting_is_not_told() -> None:
+    note = WaitingNote(num_workers=1, cores=8)
+    assert all(note.after(0.04, 100.0) is None for _ in range(20))
+
+
+def test_without_cores_there_is_another_remedy() -> None:
+    note = WaitingNote(num_workers=4, cores=4)
+    note.after(0.0, 1.0)
+    told = note.after(0.2, 100.0)
+    assert told is not None
+    assert "4 processes a rank load it, and there are no more cores (4 a rank)" in told

@@ -1,0 +1,267 @@
+"""Packs are compared with their samples: models that isolate pass, models that leak are caught by every check."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import packtool.attention.recurrent as recurrent
+import packtool.train.model.head_loss as head_loss
+from packtool.attention.choose import KERNELS
+from packtool.attention.register import ATTENTION_NAME, set_attention
+from packtool.attention.varlen import Varlen
+from packtool.batch.collate import collate_packs
+from packtool.batch.spec import InputSpec
+from packtool.cache.reader import CacheReader
+from packtool.config.verify import VerifyConfig
+from packtool.encode.families import MediaLimits
+from packtool.errors import ConfigError, DataError, MismatchError
+from packtool.train.model.head_loss import losses_of_head
+from packtool.train.model.load import load_model
+from packtool.train.verify.checks import Check, PackUnderTest, check_isolation, worst_of
+from packtool.train.verify.run import (
+    choose_packs,
+    few_samples,
+    fewer_tokens,
+    raise_if_failed,
+    verify,
+    verify_cheaply,
+    verify_first_pack,
+)
+from tests.attention.hybrids import hybrid_config, hybrid_model
+from tests.batch.reduced import (
+    TEXT_MODELS,
+    VISION_MODELS,
+    make_sample,
+    mixed_samples,
+    reduced_model,
+    reduced_spec,
+    save_image_processor,
+)
+from tests.train.tiny import TinyWorld
+
+torch.set_num_threads(1)
+
+
+def config(tiny: TinyWorld, **settings: Any) -> VerifyConfig:
+    given: dict[str, Any] = {"model": tiny.model, "cached_dataset": (tiny.cache,), "packing_length": 256}
+    return VerifyConfig(**given | settings)
+
+
+@pytest.fixture
+def leaking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention that has been registered, but does not heed the boundaries."""
+    attend = KERNELS["sdpa"].attend
+
+    def leak(q: Any, k: Any, v: Any, varlen: Varlen, **kwargs: Any) -> Any:
+        return attend(q, k, v, Varlen.of_lengths([len(q)]), **kwargs)
+
+    monkeypatch.setattr(KERNELS["sdpa"], "attend", leak)
+
+
+def test_a_model_that_isolates_passes(tiny: TinyWorld) -> None:
+    report = verify(config(tiny))
+    assert report.passed
+    assert [check.name for check in report.checks] == ["isolation", "logits", "loss", "gradients"]
+    assert (report.device, report.dtype, report.attention) == ("cpu", "float32", "sdpa")
+    assert report.num_packs == 2
+    assert report.num_samples > 4
+    errors = {check.name: check.error for check in report.checks}
+    assert errors["isolation"] == 0
+    assert errors["logits"] < 5e-6
+    assert errors["loss"] < 2e-6
+    assert errors["gradients"] < 1e-4
+    report.raise_if_failed()
+
+
+def test_so_it_does_in_16_bits_with_other_tolerances(tiny: TinyWorld) -> None:
+    report = verify(config(tiny, torch_dtype="bfloat16", num_packs=1, packing_length=128))
+    assert report.passed
+    assert report.dtype == "bfloat16"
+    assert report.checks[1].allowed > 1e-2
+
+
+@pytest.mark.usefixtures("leaking")
+def test_every_check_sees_a_leak(tiny: TinyWorld) -> None:
+    report = verify(config(tiny, num_packs=1))
+    assert not report.passed
+    assert [check.passed for check in report.checks] == [False] * 4
+    assert all(check.excess > 100 for check in report.checks)
+    with pytest.raises(MismatchError, match=r"leak: a change of sample 0 \(.*row \d+\) moved sample \d") as error:
+        report.raise_if_failed()
+    assert error.value.remedy
+
+
+def test_packs_are_those_of_two_samples_and_more_with_media_first(tiny: TinyWorld) -> None:
+    reader = CacheReader.open([tiny.cache])
+    for seed in range(5):
+        packs = choose_packs(reader, config(tiny, seed=seed, num_packs=3))
+        assert len(packs) == 3
+        assert all(len(positions) > 1 for positions in packs)
+        assert all(reader.index.length[positions].sum() <= 256 for positions in packs)
+        assert reader.index.num_images[packs[0]].any()
+        assert len(np.unique(np.concatenate(packs))) == sum(map(len, packs))
+    with pytest.raises(ConfigError, match="no two samples share a pack"):
+        choose_packs(reader, config(tiny, packing_length=int(reader.index.length.min()) + 1))
+    with pytest.raises(DataError, match="the shortest sample has"):
+        choose_packs(reader, config(tiny, packing_length=2))
+
+
+def test_a_kernel_that_is_not_there_is_told_before_the_model_is_read(tiny: TinyWorld, tmp_path: Any) -> None:
+    with pytest.raises(ConfigError, match=r"--attn-impl varlen: .*CUDA"):
+        verify(config(tiny, attn_impl="varlen"))
+
+
+@pytest.fixture(params=[TEXT_MODELS[0], VISION_MODELS[-1]])
+def reduced(request: pytest.FixtureRequest, tmp_path: Any) -> Any:
+    name = request.param
+    if name in VISION_MODELS:
+        save_image_processor(name, str(tmp_path))
+    return reduced_model(name), mixed_samples(name), reduced_spec(name, str(tmp_path))
+
+
+def test_the_cheap_part_leaves_a_run_as_it_was(reduced: Any) -> None:
+    model, samples, spec = reduced
+    model.train()
+    model.model.eval()  # a part that is frozen, say
+    modes = [module.training for module in model.modules()]
+    state = torch.get_rng_state()
+    checks = verify_cheaply(model, samples, spec)
+    assert [check.name for check in checks] == ["isolation", "loss"]
+    raise_if_failed(checks)
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.config.get_text_config()._attn_implementation == ATTENTION_NAME
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.usefixtures("leaking")
+def test_the_cheap_part_sees_a_leak(reduced: Any) -> None:
+    model, samples, spec = reduced
+    with pytest.raises(MismatchError, match="packed samples leak"):
+        raise_if_failed(verify_cheaply(model, samples, spec))
+
+
+def test_the_cheap_part_in_adapters_and_in_mixed_precision(reduced: Any) -> None:
+    model, samples, spec = reduced
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    raise_if_failed(verify_cheaply(adapted, samples, spec))
+    checks = verify_cheaply(adapted, samples, spec, dtype=torch.bfloat16)
+    raise_if_failed(checks)
+    assert checks[0].allowed > 1e-3
+    assert model.config.get_text_config()._attn_implementation == ATTENTION_NAME
+
+
+def test_few_samples_are_the_shortest_in_their_order(tiny: TinyWorld) -> None:
+    reader = CacheReader.open([tiny.cache])
+    found = few_samples(reader, [5, 3, 9, 2, 7], most=3)
+    lengths = {position: int(reader.index.length[position]) for position in (5, 3, 9, 2, 7)}
+    shortest = sorted(lengths, key=lambda position: lengths[position])[:3]
+    expected = [reader.sample(position).row for position in lengths if position in shortest]
+    assert [sample.row for sample in found] == expected
+
+
+def test_one_line_before_the_first_step(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = CacheReader.open([tiny.cache])
+    spec = InputSpec.load(tiny.model, reader.manifests[0].identity.media_limits)
+    model = load_model(tiny.model, spec.config, dtype=torch.float32, packing=True)
+    verify_first_pack(model, reader, [], spec)
+    verify_first_pack(model, reader, [4, 9, 2], spec)
+    monkeypatch.setattr(
+        "packtool.train.verify.run.verify_cheaply", lambda *args, **kwargs: [Check("loss", 1.0, 0.1, "")]
+    )
+    verify_first_pack(model, reader, [4], spec)
+    with pytest.raises(MismatchError, match="the loss of a pack is not that of its samples alone"):
+        verify_first_pack(model, reader, [4, 9, 2], spec)
+
+
+def test_a_recurrent_layer_that_leaks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hybrid passes isolated; with a state that runs on it is caught, though its attention is right."""
+    spec = InputSpec("", hybrid_config("qwen3_next"), MediaLimits(None))
+    samples = [make_sample(length, seed=length) for length in (9, 5, 12)]
+    model = hybrid_model("qwen3_next")
+    set_attention(model)
+    raise_if_failed(verify_cheaply(model, samples, spec))
+    monkeypatch.setattr(recurrent, "_one_by_one", lambda layer, hidden, varlen: [type(layer).forward(layer, hidden)])
+    checks = verify_cheaply(model, samples, spec)
+    assert [check.passed for check in checks] == [False, False]
+
+
+def test_a_picture_that_reaches_another_sample_is_seen(tmp_path: Any) -> None:
+    """Media are changed with the tokens: here every picture has a little of all the others."""
+    name = "qwen3_vl"
+    save_image_processor(name, str(tmp_path))
+    model, samples, spec = reduced_model(name), mixed_samples(name), reduced_spec(name, str(tmp_path))
+    tower = model.model.visual
+    real = tower.forward
+
+    def mixing(pixels: Any, **kwargs: Any) -> Any:
+        return real(pixels + pixels.mean(0), **kwargs)
+
+    tower.forward = mixing
+    assert not check_isolation(PackUnderTest(model, samples, spec, torch.float32)).passed
+
+
+def test_a_model_that_does_not_listen_is_no_proof(reduced: Any) -> None:
+    model, samples, spec = reduced
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    with pytest.raises(MismatchError, match="nothing can be verified"):
+        verify_cheaply(model, samples, spec)
+
+
+def test_what_is_no_number_fails() -> None:
+    fine, lost = Check("loss", 0.1, 0.2, "here"), Check("loss", float("nan"), 0.2, "there")
+    assert fine.passed
+    assert not lost.passed
+    assert worst_of([fine, lost, dataclasses.replace(fine, name="logits")]) == [
+        lost,
+        dataclasses.replace(fine, name="logits"),
+    ]
+
+
+class Largest(TorchDispatchMode):
+    """Remembers how many numbers the largest tensor had that any operation made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, (tuple, list)) else [made]:
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return made
+
+
+def test_the_check_before_training_makes_nothing_larger_than_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of all targets at once were ten times what the step needs."""
+    vocab_size = 2000
+    monkeypatch.setattr(head_loss, "CHUNK_LOGITS", 200 * vocab_size)
+    model, spec = reduced_model("qwen2"), reduced_spec("qwen2")
+    model.resize_token_embeddings(vocab_size)
+    samples = [make_sample(num_tokens, seed=num_tokens) for num_tokens in (300, 310, 320, 330)]
+    num_targets = sum(int((sample.labels != -100).sum()) for sample in samples)
+    with Largest() as in_check:
+        raise_if_failed(verify_cheaply(model, samples, spec))
+    with losses_of_head(model) as head, Largest() as in_step:
+        assert head is not None
+        head.losses(model, collate_packs(samples, spec)).sum(None).backward()
+    assert in_check.numel <= in_step.numel < num_targets * vocab_size
+
+
+def test_the_check_takes_few_tokens() -> None:
+    samples = [make_sample(num_tokens, seed=num_tokens) for num_tokens in (30, 10, 40, 20)]
+    assert [sample.length for sample in fewer_tokens(samples, 60)] == [30, 10, 20]
+    assert [sample.length for sample in fewer_tokens(samples, 59)] == [10, 20]
+    assert [sample.length for sample in fewer_tokens(samples, 1)] == [10, 20]
+    assert fewer_tokens(samples, 1000) == samples
+    assert fewer_tokens(samples[:1], 1) == samples[:1]
