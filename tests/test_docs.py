@@ -81,7 +81,11 @@ def test_every_link_leads_somewhere(repository: Path) -> None:
 
 
 def test_every_option_that_is_named_exists() -> None:
-    known = {name for settings in _SETTINGS.values() for name in option_kinds(settings)} | {"--help", "--version", "--install-completion"}
+    known = {name for settings in _SETTINGS.values() for name in option_kinds(settings)} | {
+        "--help",
+        "--version",
+        "--install-completion",
+    }
     foreign = {page for page in PAGES if page.name.startswith("from-")}
     for page in set(PAGES) - foreign:
         text = re.sub(r"^(sbatch|.*gpus-per-node).*$", "", page.read_text(), flags=re.MULTILINE)

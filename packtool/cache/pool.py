@@ -15,7 +15,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext, SpawnProcess
@@ -77,12 +76,16 @@ def run_tasks(
             worker.kill()
 
 
-class _Worker:
-    """A process that runs one task after the other; what it was writing when it ended has no marker."""
+class PipeWorker:
+    """A process that this one speaks with through a pipe.
 
-    def __init__(self, context: SpawnContext, work: Work) -> None:
+    Args:
+        target: what it does, called with its end of the pipe behind ``arguments``.
+    """
+
+    def __init__(self, context: SpawnContext, target: Callable[..., None], *arguments: object) -> None:
         self.pipe, theirs = context.Pipe()
-        self._process: SpawnProcess = context.Process(target=_work, args=(work, theirs), daemon=True)
+        self._process: SpawnProcess = context.Process(target=target, args=(*arguments, theirs), daemon=True)
         # Ctrl-C reaches the whole group; the parent is the one that answers it, also while the worker starts.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
@@ -90,6 +93,19 @@ class _Worker:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()  # so that its end is heard
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+        self._process.join()
+        self.pipe.close()
+
+
+class _Worker(PipeWorker):
+    """A process that runs one task after the other; what it was writing when it ended has no marker."""
+
+    def __init__(self, context: SpawnContext, work: Work) -> None:
+        super().__init__(context, _work, work)
 
     def give(self, task: Task | None) -> None:
         """A task to run, or None to end."""
@@ -123,20 +139,6 @@ class _Worker:
         self._process.join()
         self.pipe.close()
 
-    def kill(self) -> None:
-        """End it at once."""
-        self._process.kill()
-        self._process.join()
-        self.pipe.close()
-
-
-def kill(pool: ProcessPoolExecutor) -> None:
-    """End a pool's workers at once."""
-    processes = list((getattr(pool, "_processes", None) or {}).values())
-    for process in processes:
-        process.kill()
-    pool.shutdown(wait=True, cancel_futures=True)
-
 
 def end_with_parent() -> None:
     """A worker whose parent was killed would wait for its next task for ever."""
@@ -160,7 +162,7 @@ def _work(work: Work, pipe: Connection) -> None:
             pipe.send(result)
     except Exception as error:
         with suppress(OSError):  # nobody listens any more
-            pipe.send(_portable(error))
+            pipe.send(portable(error))
 
 
 class _Teller:
@@ -182,7 +184,7 @@ class _Teller:
         self._counts, self._told = [0, 0, 0], time.monotonic()
 
 
-def _portable(error: Exception) -> Exception:
+def portable(error: Exception) -> Exception:
     """The error as another process can have it; ``--debug`` shows where it was raised."""
     error.add_note("".join(traceback.format_exception(error)))
     try:

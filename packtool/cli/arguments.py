@@ -12,7 +12,8 @@ from typing import Literal
 from packtool.config.settings import FALSE_WORDS, TRUE_WORDS
 from packtool.errors import ConfigError
 
-Kind = Literal["flag", "single", "list"]
+# A switch is off where it is not given, and has no name for no.
+Kind = Literal["flag", "switch", "single", "list"]
 _HELP = ("--help",)
 
 
@@ -29,10 +30,11 @@ def rewrite(
         kinds: of each option, by its name with dashes.
         nameless: the option that words without a name are values of.
         stranger: asked what to say of an option that is not known, and of its value; None leaves it out without a
-            word. By default such options pass through, for typer to refuse.
+            word. By default such options, and words of no option, pass through, for typer to refuse.
 
     Raises:
-        ConfigError: naming all options that are not known.
+        ConfigError: naming all options that are not known, booleans that are neither true nor false, and words of no
+            option.
     """
     result: list[str] = []
     problems: list[str] = []
@@ -41,16 +43,22 @@ def rewrite(
         argument = arguments[at]
         at += 1
         if not argument.startswith("--") or argument == "--":
-            result += [nameless, argument] if nameless and not argument.startswith("-") else [argument]
+            is_word = not argument.startswith("-")
+            result += [nameless, argument] if nameless and is_word else [argument]
+            if is_word and nameless is None and stranger is not None:
+                problems.append(_stray(argument, arguments[at - 2] if at > 1 else "", kinds))
             continue
         name, equals, value = argument.partition("=")
         name = name.replace("_", "-")
         kind = kinds.get(name)
-        if kind == "flag":
+        if kind in ("flag", "switch"):
             if not equals and at < len(arguments) and arguments[at].lower() in TRUE_WORDS + FALSE_WORDS:
                 value, equals = arguments[at], "="
                 at += 1
-            result.append(_flag(name, value) if equals else name)
+            word = _flag(name, value) if equals else name
+            if word is not None and not (kind == "switch" and word != name):
+                result.append(word)
+            problems += [f"{name}: {value!r} is neither true nor false"] if word is None else []
         elif kind == "list":
             words = _words(arguments, at)
             at += len(words)
@@ -85,9 +93,18 @@ def _is_known(name: str, kinds: Mapping[str, Kind]) -> bool:
     return name in _HELP or kinds.get("--" + name.removeprefix("--no-")) == "flag"
 
 
-def _flag(name: str, value: str) -> str:
+def _stray(word: str, before: str, kinds: Mapping[str, Kind]) -> str:
+    """What to say of a word that no option takes."""
+    name = before.replace("_", "-")
+    if kinds.get(name) in ("flag", "switch"):
+        return f"{name}: {word!r} is neither true nor false"
+    return f"{word!r} stands alone: every value has the name of its option in front, and values with spaces are quoted"
+
+
+def _flag(name: str, value: str) -> str | None:
+    """As typer has it, None for a value that is neither true nor false."""
     if value.lower() in TRUE_WORDS:
         return name
     if value.lower() in FALSE_WORDS:
         return "--no-" + name.removeprefix("--")
-    return f"{name}={value}"
+    return None

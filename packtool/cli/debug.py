@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
+from packtool.config.settings import FALSE_WORDS
 from packtool.errors import ConfigError
 from packtool.visible import show
 
@@ -14,7 +15,13 @@ _LEVELS = ("DEBUG", "INFO")
 
 def asks_for_debug(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:
     """Whether the command line or the environment asks for it."""
-    return "--debug" in arguments or environ.get(_VARIABLE, "").upper() == "DEBUG"
+    if environ.get(_VARIABLE, "").upper() == "DEBUG":
+        return True
+    for at, word in enumerate(arguments):
+        name, _, value = word.partition("=")
+        if name == "--debug":
+            return (value or " ".join(arguments[at + 1 : at + 2])).lower() not in FALSE_WORDS
+    return False
 
 
 def show_debug(debug: bool, environ: Mapping[str, str]) -> None:

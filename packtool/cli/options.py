@@ -77,7 +77,7 @@ COMMON_OPTIONS: dict[str, tuple[Any, Any]] = {
         False,
     ),
 }
-_COMMON_KINDS: dict[str, Kind] = {"--config": "single", "--set": "list", "--json": "flag", "--debug": "flag"}
+_COMMON_KINDS: dict[str, Kind] = {"--config": "single", "--set": "list", "--json": "switch", "--debug": "switch"}
 
 
 def option_kinds(cls: type) -> dict[str, Kind]:

@@ -35,9 +35,11 @@ def run_train(config: TrainConfig, as_json: bool) -> None:
     world = World.from_environment()
     if not is_launched(os.environ):
         world = World(0, Processes.from_environment(os.environ).total).shared_by(config.num_sharing)
-        if world.size > 1 and not config.dry_run:
+        # DeepSpeed asks torchrun's environment where it is, and MPI where there is none.
+        even_one = config.deepspeed is not None
+        if (world.size > 1 or even_one) and not config.dry_run:
             _prepare(config, world)
-            launch_if_asked(invocation)
+            launch_if_asked(invocation, even_one=even_one)
     from packtool.encode.families import is_multimodal
     from packtool.encode.model_files import ModelFiles
     from packtool.report.statistics import train_lines

@@ -96,7 +96,7 @@ class PackingOptions:
     gradient_accumulation_steps: int = option(
         1, "Micro-batches of an optimizer step on each rank.", panel="Training", minimum=1
     )
-    seed: int = option(42, "Seed of packing, order and adapters.", panel="Training", minimum=0)
+    seed: int = option(42, "Seed of packing, order and adapters.", panel="Training", minimum=0, maximum=2**32 - 1)
 
     @property
     def has_no_rows(self) -> bool:

@@ -14,6 +14,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import math
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -280,6 +281,8 @@ def _to_number(raw: Any, hint: type[int] | type[float], unit: Unit | None = None
             return unit.parse(raw)
         raise ValueError(f"{raw!r} is not {expected}")
     if hint is float:
+        if math.isinf(number):
+            raise ValueError(f"{raw!r} is not finite")
         return number
     return int(raw) if isinstance(raw, (int, str)) and not _has_fraction_form(raw) else int(number)
 

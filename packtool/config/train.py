@@ -223,6 +223,8 @@ class TrainConfig(
                 "--on-bad-media skip: processes that share a row load different media of it, and would not skip alike; "
                 "leave out --sequence-parallel-size, or skip bad rows at export"
             )
+        if not self.num_train_epochs and self.max_steps is None:
+            found.append("--num-train-epochs 0 trains nothing: give more, or --max-steps")
         if self.deepspeed is not None and self.on_nan == "skip":
             found.append("--on-nan skip leaves out updates, which DeepSpeed makes itself: use stop or go-on")
         if self.resume_only_model and self.resume_from_checkpoint in (None, "false"):

@@ -78,7 +78,7 @@ def is_launched(environ: Mapping[str, str]) -> bool:
 
 
 def launch_command(
-    arguments: Sequence[str], environ: Mapping[str, str], python: str = sys.executable
+    arguments: Sequence[str], environ: Mapping[str, str], python: str = sys.executable, *, even_one: bool = False
 ) -> list[str] | None:
     """The command that runs ``packtool ARGUMENTS`` in all processes of this machine; None if this process is enough.
 
@@ -87,6 +87,7 @@ def launch_command(
     Args:
         arguments: of packtool, from the subcommand on.
         environ: the environment; inside torchrun the answer is None.
+        even_one: a single process needs torchrun's environment, too.
 
     Raises:
         ConfigError: see ``Processes.from_environment``.
@@ -94,7 +95,7 @@ def launch_command(
     if is_launched(environ):
         return None
     processes = Processes.from_environment(environ)
-    if processes.total == 1:
+    if processes.total == 1 and not even_one:
         return None
     options = ["--nnodes", str(processes.num_nodes), "--nproc-per-node", str(processes.per_node)]
     if processes.num_nodes == 1 and processes.port is None:
@@ -156,16 +157,17 @@ def _is_there(process: int) -> bool:
     return True
 
 
-def launch_if_asked(arguments: Sequence[str]) -> None:
+def launch_if_asked(arguments: Sequence[str], *, even_one: bool = False) -> None:
     """Become torchrun if the environment asks for more than this process; else return.
 
     Args:
         arguments: of packtool, from the subcommand on.
+        even_one: a single process needs torchrun's environment, too.
 
     Raises:
         ConfigError: if the environment is wrong.
     """
-    command = launch_command(arguments, os.environ)
+    command = launch_command(arguments, os.environ, even_one=even_one)
     if command is None:
         return
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

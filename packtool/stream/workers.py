@@ -8,11 +8,13 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
 
-from packtool.cache.pool import end_with_parent, kill
+from packtool.cache.pool import PipeWorker, end_with_parent, portable
 from packtool.config.export import EncodeSpec
 from packtool.encode.blocks import encode_samples, samples_of
 from packtool.encode.encoded import EncodedSample
@@ -22,6 +24,8 @@ from packtool.errors import PacktoolError
 from packtool.rows.sample import Dropped
 from packtool.rows.source import Block, Source
 from packtool.stream.reading import Place, PlacedBlock
+
+_Encoded = tuple[list[EncodedSample], list[Dropped]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,49 +55,84 @@ def encoded_blocks(
     """
     # Forked workers would inherit locks that the tokenizer's or torch's threads may hold.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(num_proc, context, initializer=_start_worker, initargs=(spec,))
-    waiting = deque[tuple[Place, Future[tuple[list[EncodedSample], list[Dropped]]]]]()
+    idle: SimpleQueue[PipeWorker] = SimpleQueue()
+    workers: list[PipeWorker] = []
+    # A thread waits for each worker, so that blocks are encoded while the caller does something else.
+    threads = ThreadPoolExecutor(num_proc)
+    waiting = deque[tuple[Place, Future[_Encoded]]]()
     try:
+        for _ in range(num_proc):
+            workers.append(PipeWorker(context, _work, spec))
+            idle.put(workers[-1])
         more = True
         while True:
             while more and len(waiting) < num_ahead:
                 if (found := next(blocks, None)) is None:
                     more = False
                 else:
-                    waiting.append((found.place, pool.submit(_encode, found.source, found.block)))
+                    waiting.append((found.place, threads.submit(_ask, idle, found.source, found.block)))
             if not waiting:
                 return
             place, future = waiting.popleft()
             yield EncodedBlock(place, *future.result())
-    except BrokenProcessPool:
+    finally:
+        for _, future in waiting:
+            future.cancel()
+        for worker in workers:
+            worker.kill()
+        threads.shutdown(wait=True, cancel_futures=True)
+
+
+def _ask(idle: SimpleQueue[PipeWorker], source: Source, block: Block) -> _Encoded:
+    """Have a block encoded by the next worker that is free; in a thread of its own.
+
+    Raises:
+        PacktoolError: what the worker met, or that it died.
+    """
+    worker = idle.get()
+    try:
+        worker.pipe.send((source, block))
+        told: _Encoded | BaseException = worker.pipe.recv()
+    except (EOFError, OSError):
         raise PacktoolError(
             "a worker process that encodes rows died (killed, or out of memory?)",
             "--resume-from-checkpoint true goes on from the newest checkpoint, if there is one; fewer "
             "--dataset-num-proc need less memory.",
         ) from None
     finally:
-        kill(pool)
+        idle.put(worker)
+    if isinstance(told, BaseException):
+        raise told
+    return told
 
 
-_encoder: Encoder | None = None
-
-
-def _start_worker(spec: EncodeSpec) -> None:
-    global _encoder
+def _work(spec: EncodeSpec, pipe: Connection) -> None:
+    """A worker's life."""
     # Ctrl-C reaches the whole group; the parent is the one that answers it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()
     # The workers are the parallelism.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _encoder = Encoder(spec, ModelFiles.load(spec.model, spec.chat_template))
+    with suppress(EOFError, OSError):  # nobody asks or listens any more
+        try:
+            encoder = Encoder(spec, ModelFiles.load(spec.model, spec.chat_template))
+        except Exception as error:
+            pipe.send(portable(error))
+            return
+        while True:
+            source, block = pipe.recv()
+            try:
+                told: _Encoded | Exception = _encode(encoder, source, block)
+            except Exception as error:
+                told = portable(error)
+            pipe.send(told)
 
 
-def _encode(source: Source, block: Block) -> tuple[list[EncodedSample], list[Dropped]]:
-    assert _encoder is not None, "the pool's initializer ran first"
+def _encode(encoder: Encoder, source: Source, block: Block) -> _Encoded:
     samples: list[EncodedSample] = []
     dropped: list[Dropped] = []
     group = list(samples_of(source, [block], may_hold_secrets=False))
-    for item in encode_samples(group, _encoder):
+    for item in encode_samples(group, encoder):
         if isinstance(item, Dropped):
             dropped.append(item)
         else:

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from packtool.cli.arguments import Kind, rewrite
+from packtool.cli.debug import asks_for_debug
+from packtool.errors import ConfigError
 
 KINDS: dict[str, Kind] = {
     "--packing": "flag",
-    "--json": "flag",
+    "--json": "switch",
     "--max-length": "single",
     "--dataset": "list",
     "--set": "list",
@@ -31,12 +35,47 @@ KINDS: dict[str, Kind] = {
         ("--dataset", "--dataset"),
         ("--un_known x", "--un-known x"),
         ("--packing maybe", "--packing maybe"),
+        ("--json yes --packing", "--json --packing"),
+        ("--json no --packing=on", "--packing"),
+        ("--json=0", ""),
     ],
 )
 def test_rewrite(given: str, expected: str) -> None:
     assert rewrite(given.split(), KINDS) == expected.split()
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("--packing maybe", "--packing: 'maybe' is neither true nor false"),
+        ("--packing=maybe --json", "--packing: 'maybe' is neither true nor false"),
+        ("--json 2", "--json: '2' is neither true nor false"),
+        ("a.jsonl --json", "'a.jsonl' stands alone"),
+        ("--max-length 9 10", "'10' stands alone"),
+    ],
+)
+def test_words_that_no_option_takes_are_told_with_the_option_before(given: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        rewrite(given.split(), KINDS, stranger=lambda name, value: None)
+
+
 def test_values_keep_their_underscores_and_spaces() -> None:
     given = ["--dataset", "my file_1.json", "--set", "training.max_steps=3"]
     assert rewrite(given, KINDS) == given
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        ("", False),
+        ("train --debug", True),
+        ("train --debug --json", True),
+        ("train --debug no --json", False),
+        ("train --debug=off", False),
+        ("train --debug=yes", True),
+        ("train --model debug", False),
+    ],
+)
+def test_debug_takes_the_words_of_people(given: str, asked: bool) -> None:
+    assert asks_for_debug(given.split(), {}) is asked
+    assert asks_for_debug(given.split(), {"PACKTOOL_LOG_LEVEL": "debug"})

@@ -129,6 +129,22 @@ def test_every_boolean_takes_the_words_of_people(word: str, value: bool) -> None
     assert rewrite(["--packing", word], {"--packing": "flag"}) == ["--packing" if value else "--no-packing"]
 
 
+def test_no_number_is_infinite() -> None:
+    for cls, field in FIELDS:
+        if value_type(field, cls) not in (int, float):
+            continue
+        for given in ("inf", "-inf", "1e400", "nan", float("inf")):
+            with pytest.raises(ValueError, match=r"is not|is no "):
+                settings._convert(given, settings._declared(field, cls))
+
+
+def test_what_trains_nothing_and_seeds_that_torch_refuses_are_told() -> None:
+    assert "--num-train-epochs 0 trains nothing" in problems_of(TrainConfig, {**TRAIN, "num_train_epochs": "0"})
+    assert resolve(TrainConfig, {**TRAIN, "num_train_epochs": "0", "max_steps": "1"}).max_steps == 1
+    assert "--seed: 4294967296 is above" in problems_of(TrainConfig, {**TRAIN, "seed": str(2**32)})
+    assert resolve(TrainConfig, {**TRAIN, "seed": str(2**32 - 1)}).seed == 2**32 - 1
+
+
 def test_every_number_of_tokens_may_be_a_size() -> None:
     """Whatever a field of whole numbers calls tokens in its help has the type that takes them."""
     of_tokens = re.compile(r"^(?:Most |Fewest |)(?:media )?[Tt]okens|so many tokens|Samples longer than")

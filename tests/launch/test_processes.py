@@ -118,6 +118,8 @@ def test_the_process_is_replaced_only_if_asked(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.delenv(name, raising=False)
     launch_if_asked(ARGUMENTS)
     assert not calls
+    launch_if_asked(ARGUMENTS, even_one=True)
+    assert calls.pop()[1][3:8] == ["--nnodes", "1", "--nproc-per-node", "1", "--standalone"]
     monkeypatch.setenv("NPROC_PER_NODE", "2")
     launch_if_asked(ARGUMENTS)
     ((program, arguments, environ),) = calls

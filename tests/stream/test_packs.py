@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing.synchronize
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -165,6 +166,19 @@ def test_workers_end_with_the_stream(specs: list[SourceSpec], model: Path) -> No
     assert workers
     del packs
     assert not any(worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE for worker in workers)
+
+
+def test_nothing_is_left_in_shared_memory_however_it_ends(
+    specs: list[SourceSpec], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A named semaphore outlives a group of processes that is killed; the stream makes none."""
+    made: list[object] = []
+    make = multiprocessing.synchronize.SemLock.__init__
+    monkeypatch.setattr(
+        multiprocessing.synchronize.SemLock, "__init__", lambda self, *a, **k: (made.append(a), make(self, *a, **k))[1]
+    )
+    assert list(stream(specs, model, options(num_proc=2)))
+    assert not made
 
 
 def test_a_damaged_state_is_told(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from tests.train.tiny import TinyWorld
 
 # Of each setting: values that can be, and values that cannot.
 CHOICES: dict[str, list[Any]] = {
+    "optim": ["adamw_torch", "adafactor", "galore_adamw", "lomo", "adamw_bnb_8bit"],
     "lr_scheduler_type": ["linear", "cosine_with_restarts", "cosin", "reduce_lr_on_plateau"],
     "report_to": [(), ("none",), ("foo",), ("tensorboard",), ("wandb",)],
     "deepspeed": [None, "nofile.json", "zero2", "zero1_offload"],
@@ -61,6 +62,8 @@ def settings_of_runs(draw: st.DrawFn) -> dict[str, Any]:
 @example({"deepspeed": "nofile.json"})
 @example({"training": {"neftune_noise": 5}})
 @example({"use_liger_kernel": True})
+@example({"optim": "galore_adamw"})
+@example({"lr_scheduler_type": "greedy"})
 def test_both_say_the_same(tiny: TinyWorld, given: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as output_dir:
         planned = outcome(tiny, Path(output_dir), given | {"dry_run": True})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,8 +20,8 @@ from packtool.train.model.liger import SETTINGS
 from packtool.train.model.sharding import sharding_arguments
 
 _CHECK = (
-    "Check --lr-scheduler-type, --torch-dtype, --report-to, and the fields given with --set training.NAME=VALUE "
-    "(transformers' TrainingArguments documents them)."
+    "Check --optim, --lr-scheduler-type, --torch-dtype, --report-to, and the fields given with --set "
+    "training.NAME=VALUE (transformers' TrainingArguments documents them)."
 )
 # Where training may be logged to, and the package of each.
 _REPORTERS = {
@@ -29,6 +31,7 @@ _REPORTERS = {
     **{name: name for name in ("clearml", "codecarbon", "dagshub", "dvclive", "kubeflow", "mlflow", "neptune")},
     **{name: name for name in ("swanlab", "tensorboard", "trackio", "wandb")},
 }
+_AFTER_EVALUATIONS = ("reduce_lr_on_plateau", "greedy")
 # Made from the modules of a model.
 _OF_A_MODEL = frozenset(
     name for name in OptimizerNames if name.value.startswith(("galore", "apollo", "lomo", "adalomo"))
@@ -74,6 +77,11 @@ def training_arguments(config: TrainConfig, *, num_steps: int, dtype: torch.dtyp
     }
     fields |= checked_fields(config.training)
     _check_packages(config)
+    if (schedule := str(fields["lr_scheduler_type"])) in _AFTER_EVALUATIONS:
+        raise ConfigError(
+            f"--lr-scheduler-type {schedule} follows evaluations of the Trainer's, and packtool evaluates by itself",
+            "Take cosine, cosine_with_min_lr, linear or another one that follows the steps.",
+        )
     try:
         args = TrainingArguments(**fields)
     except (TypeError, ValueError, ImportError) as error:
@@ -131,16 +139,43 @@ def _check_optimizer(args: TrainingArguments, num_steps: int) -> None:
     Raises:
         ConfigError: with what they say.
     """
-    try:
-        if args.optim not in _OF_A_MODEL:
+    parameters = [torch.nn.Parameter(torch.zeros(1))]
+    with refused_by_transformers():
+        if args.optim in _OF_A_MODEL:
+            with contextlib.suppress(ValueError):  # said of the model; ``check_optimizer_of`` has one
+                Trainer.get_optimizer_cls_and_kwargs(args)
+            optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=args.learning_rate)
+        else:
             kind, settings = Trainer.get_optimizer_cls_and_kwargs(args)
-            optimizer = kind([torch.nn.Parameter(torch.zeros(1))], **settings)
-            get_scheduler(
-                args.lr_scheduler_type,
-                optimizer=optimizer,
-                num_warmup_steps=args.get_warmup_steps(num_steps),
-                num_training_steps=num_steps,
-                scheduler_specific_kwargs=dict(args.lr_scheduler_kwargs or {}),  # type: ignore[arg-type]
-            )
+            optimizer = kind(parameters, **settings)
+        get_scheduler(
+            args.lr_scheduler_type,
+            optimizer=optimizer,
+            num_warmup_steps=args.get_warmup_steps(num_steps),
+            num_training_steps=num_steps,
+            scheduler_specific_kwargs=dict(args.lr_scheduler_kwargs or {}),  # type: ignore[arg-type]
+        )
+
+
+def check_optimizer_of(model: Any, args: TrainingArguments) -> None:
+    """Make what an optimizer that looks into a model would be told; the model is not to be trained afterwards.
+
+    Raises:
+        ConfigError: with what it says.
+    """
+    if args.optim in _OF_A_MODEL:
+        with refused_by_transformers():
+            Trainer.get_optimizer_cls_and_kwargs(args, model)
+
+
+@contextlib.contextmanager
+def refused_by_transformers() -> Iterator[None]:
+    """Inside, what transformers says of the optimizer or its schedule is a mistake in the settings.
+
+    Raises:
+        ConfigError: with what it says.
+    """
+    try:
+        yield
     except (TypeError, ValueError, ImportError, RuntimeError, KeyError) as error:
         raise ConfigError(f"the optimizer or its schedule cannot be made: {error}", _CHECK) from error

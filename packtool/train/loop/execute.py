@@ -23,7 +23,7 @@ from packtool.encode.model_files import place_of
 from packtool.progress import Progress
 from packtool.train.evaluate.samples import evaluate_in_training
 from packtool.train.loop.agreement import check_ranks_agree
-from packtool.train.loop.arguments import training_arguments
+from packtool.train.loop.arguments import check_optimizer_of, training_arguments
 from packtool.train.loop.callbacks import (
     CheckpointCallback,
     EvaluationCallback,
@@ -40,8 +40,9 @@ from packtool.train.loop.stream_loader import StreamLoader
 from packtool.train.loop.trainer import PackTrainer
 from packtool.train.loop.watch import StepWatch
 from packtool.train.model.liger import refuse_without_liger
-from packtool.train.model.load import count_parameters, has_gpu, load_model, make_trainable, resolve_dtype
+from packtool.train.model.load import has_gpu, load_model, make_trainable, resolve_dtype
 from packtool.train.model.memory import MemoryEstimate, estimate_memory, model_without_weights
+from packtool.train.model.parameters import count_parameters
 from packtool.train.model.part_rates import PartRates
 from packtool.train.model.precision import SavedPrecision, load_masters, loaded_dtype, precision_lines, take_adapter
 from packtool.train.model.quiet import quiet_transformers
@@ -89,10 +90,13 @@ def preview(run: PreparedRun | PreparedStream, spec: InputSpec) -> MemoryEstimat
     """
     dtype = resolve_dtype(spec.config, run.config, on_gpu=has_gpu(run.config))
     with quiet_transformers():
-        training_arguments(run.config, num_steps=run.schedule.num_steps, dtype=dtype, on_gpu=torch.cuda.is_available())
+        on_gpu = torch.cuda.is_available()
+        args = training_arguments(run.config, num_steps=run.schedule.num_steps, dtype=dtype, on_gpu=on_gpu)
         model = model_without_weights(run.config, spec.config, dtype)
         PartRates.of(run.config, model)
-    return _estimate(run, model, spec, dtype)
+    estimate = _estimate(run, model, spec, dtype)
+    check_optimizer_of(model, args)
+    return estimate
 
 
 def _estimate(

@@ -25,6 +25,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.batch.batch import Batch, SkippedSample
 from packtool.cache.evaluation_file import plain_json
+from packtool.train.loop.arguments import refused_by_transformers
 from packtool.train.loop.finite import StepNumbers
 from packtool.train.loop.loader import StepLoader, TrainingStep
 from packtool.train.loop.meter import Meter
@@ -102,7 +103,8 @@ class PackTrainer(Trainer):
             betas = (self.args.adam_beta1, self.args.adam_beta2)
             settings = {"lr": self.args.learning_rate, "betas": betas, "eps": self.args.adam_epsilon}
             self.optimizer_cls_and_kwargs = (KahanAdamW, settings)
-        optimizer = super().create_optimizer(model)
+        with refused_by_transformers() if is_new else contextlib.nullcontext():
+            optimizer = super().create_optimizer(model)
         if is_new and self.part_rates:
             whole = model or self.model
             assert whole is not None

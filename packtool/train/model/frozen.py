@@ -8,6 +8,7 @@ from torch import nn
 
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
+from packtool.train.model.parameters import whole_size
 from packtool.train.model.towers import Towers, frozen_parts
 
 
@@ -20,9 +21,9 @@ def freeze(model: nn.Module, towers: Towers, run: TrainConfig) -> None:
     named = list(model.named_parameters())
     frozen = frozen_parts(run)
     _check_names([name for name, _ in named], run)
-    budget = int(sum(parameter.numel() for _, parameter in named) * run.freeze_parameters_ratio)
+    budget = int(sum(whole_size(parameter) for _, parameter in named) * run.freeze_parameters_ratio)
     for name, parameter in named:
-        budget -= parameter.numel()
+        budget -= whole_size(parameter)
         is_kept = towers.part_of(name) in frozen or (run.freeze_parameters_ratio > 0 and budget >= 0)
         is_kept = is_kept or _is_meant(name, run.freeze_parameters, run.freeze_parameters_regex)
         is_wanted = _is_meant(name, run.trainable_parameters, run.trainable_parameters_regex)

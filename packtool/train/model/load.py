@@ -122,17 +122,6 @@ def make_trainable(model: PreTrainedModel, run: TrainConfig) -> PreTrainedModel 
     return model
 
 
-def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """(trainable, all)."""
-    sizes = [(whole_size(parameter), parameter.requires_grad) for parameter in model.parameters()]
-    return sum(size for size, trainable in sizes if trainable), sum(size for size, _ in sizes)
-
-
-def whole_size(parameter: nn.Parameter) -> int:
-    """Numbers in a parameter, of which ZeRO-3 leaves a process its share only."""
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
-
-
 def _enable_checkpointing(model: Any) -> None:
     """Recompute activations; the non-reentrant form needs no gradients on the inputs, which frozen embeddings lack."""
     settings = {"use_reentrant": False}

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from packtool.config.train import TrainConfig
 from packtool.simulate.hardware import Hardware
 from packtool.train.model.head_loss import CHUNK_LOGITS, HeadLoss
-from packtool.train.model.load import make_trainable, whole_size
+from packtool.train.model.load import make_trainable
+from packtool.train.model.parameters import whole_size
 from packtool.train.model.precision import loaded_dtype
 
 FEW = 4

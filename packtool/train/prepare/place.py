@@ -19,7 +19,7 @@ import time
 from typing import Any
 
 from packtool.config.train import TrainConfig
-from packtool.errors import ConfigError
+from packtool.errors import ConfigError, StorageError
 from packtool.launch.world import World
 from packtool.train.prepare.checkpoint import (
     PREFIX,
@@ -33,6 +33,7 @@ from packtool.train.prepare.outcome import remove_names
 RESULT_NAME = "packtool_train.json"
 METRICS_NAME = "metrics.jsonl"
 _OTHER_NAMES = ("skipped.jsonl", "curves.png")
+_PLACE = "Give a directory that is there and may be written to, or one that can be made."
 _VERSION = re.compile(r"v(\d+)-\d{8}-\d{6}")
 
 
@@ -63,9 +64,10 @@ def checkpoint_of(config: TrainConfig) -> FoundCheckpoint:
     """The checkpoint that a run goes on from, or takes its weights from; none for a run from the beginning.
 
     Raises:
-        ConfigError: if there is no such checkpoint, or the output directory holds another run.
+        ConfigError: if there is no such checkpoint, or the output directory holds another run, or can be none.
         MismatchError: if it is damaged.
     """
+    _check_is_possible(config.output_dir)
     only_model = config.resume_only_model
     found = find_checkpoint(config.resume_from_checkpoint, config.output_dir, only_model=only_model)
     checkpoint = found.directory
@@ -101,12 +103,28 @@ def make_place(config: TrainConfig, world: World) -> TrainConfig:
             agreed = [os.path.join(config.output_dir, f"v{number}-{time.strftime('%Y%m%d-%H%M%S')}")]
         elif config.overwrite_output_dir:
             _clear(config.output_dir)
-        os.makedirs(agreed[0], exist_ok=True)
+        try:
+            os.makedirs(agreed[0], exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"--output-dir {agreed[0]} cannot be made: {error.strerror}", _PLACE) from error
     if config.add_version and world.size > 1:
         import torch.distributed as dist  # here, because directories are looked at without torch
 
         dist.broadcast_object_list(agreed)
     return dataclasses.replace(config, output_dir=agreed[0])
+
+
+def _check_is_possible(output_dir: str) -> None:
+    """A dry run makes no directory, and finds out all the same whether the run could."""
+    if not output_dir:
+        raise ConfigError("--output-dir is empty", _PLACE)
+    there = os.path.abspath(output_dir)
+    while not os.path.lexists(there):
+        there = os.path.dirname(there)
+    if not os.path.isdir(there):
+        raise ConfigError(f"--output-dir {output_dir}: {there} is no directory", _PLACE)
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise StorageError(f"--output-dir {output_dir}: {there} may not be written to", _PLACE)
 
 
 def _clear(output_dir: str) -> None:

@@ -14,11 +14,11 @@ from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, MismatchError, UnsupportedModelError
 from packtool.train.model.adapters import adapted_modules
 from packtool.train.model.load import (
-    count_parameters,
     load_model,
     make_trainable,
     resolve_dtype,
 )
+from packtool.train.model.parameters import count_parameters
 from packtool.train.model.precision import checkpoint_dtype, loaded_dtype
 from packtool.train.model.towers import Towers, towers_of
 from tests.batch.reduced import VISION_MODELS, reduced_config, reduced_model
@@ -141,3 +141,17 @@ def test_counting() -> None:
     model = torch.nn.Linear(3, 2)
     model.bias.requires_grad_(False)
     assert count_parameters(model) == (6, 8)
+
+
+def test_a_share_of_parameters_is_one_of_whole_ones() -> None:
+    """ZeRO-3 leaves empty tensors, which say elsewhere how many numbers they stand for."""
+    model, sharded = reduced_model("qwen3"), reduced_model("qwen3")
+    for parameter in sharded.parameters():
+        parameter.ds_numel = parameter.numel()
+        parameter.data = torch.empty(0)
+    found = []
+    for each in (model, sharded):
+        make_trainable(each, run_config(train_type="full", freeze_parameters_ratio=0.5))
+        found.append([parameter.requires_grad for parameter in each.parameters()])
+    assert found[0] == found[1]
+    assert set(found[0]) == {True, False}

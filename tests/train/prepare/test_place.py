@@ -9,12 +9,29 @@ from typing import Any
 import pytest
 
 from packtool.cli.train import _after_interrupt
-from packtool.errors import ConfigError
+from packtool.errors import ConfigError, PacktoolError, StorageError
 from packtool.launch.world import World
 from packtool.progress import SilentProgress
 from packtool.train.prepare.place import METRICS_NAME, make_place
 from packtool.train.run import train
 from tests.train.tiny import TinyWorld, check_same_rest, read_metrics
+
+
+@pytest.mark.parametrize("is_dry", [True, False])
+@pytest.mark.parametrize("given", ["", "FILE", "FILE/a/b", "/dev/null"])
+def test_what_can_be_no_directory_is_told_before_anything_is_planned(
+    given: str, is_dry: bool, tiny: TinyWorld, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    output_dir = given.replace("FILE", str(tmp_path / "file"))
+    with pytest.raises(PacktoolError, match="--output-dir"):
+        train(tiny.config(output_dir, dry_run=is_dry), SilentProgress())
+
+
+def test_a_directory_that_cannot_be_made_after_all_is_told(tiny: TinyWorld) -> None:
+    """Root may write anywhere, until it tries."""
+    with pytest.raises(StorageError, match="--output-dir /proc/no-such/a cannot be made"):
+        make_place(tiny.config("/proc/no-such/a"), World())
 
 
 def steps_of(output_dir: Path) -> list[int]:
