@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -89,8 +89,10 @@ def check_same_run(output_dir: Path, alone: Path, name: str) -> None:
 
 
 def _weights(output_dir: Path, step: int) -> dict[str, torch.Tensor]:
-    (path,) = (output_dir / f"checkpoint-{step}").glob("*.safetensors")
-    return load_file(path)
+    """As they are trained: in float32, which lies beside weights that are saved in 16 bits."""
+    checkpoint = output_dir / f"checkpoint-{step}"
+    names = ("master_weights", "adapter_model", "model")
+    return load_file(next(path for name in names if (path := checkpoint / f"{name}.safetensors").exists()))
 
 
 def compare(tiny: TinyWorld, rows: Sequence[Sequence[str]], jobs: dict[str, dict[str, Any]], size: int) -> None:
@@ -109,7 +111,7 @@ def compare(tiny: TinyWorld, rows: Sequence[Sequence[str]], jobs: dict[str, dict
         check_same_run(root / name, alone, f"{name} on {rows}")
 
 
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=1, deadline=None, phases=[Phase.generate])
 @given(rows=st.permutations(ROWS))
 def test_ranks_with_other_media_learn_what_one_process_learns(hearing: TinyWorld, rows: list[tuple[str, ...]]) -> None:
     jobs = {f"{spread} {kind}": SPREAD[spread] | TRAINED[kind] for spread in SPREAD for kind in TRAINED}
@@ -121,7 +123,7 @@ SHARED: dict[str, dict[str, Any]] = {
 }
 
 
-@settings(max_examples=1, deadline=None)
+@settings(max_examples=1, deadline=None, phases=[Phase.generate])
 @given(rows=st.permutations([row for row in ROWS if "sound" not in row] * 2))
 def test_four_ranks_of_which_two_share_rows(seeing: TinyWorld, rows: list[tuple[str, ...]]) -> None:
     compare(seeing, rows, SHARED, 4)

@@ -116,7 +116,8 @@ def _measured(config: TrainConfig, model: PreTrainedConfig, dtype: torch.dtype) 
         trained: Any = model_without_weights(config, copy.deepcopy(model), dtype)
     inner = trained.get_base_model() if hasattr(trained, "get_base_model") else trained
     inner.set_attn_implementation(route(inner.config, _MEASURED))
-    trained.train()
+    # Weights kept in float32 are computed with in 16 bits, and so is what autograd keeps of the tokens.
+    trained.to(dtype).train()
     return (_kept_bytes(trained, _MORE) - _kept_bytes(trained, _FEW)) / (_MORE - _FEW)
 
 

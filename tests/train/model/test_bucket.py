@@ -39,7 +39,7 @@ def sized(config: TrainConfig) -> int:
 
 def test_a_token_keeps_what_was_measured(tiny: TinyWorld) -> None:
     """Against the real model on real rows, without its tower: the bytes that autograd keeps, more tokens less fewer."""
-    config = tiny.config("", bucket_size="128", schedule="skrull")
+    config = tiny.config("out", bucket_size="128", schedule="skrull")
     spec = load_spec(prepare_run(config, World()))
     model = load_model(tiny.model, spec.config, dtype=torch.float32, packing=True)
     model.requires_grad_(True)
@@ -94,7 +94,7 @@ def test_a_model_that_cannot_be_measured_is_reckoned(tiny: TinyWorld, monkeypatc
 
 @pytest.mark.usefixtures("memory")
 def test_more_memory_holds_more_tokens(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tiny.config("", **SKRULL)
+    config = tiny.config("out", **SKRULL)
     small = sized(config)
     assert small % 128 == 0
     monkeypatch.setattr(bucket, "device_bytes", lambda *, on_gpu: 128 * 2**20)
@@ -111,7 +111,7 @@ def test_a_run_has_the_number(tiny: TinyWorld) -> None:
         def note(self, message: str) -> None:
             notes.append(message)
 
-    config = tiny.config("", **SKRULL, dry_run=True)
+    config = tiny.config("out", **SKRULL, dry_run=True)
     train(config, Listening())
     expected = sized(config)
     assert any(note.startswith(f"bucket size: {expected:,} tokens a process") for note in notes)
@@ -125,12 +125,12 @@ def test_a_number_stays(tiny: TinyWorld) -> None:
 def test_no_room_for_a_token(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bucket, "device_bytes", lambda *, on_gpu: 2**20)
     with pytest.raises(ConfigError, match="weights, gradients and optimizer need"):
-        sized(tiny.config("", **SKRULL))
+        sized(tiny.config("out", **SKRULL))
 
 
 def test_pictures_towers_are_not_measured(tiny: TinyWorld) -> None:
     with pytest.raises(ConfigError, match="--freeze-vit false"):
-        sized(tiny.config("", **SKRULL | {"freeze_vit": False}))
+        sized(tiny.config("out", **SKRULL | {"freeze_vit": False}))
 
 
 def test_the_share_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
