@@ -100,7 +100,11 @@ def _stray(word: str, before: str, kinds: Mapping[str, Kind]) -> str:
 
 
 def _flag(name: str, value: str, kind: Kind) -> list[str] | None:
-    """As typer has it, None for a value that is neither true nor false."""
+    """Words for typer.
+
+    Returns:
+        None for a value that is neither true nor false.
+    """
     if value.lower() in TRUE_WORDS:
         return [name]
     if value.lower() in FALSE_WORDS:
