@@ -33,8 +33,7 @@ def rewrite(
             word. By default such options, and words of no option, pass through, for typer to refuse.
 
     Raises:
-        ConfigError: naming all options that are not known, booleans that are neither true nor false, and words of no
-            option.
+        ConfigError: naming unknown options, booleans that are neither true nor false, and words of no option.
     """
     result: list[str] = []
     problems: list[str] = []
@@ -45,7 +44,7 @@ def rewrite(
         if not argument.startswith("--") or argument == "--":
             is_word = not argument.startswith("-")
             result += [nameless, argument] if nameless and is_word else [argument]
-            if is_word and nameless is None and stranger is not None:
+            if is_word and not nameless and stranger:
                 problems.append(_stray(argument, arguments[at - 2] if at > 1 else "", kinds))
             continue
         name, equals, value = argument.partition("=")
@@ -55,10 +54,9 @@ def rewrite(
             if not equals and at < len(arguments) and arguments[at].lower() in TRUE_WORDS + FALSE_WORDS:
                 value, equals = arguments[at], "="
                 at += 1
-            word = _flag(name, value) if equals else name
-            if word is not None and not (kind == "switch" and word != name):
-                result.append(word)
-            problems += [f"{name}: {value!r} is neither true nor false"] if word is None else []
+            told = _flag(name, value, kind) if equals else [name]
+            result += told or []
+            problems += [f"{name}: {value!r} is neither true nor false"] if told is None else []
         elif kind == "list":
             words = _words(arguments, at)
             at += len(words)
@@ -101,10 +99,14 @@ def _stray(word: str, before: str, kinds: Mapping[str, Kind]) -> str:
     return f"{word!r} stands alone: every value has the name of its option in front, and values with spaces are quoted"
 
 
-def _flag(name: str, value: str) -> str | None:
-    """As typer has it, None for a value that is neither true nor false."""
+def _flag(name: str, value: str, kind: Kind) -> list[str] | None:
+    """Words for typer.
+
+    Returns:
+        None for a value that is neither true nor false.
+    """
     if value.lower() in TRUE_WORDS:
-        return name
+        return [name]
     if value.lower() in FALSE_WORDS:
-        return "--no-" + name.removeprefix("--")
+        return ["--no-" + name.removeprefix("--")] if kind == "flag" else []
     return None
