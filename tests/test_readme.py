@@ -56,7 +56,11 @@ def test_every_option_that_is_named_exists(repository: Path) -> None:
     from packtool.cli.main import _SETTINGS
     from packtool.cli.options import option_kinds
 
-    known = {name for settings in _SETTINGS.values() for name in option_kinds(settings)} | {"--help", "--set", "--no-deps"}
+    known = {name for settings in _SETTINGS.values() for name in option_kinds(settings)} | {
+        "--help",
+        "--set",
+        "--no-deps",
+    }
     for name in set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", (repository / "README.md").read_text())):
         assert name in known, name
 
