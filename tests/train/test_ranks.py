@@ -89,10 +89,9 @@ def check_same_run(output_dir: Path, alone: Path, name: str) -> None:
 
 
 def _weights(output_dir: Path, step: int) -> dict[str, torch.Tensor]:
-    """As they are trained: in float32, which lies beside weights that are saved in 16 bits."""
     checkpoint = output_dir / f"checkpoint-{step}"
-    names = ("master_weights", "adapter_model", "model")
-    return load_file(next(path for name in names if (path := checkpoint / f"{name}.safetensors").exists()))
+    (path,) = [path for name in ("adapter_model", "model") if (path := checkpoint / f"{name}.safetensors").exists()]
+    return load_file(path)
 
 
 def compare(tiny: TinyWorld, rows: Sequence[Sequence[str]], jobs: dict[str, dict[str, Any]], size: int) -> None:
