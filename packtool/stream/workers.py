@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from packtool.cache.pool import end_with_parent, kill
@@ -22,6 +23,8 @@ from packtool.errors import PacktoolError
 from packtool.rows.sample import Dropped
 from packtool.rows.source import Block, Source
 from packtool.stream.reading import Place, PlacedBlock
+
+_FOR_THE_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +63,9 @@ def encoded_blocks(
                 if (found := next(blocks, None)) is None:
                     more = False
                 else:
-                    waiting.append((found.place, pool.submit(_encode, found.source, found.block)))
+                    with _signals_wait():
+                        future = pool.submit(_encode, found.source, found.block)
+                    waiting.append((found.place, future))
             if not waiting:
                 return
             place, future = waiting.popleft()
@@ -75,13 +80,25 @@ def encoded_blocks(
         kill(pool)
 
 
+@contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Around what may start workers: they inherit that signals wait, until they have learned to ignore them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_PARENT)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 _encoder: Encoder | None = None
 
 
 def _start_worker(spec: EncodeSpec) -> None:
     global _encoder
-    # Ctrl-C reaches the whole group; the parent is the one that answers it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # What reaches a whole group is answered by the parent, which ends its workers by other means.
+    for number in _FOR_THE_PARENT:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_THE_PARENT)
     threading.Thread(target=end_with_parent, daemon=True).start()
     # The workers are the parallelism.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
