@@ -174,7 +174,7 @@ def attach_adapter(model: nn.Module, directory: str, **settings: Any) -> PeftMod
     """
     remedy = "Give the model that it was trained on, and another checkpoint if its files are damaged."
     try:
-        adapted = PeftModel.from_pretrained(model, directory, **settings)  # type: ignore[arg-type]
+        adapted = PeftModel.from_pretrained(model, directory, **settings)
         shapes = _saved_shapes(os.path.join(directory, SAFETENSORS_WEIGHTS_NAME))
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         told = f"the adapter in {directory} cannot be put onto this model: {str(error)[:_MOST_TOLD]}"
