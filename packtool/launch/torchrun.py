@@ -58,7 +58,7 @@ class PassOn:
         for rank in ranks:
             with contextlib.suppress(psutil.NoSuchProcess):
                 rank.send_signal(number)
-        if not ranks:
+        if not (ranks or again):
             raise SignalException(
                 f"process {self._process} was told to end before there were ranks", signal.Signals(number)
             )
@@ -118,3 +118,5 @@ if __name__ == "__main__":
     except ConfigError as refused:
         show(f"packtool: error: {refused}", error=True)
         sys.exit(refused.exit_code)
+    except SignalException as error:  # at the very end
+        sys.exit(_SIGNAL_BASE + int(error.sigval))

@@ -125,8 +125,8 @@ def test_a_launcher_without_ranks_ends_when_it_is_told_to(monkeypatch: pytest.Mo
     monkeypatch.setattr(torchrun, "_ranks", lambda: iter(()))
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
-        torchrun.PassOn()
         for number in SIGNALS:
+            torchrun.PassOn()
             with pytest.raises(SignalException) as caught:
                 os.kill(os.getpid(), number)
             assert caught.value.sigval == number
