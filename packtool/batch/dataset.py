@@ -18,6 +18,7 @@ from packtool.batch.collate import collate_packs, collate_padded, load_media
 from packtool.batch.collate_shard import collate_shard
 from packtool.batch.shard import Cut
 from packtool.batch.spec import InputSpec, Tower
+from packtool.batch.worker import RESUME, begin_worker, deaths_told
 from packtool.cache.chosen import SampleReader
 from packtool.cache.shard import num_targets
 from packtool.encode.encoded import EncodedSample
@@ -138,7 +139,7 @@ def load_micro_batches(
     *,
     num_workers: int = 0,
     pin_memory: bool = False,
-    remedy: str = "--resume-from-checkpoint true goes on from the newest checkpoint, if there is one",
+    remedy: str = RESUME,
 ) -> Iterator[Batch]:
     """The micro-batches at some indices, made ahead of time by ``num_workers`` processes.
 
@@ -153,23 +154,17 @@ def load_micro_batches(
         batch_size=None,
         sampler=indices,
         num_workers=num_workers,
+        worker_init_fn=begin_worker,
         collate_fn=_as_it_is,  # given one item, not a list, when there is no batch size
         pin_memory=pin_memory,
         # A generator of its own: the loader would otherwise draw from torch's, which dropout shares.
         generator=torch.Generator().manual_seed(0),
     )
-    try:
+    with deaths_told(remedy):
         for item in loader:
             if isinstance(item, PacktoolError):
                 raise item
             yield item
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
-            raise
-        raise PacktoolError(
-            f"a process that loads pictures died (killed, or out of memory?): {error}",
-            f"{remedy}; --dataloader-num-workers 0 loads in the process of the model.",
-        ) from error
 
 
 def _collated(

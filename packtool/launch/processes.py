@@ -126,7 +126,8 @@ def end_with_launcher(environ: Mapping[str, str]) -> None:
     """Let this process end when the one that started it does, however that ends; only inside torchrun.
 
     A launcher that is killed (out of memory, or by a scheduler) can stop nobody, and its processes would go on training
-    on GPUs that somebody else is given. On Linux the kernel kills them at once; elsewhere a thread looks every second.
+    on GPUs that somebody else is given. What it can hear it hands on itself: ``packtool.launch.torchrun``.
+    On Linux the kernel kills them at once; elsewhere a thread looks every second.
     """
     if not is_launched(environ):
         return

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 
 import psutil
@@ -31,7 +31,9 @@ _SAME_KEY_SECONDS = 0.5
 class PassOn:
     """Hands SIGTERM, SIGUSR1 and Ctrl-C on to the ranks, which save a checkpoint and end by themselves.
 
-    torchrun would kill them after 30 seconds, in the middle of a checkpoint. A second Ctrl-C ends all at once.
+    torchrun would kill them after 30 seconds, in the middle of a checkpoint. A second Ctrl-C ends all at once, and so
+    does any of them before there are ranks. What no process can hand on, SIGKILL, is seen to by the ranks themselves:
+    ``packtool.launch.processes.end_with_launcher``.
 
     Attributes:
         received: number of the first signal, 0 for none.
@@ -52,11 +54,22 @@ class PassOn:
             raise SignalException(f"process {self._process} was interrupted twice", signal.SIGINT)
         if not again:
             self.received, self._at = number, now
-        for child in psutil.Process().children():
-            # Those of a session of their own are ranks, which the terminal's Ctrl-C does not reach.
-            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-                if os.getsid(child.pid) != os.getsid(0):
-                    child.send_signal(number)
+        ranks = list(_ranks())
+        for rank in ranks:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.send_signal(number)
+        if not (ranks or again):
+            raise SignalException(
+                f"process {self._process} was told to end before there were ranks", signal.Signals(number)
+            )
+
+
+def _ranks() -> Iterator[psutil.Process]:
+    """Children in sessions of their own, which the terminal's Ctrl-C does not reach."""
+    for child in psutil.Process().children():
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getsid(child.pid) != os.getsid(0):
+                yield child
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -105,3 +118,5 @@ if __name__ == "__main__":
     except ConfigError as refused:
         show(f"packtool: error: {refused}", error=True)
         sys.exit(refused.exit_code)
+    except SignalException as error:  # at the very end
+        sys.exit(_SIGNAL_BASE + int(error.sigval))

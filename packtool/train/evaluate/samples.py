@@ -29,6 +29,7 @@ from packtool.batch.dataset import load_micro_batches
 from packtool.batch.padding import align_sample
 from packtool.batch.shard import Cut
 from packtool.batch.spec import InputSpec
+from packtool.batch.worker import deaths_told
 from packtool.cache.chosen import SampleReader
 from packtool.cache.reader import CacheReader
 from packtool.constants import IGNORE_INDEX
@@ -253,14 +254,15 @@ def _score_all(
     names: dict[str, int] = {}
     loaded = load_micro_batches(dataset, range(len(dataset)), num_workers=num_workers, remedy=_REMEDY)
     progress.start("evaluate", len(dataset))
-    for item in cast(Iterator[EvaluationBatch], loaded):
-        batch = item.batch.to(device)
-        scores.append(sample_scores(item.rows.to(device), *score(batch)).cpu().numpy())
-        origins += [
-            (tokens, names.setdefault(source, len(names)), row)
-            for tokens, (source, row) in zip(item.tokens, item.origins, strict=True)
-        ]
-        progress.advance(1, samples=len(origins))
+    with deaths_told(_REMEDY):
+        for item in cast(Iterator[EvaluationBatch], loaded):
+            batch = item.batch.to(device)
+            scores.append(sample_scores(item.rows.to(device), *score(batch)).cpu().numpy())
+            origins += [
+                (tokens, names.setdefault(source, len(names)), row)
+                for tokens, (source, row) in zip(item.tokens, item.origins, strict=True)
+            ]
+            progress.advance(1, samples=len(origins))
     progress.finish()
     return _Share(np.concatenate(scores), np.array(origins, np.int64).reshape(-1, 3), tuple(names))
 

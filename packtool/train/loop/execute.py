@@ -18,6 +18,7 @@ from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.support import refuse_unsupported
 from packtool.batch.dataset import is_bad
 from packtool.batch.spec import InputSpec
+from packtool.batch.worker import deaths_told
 from packtool.config.train import TrainConfig
 from packtool.encode.model_files import place_of
 from packtool.progress import Progress
@@ -128,7 +129,7 @@ def execute(run: PreparedRun | PreparedStream, spec: InputSpec, result: TrainRes
         progress.note(_estimate(run, trainer.model, spec, dtype).sentence())
         verify_packing(run, trainer, spec, progress)
         begin = time.perf_counter()
-        with signals:
+        with signals, deaths_told():
             trainer.train(resume_from_checkpoint=run.checkpoint)
         seconds = time.perf_counter() - begin
     steps = trainer.state.global_step
@@ -231,7 +232,8 @@ def make_trainer(
     config, on_gpu = run.config, torch.cuda.is_available()
     dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
     loader = _make_loader(run, spec)
-    watch = StepWatch(signals, partial(name_samples, run), on_nan=config.on_nan, world=run.world, progress=progress)
+    names = partial(name_samples, loader.names, run.world.rank)
+    watch = StepWatch(signals, names, on_nan=config.on_nan, world=run.world, progress=progress)
     waiting = WaitingNote(workers_of(run), cores_of_a_rank())
     report = ReportCallback(progress, config.output_dir, run.start, waiting)
     callbacks = _callbacks(run, loader, watch, report)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
-
-from packtool.cache.chosen import SampleReader
-from packtool.train.prepare.cached import PreparedRun
-from packtool.train.prepare.streamed import PreparedStream
 
 _MOST_SAMPLES = 6
 
@@ -55,25 +51,18 @@ class StepNumbers:
         return len(self._losses)
 
 
-def name_samples(run: PreparedRun | PreparedStream, step: int, micro_batches: list[int]) -> Iterator[str]:
+def name_samples(
+    names: Callable[[int, int], Sequence[str]], rank: int, step: int, micro_batches: Sequence[int]
+) -> Iterator[str]:
     """Where the samples of some of this rank's micro-batches came from, a line for each micro-batch.
 
     Args:
+        names: of the samples of a step's micro-batch.
+        rank: of this process.
         step: 0-based, of the whole run.
     """
     for number in micro_batches:
-        told = f"  rank {run.world.rank}, micro-batch {number}"
-        if isinstance(run, PreparedStream):
-            yield f"{told}: its rows were streamed, and nobody has noted which; a cache would tell"
-            continue
-        epoch, step_in_epoch = run.schedule.locate(step)
-        packs = run.schedule.plan_of(epoch).samples(step_in_epoch, run.world.data.rank, number)
-        positions = [int(position) for pack in packs for position in pack]
-        named = [_name(run.samples, position) for position in positions[:_MOST_SAMPLES]]
-        left = len(positions) - len(named)
-        yield f"{told}: {'; '.join(named)}{f'; and {left} more' if left else ''}"
-
-
-def _name(samples: SampleReader, position: int) -> str:
-    sample = samples.sample(position)
-    return f"row {sample.row} of {sample.source} (sample {position})"
+        named = names(step, number)
+        left = len(named) - _MOST_SAMPLES
+        more = f"; and {left} more" if left > 0 else ""
+        yield f"  rank {rank}, micro-batch {number}: {'; '.join(named[:_MOST_SAMPLES])}{more}"

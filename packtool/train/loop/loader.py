@@ -127,6 +127,19 @@ class StepLoader:
                 yield TrainingStep(figures[step_in_epoch], num, micro_batches)
             step += last - first
 
+    def names(self, step: int, number: int) -> list[str]:
+        """Where the samples of one of this rank's micro-batches came from, in words.
+
+        Args:
+            step: 0-based, of the whole run.
+            number: of the micro-batch in it, 0-based.
+        """
+        epoch, step_in_epoch = self.schedule.locate(step)
+        packs = self.schedule.plan_of(epoch).samples(step_in_epoch, self.world.data.rank, number)
+        positions = [int(position) for pack in packs for position in pack]
+        samples = [(position, self.reader.sample(position)) for position in positions]
+        return [f"row {sample.row} of {sample.source} (sample {position})" for position, sample in samples]
+
     def _micro_batches(self, plan: EpochPlan, first_step: int) -> Iterator[Batch]:
         dataset = PlannedMicroBatches(
             self.reader,

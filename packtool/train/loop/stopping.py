@@ -66,9 +66,10 @@ class StopSignals:
             raise KeyboardInterrupt
 
     def _in_child(self, number: int) -> None:
-        """In a process that loads pictures: what goes to all processes of a job is for the one that trains.
+        """In a process that was forked off: what goes to all processes of a job is for the one that trains.
 
-        Nothing is done with the first SIGTERM, and the second one ends it, for that is how torch clears away.
+        Those that load pictures have begun to look after themselves (``packtool.batch.worker``).
         """
         if number == signal.SIGTERM:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)

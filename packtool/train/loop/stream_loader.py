@@ -36,6 +36,8 @@ from packtool.train.prepare.streamed import PreparedStream
 
 _SUMS = ("target_tokens", "tokens", "packs", "samples", "attended", "attended_dense", "media_tokens", "more")
 
+_Origins = list[tuple[str, int]]
+
 
 @dataclass(frozen=True)
 class _OwnStep:
@@ -44,10 +46,12 @@ class _OwnStep:
     Args:
         counts: as in ``_SUMS``.
         after: where the stream stands behind them.
+        origins: of the samples of each micro-batch.
     """
 
     counts: tuple[int, ...]
     after: StreamState
+    origins: list[_Origins]
 
 
 class StreamLoader:
@@ -64,7 +68,7 @@ class StreamLoader:
         self.totals: Counter[str] = Counter()
         self.is_last = False  # the step that was given last
         self._own = deque[_OwnStep]()
-        self._held = deque[str]()  # samples of the micro-batches to come, where somebody wants to know
+        self._origins: list[_Origins] = []  # of the samples of each micro-batch of the step that was given last
         self._after: dict[int, StreamState] = {}
         self._log = DropLog(run)
         self._stream = PackStream(
@@ -104,9 +108,10 @@ class StreamLoader:
             self._after = {step: self._after.get(step, own.after), step + 1: own.after}
             self.is_last = not more
             num = config.gradient_accumulation_steps
+            self._origins = own.origins
             micro_batches: Iterator[Batch] = chain([first], islice(batches, num - 1))
             if is_watched():
-                held = (self._held.popleft() for _ in range(num))
+                held = (rows_in_words(origins) for origins in self._origins)
                 micro_batches = watched(micro_batches, held, rank=self.run.world.data.rank, step=step, num=num)
             yield TrainingStep(self._figures(sums), num, micro_batches)
             if not more:
@@ -124,6 +129,10 @@ class StreamLoader:
             attended_dense=sums["attended_dense"],
             flops=float(cost),
         )
+
+    def names(self, step: int, number: int) -> list[str]:
+        """See ``StepLoader``; of the step that was given last."""
+        return [f"row {row} of {source}" for source, row in self._origins[number]]
 
     def state_after(self, step: int) -> StreamState:
         """Where this rank's stream stands after so many steps: the last one that was given, or the one before."""
@@ -171,12 +180,11 @@ class StreamLoader:
                 sum(sample.num_media_tokens for pack in taken for sample in pack.samples),
                 int(ahead is not None),
             )
-            self._own.append(_OwnStep(counts, after))
-            for micro in range(config.gradient_accumulation_steps):
-                samples = [sample for pack in taken[micro * each : (micro + 1) * each] for sample in pack.samples]
-                if is_watched():
-                    self._held.append(rows_in_words([(sample.source, sample.row) for sample in samples]))
-                yield samples
+            micro = [taken[start : start + each] for start in range(0, each * config.gradient_accumulation_steps, each)]
+            of_micro = [[sample for pack in packs for sample in pack.samples] for packs in micro]
+            origins = [[(sample.source, sample.row) for sample in samples] for samples in of_micro]
+            self._own.append(_OwnStep(counts, after, origins))
+            yield from of_micro
 
     def _summed(self, counts: tuple[int, ...]) -> list[int]:
         """Over all ranks."""

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
 from packtool.config.train import TrainConfig
-from packtool.errors import ConfigError
+from packtool.errors import ConfigError, MismatchError
 from packtool.train.model.towers import Towers, frozen_parts
 
 # Ways to begin that change the model's own weights: only where there are weights.
 _NEEDS_WEIGHTS = ("pissa", "olora")
 _ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _SHOWN_NAMES = 4
+_MOST_TOLD = 300
+_OF_LORA = ".lora_"
 # What an adapter's own settings say, by the option that says it otherwise.
 _OPTIONS = {
     "lora_rank": "r",
@@ -147,12 +152,49 @@ def _go_on(model: PreTrainedModel, run: TrainConfig, has_weights: bool) -> PeftM
             settings.init_lora_weights = True
         return get_peft_model(model, settings)
     try:
-        return PeftModel.from_pretrained(model, directory, is_trainable=True, config=settings)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        return attach_adapter(model, directory, is_trainable=True, config=settings)
+    except MismatchError as error:
         raise ConfigError(
-            f"--adapters {directory} does not fit the model: {error}",
+            f"--adapters {directory} does not fit the model: {error.message}",
             f"It was trained on {settings.base_model_name_or_path}.",
         ) from error
+
+
+def attach_adapter(model: nn.Module, directory: str, **settings: Any) -> PeftModel:
+    """A model with an adapter that was saved, all of it.
+
+    peft leaves out, without a word that is seen, what a model has no place for, and begins anew what is not there.
+
+    Args:
+        model: that the adapter was trained on.
+        settings: of ``PeftModel.from_pretrained``.
+
+    Raises:
+        MismatchError: for an adapter of another model, or one that cannot be read.
+    """
+    remedy = "Give the model that it was trained on, and another checkpoint if its files are damaged."
+    try:
+        adapted = PeftModel.from_pretrained(model, directory, **settings)
+        shapes = _saved_shapes(os.path.join(directory, SAFETENSORS_WEIGHTS_NAME))
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        told = f"the adapter in {directory} cannot be put onto this model: {str(error)[:_MOST_TOLD]}"
+        raise MismatchError(told, remedy) from error
+    here = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    wanted = {name: tuple(weight.shape) for name, weight in here.items() if _OF_LORA in name}
+    if shapes is not None and (differing := sorted(name for name, _ in wanted.items() ^ shapes.items())):
+        raise MismatchError(
+            f"the adapter in {directory} is that of another model: {len(differing)} of its weights do not fit, such as "
+            f"{differing[0]}",
+            remedy,
+        )
+    return adapted
+
+
+def _saved_shapes(path: str) -> dict[str, tuple[int, ...]] | None:
+    if not os.path.exists(path):  # as older versions of peft saved it
+        return None
+    with safe_open(path, "pt") as file:
+        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys() if _OF_LORA in name}  # noqa: SIM118
 
 
 def _is_named(name: str, target: str) -> bool:

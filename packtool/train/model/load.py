@@ -18,7 +18,7 @@ from packtool.batch.spec import InputSpec
 from packtool.config.evaluate import EvalConfig
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, MismatchError
-from packtool.train.model.adapters import add_adapters
+from packtool.train.model.adapters import add_adapters, attach_adapter
 from packtool.train.model.frozen import freeze
 from packtool.train.model.precision import checkpoint_dtype, keeps_masters, raise_to_masters
 from packtool.train.model.towers import Towers, towers_of
@@ -158,9 +158,7 @@ def load_trained(
         UnsupportedModelError: for a model that cannot be packed.
         MismatchError: if the checkpoint lacks weights, which would otherwise be random.
     """
-    from peft import PeftModel
-
     loaded: nn.Module = load_model(
         trained.base, spec.config, dtype=dtype, packing=packing, attn_impl=attn_impl, parallel=parallel
     )
-    return PeftModel.from_pretrained(loaded, trained.adapter) if trained.adapter is not None else loaded
+    return attach_adapter(loaded, trained.adapter) if trained.adapter is not None else loaded

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from packtool.batch.spec import model_config
@@ -16,10 +15,12 @@ from packtool.config.merge import MergeConfig
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError
 from packtool.progress import Progress
+from packtool.train.model.adapters import attach_adapter
 from packtool.train.model.load import load_model
 from packtool.train.model.precision import checkpoint_dtype
 from packtool.train.model.quiet import quiet_transformers
 from packtool.train.prepare.checkpoint import copy_processor
+from packtool.train.prepare.outcome import LAST
 from packtool.train.prepare.trained import TrainedModel
 from packtool.train.prepare.whole import saving
 
@@ -55,10 +56,7 @@ def merge(config: MergeConfig, progress: Progress) -> MergeResult:
     output = config.output.rstrip("/")
     trained = TrainedModel.find(config.adapter, config.base_model)
     if trained.adapter is None:
-        raise ConfigError(
-            f"{config.adapter} is no adapter: it has no adapter_config.json",
-            "A model that was trained whole is merged.",
-        )
+        raise ConfigError(f"{config.adapter} is no adapter: {_what_is_there(config.adapter)}")
     if os.path.exists(output) and (not os.path.isdir(output) or os.listdir(output)):
         raise ConfigError(f"--output {output} is there already, and not empty", "Give a new directory.")
     directory = ModelFiles.load(trained.base).directory
@@ -69,17 +67,27 @@ def merge(config: MergeConfig, progress: Progress) -> MergeResult:
         progress.note(f"base model: {trained.base}")
         # Read as it is saved: rounding comes after the sum.
         model: Any = load_model(directory, settings, dtype=kept, packing=False)
-        adapted: Any = PeftModel.from_pretrained(model, trained.adapter)
+        adapted: Any = attach_adapter(model, trained.adapter)
         num_merged = _merge_in_float32(adapted)
         merged = adapted.unload().to(dtype)
         part = f"{output}.part"
         shutil.rmtree(part, ignore_errors=True)
-        with saving(part):
+        with saving(part, "Make room, or give another --output; the adapter is as it was."):
             merged.save_pretrained(part)
             copy_processor(directory, part)
             copy_processor(trained.adapter, part)  # which has the template that was trained
             os.replace(part, output)
     return MergeResult(output, trained.base, trained.adapter, num_merged, str(dtype).removeprefix("torch."))
+
+
+def _what_is_there(directory: str) -> str:
+    if not os.path.isdir(directory):
+        return "there is no such directory"
+    if TrainedModel.find(os.path.join(directory, LAST)).adapter is not None:
+        return f"it is the output of a run, whose last adapter is {os.path.join(directory, LAST)}"
+    if os.path.exists(os.path.join(directory, "config.json")):
+        return "it is a whole model, with nothing to merge"
+    return "it has no adapter_config.json"
 
 
 def _merge_in_float32(model: Any) -> int:

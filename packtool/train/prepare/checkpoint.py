@@ -177,6 +177,8 @@ class FoundCheckpoint:
         """What is to be said of it."""
         for line in self.broken:
             yield f"passed over: {line}"
+        if self.broken:
+            yield f"the newest whole checkpoint is {self.directory}"
 
 
 def find_checkpoint(resume_from: str | None, output_dir: str, *, only_model: bool = False) -> FoundCheckpoint:

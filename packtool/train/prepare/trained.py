@@ -42,17 +42,24 @@ class TrainedModel:
                 )
             return cls(model, None)
         if base_model is not None:
+            if _is_gone(base_model):
+                raise ConfigError(f"--base-model {base_model}: there is no such directory")
             return cls(base_model, model)
         try:
             with open(path, encoding="utf-8") as file:
                 base = json.load(file)["base_model_name_or_path"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise MismatchError(f"{path} does not name a base model: {error!r}", "Save the adapter again.") from error
-        # Adapters of older runs may name a directory as it was typed; "owner/name" may be an id of the hub.
-        is_local = isinstance(base, str) and (os.path.isabs(base) or base.startswith(".") or base.count("/") != 1)
-        if not isinstance(base, str) or (is_local and not os.path.isdir(base)):
+        # Adapters of older runs may name a directory as it was typed.
+        if not isinstance(base, str) or _is_gone(base):
             raise MismatchError(
                 f"{path} names {base!r} as its base model, which is not there",
                 "Say where it is now: --base-model DIR; or put it back in its place.",
             )
         return cls(base, model)
+
+
+def _is_gone(base: str) -> bool:
+    """Whether it names a directory that is not there; ``owner/name`` may be an id of the hub."""
+    is_local = os.path.isabs(base) or base.startswith(".") or base.count("/") != 1
+    return is_local and not os.path.isdir(base)

@@ -96,9 +96,19 @@ def check_resumable(checkpoint: str, rank: int, size: int) -> None:
         raise MismatchError(f"{checkpoint} cannot be gone on from: {', '.join(missing)} were not saved", ONLY_MODEL)
 
 
+_MAKE_ROOM = (
+    "Older checkpoints are as they were. Make room, or keep fewer of them with --save-total-limit, and go on with "
+    "--resume-from-checkpoint true."
+)
+
+
 @contextlib.contextmanager
-def saving(checkpoint: str) -> Iterator[None]:
+def saving(checkpoint: str, remedy: str = _MAKE_ROOM) -> Iterator[None]:
     """Around the writing of a checkpoint: what the disk refuses is told as such, and what was half written goes.
+
+    Args:
+        checkpoint: or another directory that is made.
+        remedy: what a user may do.
 
     Raises:
         StorageError: if there is no room, or the directory cannot be written.
@@ -111,11 +121,7 @@ def saving(checkpoint: str) -> Iterator[None]:
         if not _is_about_storage(error):
             raise
         shutil.rmtree(checkpoint, ignore_errors=True)
-        raise StorageError(
-            f"{checkpoint} could not be written: {error}",
-            "Older checkpoints are as they were. Make room, or keep fewer of them with --save-total-limit, and go on "
-            "with --resume-from-checkpoint true.",
-        ) from error
+        raise StorageError(f"{checkpoint} could not be written: {error}", remedy) from error
 
 
 def _is_about_storage(error: Exception) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -17,12 +18,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from packtool.batch.worker import begin_worker
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, DivergedError, StoppedError
+from packtool.launch import torchrun
 from packtool.launch.world import World
 from packtool.progress import SilentProgress
-from packtool.train.loop.stopping import StopSignals
+from packtool.train.loop.stopping import SIGNALS, StopSignals
 from packtool.train.loop.trainer import PackTrainer
 from packtool.train.prepare.cached import prepare_run
 from packtool.train.prepare.checkpoint import finished_checkpoints
@@ -34,7 +38,7 @@ FOUR_STEPS = 4
 
 
 class Sending(SilentProgress):
-    """Sends this process signals when a step is done."""
+    """Sends this process signals when a step is done, and, as a scheduler does, those that load pictures, too."""
 
     def __init__(self, step: int, *signals: signal.Signals) -> None:
         self.left, self.signals = step, signals
@@ -46,8 +50,12 @@ class Sending(SilentProgress):
     def advance(self, num_done: int, **fields: float | int | str) -> None:
         self.left -= num_done
         if self.left == 0:
+            workers = [str(child.pid) for child in psutil.Process().children() if "python" in child.name()]
             for number in self.signals:
                 os.kill(os.getpid(), number)
+                # By a process that is not their parent.
+                if workers:
+                    subprocess.run(["/bin/kill", f"-{int(number)}", *workers], check=True)
 
 
 @pytest.fixture(scope="module")
@@ -93,15 +101,38 @@ def test_a_second_ctrl_c_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_processes_that_load_pictures_leave_signals_to_the_one_that_trains() -> None:
+    begun = multiprocessing.get_context("fork").Event()
+
+    def load() -> None:
+        begin_worker(0)
+        begun.set()
+        time.sleep(60)
+
+    worker = multiprocessing.get_context("fork").Process(target=load, daemon=True)
     with StopSignals():
-        child = os.fork()
-        if child == 0:
-            for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):
+        worker.start()
+        assert begun.wait(30)
+        for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):
+            subprocess.run(["/bin/kill", f"-{int(number)}", str(worker.pid)], check=True)
+        worker.join(0.3)
+        assert worker.is_alive()
+        worker.terminate()  # torch clearing away
+        worker.join(30)
+        assert worker.exitcode == 0
+
+
+def test_a_launcher_without_ranks_ends_when_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchrun, "_ranks", lambda: iter(()))
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        for number in SIGNALS:
+            torchrun.PassOn()
+            with pytest.raises(SignalException) as caught:
                 os.kill(os.getpid(), number)
-            os.kill(os.getpid(), signal.SIGTERM)  # torch clearing away
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-    assert os.WTERMSIG(status) == signal.SIGTERM
+            assert caught.value.sigval == number
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_a_launcher_passes_signals_on_and_waits(tmp_path: Path) -> None:
@@ -213,3 +244,13 @@ def test_the_last_good_checkpoint_stays_where_a_run_goes_on(tiny: TinyWorld, tmp
     weights = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
     assert not all(torch.isfinite(weight).all() for weight in weights.values())
     strict((tmp_path / "packtool_train.json").read_text())
+
+
+@pytest.mark.usefixtures("bad_third_step")
+def test_a_stream_names_its_rows_too(tiny: TinyWorld, tmp_path: Path) -> None:
+    with pytest.raises(DivergedError, match="gradient of step 3 is") as caught:
+        train(tiny.config(tmp_path, **GIVEN | tiny.streamed()), SilentProgress())
+    (told,) = re.findall(r"rank 0, micro-batch 1: (.*)", str(caught.value))
+    rows = re.findall(r"row (\d+) of \S*train.json", told)
+    assert rows
+    assert len(set(rows)) == len(rows)

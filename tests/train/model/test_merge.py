@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from packtool.cli.main import run
 from packtool.config.merge import MergeConfig
-from packtool.errors import ConfigError, StorageError
+from packtool.errors import ConfigError, MismatchError, StorageError
 from packtool.progress import SilentProgress
 from packtool.train.model.merge import merge
 from packtool.train.run import train
@@ -65,7 +66,13 @@ def test_in_bfloat16_the_sum_is_rounded_once(adapter: Path, tmp_path: Path) -> N
 
 
 def test_what_cannot_be_merged(adapter: Path, tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="is no adapter"):
+    told = {str(tmp_path / "none"): "there is no such directory", str(adapter.parent): "whose last adapter is .*last"}
+    for directory, why in told.items():
+        with pytest.raises(ConfigError, match=f"is no adapter: .*{why}"):
+            merge(MergeConfig(adapter=directory, output=str(tmp_path / "new")), SilentProgress())
+    with pytest.raises(ConfigError, match=r"--base-model \./none: there is no such directory"):
+        merge(MergeConfig(adapter=str(adapter), base_model="./none", output=str(tmp_path / "new")), SilentProgress())
+    with pytest.raises(ConfigError, match="is no adapter: it is a whole model"):
         merge(MergeConfig(adapter=tiny.model, output=str(tmp_path / "new")), SilentProgress())
     with pytest.raises(ConfigError, match="there already, and not empty"):
         merge(MergeConfig(adapter=str(adapter), output=tiny.model), SilentProgress())
@@ -74,6 +81,36 @@ def test_what_cannot_be_merged(adapter: Path, tiny: TinyWorld, tmp_path: Path, m
         raise OSError("No space left on device")
 
     monkeypatch.setattr("packtool.train.model.merge.copy_processor", full)
-    with pytest.raises(StorageError):
+    with pytest.raises(StorageError, match="another --output"):
         merge(MergeConfig(adapter=str(adapter), output=str(tmp_path / "new")), SilentProgress())
     assert not list(tmp_path.iterdir())
+
+
+def fewer_layers(tiny: TinyWorld, directory: Path) -> str:
+    """peft would leave out what has no place there."""
+    shutil.copytree(tiny.model, directory)
+    model = AutoModelForImageTextToText.from_pretrained(tiny.model)
+    del model.model.language_model.layers[1:]
+    model.config.text_config.num_hidden_layers = 1
+    model.save_pretrained(directory)
+    return str(directory)
+
+
+def truncated(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize("way", ["fewer layers", "lacks a weight", "truncated"])
+def test_adapters_that_do_not_fit_are_refused(way: str, adapter: Path, tiny: TinyWorld, tmp_path: Path) -> None:
+    copy, base = Path(shutil.copytree(adapter, tmp_path / "adapter")), tiny.model
+    weights = copy / "adapter_model.safetensors"
+    if way == "fewer layers":
+        base = fewer_layers(tiny, tmp_path / "base")
+    elif way == "lacks a weight":
+        save_file(dict(list(load_file(weights).items())[1:]), weights)
+    else:
+        truncated(weights)
+    found = MergeConfig(adapter=str(copy), base_model=base, output=str(tmp_path / "new"))
+    with pytest.raises(MismatchError, match=r"the adapter in .* is that of another|cannot be put onto"):
+        merge(found, SilentProgress())
+    assert not (tmp_path / "new").exists()
