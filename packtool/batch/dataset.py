@@ -18,11 +18,12 @@ from packtool.batch.collate import collate_packs, collate_padded, load_media
 from packtool.batch.collate_shard import collate_shard
 from packtool.batch.shard import Cut
 from packtool.batch.spec import InputSpec, Tower
-from packtool.batch.worker import RESUME, begin_worker, deaths_told
+from packtool.batch.worker import RESUME, deaths_told
 from packtool.cache.chosen import SampleReader
 from packtool.cache.shard import num_targets
 from packtool.encode.encoded import EncodedSample
 from packtool.errors import MediaError, PacktoolError
+from packtool.launch.worker import begin_worker
 from packtool.plan.epoch import EpochPlan
 
 

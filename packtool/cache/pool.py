@@ -10,7 +10,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
-import signal
 import threading
 import time
 import traceback
@@ -23,6 +22,7 @@ from packtool.cache.task import Report, Task, TaskResult, Work, run_task
 from packtool.encode.encoder import Encoder
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import PacktoolError
+from packtool.launch.worker import begin_worker, signals_wait
 
 _TOLD_EVERY_S = 0.25
 _GLANCE_S = 0.5
@@ -86,12 +86,8 @@ class PipeWorker:
     def __init__(self, context: SpawnContext, target: Callable[..., None], *arguments: object) -> None:
         self.pipe, theirs = context.Pipe()
         self._process: SpawnProcess = context.Process(target=target, args=(*arguments, theirs), daemon=True)
-        # Ctrl-C reaches the whole group; the parent is the one that answers it, also while the worker starts.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        try:
+        with signals_wait():  # what reaches the whole group is the parent's to answer: targets call ``begin_worker``
             self._process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()  # so that its end is heard
 
     def kill(self) -> None:
@@ -150,6 +146,7 @@ def end_with_parent() -> None:
 
 def _work(work: Work, pipe: Connection) -> None:
     """A worker's life."""
+    begin_worker()
     threading.Thread(target=end_with_parent, daemon=True).start()
     # The workers are the parallelism.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

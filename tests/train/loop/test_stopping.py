@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from packtool.batch.worker import begin_worker
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, DivergedError, StoppedError
 from packtool.launch import torchrun
+from packtool.launch.worker import begin_worker
 from packtool.launch.world import World
 from packtool.progress import SilentProgress
 from packtool.train.loop.stopping import SIGNALS, StopSignals
