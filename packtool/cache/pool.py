@@ -86,8 +86,8 @@ class PipeWorker:
     def __init__(self, context: SpawnContext, target: Callable[..., None], *arguments: object) -> None:
         self.pipe, theirs = context.Pipe()
         self._process: SpawnProcess = context.Process(target=target, args=(*arguments, theirs), daemon=True)
-        # Ctrl-C reaches the whole group; the parent is the one that answers it, also while the worker starts.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        # What reaches a whole group is answered by the parent, also while the worker starts.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
         try:
             self._process.start()
         finally:
@@ -140,6 +140,29 @@ class _Worker(PipeWorker):
         self.pipe.close()
 
 
+def leave_signals_to_parent() -> None:
+    """Let signals that go to all processes of a job be the business of the one that this one works for.
+
+    A scheduler that ends a job sends SIGTERM to every process of it. Workers that ended at once would take what is
+    still to be saved with them. SIGTERM of the parent is how multiprocessing and torch clear away, and is heeded.
+    """
+    for ignored in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(ignored, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    if hasattr(signal, "sigwaitinfo") and parent is not None:  # the first is not there on macOS
+        # Blocked and waited for: a handler would learn nothing of the sender, and wait while a picture is decoded.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        threading.Thread(target=_end_when_told, args=(parent.pid,), daemon=True).start()
+    else:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
+
+def _end_when_told(parent: int | None) -> None:
+    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != parent:
+        pass
+    os._exit(0)
+
+
 def end_with_parent() -> None:
     """A worker whose parent was killed would wait for its next task for ever."""
     parent = multiprocessing.parent_process()
@@ -150,6 +173,7 @@ def end_with_parent() -> None:
 
 def _work(work: Work, pipe: Connection) -> None:
     """A worker's life."""
+    leave_signals_to_parent()
     threading.Thread(target=end_with_parent, daemon=True).start()
     # The workers are the parallelism.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import threading
 from collections import deque
 from collections.abc import Iterator
-<<<<<<< HEAD
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-=======
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
->>>>>>> rev3
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
-from packtool.cache.pool import PipeWorker, end_with_parent, portable
+from packtool.cache.pool import PipeWorker, end_with_parent, leave_signals_to_parent, portable
 from packtool.config.export import EncodeSpec
 from packtool.encode.blocks import encode_samples, samples_of
 from packtool.encode.encoded import EncodedSample
@@ -31,11 +24,7 @@ from packtool.rows.sample import Dropped
 from packtool.rows.source import Block, Source
 from packtool.stream.reading import Place, PlacedBlock
 
-<<<<<<< HEAD
 _Encoded = tuple[list[EncodedSample], list[Dropped]]
-=======
-_FOR_THE_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
->>>>>>> rev3
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,13 +69,7 @@ def encoded_blocks(
                 if (found := next(blocks, None)) is None:
                     more = False
                 else:
-<<<<<<< HEAD
                     waiting.append((found.place, threads.submit(_ask, idle, found.source, found.block)))
-=======
-                    with _signals_wait():
-                        future = pool.submit(_encode, found.source, found.block)
-                    waiting.append((found.place, future))
->>>>>>> rev3
             if not waiting:
                 return
             place, future = waiting.popleft()
@@ -122,32 +105,9 @@ def _ask(idle: SimpleQueue[PipeWorker], source: Source, block: Block) -> _Encode
     return told
 
 
-<<<<<<< HEAD
 def _work(spec: EncodeSpec, pipe: Connection) -> None:
     """A worker's life."""
-    # Ctrl-C reaches the whole group; the parent is the one that answers it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-=======
-@contextmanager
-def _signals_wait() -> Iterator[None]:
-    """Around what may start workers: they inherit that signals wait, until they have learned to ignore them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_PARENT)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-_encoder: Encoder | None = None
-
-
-def _start_worker(spec: EncodeSpec) -> None:
-    global _encoder
-    # What reaches a whole group is answered by the parent, which ends its workers by other means.
-    for number in _FOR_THE_PARENT:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_THE_PARENT)
->>>>>>> rev3
+    leave_signals_to_parent()
     threading.Thread(target=end_with_parent, daemon=True).start()
     # The workers are the parallelism.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
