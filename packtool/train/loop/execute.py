@@ -47,7 +47,13 @@ from packtool.train.model.parameters import count_parameters
 from packtool.train.model.part_rates import PartRates
 from packtool.train.model.precision import SavedPrecision, load_masters, loaded_dtype, precision_lines, take_adapter
 from packtool.train.model.quiet import quiet_transformers
-from packtool.train.model.sharding import is_zero3, keep_digits_of_outputs, meet_on_cpus, shard_on_cpus
+from packtool.train.model.sharding import (
+    is_zero3,
+    keep_digits_of_outputs,
+    meet_on_cpus,
+    shard_layers_that_are_there,
+    shard_on_cpus,
+)
 from packtool.train.prepare.cached import PreparedRun
 from packtool.train.prepare.checkpoint import PREFIX
 from packtool.train.prepare.place import make_place
@@ -260,6 +266,7 @@ def make_trainer(
     trainer.parallel, trainer.saved, trainer.kahan = parallel, saved, config.master_weights == "kahan"
     trainer.numbers = watch.numbers
     keep_digits_of_outputs(trainer.accelerator, config)
+    shard_layers_that_are_there(trainer.accelerator, model, config)
     if isinstance(run, PreparedRun) and run.validation is not None:
         every = config.eval_steps if config.eval_strategy == "steps" else run.schedule.steps_per_epoch
         evaluate = partial(trainer.log_evaluation, partial(_evaluate, run, trainer))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from packtool.config.train import TrainConfig
@@ -91,6 +92,21 @@ def keep_digits_of_outputs(accelerator: Accelerator, config: TrainConfig) -> Non
     if config.fsdp and plugin is not None and plugin.mixed_precision_policy is not None:
         policy = MixedPrecisionPolicy(plugin.mixed_precision_policy.param_dtype, reduce_dtype=torch.float32)
         plugin.mixed_precision_policy = policy
+
+
+def shard_layers_that_are_there(accelerator: Accelerator, model: nn.Module, config: TrainConfig) -> None:
+    """Name the layers that FSDP shards one by one: of those that the model's class lists, the ones that it has.
+
+    Classes list layers of parts that are trained without them, as Qwen3-Omni's thinker does its talker's, and
+    accelerate looks for each.
+
+    To be called between the Trainer and its first step.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if config.fsdp and plugin is not None:
+        there = {type(module).__name__ for module in model.modules()}
+        listed = getattr(model, "_no_split_modules", None) or ()
+        plugin.transformer_cls_names_to_wrap = sorted(there & set(listed))
 
 
 def meet_on_cpus(config: TrainConfig) -> None:

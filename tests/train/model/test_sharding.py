@@ -17,7 +17,12 @@ from packtool.batch.collate import collate_packs
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
 from packtool.train.model.head_loss import HeadLoss
-from packtool.train.model.sharding import deepspeed_settings, keep_digits_of_outputs, sharding_arguments
+from packtool.train.model.sharding import (
+    deepspeed_settings,
+    keep_digits_of_outputs,
+    shard_layers_that_are_there,
+    sharding_arguments,
+)
 from tests.batch.reduced import mixed_samples, reduced_model, reduced_spec
 from tests.forked import run_ranks
 
@@ -89,3 +94,17 @@ def losses_of_shards(keeps: bool) -> None:
 @pytest.mark.parametrize("keeps", [True, False])
 def test_losses_keep_their_digits(keeps: bool, tmp_path: Path) -> None:
     run_ranks(2, losses_of_shards, keeps, scratch=tmp_path)
+
+
+def test_layers_that_a_model_lists_and_lacks_are_not_looked_for() -> None:
+    """Qwen3-Omni's thinker lists its talker's layers, and accelerate would refuse the model for them."""
+
+    class Layer(torch.nn.Module):
+        pass
+
+    model = torch.nn.Sequential(Layer(), torch.nn.Linear(1, 1))
+    model._no_split_modules = {"Layer", "LayerOfAnotherPart"}  # type: ignore[assignment]
+    plugin = SimpleNamespace(transformer_cls_names_to_wrap=None)
+    accelerator: Any = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+    shard_layers_that_are_there(accelerator, model, config(fsdp=("full_shard",)))
+    assert plugin.transformer_cls_names_to_wrap == ["Layer"]
