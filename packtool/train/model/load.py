@@ -115,7 +115,11 @@ def make_trainable(model: PreTrainedModel, run: TrainConfig) -> PreTrainedModel 
     if recomputes != in_vision:
         _keep_activations(model, towers, in_vision=not in_vision)
     if run.train_type == "lora":
-        return add_adapters(model, towers, run)
+        adapted = add_adapters(model, towers, run)
+        # peft does so for adapters alone, and not for biases and whole modules that are trained beside them.
+        if run.deepspeed is None:
+            raise_to_masters(adapted)
+        return adapted
     freeze(model, towers, run)
     if keeps_masters(run):
         raise_to_masters(model)

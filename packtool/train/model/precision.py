@@ -64,10 +64,17 @@ def loaded_dtype(dtype: torch.dtype, config: PreTrainedConfig, run: TrainConfig)
 
 
 def raise_to_masters(model: nn.Module) -> None:
-    """Turn the weights that are trained into float32, in place; frozen ones stay what they are."""
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.dtype in _SHORT:
-            parameter.data = parameter.data.float()
+    """Turn the weights that are trained into float32, in place; frozen ones stay what they are.
+
+    Where only the bias of a norm is trained its scale is turned too, for a norm computes with both in one precision.
+    """
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        is_trained = any(parameter.requires_grad for parameter in own)
+        for parameter in own:
+            goes_along = is_trained and parameter.ndim == 1
+            if (parameter.requires_grad or goes_along) and parameter.dtype in _SHORT:
+                parameter.data = parameter.data.float()
 
 
 def precision_lines(model: nn.Module, dtype: torch.dtype, run: TrainConfig, saved: SavedPrecision) -> Iterator[str]:

@@ -156,3 +156,19 @@ def test_experts_that_are_saved_one_by_one_are_resumed_whole(tmp_path: Path) -> 
     resumed = {"resume_from_checkpoint": str(tmp_path / "whole" / "checkpoint-1")}
     train(tiny.config(tmp_path / "resumed", **given, **resumed), SilentProgress())
     check_same_rest(tmp_path / "whole", tmp_path / "resumed", 1)
+
+
+def test_what_is_trained_beside_adapters_is_float32_too(short: TinyWorld, tmp_path: Path) -> None:
+    """Biases and whole modules that a LoRA run trains; the weights that stay keep the checkpoint's 16 bits."""
+    given: dict[str, Any] = {"train_type": "lora", "lora_bias": "all", "modules_to_save": ("lm_head",)}
+    config = short.config(tmp_path, **given | {"max_steps": 2, "bf16": True})
+    model = AutoModelForImageTextToText.from_pretrained(short.model, dtype=torch.bfloat16)
+    trained = make_trainable(model, config)
+    assert {weight.dtype for weight in trained.parameters() if weight.requires_grad} == {torch.float32}
+    # Scales of norms go along with their biases.
+    frozen = [weight for weight in trained.parameters() if not weight.requires_grad and weight.ndim > 1]
+    assert frozen
+    assert {weight.dtype for weight in frozen} == {torch.bfloat16}
+    train(config, SilentProgress())
+    weights = load_file(tmp_path / "checkpoint-2" / "adapter_model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
