@@ -17,7 +17,7 @@ from tests.train.tiny import TinyWorld, check_same_rest, read_metrics
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
-STAGES = ("zero1", "zero2", "zero3")
+STAGES = ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 # Pictures are loaded by another process, which makes the model that tells their positions.
 STEPS: dict[str, Any] = {"max_steps": 3, "gradient_accumulation_steps": 2, "dataloader_num_workers": 1, "save_steps": 2}
 
