@@ -8,7 +8,8 @@
     ├── MismatchError                4   a cache, a plan, a checkpoint and a run do not fit each other
     │   └── UnsupportedModelError    4   a model whose layers cannot be isolated under packing
     ├── StorageError                 5   a local or remote file system said no
-    │   └── RemoteError              5   the same of a remote one, with the kind of its refusal
+    │   ├── RemoteError              5   the same of a remote one, with the kind of its refusal
+    │   └── StoreDownError           5   a store gives none of the media that rows name
     ├── DivergedError                1   a loss or a gradient is infinite or not a number
     └── StoppedError                 1   a signal ended the run after a checkpoint; really 128 + the signal's number
 
@@ -19,7 +20,8 @@ SIGUSR1 (138) or Ctrl-C (130) saves a checkpoint first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 EXIT_OK = 0
@@ -29,6 +31,18 @@ EXIT_DATA = 3
 EXIT_MISMATCH = 4
 EXIT_STORAGE = 5
 EXIT_INTERRUPTED = 130
+
+
+def did_you_mean(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
+    """The end of a message about a name that nobody knows: the most similar one that is known, if any is.
+
+    Args:
+        likeness: from 0 to 1, how similar it must be (``difflib``).
+    """
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)
+    if not close:
+        return ""
+    return f"; did you mean {close[0] if close[0].startswith('--') else repr(close[0])}?"
 
 
 class PacktoolError(Exception):
@@ -88,7 +102,7 @@ class RowError(DataError):
         source: file the row came from.
         row: 0-based number of the row in that file.
         reason: the machine-readable reason, as in ``dropped.jsonl``.
-        detail: the same for a person.
+        detail: the reason in words, for the user.
     """
 
     def __init__(self, source: str, row: int, reason: str, detail: str, remedy: str | None = None) -> None:
@@ -110,7 +124,7 @@ class MismatchError(PacktoolError):
 
 
 class UnsupportedModelError(MismatchError):
-    """The model cannot be trained on packed rows without leaks."""
+    """The model cannot be trained on packed sequences without leaks."""
 
 
 class StorageError(PacktoolError):
@@ -134,6 +148,14 @@ class RemoteError(StorageError):
     def __init__(self, message: str, remedy: str | None = None, fault: RemoteFault = "invalid") -> None:
         super().__init__(message, remedy)
         self.fault: RemoteFault = fault
+
+
+class StoreDownError(StorageError):
+    """A store gives none of the media that rows name, one after the other."""
+
+    def going_on(self, words: str) -> StoreDownError:
+        """The same error, whose remedy also says how to go on."""
+        return StoreDownError(self.message, f"{self.remedy} {words}")
 
 
 class DivergedError(PacktoolError):

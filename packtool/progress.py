@@ -14,8 +14,8 @@ class Progress(Protocol):
     def advance(self, num_done: int, **fields: float | int | str) -> None:
         """``num_done`` more are finished; ``fields`` are shown beside the bar (drops, tokens, ...)."""
 
-    def line(self, **fields: float | int | str) -> None:
-        """Figures that were asked for at this point: they get a line where no bar shows them."""
+    def line(self, num_done: int = 0, **fields: float | int | str) -> None:
+        """The same with figures that were asked for at this point: they get a line where no bar shows them."""
 
     def note(self, message: str) -> None:
         """Something worth a line."""
@@ -25,7 +25,7 @@ class Progress(Protocol):
 
 
 class SilentProgress:
-    """Reports to nobody."""
+    """Progress that is shown nowhere."""
 
     def start(self, title: str, total: int | None) -> None:
         pass
@@ -33,8 +33,8 @@ class SilentProgress:
     def advance(self, num_done: int, **fields: float | int | str) -> None:
         pass
 
-    def line(self, **fields: float | int | str) -> None:
-        pass
+    def line(self, num_done: int = 0, **fields: float | int | str) -> None:
+        self.advance(num_done, **fields)
 
     def note(self, message: str) -> None:
         pass

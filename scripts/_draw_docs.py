@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from html import escape
 
 import numpy as np
 
 from packtool.plan.packing import PackOptions, pack
+from packtool.report.drawing import Box, Drawing, Word
+from packtool.report.markup import render
 
 COLOURS = ("#3b6fd4", "#e08a3c", "#3aa37a", "#b4569b", "#8a8f3c", "#c9504c", "#5a9bd0", "#7d66c4")
 EMPTY, INK, PAPER = "#e4e6ea", "#30343b", "#ffffff"
@@ -15,31 +16,25 @@ LENGTHS = (900, 620, 410, 380, 300, 280, 240, 180, 150, 120, 90, 60)
 CAPACITY = 1000
 
 
-def box(x: float, y: float, width: float, height: float, colour: str, title: str = "") -> str:
-    """A rectangle with a hint."""
-    hint = f"<title>{escape(title)}</title>" if title else ""
-    place = f'x="{x:.1f}" y="{y:.1f}" width="{max(width - 1, 0.5):.1f}" height="{max(height - 1, 0.5):.1f}"'
-    return f'<rect {place} rx="2" fill="{colour}">{hint}</rect>'
+def box(x: float, y: float, width: float, height: float, colour: str, title: str = "") -> Box:
+    """A rectangle with a hint, and a pixel free behind and below it."""
+    return Box(x, y, max(width - 1, 0.5), max(height - 1, 0.5), colour, title)
 
 
-def word(x: float, y: float, text: str, anchor: str = "start", size: int = 13, colour: str = INK) -> str:
+def word(x: float, y: float, text: str, anchor: str = "start", size: int = 13, colour: str = INK) -> Word:
     """A line of text whose baseline is at y."""
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{colour}">{escape(text)}</text>'
-    )
+    return Word(x, y, text, colour, anchor, size)
 
 
-def picture(width: int, height: int, parts: Iterator[str]) -> str:
+def picture(width: int, height: int, label: str, shapes: Iterator[Box | Word]) -> str:
     """An SVG on a white card, which is readable on light and dark pages."""
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-    card = f'<rect width="{width}" height="{height}" rx="8" fill="{PAPER}"/>'
-    return f'{head} font-family="system-ui, sans-serif">\n{card}\n' + "\n".join(parts) + "\n</svg>\n"
+    return render("picture.svg", picture=Drawing("picture", label, list(shapes), height, width))
 
 
-def packing() -> Iterator[str]:
+def packing() -> Iterator[Box | Word]:
     """Padded rows on the left, packs on the right, to one scale."""
     lengths = np.array(LENGTHS, np.int32)
-    plan = pack(lengths, PackOptions(capacity=CAPACITY, shuffle=False), seed=0, epoch=0)
+    plan = pack(lengths, CAPACITY, PackOptions(shuffle=False), seed=0, epoch=0)
     scale, tall, top = 0.3, 18, 44
     yield word(20, 26, f"padded: {len(LENGTHS)} rows, {lengths.sum() / len(LENGTHS) / lengths.max():.0%} used")
     for row, length in enumerate(LENGTHS):
@@ -58,7 +53,7 @@ def packing() -> Iterator[str]:
         yield box(x, y, left + CAPACITY * scale - x, tall, EMPTY, "room that is left")
 
 
-def mask(lengths: Sequence[int] = (5, 3, 7), cell: int = 20) -> Iterator[str]:
+def mask(lengths: Sequence[int] = (5, 3, 7), cell: int = 20) -> Iterator[Box | Word]:
     """What each token of a pack attends to."""
     total = sum(lengths)
     owners = np.repeat(np.arange(len(lengths)), lengths)
@@ -72,7 +67,7 @@ def mask(lengths: Sequence[int] = (5, 3, 7), cell: int = 20) -> Iterator[str]:
     yield word(60, 62 + total * cell, f"cu_seqlens = {ends}")
 
 
-def positions(lengths: Sequence[int] = (5, 3, 7), cell: int = 34) -> Iterator[str]:
+def positions(lengths: Sequence[int] = (5, 3, 7), cell: int = 34) -> Iterator[Box | Word]:
     """Tokens of a pack, their positions, and labels that stop at each sample's end."""
     names = ("token", "position", "its label")
     for line, name in enumerate(names):
@@ -90,7 +85,7 @@ def positions(lengths: Sequence[int] = (5, 3, 7), cell: int = 34) -> Iterator[st
             at += 1
 
 
-def ring(num_ranks: int = 4) -> Iterator[str]:
+def ring(num_ranks: int = 4) -> Iterator[Box | Word]:
     """Which rank holds which chunks of a sample, and how much causal attention each of them is."""
     num_chunks, wide, cell = 2 * num_ranks, 60, 26
     owners = [chunk if chunk < num_ranks else num_chunks - 1 - chunk for chunk in range(num_chunks)]
@@ -110,8 +105,8 @@ def ring(num_ranks: int = 4) -> Iterator[str]:
 def pictures() -> dict[str, str]:
     """Each picture's name and SVG."""
     return {
-        "packing": picture(680, 56 + 18 * len(LENGTHS), packing()),
-        "mask": picture(420, 400, mask()),
-        "positions": picture(640, 160, positions()),
-        "ring": picture(560, 380, ring()),
+        "packing": picture(680, 56 + 18 * len(LENGTHS), "samples in padded rows and in packs", packing()),
+        "mask": picture(420, 400, "what each token of a pack attends to", mask()),
+        "positions": picture(640, 160, "positions and labels of a pack", positions()),
+        "ring": picture(560, 380, "a sample in chunks on four ranks", ring()),
     }

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from packtool.attention.choose import KERNELS
 from packtool.attention.flash import FlashKernel
@@ -137,7 +138,7 @@ def _check_model(kernels: list[str], device: torch.device, *, sees: bool) -> Ite
     own = _worst(_alone(model, samples), right)
     del exact
     other = _changed(samples[0], size.text["vocab_size"])
-    batch, changed = (pack([first, *samples[1:]], sees=sees) for first in (samples[0], other))
+    batch, changed = (pack([first, *samples[1:]], config) for first in (samples[0], other))
 
     def rounding(name: str) -> tuple[float, float]:
         set_attention(model, name)
@@ -151,13 +152,15 @@ def _check_model(kernels: list[str], device: torch.device, *, sees: bool) -> Ite
     for name in kernels:
         yield from _attempt(name, f"{kind}, {name}: packed logits, in roundings of the model", partial(rounding, name))
         yield from _attempt(name, f"{kind}, {name}: a changed sample moves no other", partial(leak, name))
-    yield from _check_losses(model, samples, kind, kernels[0], sees=sees)
+    yield from _check_losses(model, samples, kind, kernels[0], config)
 
 
-def _check_losses(model: Any, samples: list[Sample], kind: str, kernel: str, *, sees: bool) -> Iterator[Check]:
+def _check_losses(
+    model: Any, samples: list[Sample], kind: str, kernel: str, config: PreTrainedConfig
+) -> Iterator[Check]:
     """Losses made in the head against those of all logits; padded against packed."""
     allowed = 1e-5 if next(model.parameters()).dtype == torch.float32 else 2e-2
-    head, packed, padded = HeadLoss(model), pack(samples, sees=sees), pad(samples, sees=sees)
+    head, packed, padded = HeadLoss(model), pack(samples, config), pad(samples, sees=hasattr(config, "vision_config"))
     set_attention(model, kernel)
     logits = _logits(model, packed).flatten(0, 1).float()
     plain = F.cross_entropy(logits, packed.labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")

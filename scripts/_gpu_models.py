@@ -9,10 +9,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import (
+    PreTrainedConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
 
-from packtool.batch.batch import Batch, PackedBatch, PaddedBatch
+from packtool.batch.batch import Batch, PackedBatch, PaddedBatch, target_positions
+from packtool.batch.spec import InputSpec
+from packtool.batch.tower_inputs import tower_inputs
 from packtool.constants import IGNORE_INDEX
+from packtool.encode.families import MediaLimits
 
 VOCABULARY = 151936
 NUM_CONTROL = 4
@@ -207,18 +216,26 @@ def _picture_positions(length: int, side: int) -> Tensor:
     return torch.cat([torch.zeros(3, 1, dtype=torch.int64), picture, text.repeat(3, 1)], dim=1)
 
 
-def pack(samples: Sequence[Sample], *, sees: bool) -> PackedBatch:
-    """All samples in one row; ``sees``: the model takes pictures, and positions with four rows."""
+def pack(samples: Sequence[Sample], config: PreTrainedConfig) -> PackedBatch:
+    """All samples in one row, for a model of this configuration."""
+    sees = hasattr(config, "vision_config")
+    common = _common(samples)
+    ids = torch.cat([sample.input_ids for sample in samples])[None]
+    on_host = {name: tensor.cpu() for name, tensor in common["media"].items()}
+    made = tower_inputs(InputSpec("", config, MediaLimits()), on_host, ids.cpu())
+    common["towers"] = {name: inputs.map(lambda tensor: tensor.to(ids.device)) for name, inputs in made.items()}
     lengths = tuple(sample.length for sample in samples)
     positions = torch.cat([sample.positions for sample in samples], dim=1)
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(samples[0].input_ids.device, torch.int32)
+    labels = torch.cat([sample.labels for sample in samples])[None]
     return PackedBatch(
-        input_ids=torch.cat([sample.input_ids for sample in samples])[None],
-        labels=torch.cat([sample.labels for sample in samples])[None],
+        input_ids=ids,
+        labels=labels,
+        target_positions=target_positions(labels),
         position_ids=positions[:, None] if sees else positions[:1],
         cu_seqlens=bounds,
         lengths=lengths,
-        **_common(samples),
+        **common,
     )
 
 
@@ -233,9 +250,11 @@ def pad(samples: Sequence[Sample], *, sees: bool) -> PaddedBatch:
     ids = rows("input_ids", 0)
     kept = torch.tensor([sample.length for sample in samples], device=ids.device)
     positions = rows("positions", 0).transpose(0, 1)
+    labels = rows("labels", IGNORE_INDEX)
     return PaddedBatch(
         input_ids=ids,
-        labels=rows("labels", IGNORE_INDEX),
+        labels=labels,
+        target_positions=target_positions(labels),
         position_ids=positions if sees else positions[0],
         attention_mask=(torch.arange(longest, device=ids.device) < kept[:, None]).long(),
         **_common(samples),
@@ -259,5 +278,5 @@ def _common(samples: Sequence[Sample]) -> dict[str, Any]:
         "loss_weights": None,
         "channels": (None,) * len(samples),
         "num_samples": len(samples),
-        "num_target_tokens": sum(int((sample.labels != IGNORE_INDEX).sum()) for sample in samples),
+        "towers": {},
     }

@@ -1,4 +1,4 @@
-"""Processes that share a packed row for ``bench_sequence_parallel.py``: steps of a small model, and what they took.
+"""Processes that share a packed sequence for ``bench_sequence_parallel.py``: steps of a small model, and their price.
 
 ``Ranks`` is held by the benchmark, everything below ``run_rank`` by the processes. They live as long as the benchmark,
 so that ways can take turns without a start in between. A step is forward and backward of one row: gradients are not
@@ -31,11 +31,11 @@ from packtool.attention.register import set_attention
 from packtool.batch.batch import Batch
 from packtool.batch.collate import collate_packs, collate_padded
 from packtool.batch.collate_shard import collate_shard
-from packtool.batch.shard import share_out
 from packtool.batch.spec import InputSpec
 from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.families import MediaLimits
+from packtool.plan.towers import assign_heaviest_first
 from packtool.train.model.head_loss import HeadLoss
 from scripts._gpu_models import SIZES, Size, make_model, text_config
 from scripts._reduced_model import TEXT, VOCABULARY
@@ -230,7 +230,7 @@ class _Stepper:
     def _prepare(self, way: str) -> Batch:
         """The rank's part of the row, and a model that knows what to do with it."""
         if way not in self._ways:
-            self._ways[way] = self._dealt(way)
+            self._ways[way] = self._assigned(way)
         batch, parallel = self._ways[way]
         if way == PADDED:
             self.model.set_attn_implementation("sdpa")
@@ -238,7 +238,7 @@ class _Stepper:
             set_attention(self.model, parallel=parallel)
         return batch
 
-    def _dealt(self, way: str) -> tuple[Batch, SequenceParallel | None]:
+    def _assigned(self, way: str) -> tuple[Batch, SequenceParallel | None]:
         parallel, places = None, None
         batch: Batch
         if way in (PACKED, PADDED):
@@ -247,7 +247,7 @@ class _Stepper:
             axes = Axes(1, self.size) if way == "ulysses" else Axes(self.size, 1, _RINGS[way])
             parallel = SequenceParallel.on_mesh(axes, self.device.type)
             if way == WHOLE:
-                places = share_out([sample.length for sample in self.samples], self.size).tolist()
+                places = assign_heaviest_first([sample.length for sample in self.samples], [0] * self.size).tolist()
             batch = collate_shard(self.samples, self.spec, parallel.cut, places)
         return batch.to(self.device), parallel
 

@@ -1,7 +1,7 @@
 """transformers' own Trainer as TRL's packing sets it up, written after TRL's documentation: TRL is not needed.
 
-Samples are packed best-fit decreasing to a fixed length, a packed row is a micro-batch, positions restart with every
-sample, a sample's first token carries no loss, and the model makes its own loss over the logits of all tokens.
+Samples are packed best-fit decreasing to a fixed length, a packed sequence is a micro-batch, positions restart with
+every sample, a sample's first token carries no loss, and the model makes its own loss over the logits of all tokens.
 Attention is transformers' SDPA: from the positions it makes a mask of blocks, T x T for every layer. On a GPU TRL asks
 for flash attention instead, which needs no mask. TRL refuses to pack rows with pictures; here they get the pixels and
 positions that packtool makes.

@@ -7,8 +7,11 @@
 2. Text: the whole command ``packtool export`` (start of the workers, reading, rendering, tokens, labels, Arrow files
    with checksums) against ``tokenizers`` encoding the same rendered conversations on the same cores and keeping
    nothing. The peer gets strings that are rendered already. Both load the tokenizer within the measured time.
+3. Tiny files: the whole command on rows of which each has a file of its own, against the same rows in one file; wall
+   time, and seconds of all its processes on the cores, which other work on the machine changes less.
 
-    python scripts/bench_export.py [--realdata DIR] [--repeat 3] [--copies 12] [--num-proc 2]
+    python scripts/bench_export.py [--realdata DIR] [--repeat 3] [--copies 12] [--num-proc 2] [--files 20000]
+                                   [--only pictures|text|files]
 
 The real data (conversations, pictures, tokenizers) is not part of this repository. Ratios are medians of the repeats.
 """
@@ -50,12 +53,15 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3, help="times that everything is measured")
     parser.add_argument("--copies", type=int, default=12, help="times that the rows of text are repeated")
     parser.add_argument("--num-proc", type=int, default=2, help="worker processes, and threads of the peer")
+    parser.add_argument("--files", type=int, default=20_000, help="tiny files of the third comparison")
+    parser.add_argument("--only", choices=list(_COMPARISONS), help="one of the comparisons; by default all")
     options = parser.parse_args()
     if not (options.realdata / "tokenizers" / "qwen3-vl").is_dir():
         print(f"{options.realdata} holds no real data; give its folder with --realdata", file=sys.stderr)
         sys.exit(2)
-    pictures(options)
-    text(options)
+    for name, compare in _COMPARISONS.items():
+        if options.only in (None, name):
+            compare(options)
 
 
 def pictures(options: argparse.Namespace) -> None:
@@ -187,6 +193,32 @@ def text(options: argparse.Namespace) -> None:
         print(f"  export has {statistics.median(ratios):.2f} of the bare tokenizers' throughput")
 
 
+def tiny_files(options: argparse.Namespace) -> None:
+    """Rows in files of their own against the same rows in one file."""
+    model = options.realdata / "tokenizers" / "qwen3-vl"
+    lines = (options.realdata / TEXT_ROWS[0]).read_text().splitlines()
+    with tempfile.TemporaryDirectory() as temporary:
+        work = Path(temporary)
+        (work / "many").mkdir()
+        rows = [_numbered(lines[number % len(lines)], number) + "\n" for number in range(options.files)]
+        (work / "one.jsonl").write_text("".join(rows))
+        for number, row in enumerate(rows):
+            (work / "many" / f"{number:06d}.jsonl").write_text(row)
+        found: dict[str, list[float]] = {"wall": [], "cpu": []}
+        rates = []
+        for number in range(options.repeat):
+            one = _export(model, work / "one.jsonl", work / f"one{number}", options.num_proc)
+            many = _export(model, work / "many", work / f"many{number}", options.num_proc)
+            assert one["tokens"] == many["tokens"], "the same rows are the same tokens"
+            rates.append(options.files / many["wall"])
+            for name, ratios in found.items():
+                ratios.append(many[name] / one[name])
+        print(f"tiny files: {options.files:,} of one row each, {options.num_proc} processes")
+        print(f"  packtool export   {statistics.median(rates):12,.0f} rows/s, everything included")
+        for name, ratios in found.items():
+            print(f"  {name:4} {statistics.median(ratios):.2f} of the same rows in one file")
+
+
 def _numbered(line: str, copy: int) -> str:
     row = json.loads(line)
     row["messages"][-1]["content"] += f" {copy}"
@@ -196,9 +228,11 @@ def _numbered(line: str, copy: int) -> str:
 def _export(model: Path, rows: Path, cache: Path, num_proc: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "packtool", "export", "--model", str(model), "--dataset", str(rows)]
     command += ["--max-length", "32768", "--output-dir", str(cache), "--dataset-num-proc", str(num_proc), "--json"]
-    begin = time.perf_counter()
+    begin, before = time.perf_counter(), os.times()
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
-    return {**json.loads(done.stdout), "wall": time.perf_counter() - begin}
+    wall, after = time.perf_counter() - begin, os.times()
+    cpu = after.children_user + after.children_system - before.children_user - before.children_system
+    return {**json.loads(done.stdout), "wall": wall, "cpu": cpu}
 
 
 def _peer(model: Path, rendered: Path, num_threads: int) -> dict[str, Any]:
@@ -207,6 +241,13 @@ def _peer(model: Path, rendered: Path, num_threads: int) -> dict[str, Any]:
     begin = time.perf_counter()
     done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, check=True)
     return {**json.loads(done.stdout), "wall": time.perf_counter() - begin}
+
+
+_COMPARISONS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "pictures": pictures,
+    "text": text,
+    "files": tiny_files,
+}
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""One CUDA GPU: attention of packed rows, and training steps packed against padded. Checks first, then one table.
+"""One CUDA GPU: attention of packed sequences, and training steps packed against padded. Checks first, then one table.
 
 Needs torch and transformers alone, and no data: weights and samples are random, in bfloat16.
 
@@ -46,9 +46,10 @@ from packtool.attention.register import set_attention
 from packtool.attention.varlen import Varlen
 from packtool.batch.batch import Batch
 from packtool.constants import IGNORE_INDEX
+from packtool.encode.encoded import patch_squares
 from packtool.plan.cost import CostModel
+from packtool.simulate.hardware import peak_tflops
 from packtool.train.model.head_loss import HeadLoss
-from packtool.train.prepare.figures import peak_tflops
 from scripts._gpu_checks import kernels_at_hand, run_checks, work_type
 from scripts._gpu_models import (
     SIZES,
@@ -254,7 +255,7 @@ def bench_model(bench: Bench, name: str, *, sees: bool) -> Iterator[Row]:
     padded, grouped = (
         pad_in_batches(samples, options.rows, sees=sees, grouped=by_length) for by_length in (False, True)
     )
-    packed: list[Batch] = [pack(samples, sees=sees)]
+    packed: list[Batch] = [pack(samples, config)]
     best = choose("auto", bench.device, bench.dtype).name
     ways = {f"padded, fill {fill_of(padded):.0%}": partial(stepper.prepare, padded, None)}
     ways[f"padded, grouped, fill {fill_of(grouped):.0%}"] = partial(stepper.prepare, grouped, None)
@@ -281,7 +282,10 @@ def _model_row(what: str, config: Any, samples: Sequence[Sample]) -> Row:
     tokens = np.array([sample.length for sample in samples])
     media = np.array([sample.num_media_tokens for sample in samples])
     targets = np.array([int((sample.labels != IGNORE_INDEX).sum()) for sample in samples])
-    flops = CostModel.of_config(config.to_dict())(tokens, tokens**2, media, targets).sum()
+    grids = [() if sample.grid is None else tuple(sample.grid[0].tolist()) for sample in samples]
+    squares = np.array([patch_squares(grid) for grid in grids])
+    cost = CostModel.of_config(config.to_dict())
+    flops = cost(tokens, tokens**2, targets, cost.towers(media, squares)).sum()
     return Row(what, "", float(flops), int(tokens.sum()))
 
 

@@ -34,6 +34,7 @@ import numpy.typing as npt
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a checkout, too
 
 from packtool.plan.packing import PackOptions, pack
+from packtool.plan.placements import falling_histogram
 
 Lengths = npt.NDArray[np.int32]
 
@@ -77,10 +78,20 @@ def run_packtool(lengths: Lengths, capacity: int, **options: Any) -> tuple[int, 
     times, num_packs = [], 0
     for epoch in range(3):
         with stopwatch() as seconds:
-            plan = pack(lengths, PackOptions(capacity=capacity, **options), seed=0, epoch=epoch)
+            plan = pack(lengths, capacity, PackOptions(**options), seed=0, epoch=epoch)
         num_packs = plan.num_packs
         times += seconds
     return num_packs, statistics.median(times)
+
+
+def run_first_fit(lengths: Lengths, capacity: int) -> tuple[int, float]:
+    """First-fit decreasing over the histogram of lengths, without handing out which sample goes where."""
+    from scripts._first_fit import place_first_fit
+
+    with stopwatch() as seconds:
+        distinct, counts = falling_histogram(np.asarray(lengths))
+        placements = place_first_fit(distinct.tolist(), counts.tolist(), capacity)
+    return placements.num_packs_in_all, seconds[0]
 
 
 def run_next_fit(lengths: Lengths, capacity: int) -> tuple[int, float]:
@@ -138,8 +149,8 @@ def run_trl_in_thousands(lengths: Lengths, capacity: int) -> tuple[int, float]:
 
 PACKERS = (
     Packer("packtool best_fit", "", run_packtool),
-    Packer("packtool first_fit", "", partial(run_packtool, algorithm="first_fit")),
-    Packer("packtool sequential 64", "", partial(run_packtool, algorithm="sequential", look_ahead=64)),
+    Packer("packtool sequential 64", "", partial(run_packtool, packing_algorithm="sequential", look_ahead=64)),
+    Packer("first-fit decreasing", "", run_first_fit),
     Packer("next-fit, plain loop", "", run_next_fit),
     Packer("binpacking, thousands", "binpacking", run_binpacking_in_thousands),
     Packer("binpacking, whole", "binpacking", run_binpacking),

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""A packed row that P processes share: memory, time and traffic of a rank against one process, as ratios in one run.
+"""A packed sequence that P processes share: memory, time and traffic of a rank against one process, as ratios.
 
 One row (a document of half its tokens, and conversations) goes forward and backward through a random decoder, shared by
 Ulysses, the ring and the all-gather of K and V. Beside it, what there is without sharing:
 
 - packed, P = 1: the same row on one process, or gathered whole by each; what all ratios refer to;
 - padded, P = 1: its documents below each other, padded to the longest;
-- whole documents: each dealt to one process, the longest first, as data parallelism would.
+- whole documents: each assigned to one process, the longest first, as data parallelism would.
 
 Of the busiest rank: what autograd keeps for the backward pass (each storage once, without weights: exact, and the same
 on any device); the peak of a step above what was there before it (of the process, or of CUDA's allocator); the time of
@@ -45,7 +45,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a checkout, too
 
 from packtool.attention.parallel.axes import Heads
-from packtool.batch.shard import SHARDED, Cut, deal
+from packtool.batch.shard import SHARDED, Cut, assign_tokens
 from packtool.plan.packing import PackOptions, pack
 from scripts._gpu_models import mixed_lengths
 from scripts._sequence_ranks import MODELS, PACKED, PADDED, SHARING, WHOLE, Ranks, Step, Work
@@ -187,8 +187,8 @@ def cuts_of(lengths: Sequence[int], size: int) -> Iterator[tuple[str, Int64Array
     cut = Cut(ring_size=size)
     padded = [-(-length // cut.multiple) * cut.multiple for length in lengths]
     of_padded = np.concatenate([np.arange(1, length + 1) for length in padded])
-    dealt = deal(padded, [SHARDED] * len(padded), cut)
-    yield "every document in zigzag", np.array([of_padded[index].sum() for index in dealt.index])
+    assigned = assign_tokens(padded, [SHARDED] * len(padded), cut)
+    yield "every document in zigzag", np.array([of_padded[index].sum() for index in assigned.index])
     yield "the row in zigzag", np.array([chunks[rank] + chunks[-1 - rank] for rank in range(size)])
     yield "the row in equal parts", np.array([chunks[2 * rank] + chunks[2 * rank + 1] for rank in range(size)])
 
@@ -205,7 +205,7 @@ def print_balance(num_documents: int, size: int, row: int) -> None:
     print(f"{'':28} {'median':>8} {'all':>7}  {'median':>8} {'all':>7}")
     found: dict[str, str] = {}
     for algorithm in ("sequential", "best_fit"):
-        plan = pack(lengths, PackOptions(capacity=row, algorithm=algorithm), seed=0)
+        plan = pack(lengths, row, PackOptions(packing_algorithm=algorithm), seed=0)
         works: dict[str, list[Int64Array]] = {}
         for samples in np.split(plan.samples, plan.offsets[1:-1]):
             for name, work in cuts_of(lengths[samples].tolist(), size):

@@ -71,7 +71,7 @@ class Setting:
     model: str
     data: DistributionName
     world_size: int = 32
-    num_sharing: int = 8
+    sequence_parallel_size: int = 8
     sequences_per_rank: int = 64
 
     def options(self, steps: int, seed: int) -> SimulateOptions:
@@ -81,7 +81,7 @@ class Setting:
         bucket = (13 if large else 26) * 1024
         return SimulateOptions(
             machine=Machine(sizes=sizes, hardware=PAPERS_H100, world_size=self.world_size, recompute=large),
-            num_sharing=self.num_sharing,
+            sequence_parallel_size=self.sequence_parallel_size,
             bucket_size=bucket,
             packing_length=bucket,
             sequences_per_rank=self.sequences_per_rank,
@@ -102,7 +102,7 @@ SETTINGS = (
     Setting("qwen2.5-0.5b", "chatqa2"),
     Setting("qwen2.5-7b", "wikipedia"),
     Setting("qwen2.5-7b", "lmsys"),
-    Setting("qwen2.5-7b", "chatqa2", num_sharing=16, sequences_per_rank=40),
+    Setting("qwen2.5-7b", "chatqa2", sequence_parallel_size=16, sequences_per_rank=40),
 )
 ABLATION = Setting("qwen2.5-0.5b", "chatqa2", world_size=8)
 
@@ -111,7 +111,7 @@ class Ranks:
     """The ranks of a micro-batch while sequences are placed by the paper's heuristic or a variant of it."""
 
     def __init__(self, options: SimulateOptions, in_turn: bool) -> None:
-        self.num, self.in_turn, self.turn = options.num_sharing, in_turn, 0
+        self.num, self.in_turn, self.turn = options.sequence_parallel_size, in_turn, 0
         self.alignment = options.alignment
         self.room = [float(options.bucket_size)] * self.num
         self.load = [0.0] * self.num
@@ -164,9 +164,9 @@ def as_printed(
         sizes = lengths[first : first + per_step].astype(np.int64)
         flops = options.machine.sizes.cost(sizes, sizes**2, target_tokens=sizes)
         ranks = []
-        for hand in _deal(flops.tolist(), options.num_groups):
+        for hand in _assign(flops.tolist(), options.num_groups):
             ascending = sorted(hand, key=lambda one: (sizes[one], one))
-            fewest = -(-int(sizes[hand].sum()) // (options.bucket_size * options.num_sharing))
+            fewest = -(-int(sizes[hand].sum()) // (options.bucket_size * options.sequence_parallel_size))
             for num in range(fewest, len(hand) + 1):
                 cut = [ascending[part::num] for part in range(num)]
                 placed = [
@@ -186,7 +186,7 @@ def _place(
     return MicroBatch(np.array(part, np.int64), np.array([ranks.places[one] for one in part], np.int64)), all(fits)
 
 
-def _deal(flops: Sequence[float], num_ranks: int) -> list[list[int]]:
+def _assign(flops: Sequence[float], num_ranks: int) -> list[list[int]]:
     hands: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [(0.0, rank) for rank in range(num_ranks)]
     for one in sorted(range(len(flops)), key=lambda one: -flops[one]):

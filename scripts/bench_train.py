@@ -4,7 +4,7 @@
 Rows with pictures and rows of text are exported and trained for an epoch in each way, round after round, in an order
 that turns; ratios are medians over the rounds. The ways:
 
-- packed: packtool with ``--packing true``;
+- packed: packtool as it is;
 - padded: packtool with ``--packing false``, in micro-batches of as many rows as a pack holds on average, so that both
   take as many micro-batches and steps; and in micro-batches of four rows, several of them a step;
 - padded, grouped: the first of these with ``--group-by-length true``;
@@ -35,6 +35,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 
 from packtool.attention.register import set_attention
 from packtool.batch.batch import PackedBatch
-from packtool.batch.dataset import PlannedMicroBatches
+from packtool.batch.dataset import MicroBatches
+from packtool.batch.micro_batch import planned_steps
 from packtool.batch.spec import InputSpec
 from packtool.cache.export import export
 from packtool.config.export import ExportConfig
@@ -60,7 +62,7 @@ from packtool.plan.cost import CostModel
 from packtool.progress import SilentProgress
 from packtool.train.model.head_loss import HeadLoss
 from packtool.train.model.loss import sum_of_losses
-from packtool.train.prepare.cached import PreparedRun, prepare_run
+from packtool.train.prepare.cached import CachedRun, prepare_cached
 from packtool.train.run import train
 from scripts._reduced_model import reduce_model
 from scripts._trl_packing import train_an_epoch
@@ -186,29 +188,30 @@ def run_packtool(setting: Setting, seed: int, **options: Any) -> Epoch:
     )
 
 
-def prepared(setting: Setting) -> PreparedRun:
+def prepared(setting: Setting) -> CachedRun:
     """The packed run, planned."""
-    return prepare_run(run_config(setting, 0, packing=True), World())
+    return prepare_cached(run_config(setting, 0, packing=True), World())
 
 
-def preparing(run: PreparedRun) -> dict[str, float]:
+def preparing(run: CachedRun) -> dict[str, float]:
     """Seconds of planning an epoch, and of collating it."""
     begin = time.perf_counter()
     plan = run.schedule.plan_of(1)
     planned = time.perf_counter()
-    batches = PlannedMicroBatches(run.samples, plan, rank=0, spec=spec_of(run))
-    for number in range(len(batches)):
-        batches[number]
+    dataset = MicroBatches(run.read, spec_of(run))
+    for step in planned_steps(plan, 0):
+        for micro_batch in step:
+            dataset[micro_batch]
     return {"planning": planned - begin, "collating": time.perf_counter() - planned}
 
 
-def spec_of(run: PreparedRun) -> InputSpec:
+def spec_of(run: CachedRun) -> InputSpec:
     """The model as collation sees it."""
     return InputSpec.load(run.files.directory, run.media_limits)
 
 
 def run_peer(setting: Setting, seed: int) -> Epoch:
-    """One epoch of transformers' Trainer with packed rows."""
+    """One epoch of transformers' Trainer with packed sequences."""
     length, output = setting.packing_length, setting.work / "peer"
     epoch = train_an_epoch(
         setting.model, setting.cache, output, packing_length=length, learning_rate=LEARNING_RATE, seed=seed
@@ -300,7 +303,7 @@ def print_ways(measured: Mapping[str, Sequence[Epoch]]) -> None:
         print(f"{start}  {shown:<21} {fastest[PACKED] / fastest[name]:.2f}")
 
 
-def print_head(setting: Setting, exported: Mapping[str, Any], run: PreparedRun, rounds: int) -> None:
+def print_head(setting: Setting, exported: Mapping[str, Any], run: CachedRun, rounds: int) -> None:
     """What is trained, and on what."""
     index, targets = run.reader.index, run.figures.target_tokens
     lengths = index.length.astype(np.int64)
@@ -312,13 +315,14 @@ def print_head(setting: Setting, exported: Mapping[str, Any], run: PreparedRun, 
     print(f"CPU ({platform.machine()}, {torch.get_num_threads()} threads), float32, torch {torch.__version__}")
     told = []
     for cost in (CostModel.of_config(run.files.config), CostModel.of_config(QWEN3_VL_2B)):
-        whole = cost(lengths, lengths**2, index.media_tokens, targets).sum()
-        head, vision = cost.per_target_token * targets.sum(), cost.per_media_token * index.media_tokens.sum()
+        towers = cost.towers(index.vision_tokens, index.patch_squares, index.audio_tokens)
+        whole = cost(lengths, lengths**2, targets, towers).sum()
+        head, vision = cost.per_target_token * targets.sum(), towers.sum()
         told.append(f"head {head / whole:.0%}, vision {vision / whole:.0%}")
     print(f"of the FLOPs: {told[0]}; of a Qwen3-VL-2B's on these rows: {told[1]}")
 
 
-def print_shares(run: PreparedRun, epochs: Sequence[Epoch]) -> None:
+def print_shares(run: CachedRun, epochs: Sequence[Epoch]) -> None:
     """Planning, collating and waiting over the time of the median packed epoch."""
     middle = sorted(epochs, key=lambda epoch: epoch.seconds)[len(epochs) // 2]
     print(f"\nof the packed epoch's {middle.seconds:.1f} s")
@@ -345,8 +349,9 @@ def report(setting: Setting, exported: Mapping[str, Any], rounds: int) -> None:
     """Measure everything and print it."""
     run = prepared(setting)
     print_head(setting, exported, run, rounds)
-    batches = PlannedMicroBatches(run.samples, run.schedule.plan_of(0), rank=0, spec=spec_of(run))
-    some: list[Any] = [batches[number] for number in range(min(len(batches), 8))]
+    dataset = MicroBatches(run.read, spec_of(run))
+    wanted = (micro_batch for step in planned_steps(run.schedule.plan_of(0), 0) for micro_batch in step)
+    some: list[Any] = [dataset[micro_batch] for micro_batch in islice(wanted, 8)]
     # Before anything is trained: memory that this process has freed would be used again, and not be counted.
     print_memory(setting, max(some, key=lambda batch: batch.num_target_tokens))
     measured = measure(setting, rounds)

@@ -19,20 +19,6 @@ from packtool import storage
 from tests.s3_server import ENVIRONMENT, Proxy, S3Server
 
 REPOSITORY = Path(__file__).parent.parent
-# Files that take longest, in this order: begun last, one of them would go on alone while the other workers wait.
-LONGEST = (
-    "tests/test_readme.py",
-    "tests/train/test_gradients.py",
-    "tests/cli/test_seed_commands.py",
-    "tests/train/test_realdata.py",
-    "tests/cache/test_export.py",
-    "tests/train/test_resume.py",
-    "tests/train/test_videos_and_sounds.py",
-    "tests/encode/test_against_processor_media.py",
-    "tests/train/test_streaming.py",
-    "tests/stream/test_packs.py",
-    "tests/train/test_run.py",
-)
 
 # Nothing here may wait for a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -42,14 +28,10 @@ _NOTES = tempfile.TemporaryDirectory(prefix="packtool-tests-")
 os.environ.setdefault("PACKTOOL_CACHE_DIR", _NOTES.name)
 # Tests press Ctrl-C, which a shell's background jobs and what they start would ignore.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Whatever the environment says: a fork of a process that has used several OpenMP threads would wait for them forever.
+os.environ["OMP_NUM_THREADS"] = "1"
 # Tests run side by side on few cores: threads that wait must not spin.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files that take longest come first; in a file, and among the others, the order stays."""
-    places = {REPOSITORY / name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def pytest_collection_finish() -> None:
@@ -123,10 +105,14 @@ def bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 @pytest.fixture
 def through_proxy(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Proxy]]:
-    """Puts a proxy with these faults between packtool and the server; connections time out, and pauses are short."""
+    """Puts a proxy with these faults between packtool and the server; pauses between tries are short.
+
+    A connection that stays silent for ``timeout`` seconds is given up. Tests of stalls wait for that; the others leave
+    it at what a server on a busy machine keeps.
+    """
     with ExitStack() as stack:
 
-        def start(retries: int = 20, timeout: float = 0.5, **settings: Any) -> Proxy:
+        def start(retries: int = 20, timeout: float = 60.0, **settings: Any) -> Proxy:
             proxy = stack.enter_context(Proxy(s3_server.port, stall_s=4 * timeout, **settings))
             monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
             monkeypatch.setenv("PACKTOOL_STORAGE_RETRIES", str(retries))  # for processes that are started

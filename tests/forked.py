@@ -1,20 +1,57 @@
-"""Several ranks of a gloo process group as forks of this process: importing what they need takes longer than they do.
+"""Forks of this process in place of new ones: importing torch and transformers takes longer than most tests do.
 
-What torchrun does for ``packtool train`` is tested with torchrun; here only the ranks matter.
+What torchrun does for ``packtool train`` is tested with torchrun; here only what its ranks do matters.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import socket
-import time
+import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-_SECONDS = 300
+from tests.waiting import wait_for
+
+_FORK = multiprocessing.get_context("fork")
+
+
+@contextmanager
+def started(function: Callable[..., Any], *args: Any, told: Path | None = None) -> Iterator[BaseProcess]:
+    """A function that runs in a fork of this process, with a process group of its own, and is killed in the end.
+
+    Args:
+        function: a number that it returns is the exit code.
+        told: file for what it writes to stdout and stderr.
+    """
+    process = _FORK.Process(target=_call, args=(told, function, *args))
+    process.start()
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        process.kill()
+        process.join()
+
+
+def _call(told: Path | None, function: Callable[..., Any], *args: Any) -> None:
+    import torch
+
+    os.setsid()
+    torch.set_num_threads(1)  # the parent's threads are not there after a fork
+    if told is not None:
+        # Pytest has put files of its own in the place of Python's streams.
+        sys.stdout = sys.stderr = told.open("w", buffering=1)
+        for number in (1, 2):
+            os.dup2(sys.stderr.fileno(), number)
+    sys.exit(function(*args))
 
 
 def run_ranks(size: int, function: Callable[..., None], *args: Any, scratch: Path) -> None:
@@ -23,27 +60,40 @@ def run_ranks(size: int, function: Callable[..., None], *args: Any, scratch: Pat
     Args:
         scratch: directory for what a rank has to say when it fails.
     """
+    with started_ranks(size, function, *args, scratch=scratch) as processes:
+        # The others would wait for one that has failed.
+        wait_for(lambda: not any(process.is_alive() for process in processes) or any(_codes(processes)))
+        codes = _codes(processes)
+    said = "\n".join(path.read_text() for path in sorted(scratch.glob("failed-*.txt")))
+    assert codes == [0] * size, said or f"exit codes {codes}"
+
+
+def _codes(processes: Sequence[BaseProcess]) -> list[int | None]:
+    return [process.exitcode for process in processes]
+
+
+@contextmanager
+def started_ranks(
+    size: int, function: Callable[..., Any], *args: Any, scratch: Path
+) -> Iterator[Sequence[BaseProcess]]:
+    """Ranks that call a function each, and are killed in the end.
+
+    Args:
+        function: a number that it returns is the rank's exit code.
+        scratch: directory for what a rank has to say when it fails.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = multiprocessing.get_context("fork")
-    processes = [
-        context.Process(target=_main, args=(rank, size, port, scratch, function, *args)) for rank in range(size)
-    ]
+    processes = [_FORK.Process(target=_main, args=(rank, size, port, scratch, function, *args)) for rank in range(size)]
     for process in processes:
         process.start()
-    until = time.monotonic() + _SECONDS
-    while any(process.is_alive() for process in processes) and time.monotonic() < until:
-        # The others would wait for one that has failed.
-        if any(process.exitcode for process in processes):
-            break
-        processes[0].join(0.05)
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
-        process.join()
-    said = "\n".join(path.read_text() for path in sorted(scratch.glob("failed-*.txt")))
-    assert codes == [0] * size, said or f"exit codes {codes}"
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 def _main(rank: int, size: int, port: int, scratch: Path, function: Callable[..., None], *args: Any) -> None:
@@ -58,9 +108,10 @@ def _main(rank: int, size: int, port: int, scratch: Path, function: Callable[...
     # The parent's threads are not there after a fork.
     torch.set_num_threads(1)
     try:
-        function(*args)
+        code = function(*args)
         if dist.is_initialized():
             dist.destroy_process_group()
     except BaseException:
         (scratch / f"failed-{rank}.txt").write_text(f"rank {rank}:\n{traceback.format_exc()}")
         raise
+    sys.exit(code)

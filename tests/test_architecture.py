@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import re
+import subprocess
+import sys
+import tomllib
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
+
+from packtool.encode.families import FAMILIES
+from packtool.encode.families.record import Family
 
 PACKAGE = Path(__file__).parent.parent / "packtool"
 
@@ -44,6 +54,7 @@ OWNERS = {
     "binpacking": {"plan"},
     "typer": {"cli"},
     "rich": {"cli", "report"},
+    "jinja2": {"encode", "report"},
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -142,6 +153,24 @@ def test_heavy_dependencies_have_owners() -> None:
     assert not wrong
 
 
+# Who reads the environment: what starts processes, what takes credentials, and what makes options of variables.
+READERS = {"launch", "storage", "config", "cli/options.py", "cli/debug.py"}
+
+
+def test_the_environment_is_read_in_few_places() -> None:
+    wrong = []
+    for path, tree in TREES.items():
+        name = path.relative_to(PACKAGE).as_posix()
+        if {_room(path), name} & READERS:
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.putenv"):
+                wrong.append(f"{name}:{node.lineno}: {ast.unparse(node)}: launch and config read the environment")
+            if isinstance(node, ast.ImportFrom) and node.module == "os":
+                wrong.append(f"{name}:{node.lineno}: import os, so that it is seen what is taken from it")
+    assert not wrong
+
+
 def test_rooms_are_small() -> None:
     wrong = [
         f"{path.relative_to(PACKAGE)}: more than 400 lines" for path in FILES if path.read_text().count("\n") > 400
@@ -154,6 +183,16 @@ def test_rooms_are_small() -> None:
         if (count := len(arguments.args) + len(arguments.kwonlyargs) + len(arguments.posonlyargs)) > 9:
             wrong.append(f"{where}: {count} parameters")
     assert not wrong
+
+
+def test_the_wheel_has_every_file() -> None:
+    """Templates, tables and marks are package data: what no pattern names is missing where packtool is installed."""
+    patterns = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    for path in PACKAGE.rglob("*"):
+        if path.is_file() and path.suffix not in (".py", ".pyc"):
+            owners = [PACKAGE.parent.joinpath(*name.split(".")) for name in patterns]
+            held = zip(owners, patterns.values(), strict=True)
+            assert any(path.match(f"{owner}/{pattern}") for owner, some in held for pattern in some), path
 
 
 def test_every_public_thing_has_a_docstring() -> None:
@@ -169,7 +208,7 @@ def test_every_public_thing_has_a_docstring() -> None:
 
 
 # Where text goes to a terminal, or becomes HTML: each makes visible what others wrote.
-PRINTERS = {"visible.py", "report/terminal.py", "report/verify.py"}
+PRINTERS = {"visible.py", "report/terminal.py"}
 ESCAPERS = {"report/markup.py"}
 
 
@@ -184,8 +223,15 @@ def test_text_of_others_is_shown_in_few_places() -> None:
                     called.endswith((".print", "stdout.write", "stderr.write"))
                 ):
                     wrong.append(f"{name}:{node.lineno}: {called}: packtool.visible.show takes care of controls")
-        if name not in ESCAPERS and any(module == "html" for module, _ in _imports(path)):
-            wrong.append(f"{name}: packtool.report.markup.escape takes care of controls")
+            is_html = isinstance(node, ast.Constant) and isinstance(node.value, str) and "</" in node.value
+            if is_html and _room(path) == "report" and name not in ESCAPERS:
+                wrong.append(f"{name}:{node.lineno}: HTML stands in report/templates/")
+        if name not in ESCAPERS and any(module in ("html", "markupsafe") for module, _ in _imports(path)):
+            wrong.append(f"{name}: packtool.report.markup takes care of controls")
+    for template in (PACKAGE / "report" / "templates").iterdir():
+        # The environment escapes every text; a template that says otherwise is a hole.
+        if re.search(r"autoescape|\|\s*(safe|e|escape|forceescape)\b", template.read_text()):
+            wrong.append(f"{template.name}: escaping is the environment's")
     assert not wrong
 
 
@@ -195,7 +241,67 @@ def test_docstrings_say_what_is_returned() -> None:
     for path, tree in TREES.items():
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)):
-                first = (ast.get_docstring(node) or "-").split()[0]
-                if first in ("Of", "That", "For", "As"):
+                words = (ast.get_docstring(node) or "- -").split()
+                if words[0] in ("Of", "That", "For", "As", "And") or len(words) == 1:
                     fragments.append(f"{path.relative_to(PACKAGE)}: {ast.get_docstring(node)}")
     assert not fragments
+
+
+@pytest.mark.parametrize("module", ["packtool", "packtool.plan.packing", "tests.forked", "scripts.bench_export"])
+def test_warnings_of_this_code_are_errors(module: str) -> None:
+    """What pyproject.toml asks for, deprecations among them; other libraries may warn."""
+    warning = compile("import warnings; warnings.warn('careful', DeprecationWarning, stacklevel=1)", "a.py", "exec")
+    with pytest.raises(DeprecationWarning, match="careful"):
+        exec(warning, {"__name__": module})
+    exec(warning, {"__name__": "packtools_neighbour"})
+
+
+# Files that may name a family of models besides its own: whose own subject it is.
+NAME_FAMILIES: set[str] = set()
+
+
+def test_a_family_of_models_is_named_in_its_own_file_only() -> None:
+    """Model types and classes of layers are told by the family's record, which all other rooms read."""
+    folder = PACKAGE / "encode" / "families"
+    own: dict[Path, set[str]] = {}
+    for path in folder.glob("*.py"):
+        record = vars(importlib.import_module(_module(path))).get("FAMILY")
+        if isinstance(record, Family):
+            own[path] = {*record.model_types, *record.recurrence.text_types, *record.recurrence.layers}
+    names = set().union(*own.values())
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}: names {node.value}"
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        and node.value in names - own.get(path, set())
+        and path.relative_to(PACKAGE).as_posix() not in NAME_FAMILIES
+    ]
+    assert len(own) == len(FAMILIES)
+    assert not wrong
+
+
+# What is done in one way has one place.
+ONE_PLACE = {
+    "all_gather_object": "launch/exchange.py",
+    "all_gather_into_tensor": "attention/parallel/exchange.py",
+    "AutoModelForCausalLM": "batch/spec.py",
+    "AutoModelForImageTextToText": "batch/spec.py",
+}
+
+
+def test_what_has_one_place_is_done_there() -> None:
+    wrong = []
+    for path, tree in TREES.items():
+        where = path.relative_to(PACKAGE).as_posix()
+        for node in ast.walk(tree):
+            name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+            if ONE_PLACE.get(name, where) != where:
+                wrong.append(f"{where}:{node.lineno}: {name} belongs to {ONE_PLACE[name]}")
+    assert not wrong
+
+
+def test_runs_are_prepared_without_torch() -> None:
+    """A launcher prepares a run before it starts the processes, and has no use for seconds of imports."""
+    code = "import sys, packtool.train.run, packtool.train.prepare.run; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=PACKAGE.parent).returncode == 0

@@ -30,3 +30,9 @@ def test_several_problems_become_one_error() -> None:
     assert "2 settings" in str(error)
     assert "--a is wrong" in str(error)
     assert "--b is missing" in str(error)
+
+
+def test_the_most_similar_name_is_told() -> None:
+    assert errors.did_you_mean("sed", ["model", "seed"]) == "; did you mean 'seed'?"
+    assert errors.did_you_mean("--packin-length", ["--packing-length"]) == "; did you mean --packing-length?"
+    assert errors.did_you_mean("sed", ["model"]) == errors.did_you_mean("sed", ["seed"], likeness=0.99) == ""

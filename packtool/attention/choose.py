@@ -15,7 +15,6 @@ from packtool.attention.torch_varlen import TorchVarlenKernel
 from packtool.errors import ConfigError
 
 AUTO = "auto"
-_WITHOUT_GPU = ("sdpa", "flex", "reference")
 _FLASH = (FlashKernel(3), FlashKernel(2))
 KERNELS: dict[str, Kernel] = {
     kernel.name: kernel for kernel in (SdpaKernel(), TorchVarlenKernel(), *_FLASH, FlexKernel(), ReferenceKernel())
@@ -63,7 +62,8 @@ def choose_elsewhere(name: str, dtype: torch.dtype) -> None:
     Raises:
         ConfigError: with the remedy.
     """
-    if name not in (AUTO, *_WITHOUT_GPU) and (missing := needs_half(name, dtype)):
+    kernel = KERNELS.get(name)
+    if kernel is not None and kernel.is_half_only and (missing := needs_half(name, dtype)):
         raise ConfigError(f"--attn-impl {name}: {missing.reason}", missing.remedy)
 
 

@@ -1,40 +1,46 @@
-"""One call of the vision tower for all pictures and videos of a micro-batch.
+"""Towers run once in a forward pass, and their features go to their tokens by index.
 
 transformers' models look at pictures in one call of their tower and at videos in another. Processes that share a
 model's weights exchange them in every call: a process with pictures *and* videos would wait for one with pictures
-alone. So a model's ``get_image_features`` and ``get_video_features`` are answered here, on the instance: whichever is
-asked first looks at both kinds together, and the other gets what is left. The numbers are the same, for a tower keeps
-its pictures apart.
+alone. They also look for placeholder tokens with masks whose size the host has to ask the device for, in every layer
+that takes features (DeepStack) and once more in the backward pass. So where a micro-batch brings ``TowerInputs``, a
+hook before the forward of the module that has the towers does their part::
+
+    pixel_values, pixel_values_videos ──► one call of the tower ──► (N, D) ──► embeddings (B, T, D) at N positions
+    input_features ─────────────────────► one call of the tower ──► (M, D) ──►            "        at M positions
+
+and the model goes on from embeddings. The numbers are the same, for a tower keeps its pictures apart, and without
+``TowerInputs`` everything is as transformers has it.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+import types
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from packtool.attention.parallel.features import exchange_features
+from packtool.encode.families import MediaKind, family_of
 
 if TYPE_CHECKING:
     from packtool.attention.parallel.mesh import SequenceParallel
     from packtool.batch.shard import SequenceShard
+    from packtool.batch.tower_inputs import TowerInputs
 
-VisualKind = Literal["image", "video"]
-
-_INPUTS: dict[VisualKind, tuple[str, str]] = {
-    "image": ("pixel_values", "image_grid_thw"),
-    "video": ("pixel_values_videos", "video_grid_thw"),
-}
-_METHODS: dict[VisualKind, str] = {"image": "get_image_features", "video": "get_video_features"}
+_SOUNDS = ("input_features", "feature_attention_mask")
 _ATTRIBUTE = "_packtool_look"
+
+Features = dict[MediaKind, list[Tensor]]
+"""For each kind of medium its features (N, D): what the embeddings get, then what the first layers get (DeepStack)."""
 
 
 def look_once(model: nn.Module) -> None:
-    """Make a model's vision tower run at most once in a forward pass; may be called again, and for any model."""
+    """Make a model's towers run at most once in a forward pass; may be called again, and for any model."""
     for module in _with_towers(model):
         if not isinstance(getattr(module, _ATTRIBUTE, None), _OneLook):
             setattr(module, _ATTRIBUTE, _OneLook(module))
@@ -45,79 +51,131 @@ def share_features(model: nn.Module, parallel: SequenceParallel | None) -> None:
 
     Args:
         model: see ``look_once``, which this includes.
-        parallel: ranks that share rows; None for nobody.
+        parallel: ranks that share sequences; None for nobody.
     """
     look_once(model)
     for module in _with_towers(model):
         getattr(module, _ATTRIBUTE).parallel = parallel
 
 
+@contextmanager
+def own_features(model: nn.Module) -> Iterator[None]:
+    """Inside, the model finds and merges its features as transformers would by itself."""
+    looks = [getattr(module, _ATTRIBUTE, None) for module in _with_towers(model)]
+    found = [look for look in looks if isinstance(look, _OneLook)]
+    for look in found:
+        look.is_on = False
+    try:
+        yield
+    finally:
+        for look in found:
+            look.is_on = True
+
+
 class _OneLook:
-    """Answers for a module's two methods. An object and not closures: a copied model must not ask the first one.
+    """Hooks of a module. An object and not closures: a copied model must not ask the first one.
 
     Args:
-        module: that has the vision tower, and not only something that has it.
+        module: that has the towers, and not only something that has them.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: Any) -> None:
         self.parallel: SequenceParallel | None = None
-        self._inputs: dict[VisualKind, tuple[Tensor, Tensor]] = {}
-        self._found: dict[VisualKind, Any] = {}
-        self._look: Any = getattr(module, _METHODS["image"])
-        module.register_forward_pre_hook(self._see_inputs, with_kwargs=True)
-        for kind, method in _METHODS.items():
-            setattr(module, method, partial(self._features, kind))
+        self.is_on = True
+        self._pixels = family_of({"model_type": module.config.model_type}).visual_inputs
+        self._deeper: tuple[Tensor, list[Tensor]] | None = None
+        module.register_forward_pre_hook(self._merge, with_kwargs=True)
+        module.language_model.register_forward_pre_hook(self._go_deeper, with_kwargs=True)
+        if hasattr(module.language_model, "_deepstack_process"):
+            # A bound method, which a deep copy binds to the copy.
+            module.language_model._deepstack_process = types.MethodType(_add_features, module.language_model)
 
-    def _see_inputs(self, _module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
-        """Before a forward pass: what its tower will be asked to look at."""
-        given = {kind: (kwargs.get(pixels), kwargs.get(grids)) for kind, (pixels, grids) in _INPUTS.items()}
-        self._inputs = {
-            kind: (pixels, grids) for kind, (pixels, grids) in given.items() if pixels is not None and grids is not None
-        }
-        self._found = {}
+    def _merge(self, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Before a forward pass: from tokens and media to embeddings."""
+        towers: Mapping[Any, TowerInputs] = kwargs.pop("towers", None) or {}
+        self._deeper = None
+        if not towers or not self.is_on:
+            return args, kwargs
+        shard: SequenceShard | None = kwargs.get("sequence_shard")
+        embeddings = module.get_input_embeddings()(kwargs["input_ids"])
+        found: Features = {}
+        if "vision" in towers:
+            found |= self._look(module, towers["vision"], kwargs, shard)
+        if "sound" in towers:
+            found["audio"] = [_listen(module, towers["sound"], kwargs)]
+        where = {kind: index for inputs in towers.values() for kind, index in inputs.positions.items()}
+        flat = embeddings.flatten(0, 1)
+        for kind, levels in found.items():
+            flat = flat.index_copy(0, where[kind], levels[0].to(flat.dtype))
+        deeper = {kind: levels[1:] for kind, levels in found.items() if levels[1:]}
+        if deeper:
+            levels = [torch.cat(level) for level in zip(*deeper.values(), strict=True)]
+            self._deeper = torch.cat([where[kind] for kind in deeper]), levels
+        media = {*_SOUNDS, *chain(*self._pixels.values())}
+        left = {name: value for name, value in kwargs.items() if name not in media}
+        return args, left | {"input_ids": None, "inputs_embeds": flat.view_as(embeddings)}
 
-    def _features(
-        self,
-        kind: VisualKind,
-        pixels: Tensor,
-        grids: Tensor,
-        sequence_shard: SequenceShard | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        if kind not in self._found:
-            mine, _ = self._inputs.get(kind, (None, None))
-            # Somebody may ask outside of a forward pass, as transformers' generation does.
-            self._found = self._look_at(self._inputs if mine is pixels else {kind: (pixels, grids)}, kwargs)
-            self._inputs = {}
-        found = self._found.pop(kind)
-        if sequence_shard is not None:
+    def _look(
+        self, module: Any, inputs: TowerInputs, media: Mapping[str, Any], shard: SequenceShard | None
+    ) -> Features:
+        """Features of pictures and videos, by one call."""
+        given = {kind: names for kind, names in self._pixels.items() if media.get(names[0]) is not None}
+        pixels, grids = (torch.cat([media[names[i]] for names in given.values()]) for i in (0, 1))
+        tower = module.visual
+        seen = tower(pixels.type(tower.dtype), grid_thw=grids, return_dict=True, **inputs.arguments)
+        levels = [seen.pooler_output, *(getattr(seen, "deepstack_features", None) or ())]
+        merged = tower.spatial_merge_size**2
+        # Patches are counted on the host: a grid may be on the device.
+        counts = [len(media[names[0]]) // merged for names in given.values()]
+        found: Features = {kind: [] for kind in given}
+        for level in levels:
+            for kind, part in zip(given, torch.split(level, counts), strict=True):
+                found[kind].append(part)
+        if shard is not None:
             assert self.parallel is not None, "packed_attention refuses it"
-            exchange_features(found, sequence_shard.routes[kind], self.parallel)
+            for kind, its_levels in found.items():
+                found[kind] = exchange_features(its_levels, shard.routes[kind], self.parallel)
         return found
 
-    def _look_at(
-        self, inputs: dict[VisualKind, tuple[Tensor, Tensor]], kwargs: dict[str, Any]
-    ) -> dict[VisualKind, Any]:
-        """The tower's answer for each kind."""
-        if len(inputs) == 1:
-            ((kind, (pixels, grids)),) = inputs.items()
-            return {kind: self._look(pixels, grids, **kwargs)}
-        pixels, grids = (torch.cat(tensors) for tensors in zip(*inputs.values(), strict=True))
-        seen = self._look(pixels, grids, **kwargs | {"return_dict": True})
-        answers: dict[VisualKind, Any] = {}
-        start = 0
-        for kind, (_, its_grids) in inputs.items():
-            its_own = slice(start, start + len(its_grids))
-            answers[kind] = answer = copy.copy(seen)
-            answer.pooler_output = seen.pooler_output[its_own]
-            if getattr(seen, "deepstack_features", None) is not None:
-                answer.deepstack_features = [level[its_own] for level in seen.deepstack_features]
-            start += len(its_grids)
-        return answers
+    def _go_deeper(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Before the layers: what the first of them add at some positions."""
+        if self._deeper is not None:
+            positions, levels = self._deeper
+            self._deeper = None
+            kwargs |= {"visual_pos_masks": positions, "deepstack_visual_embeds": levels}
+        return args, kwargs
+
+
+def _listen(module: Any, inputs: TowerInputs, media: Mapping[str, Any]) -> Tensor:
+    """Features of sounds, (N, D)."""
+    arguments = dict(inputs.arguments)
+    features: Tensor = media["input_features"]
+    frames = features.transpose(1, 2).flatten(0, 1)
+    silent = frames.new_zeros(1, frames.shape[1])
+    chunks = torch.cat([frames, silent])[arguments.pop("frames")].transpose(1, 2)
+    found: Tensor = module.audio_tower(features, padded_feature=chunks, return_dict=True, **arguments).last_hidden_state
+    return found
+
+
+def _add_features(module: nn.Module, hidden_states: Tensor, where: Tensor, features: Tensor) -> Tensor:
+    """A text tower's ``_deepstack_process``, also for positions (N,) of the flattened row in place of a mask (B, T)."""
+    if where.dtype == torch.bool:
+        own: Any = type(module)
+        found: Tensor = own._deepstack_process(module, hidden_states, where, features)
+        return found
+    flat = hidden_states.flatten(0, 1)
+    added = flat.index_select(0, where) + features.to(flat.dtype)
+    return flat.index_copy(0, where, added).view_as(hidden_states)
+
+
+def towers_of_media(model: nn.Module) -> Iterator[Any]:
+    """The vision and audio towers of a model."""
+    for module in _with_towers(model):
+        yield from (tower for name, tower in module.named_children() if name in ("visual", "audio_tower"))
 
 
 def _with_towers(model: nn.Module) -> Iterator[nn.Module]:
     """The modules whose forward asks for features: they have the tower, and not only something that has it."""
     for module in model.modules():
-        if hasattr(module, _METHODS["image"]) and "visual" in dict(module.named_children()):
+        if {"visual", "language_model"} <= {name for name, _ in module.named_children()}:
             yield module

@@ -28,13 +28,14 @@ _HOPPER = 9
 
 
 class FlashKernel(Kernel):
-    """See the module.
+    """Flash attention of one of its versions.
 
     Args:
         version: 2 or 3.
     """
 
     max_head_dim = 256
+    is_half_only = True
 
     def __init__(self, version: int) -> None:
         self.version = version
@@ -95,7 +96,7 @@ class FlashKernel(Kernel):
             max_seqlen_q=longest,
             max_seqlen_k=longest,
             softmax_scale=default_scale(q, scale),
-            causal=True,
+            causal=varlen.causal,
             # A query of the kernel's window sees so many keys before itself; -1 is all of them.
             window_size=(-1 if window is None else window - 1, 0 if window is not None else -1),
             **more,

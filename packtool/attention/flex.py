@@ -21,7 +21,7 @@ from packtool.attention.varlen import Varlen
 
 
 class FlexKernel(Kernel):
-    """See the module."""
+    """FlexAttention with a block mask of the documents."""
 
     name = "flex"
 
@@ -43,7 +43,7 @@ class FlexKernel(Kernel):
         function, given = _function(q.device.type), _asking_for_lse()
         out, told = function(
             *heads,
-            block_mask=_block_mask(varlen.host_lengths(), window, q.device),
+            block_mask=_block_mask(varlen.host_lengths(), window, varlen.causal, q.device),
             scale=default_scale(q, scale),
             enable_gqa=q.shape[1] != k.shape[1],
             **given,
@@ -66,12 +66,13 @@ def _asking_for_lse() -> dict[str, Any]:
 
 
 @lru_cache(maxsize=4)
-def _block_mask(lengths: tuple[int, ...], window: int | None, device: torch.device) -> Any:
+def _block_mask(lengths: tuple[int, ...], window: int | None, causal: bool, device: torch.device) -> Any:
     """Which blocks of the scores hold anything; the same for all layers of a batch with one window."""
     documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        same = (documents[query] == documents[key]) & (query >= key)
+        same = documents[query] == documents[key]
+        same = same & (query >= key) if causal else same
         return same if window is None else same & (key > query - window)
 
     num_tokens = sum(lengths)

@@ -1,7 +1,8 @@
 """The one interface of all attention kernels.
 
-A kernel computes causal attention inside each document of a packed row, and nowhere else. Which one runs is a matter
-of speed: ``reference`` defines the result, and tests compare every kernel with it, forward and backward.
+A kernel computes attention inside each document of a packed sequence, and nowhere else: causal, or in both directions,
+as towers of media have it; ``Varlen`` says which. Which kernel runs is a matter of speed: ``reference`` defines the
+result, and tests compare every kernel with it, forward and backward.
 
 | kernel | where | price |
 |---|---|---|
@@ -45,11 +46,13 @@ class Kernel(abc.ABC):
         name: as ``--attn-impl`` has it.
         has_dropout: whether attention weights can be dropped.
         max_head_dim: largest D, or None.
+        is_half_only: whether it computes numbers of 16 bits only.
     """
 
     name: str
     has_dropout: bool = False
     max_head_dim: int | None = None
+    is_half_only: bool = False
 
     @abc.abstractmethod
     def unavailable(self, device: torch.device, dtype: torch.dtype) -> Unavailable | None:

@@ -22,17 +22,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedConfig
 
 from packtool.attention.varlen import LeakError, Varlen
+from packtool.encode.families import FAMILIES
 
 RECURRENT_LAYER = "linear_attention"
 """The layer type, in a config's ``layer_types``, of what is isolated here (and of others, which are not)."""
 
-ISOLATED_CLASSES = frozenset({"Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"})
-"""Modules whose forward takes (hidden_states, cache_params, attention_mask, **boundaries) and mixes nothing else."""
+ISOLATED_CLASSES = frozenset(name for family in FAMILIES for name in family.recurrence.layers)
+"""Names of classes whose forward takes (hidden_states, cache_params, attention_mask, **boundaries), and no more."""
 
-ISOLATED_MODEL_TYPES = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
+ISOLATED_MODEL_TYPES = frozenset(name for family in FAMILIES for name in family.recurrence.text_types)
 """Text towers whose recurrent layers are all of these classes."""
 
 _TRIED_LENGTHS = (70, 9)
@@ -83,7 +85,7 @@ def _forward(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """The layer's forward on a packed row.
+    """The layer's forward on a packed sequence.
 
     Args:
         hidden_states: (1, T, hidden).
@@ -120,8 +122,10 @@ def keeps_documents_apart(layer: nn.Module, like: Tensor) -> bool:
     """
     key = type(layer), like.device.type, like.dtype
     if key not in _tried:
-        # Numbers on the meta device tell nothing.
-        _tried[key] = like.device.type != "meta" and _try(layer, like)
+        # Tensors without numbers tell nothing.
+        if like.device.type == "meta" or isinstance(like, FakeTensor):
+            return False
+        _tried[key] = _try(layer, like)
     return _tried[key]
 
 
@@ -144,7 +148,7 @@ def _try(layer: nn.Module, like: Tensor) -> bool:
 
 
 def _at_once(layer: nn.Module, hidden_states: Tensor, lengths: Sequence[int]) -> Tensor:
-    """One call for the whole row, which tells the boundaries to the recurrence and to the convolution."""
+    """One call for the whole sequence, which tells the boundaries to the recurrence and to the convolution."""
     device = hidden_states.device
     bounds = Varlen.of_lengths(lengths, device).cu_seqlens
     numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))

@@ -32,7 +32,9 @@ class ReferenceKernel(Kernel):
         q, k, v = q.double(), k.double().repeat_interleave(groups, dim=1), v.double().repeat_interleave(groups, dim=1)
         index = torch.arange(num_tokens, device=q.device)
         document = torch.bucketize(index, varlen.cu_seqlens.to(index)[1:], right=True)
-        visible = (document[:, None] == document[None, :]) & (index[:, None] >= index[None, :])
+        visible = document[:, None] == document[None, :]
+        if varlen.causal:
+            visible &= index[:, None] >= index[None, :]
         if window is not None:
             visible &= index[None, :] > index[:, None] - window
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale

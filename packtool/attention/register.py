@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from packtool.attention.choose import AUTO, KERNELS, choose
-from packtool.attention.features import share_features
+from packtool.attention.features import own_features, share_features, towers_of_media
 from packtool.attention.parallel.attend import attend_shard
 from packtool.attention.parallel.axes import refuse_shared
 from packtool.attention.parallel.blocks import choose_blocks
@@ -34,8 +34,14 @@ from packtool.errors import ConfigError, UnsupportedModelError
 ATTENTION_NAME = "packtool"
 """transformers' name of ``--attn-impl auto``: the best kernel for each call's device and precision."""
 
+TOWER_ATTENTION = "packtool_flash_towers"
+"""transformers' name of the attention inside towers of media.
+
+With "flash" in it: without, transformers calls it for each picture by itself. The text tower's name is to be without
+for its masks; a tower builds none.
+"""
+
 _SHARED = "_shared"
-_SHORT_NAMES = {"flash_attention_2": "fa2", "flash_attention_3": "fa3"}
 _NO_PACKING = "Train this model with --packing false."
 
 
@@ -51,7 +57,8 @@ def attention_name(impl: str) -> str:
         return ATTENTION_NAME
     if impl not in KERNELS:
         raise ConfigError(f"--attn-impl {impl}: there is no such attention", f"There are auto, {', '.join(KERNELS)}.")
-    return f"{ATTENTION_NAME}_{_SHORT_NAMES.get(impl, impl)}"
+    short = impl.replace("flash_attention_", "fa")
+    return f"{ATTENTION_NAME}_{short}"
 
 
 def register() -> None:
@@ -63,8 +70,6 @@ def register() -> None:
 
 def attention_for(config: PreTrainedConfig, impl: str = AUTO) -> str | dict[str, str]:
     """The ``attn_implementation`` that routes a model's text tower, and only it, through a kernel.
-
-    A vision tower separates its pictures itself, and does so with boundaries of its own.
 
     Raises:
         UnsupportedModelError: for a model with recurrent layers, which a name does not reach: ``set_attention`` does.
@@ -85,6 +90,20 @@ def route(config: PreTrainedConfig, name: str) -> str | dict[str, str]:
     return {tower: name if tower == "text_config" else "sdpa" for tower in towers}
 
 
+def set_text_attention(model: PreTrainedModel, name: str) -> None:
+    """Set the attention of a model's text tower by transformers' name; its other towers keep ``tower_attention``."""
+    model.set_attn_implementation(route(model.config, name))
+    route_towers(model)
+
+
+def route_towers(model: nn.Module) -> None:
+    """Route the towers of a model's media, where it has some, through ``tower_attention``."""
+    AttentionInterface.register(TOWER_ATTENTION, tower_attention)
+    for tower in towers_of_media(model):
+        # Not set_attn_implementation, which takes every name with "flash" in it for a package to import.
+        tower.config._attn_implementation = TOWER_ATTENTION
+
+
 def set_attention(model: PreTrainedModel, impl: str = AUTO, parallel: SequenceParallel | None = None) -> None:
     """Make a loaded model keep packed samples apart: the one line that packed training needs.
 
@@ -95,7 +114,7 @@ def set_attention(model: PreTrainedModel, impl: str = AUTO, parallel: SequencePa
     Args:
         model: bare, not yet wrapped in adapters.
         impl: what ``--attn-impl`` takes.
-        parallel: ranks that share each row; the model then takes a ``ShardedBatch``, and a ``PackedBatch`` as before.
+        parallel: ranks that share each sequence; the model takes a ``ShardedBatch`` then, a ``PackedBatch`` as ever.
 
     Raises:
         ConfigError: if there is no such kernel.
@@ -108,13 +127,13 @@ def set_attention(model: PreTrainedModel, impl: str = AUTO, parallel: SequencePa
         refuse_shared(model.config.to_dict())
         name += _SHARED
         AttentionInterface.register(name, partial(packed_attention, impl=impl, parallel=parallel))
-    model.set_attn_implementation(route(model.config, name))
+    set_text_attention(model, name)
     isolate_recurrent_layers(model)
 
 
 @contextmanager
 def own_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, the model computes as transformers would by itself: its SDPA attention, its own recurrent layers.
+    """Inside, the model computes as transformers would by itself: SDPA, its own recurrent layers and calls of towers.
 
     For comparisons; what was set before is set again afterwards.
     """
@@ -124,9 +143,10 @@ def own_attention(model: PreTrainedModel) -> Iterator[None]:
     model.set_attn_implementation(route(model.config, "sdpa"))
     release_recurrent_layers(model)
     try:
-        yield
+        with own_features(model):
+            yield
     finally:
-        model.set_attn_implementation(route(model.config, name))
+        set_text_attention(model, name)
         if isolated:
             isolate_recurrent_layers(model)
 
@@ -151,7 +171,7 @@ def packed_attention(
         attention_mask: must be None; documents are told apart by ``cu_seq_lens_q``.
         kwargs: ``cu_seq_lens_q`` int32 (S + 1,), ``max_length_q``, optionally ``document_lengths`` (host integers),
             ``sliding_window``; ``impl``, as ``--attn-impl`` has it. Instead of boundaries a ``sequence_shard``, for a
-            row that the ranks of ``parallel`` share.
+            sequence that the ranks of ``parallel`` share.
 
     Returns:
         (1, T, Hq, D) and None for the weights, which are never built.
@@ -178,6 +198,38 @@ def packed_attention(
     )
     out = kernel.attend(q, k, v, varlen, scale=scaling, window=window, dropout=dropout)
     return out.unsqueeze(0), None
+
+
+def tower_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface for a tower: all pictures, frames or sounds of a micro-batch by one call.
+
+    Args:
+        module: the attention layer.
+        query, key, value: (1, H, T, D).
+        attention_mask: None.
+        kwargs: ``cu_seq_lens_q`` int32 (S + 1,) and ``max_length_q``: which tokens see each other, in both directions.
+
+    Returns:
+        (1, T, H, D) and None for the weights, which are never built.
+
+    Raises:
+        LeakError: the call does not say where pictures end.
+    """
+    if attention_mask is not None or kwargs.get("cu_seq_lens_q") is None:
+        raise LeakError(f"{type(module).__name__} does not say where the pictures end that it looks at")
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in _as_autocast(query, key, value))
+    varlen = Varlen(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], causal=False)
+    kernel = choose(AUTO, q.device, q.dtype, needs_dropout=dropout > 0, head_dim=q.shape[-1])
+    return kernel.attend(q, k, v, varlen, scale=scaling, dropout=dropout).unsqueeze(0), None
 
 
 def _as_autocast(*tensors: Tensor) -> list[Tensor]:

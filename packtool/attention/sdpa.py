@@ -19,17 +19,17 @@ from packtool.attention.varlen import Varlen
 _LSE_QUERIES = 256
 """Queries whose scores are held at once where the lse is computed here."""
 
-Block = tuple[slice, slice, Tensor | None]
+QueryBlock = tuple[slice, slice, Tensor | None]
 
 
 class SdpaKernel(Kernel):
-    """See the module."""
+    """Scaled dot-product attention of torch, called once for each document."""
 
     name = "sdpa"
     has_dropout = True
 
     def unavailable(self, device: torch.device, dtype: torch.dtype) -> Unavailable | None:
-        """Never."""
+        """Always None: SDPA computes on every device and in every precision."""
         return None
 
     def fwd(
@@ -41,7 +41,8 @@ class SdpaKernel(Kernel):
         outs, lses = [], []
         for heads in _documents(q, k, v, varlen):
             for queries, keys, mask in _blocks(heads[0].shape[2], window, q.device):
-                out, lse = with_lse(heads[0][:, :, queries], heads[1][:, :, keys], heads[2][:, :, keys], scale, mask)
+                given = heads[0][:, :, queries], heads[1][:, :, keys], heads[2][:, :, keys]
+                out, lse = with_lse(*given, scale, mask, varlen.causal)
                 outs.append(out.squeeze(0).transpose(0, 1))
                 lses.append(lse)
         if not outs:
@@ -69,7 +70,7 @@ class SdpaKernel(Kernel):
                     heads[2][:, :, keys],
                     attn_mask=mask,
                     dropout_p=dropout,
-                    is_causal=mask is None,
+                    is_causal=mask is None and varlen.causal,
                     scale=scale,
                     enable_gqa=q.shape[1] != k.shape[1],
                 )
@@ -79,12 +80,12 @@ class SdpaKernel(Kernel):
 
 def _documents(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen) -> Iterator[list[Tensor]]:
     """Queries, keys and values of each document, (1, H, L, D), as views."""
-    assert len(q) == len(k) == len(v), "the documents do not add up to the packed row"
+    assert len(q) == len(k) == len(v), "the documents do not add up to the packed sequence"
     for document in varlen.documents(len(q)):
         yield [tensor[document].transpose(0, 1).unsqueeze(0) for tensor in (q, k, v)]
 
 
-def _blocks(length: int, window: int | None, device: torch.device) -> Iterator[Block]:
+def _blocks(length: int, window: int | None, device: torch.device) -> Iterator[QueryBlock]:
     """Queries and keys of one document that are computed together, and what is masked beyond the causal mask.
 
     A document that is longer than its window is cut into blocks of ``window`` queries against at most
@@ -110,7 +111,9 @@ def _has_cpu_flash(q: Tensor, v: Tensor) -> bool:
 _CPU_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 
 
-def _cpu_flash(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _cpu_flash(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor]:
     """One call on (1, H, L, D): out likewise and lse float32 (Hq, L).
 
     Query heads of one group become the heads of a batch, whose K and V are one head with a stride of zero.
@@ -124,21 +127,23 @@ def _cpu_flash(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | Non
         bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, -torch.inf)
     attend = getattr(torch.ops.aten, _CPU_FLASH)
     q = q.reshape(num_groups, per_group, length, head_dim)
-    out, lse = attend(q, k, v, 0.0, mask is None, attn_mask=bias, scale=scale)
+    out, lse = attend(q, k, v, 0.0, mask is None and causal, attn_mask=bias, scale=scale)
     return out.reshape(1, num_heads, length, head_dim), lse.reshape(num_heads, length).detach().float()
 
 
-def _sdpa_and_lse(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _sdpa_and_lse(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor]:
     """The same where no call of torch's tells the lse."""
     is_grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=is_grouped
+        q, k, v, attn_mask=mask, is_causal=mask is None and causal, scale=scale, enable_gqa=is_grouped
     )
-    return out, _lse(q[0], k[0], scale, mask)
+    return out, _lse(q[0], k[0], scale, mask, causal)
 
 
 @torch.no_grad()
-def _lse(q: Tensor, k: Tensor, scale: float, mask: Tensor | None) -> Tensor:
+def _lse(q: Tensor, k: Tensor, scale: float, mask: Tensor | None, causal: bool) -> Tensor:
     """The log-sum-exp of (Hq, L, D) queries and (Hkv, L', D) keys: float32 (Hq, L), made for some queries at a time."""
     num_heads, length, head_dim = q.shape
     # Scores of 16 bits would be off by more than the tolerance of the merge; a row of them is small in 32.
@@ -148,7 +153,9 @@ def _lse(q: Tensor, k: Tensor, scale: float, mask: Tensor | None) -> Tensor:
     parts = []
     for start in range(0, length, _LSE_QUERIES):
         queries = slice(start, start + _LSE_QUERIES)
-        visible = index <= index[queries].unsqueeze(1) if mask is None else mask[queries]
         scores = grouped[:, :, queries] @ keys * scale
-        parts.append(scores.masked_fill(~visible, -torch.inf).logsumexp(-1))
+        if mask is not None or causal:
+            visible = index <= index[queries].unsqueeze(1) if mask is None else mask[queries]
+            scores = scores.masked_fill(~visible, -torch.inf)
+        parts.append(scores.logsumexp(-1))
     return torch.cat(parts, dim=-1).reshape(num_heads, length)

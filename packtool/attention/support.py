@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from packtool.attention.recurrent import ISOLATED_MODEL_TYPES, RECURRENT_LAYER
 from packtool.attention.trial import refuse_after_trial
+from packtool.batch.spec import auto_class
 from packtool.errors import MismatchError, UnsupportedModelError
 
 ISOLATED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -28,10 +29,10 @@ _WHY = {
     "chunked_attention": "attend within chunks that are counted from the row's beginning",
     "hybrid": "carry a state along the row beside their attention",
     "hybrid_sliding": "carry a state along the row beside their attention",
-    "indexed_attention": "choose keys from the whole row",
+    "indexed_attention": "choose keys from the whole sequence",
     "compressed_sparse_attention": "attend to summaries of the row",
     "heavily_compressed_attention": "attend to summaries of the row",
-    "minimax_m3_sparse": "choose keys from the whole row",
+    "minimax_m3_sparse": "choose keys from the whole sequence",
 }
 _RECURRENT_SETTING = re.compile(
     r"(^|_)(mamba|ssm|conv_l_cache|linear_(num|key|value|conv)|lru|rwkv|block_types?)", re.I
@@ -101,7 +102,7 @@ def refuse_leaky_inputs(inputs: Mapping[str, Any]) -> None:
     """
     found = []
     if inputs.get("use_cache") is not False:
-        found.append("the key-value cache is on, which lets transformers' attention see the whole row: use_cache=False")
+        found.append("the key-value cache is on, which lets transformers' attention see all of it: use_cache=False")
     if inputs.get("past_key_values") is not None:
         found.append("past_key_values go from one sample into the next: leave them out")
     if inputs.get("attention_mask") is not None:
@@ -153,8 +154,8 @@ def _problems_of_positions(inputs: Mapping[str, Any]) -> list[str]:
 
 def _model_class(config: PreTrainedConfig) -> Any:
     """The class with a language head that ``config`` belongs to, or None."""
-    for auto in (AutoModelForImageTextToText, AutoModelForCausalLM):
-        if type(config) in auto._model_mapping:
-            found = auto._model_mapping[type(config)]
-            return found[0] if isinstance(found, tuple) else found
-    return None
+    classes = auto_class(config)._model_mapping
+    if type(config) not in classes:
+        return None
+    found = classes[type(config)]
+    return found[0] if isinstance(found, tuple) else found

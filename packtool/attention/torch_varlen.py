@@ -23,10 +23,11 @@ from packtool.errors import ConfigError
 
 
 class TorchVarlenKernel(Kernel):
-    """See the module."""
+    """``torch.nn.attention.varlen``: one call for all documents of a row, on CUDA."""
 
     name = "varlen"
     max_head_dim = 256
+    is_half_only = True
 
     def unavailable(self, device: torch.device, dtype: torch.dtype) -> Unavailable | None:
         """The reason where there is no CUDA, 32 bits are asked for, or torch is older than 2.10."""
@@ -51,15 +52,15 @@ class TorchVarlenKernel(Kernel):
         q, k, v = pad_heads(q, k, v)
         given: dict[str, Any] = {"return_aux": module.AuxRequest(lse=True)}
         if "window_size" in known:
-            # A query of the kernel's window sees so many keys before itself; -1 is all of them.
-            given["window_size"] = (-1 if window is None else window - 1, 0)
+            # A query of the kernel's window sees so many keys before and behind itself; -1 is all of them.
+            given["window_size"] = (-1 if window is None else window - 1, 0 if varlen.causal else -1)
         elif window is not None and window < varlen.max_seqlen:
             raise ConfigError(
                 f"torch {torch.__version__} has varlen attention without sliding windows",
                 "Install torch 2.11 or newer, or use --attn-impl sdpa.",
             )
         else:
-            given["is_causal"] = True
+            given["is_causal"] = varlen.causal
         if "scale" in known:
             given["scale"] = scale
         else:

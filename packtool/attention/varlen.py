@@ -1,4 +1,4 @@
-"""Where the documents of a packed row lie, and what each of their tokens sees.
+"""Where the documents of a packed sequence lie, and what each of their tokens sees.
 
 Three documents of 3, 2 and 4 tokens, ``cu_seqlens = [0, 3, 5, 9]``; a query (row) sees the keys (columns) marked x::
 
@@ -31,17 +31,19 @@ class LeakError(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class Varlen:
-    """Where the documents of a packed row lie.
+    """Where the documents of a packed sequence lie.
 
     Args:
         cu_seqlens: int32 (S + 1,), starts of the documents and T at the end.
         max_seqlen: tokens of the longest one.
         lengths: the S lengths on the host, if the caller has them; saves reading ``cu_seqlens`` back from a GPU.
+        causal: no token sees later ones; False, as in the towers of media, each sees its whole document.
     """
 
     cu_seqlens: Tensor
     max_seqlen: int
     lengths: tuple[int, ...] | None = None
+    causal: bool = True
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int], device: torch.device | str | None = None) -> Varlen:
@@ -63,7 +65,7 @@ class Varlen:
         """
         lengths = self.host_lengths()
         # Tokens behind the last document would be left without an output, silently.
-        assert sum(lengths) == num_tokens, "the documents do not add up to the packed row"
+        assert sum(lengths) == num_tokens, "the documents do not add up to the packed sequence"
         start = 0
         for length in lengths:
             if length:

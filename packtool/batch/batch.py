@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from packtool.batch.micro_batch import Tower
 from packtool.batch.shard import SequenceShard
+from packtool.batch.tower_inputs import TowerInputs
+from packtool.constants import IGNORE_INDEX
 
 B = TypeVar("B", bound="Batch")
 
@@ -42,10 +45,11 @@ class Batch:
         media: what the towers take, by the name of the model's argument, in the order of the media's pads:
             ``pixel_values`` and ``image_grid_thw``, ``pixel_values_videos`` and ``video_grid_thw``,
             ``input_features`` and ``feature_attention_mask``.
+        towers: for each tower that has something to do, what it would else work out on the device.
+        target_positions: int64 (N,), where in the flattened micro-batch the N labels are that are not -100, rising.
         loss_weights: float32 (B, T), of each label, shifted like them, or None when all weigh 1.
         channels: of each document or row, a filler's is None.
         num_samples: samples in it; a filler document does not count.
-        num_target_tokens: labels that are not -100.
         skipped: samples that should be in it and could not be loaded.
     """
 
@@ -53,11 +57,17 @@ class Batch:
     labels: Tensor
     position_ids: Tensor
     media: Mapping[str, Tensor]
+    towers: Mapping[Tower, TowerInputs]
+    target_positions: Tensor
     loss_weights: Tensor | None
     channels: tuple[str | None, ...]
     num_samples: int
-    num_target_tokens: int
     skipped: tuple[SkippedSample, ...] = ()
+
+    @property
+    def num_target_tokens(self) -> int:
+        """Labels that are not -100."""
+        return len(self.target_positions)
 
     @property
     def pixel_values(self) -> Tensor | None:
@@ -75,20 +85,29 @@ class Batch:
 
     def model_inputs(self) -> dict[str, Any]:
         """Keyword arguments of the model's forward; labels stay behind, for the loss is packtool's own."""
-        return {"input_ids": self.input_ids, "position_ids": self.position_ids, "use_cache": False, **self.media}
+        inputs = {"input_ids": self.input_ids, "position_ids": self.position_ids, "use_cache": False, **self.media}
+        return inputs | {"towers": self.towers} if self.towers else inputs
 
     def to(self: B, device: torch.device | str, *, non_blocking: bool = False) -> B:
         """The same micro-batch on another device."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self: B) -> B:
         """The same micro-batch in page-locked memory; DataLoader looks for this name."""
-        return self._map(lambda tensor: tensor.pin_memory())
+        return self.map(lambda tensor: tensor.pin_memory())
 
-    def _map(self: B, function: Any) -> B:
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        moved = {name: function(value) if isinstance(value, Tensor) else value for name, value in values.items()}
-        return type(self)(**moved | {"media": {name: function(value) for name, value in self.media.items()}})
+    def map(self: B, function: Callable[[Tensor], Tensor]) -> B:
+        """The same micro-batch with every tensor replaced by the function's answer."""
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values |= {name: function(value) for name, value in values.items() if isinstance(value, Tensor)}
+        values["media"] = {name: function(value) for name, value in self.media.items()}
+        values["towers"] = {name: inputs.map(function) for name, inputs in self.towers.items()}
+        return type(self)(**values)
+
+
+def target_positions(labels: Tensor) -> Tensor:
+    """int64 (N,), where the flattened labels are not -100."""
+    return (labels.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -125,12 +144,12 @@ class PackedBatch(Batch):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ShardedBatch(Batch):
-    """One rank's part, T tokens, of a packed row that several ranks share.
+    """One rank's part, T tokens, of a packed sequence that several ranks share.
 
     Args:
         shard: what attention must know of it.
-        index: int64 (T,), where in the whole row each token lies.
-        lengths: of all documents of the whole row, with the padding of those that are sharded, fillers last.
+        index: int64 (T,), where in the whole sequence each token lies.
+        lengths: of all documents of the whole sequence, with the padding of those that are sharded, fillers last.
     """
 
     shard: SequenceShard
@@ -138,7 +157,7 @@ class ShardedBatch(Batch):
     lengths: tuple[int, ...]
 
     def documents_of(self, positions: Tensor) -> Tensor:
-        """See ``Batch``; documents of the whole row."""
+        """See ``Batch``; documents of the whole sequence."""
         ends = torch.tensor(self.lengths, device=positions.device).cumsum(0)
         return torch.bucketize(self.index[positions], ends, right=True)
 

@@ -21,15 +21,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from packtool.batch.batch import PackedBatch, PaddedBatch
+from packtool.batch.batch import PackedBatch, PaddedBatch, target_positions
+from packtool.batch.micro_batch import Tower
 from packtool.batch.pixels import load_pixels
 from packtool.batch.positions import sample_positions
 from packtool.batch.sounds import load_sounds
-from packtool.batch.spec import InputSpec, Tower
+from packtool.batch.spec import InputSpec
+from packtool.batch.tower_inputs import tower_inputs
 from packtool.config.train import LossReduction
 from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedImage, EncodedSample
-from packtool.encode.families.qwen_omni import FEATURES_OF_A_TOKEN
+from packtool.encode.families import MediaKind
 from packtool.errors import DataError
 
 LongArray = npt.NDArray[np.int64]
@@ -63,10 +65,11 @@ def collate_packs(
         labels=torch.from_numpy(labels).unsqueeze(0),
         position_ids=as_positions(positions),
         media=media,
+        towers=tower_inputs(spec, media, torch.from_numpy(input_ids)),
+        target_positions=target_positions(torch.from_numpy(labels)),
         loss_weights=torch.from_numpy(np.concatenate(weights)).unsqueeze(0) if weights is not None else None,
         channels=tuple(sample.channel for sample in documents),
         num_samples=len(samples),
-        num_target_tokens=int(np.count_nonzero(labels != IGNORE_INDEX)),
         cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
         lengths=lengths,
     )
@@ -107,10 +110,11 @@ def collate_padded(
         labels=torch.from_numpy(labels),
         position_ids=as_positions(positions if spec.sees else positions[0]),
         media=media,
+        towers=tower_inputs(spec, media, torch.from_numpy(input_ids)),
+        target_positions=target_positions(torch.from_numpy(labels)),
         loss_weights=torch.from_numpy(loss_weights) if weights is not None else None,
         channels=tuple(sample.channel for sample in rows),
         num_samples=len(samples),
-        num_target_tokens=int(np.count_nonzero(labels != IGNORE_INDEX)),
         attention_mask=torch.from_numpy(mask),
     )
 
@@ -149,22 +153,27 @@ def _with_fillers(
     """The samples, a filler for each tower that has nothing to do, and what the towers take of all of them."""
     documents, media = list(samples), load_media(samples, spec)
     towers = spec.towers if towers is None else towers
-    if "vision" in towers and not media.keys() & {"pixel_values", "pixel_values_videos"}:
-        side = int(spec.config.vision_config.spatial_merge_size)
-        picture = EncodedImage(None, b"", side, side, grid=(1, side, side), num_tokens=1)
-        tokens = [spec.config.vision_start_token_id, spec.pad_ids["image"], spec.config.vision_end_token_id]
-        documents.append(filler(tokens, (picture,)))
-        media |= {
-            "pixel_values": torch.zeros(side * side, spec.patch_dim),
-            "image_grid_thw": torch.tensor([picture.grid]),
-        }
+    if "vision" in towers and not any(pixels in media for pixels, _ in spec.family.visual_inputs.values()):
+        blank = blank_picture("image", spec)
+        _, height, width = grid = tuple(blank[spec.family.visual_inputs["image"][1]][0].tolist())
+        opening, closing = (getattr(spec.config, name) for name in spec.family.image_marks)
+        picture = EncodedImage(None, b"", height, width, grid, num_tokens=1)
+        documents.append(filler([opening, spec.pad_ids["image"], closing], (picture,)))
+        media |= blank
     if "sound" in towers and "input_features" not in media:
         documents.append(filler([spec.pad_ids["audio"]], ()))
         media |= {
-            "input_features": torch.zeros(1, spec.num_mel_bins, FEATURES_OF_A_TOKEN),
-            "feature_attention_mask": torch.ones(1, FEATURES_OF_A_TOKEN, dtype=torch.int64),
+            "input_features": torch.zeros(1, spec.num_mel_bins, spec.family.mel_frames),
+            "feature_attention_mask": torch.ones(1, spec.family.mel_frames, dtype=torch.int64),
         }
     return documents or [filler([0], ())], media
+
+
+def blank_picture(kind: MediaKind, spec: InputSpec) -> dict[str, Tensor]:
+    """The smallest picture, or video, there is, as the vision tower takes it: one token."""
+    side = int(spec.config.vision_config.spatial_merge_size)
+    pixels, grid = spec.family.visual_inputs[kind]
+    return {pixels: torch.zeros(side * side, spec.patch_dim), grid: torch.tensor([(1, side, side)])}
 
 
 def load_media(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
@@ -187,7 +196,7 @@ def check_pads(samples: Sequence[EncodedSample], spec: InputSpec) -> None:
     """A medium must meet its own sample's pads: transformers only compares the totals of the whole micro-batch."""
     for sample in samples:
         tracks = [video.audio for video in sample.videos if video.audio is not None]
-        needed = {
+        needed: dict[MediaKind, int] = {
             "image": sum(image.num_tokens for image in sample.images),
             "video": sum(video.num_tokens for video in sample.videos),
             "audio": sum(audio.num_tokens for audio in (*sample.audios, *tracks)),

@@ -1,9 +1,9 @@
 """Samples become one rank's part of a row that several ranks share; see ``batch.shard`` for how it is cut.
 
 Every rank is given the same samples, of which it reads the tokens (four bytes each) but loads only its share of the
-pictures and videos: those are dealt out by patches, whoever holds their tokens, and their features find their way by a
-``FeatureRoute``. A rank without a picture of its own looks at a blank one whose features go nowhere, for ranks wait for
-each other in every call of a tower.
+pictures and videos: those of samples that are local to it, and of the others a share by what they cost the tower
+(``plan.towers``), whoever holds their tokens; features find their way by a ``FeatureRoute``. A rank without a picture
+of its own looks at a blank one whose features go nowhere, for ranks wait for each other in every call of a tower.
 """
 
 from __future__ import annotations
@@ -16,31 +16,30 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from packtool.batch.batch import ShardedBatch
-from packtool.batch.collate import as_positions, check_pads, filler, shifted_labels, shifted_weights
+from packtool.batch.batch import ShardedBatch, target_positions
+from packtool.batch.collate import as_positions, blank_picture, check_pads, filler, shifted_labels, shifted_weights
+from packtool.batch.micro_batch import Tower
 from packtool.batch.padding import PAD_ID, align_sample
 from packtool.batch.pixels import load_pixels
 from packtool.batch.positions import sample_positions
 from packtool.batch.shard import (
     SHARDED,
     Cut,
-    Deal,
     FeatureRoute,
     Int64Array,
     SequenceShard,
-    deal,
+    TokenAssignment,
+    assign_tokens,
     route_features,
-    share_out,
 )
-from packtool.batch.spec import InputSpec, Tower
-from packtool.constants import IGNORE_INDEX
-from packtool.encode.encoded import EncodedImage, EncodedSample, EncodedVideo
+from packtool.batch.spec import InputSpec
+from packtool.batch.tower_inputs import tower_inputs
+from packtool.encode.encoded import EncodedImage, EncodedSample, EncodedVideo, patch_squares
+from packtool.encode.families import MediaKind
+from packtool.plan.towers import assign_heaviest_first
 
 Medium = tuple[int, str, int, EncodedImage | EncodedVideo]
 """Number of its document, kind, number in the document, and itself."""
-
-_KINDS = ("image", "video")
-_INPUTS = {"image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw")}
 
 
 def collate_shard(
@@ -53,9 +52,9 @@ def collate_shard(
     """One rank's part of some samples.
 
     Args:
-        samples: the same on all ranks that share the row, in their order; none at all makes a filler for each rank.
+        samples: the same on all ranks that share the sequence, in their order; none makes a filler for each rank.
         spec: the model they are for.
-        cut: how they are dealt, and the rank that this is for.
+        cut: how they are cut, and the rank that this is for.
         places: of each sample ``SHARDED``, or the rank that it is local to; all are sharded without it.
         towers: that run whatever the samples bring; by default all that the model has.
 
@@ -65,9 +64,9 @@ def collate_shard(
     check_pads(samples, spec)
     documents, placed = _documents(samples, list(places or [SHARDED] * len(samples)), cut)
     lengths = [document.length for document in documents]
-    dealt = deal(lengths, placed, cut)
-    index = dealt.index[cut.rank]
-    media, routes = _share_media(documents, spec, dealt, cut, spec.towers if towers is None else towers)
+    assigned = assign_tokens(lengths, placed, cut)
+    index = assigned.index[cut.rank]
+    media, routes = _share_media(documents, placed, spec, assigned, cut, spec.towers if towers is None else towers)
     input_ids = _picked([document.input_ids for document in documents], index)
     labels = _picked([shifted_labels(document) for document in documents], index)
     weights = shifted_weights(documents, spec)
@@ -83,10 +82,11 @@ def collate_shard(
         labels=torch.from_numpy(labels).unsqueeze(0),
         position_ids=_positions(documents, spec, index, set(held.tolist())),
         media=media,
+        towers=tower_inputs(spec, media, torch.from_numpy(input_ids)),
+        target_positions=target_positions(torch.from_numpy(labels)),
         loss_weights=torch.from_numpy(np.concatenate(weights)[index]).unsqueeze(0) if weights is not None else None,
         channels=tuple(document.channel for document in documents),
         num_samples=len(samples) if cut.rank == 0 else 0,
-        num_target_tokens=int(np.count_nonzero(labels != IGNORE_INDEX)),
         shard=shard,
         index=torch.from_numpy(index),
         lengths=tuple(lengths),
@@ -127,52 +127,62 @@ def _positions(documents: Sequence[EncodedSample], spec: InputSpec, index: Int64
 
 
 def _share_media(
-    documents: Sequence[EncodedSample], spec: InputSpec, dealt: Deal, cut: Cut, towers: frozenset[Tower]
+    documents: Sequence[EncodedSample],
+    placed: Sequence[int],
+    spec: InputSpec,
+    assigned: TokenAssignment,
+    cut: Cut,
+    towers: frozenset[Tower],
 ) -> tuple[dict[str, Tensor], dict[str, FeatureRoute]]:
     """What this rank's towers take, and the way of what they make of it."""
     if not spec.sees:
         return {}, {}
-    media, owners = _owned_media(documents, cut)
-    inputs = load_pixels(with_own_media(documents, cut), spec)
+    media, owners = _owned_media(documents, placed, spec, cut)
+    inputs = load_pixels(with_own_media(documents, placed, spec, cut), spec)
     input_ids = np.concatenate([document.input_ids for document in documents])
-    routes = {}
-    needed = ["image"] if "vision" in towers else []
-    for kind in [kind for kind in _KINDS if any(other == kind for _, other, *_ in media)] or needed:
+    routes: dict[str, FeatureRoute] = {}
+    needed: list[MediaKind] = ["image"] if "vision" in towers else []
+    for kind in [kind for kind in spec.family.visual_inputs if any(other == kind for _, other, *_ in media)] or needed:
         tokens = [medium.num_tokens for _, other, _, medium in media if other == kind]
         its_owners = [owner for (_, other, *_), owner in zip(media, owners.tolist(), strict=True) if other == kind]
         positions = np.flatnonzero(input_ids == spec.pad_ids[kind])
         of_tokens = np.repeat(np.array(its_owners, np.int64), tokens)
-        routes[kind] = route_features(positions, of_tokens, dealt, cut.rank, cut.size)
-        if _INPUTS[kind][0] not in inputs:
-            inputs |= _blank(kind, spec)
+        routes[kind] = route_features(positions, of_tokens, assigned, cut.rank, cut.size)
+        if spec.family.visual_inputs[kind][0] not in inputs:
+            inputs |= blank_picture(kind, spec)
     return inputs, routes
 
 
-def with_own_media(documents: Sequence[EncodedSample], cut: Cut) -> list[EncodedSample]:
+def with_own_media(
+    samples: Sequence[EncodedSample], places: Sequence[int], spec: InputSpec, cut: Cut
+) -> list[EncodedSample]:
     """The samples of a row with only those pictures and videos that this rank looks at."""
-    media, owners = _owned_media(documents, cut)
+    media, owners = _owned_media(samples, places, spec, cut)
     own = {(number, kind, i) for (number, kind, i, _), owner in zip(media, owners, strict=True) if owner == cut.rank}
     return [
         dataclasses.replace(
-            document,
-            images=tuple(image for i, image in enumerate(document.images) if (number, "image", i) in own),
-            videos=tuple(video for i, video in enumerate(document.videos) if (number, "video", i) in own),
+            sample,
+            images=tuple(image for i, image in enumerate(sample.images) if (number, "image", i) in own),
+            videos=tuple(video for i, video in enumerate(sample.videos) if (number, "video", i) in own),
         )
-        for number, document in enumerate(documents)
+        for number, sample in enumerate(samples)
     ]
 
 
-def _owned_media(documents: Sequence[EncodedSample], cut: Cut) -> tuple[list[Medium], Int64Array]:
-    """All pictures and videos of a row, and the rank that looks at each; equal numbers of patches, more or less."""
+def _owned_media(
+    documents: Sequence[EncodedSample], placed: Sequence[int], spec: InputSpec, cut: Cut
+) -> tuple[list[Medium], Int64Array]:
+    """All pictures and videos of a row, and the rank that looks at each: a local document's own, else as shared out."""
     media: list[Medium] = []
     for number, document in enumerate(documents):
         media += [(number, "image", i, image) for i, image in enumerate(document.images)]
         media += [(number, "video", i, video) for i, video in enumerate(document.videos)]
-    return media, share_out([int(np.prod(medium.grid)) for *_, medium in media], cut.size)
-
-
-def _blank(kind: str, spec: InputSpec) -> dict[str, Tensor]:
-    """The smallest picture, or video, there is."""
-    side = int(spec.config.vision_config.spatial_merge_size)
-    pixels, grid = _INPUTS[kind]
-    return {pixels: torch.zeros(side * side, spec.patch_dim), grid: torch.tensor([(1, side, side)])}
+    work = spec.tower_costs.towers(
+        np.array([medium.num_tokens for *_, medium in media], np.int64),
+        np.array([patch_squares(medium.grid) for *_, medium in media], np.int64),
+    )
+    owners = np.array([placed[number] for number, *_ in media], np.int64)
+    shared = owners == SHARDED
+    loads = np.bincount(owners[~shared], work[~shared], cut.size)
+    owners[shared] = assign_heaviest_first(work[shared].tolist(), loads.tolist())
+    return media, owners

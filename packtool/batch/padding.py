@@ -51,7 +51,7 @@ class RemovedPadding(NamedTuple):
 
 
 def alignment_for(*, tensor_parallel: int = 1, context_parallel: int = 1, zigzag: bool = False) -> int:
-    """What every row's length must be a multiple of, so that it can be dealt to the ranks of both kinds.
+    """What every row's length must be a multiple of, so that it can be cut for the ranks of both kinds.
 
     Args:
         zigzag: context parallel ranks hold two chunks of each row (Megatron's way), one from either end.
@@ -98,7 +98,7 @@ def restore_padding(
     *,
     fill: float = 0,
 ) -> Tensor:
-    """Put what a model made of a packed row back into rows; the inverse of ``remove_padding``, padding on the right.
+    """Put a model's values of a packed sequence back into rows: the inverse of ``remove_padding``, padded on the right.
 
     Args:
         values: (1, T, ...), one for each packed position; gradients flow through.
@@ -116,7 +116,7 @@ def restore_padding(
         ValueError: if ``values`` has several rows, a row has no such prompt, or is longer than ``seq_len``.
     """
     if values.shape[0] != 1:
-        raise ValueError(f"expected the values of one packed row, (1, T, ...), not {tuple(values.shape)}")
+        raise ValueError(f"expected the values of one packed sequence, (1, T, ...), not {tuple(values.shape)}")
     counts, starts = seqlens.long(), cu_seqlens[:-1].long()
     if prompt_length is not None:
         prompt_length = prompt_length.reshape(-1)

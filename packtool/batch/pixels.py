@@ -21,8 +21,8 @@ def load_pixels(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, 
     """Patches of all pictures and videos of some samples, in the order of their pads, by the model's names.
 
     Returns:
-        ``pixel_values`` float32 (patches, patch_dim) and ``image_grid_thw`` int64 (pictures, 3); for videos
-        ``pixel_values_videos`` and ``video_grid_thw`` likewise; what there is none of is left out.
+        patches float32 (patches, patch_dim) and grids int64 (media, 3) of pictures and of videos, by the names that
+        the family's record has for them; what there is none of is left out.
 
     Raises:
         MediaError: naming a file that cannot be read, or whose size is no longer the one that was exported.
@@ -37,18 +37,20 @@ def _pictures(images: Sequence[tuple[EncodedImage, EncodedSample]], spec: InputS
     pictures = [load_image(image.path, image.data, spec.media_rights) for image, _ in images]
     size = {"shortest_edge": spec.limits.image.min_pixels, "longest_edge": spec.limits.image.max_pixels}
     made = _image_processor(spec.model)(images=pictures, size=size, return_tensors="pt")
-    grids: Tensor = made["image_grid_thw"]
+    pixels, places = spec.family.visual_inputs["image"]
+    grids: Tensor = made[places]
     expected = torch.tensor([image.grid for image, _ in images])
     if not torch.equal(grids, expected):
         first = int((grids != expected).any(dim=1).nonzero()[0])
         width, height = pictures[first].size
         raise _changed(*images[first], f"{width}x{height} pixels in {tuple(grids[first].tolist())}")
-    return {"pixel_values": made["pixel_values"], "image_grid_thw": grids}
+    return {pixels: made[pixels], places: grids}
 
 
 def _videos(videos: Sequence[tuple[EncodedVideo, EncodedSample]], spec: InputSpec) -> dict[str, Tensor]:
     assert spec.limits.video is not None, "a sample with videos for a model without limits"
-    pixels, grids = [], []
+    pixels, places = spec.family.visual_inputs["video"]
+    made_pixels, made_grids = [], []
     # One at a time: a processor would stack videos of one size, and each has bounds of its own.
     for video, sample in videos:
         frames = load_video(video.path, video.data, video.frames, video.indices, spec.media_rights)
@@ -60,13 +62,13 @@ def _videos(videos: Sequence[tuple[EncodedVideo, EncodedSample]], spec: InputSpe
             cap_pixels_per_frame=False,
             return_tensors="pt",
         )
-        grid = tuple(made["video_grid_thw"][0].tolist())
+        grid = tuple(made[places][0].tolist())
         if grid != video.grid:
             height, width = frames.shape[1:3]
             raise _changed(video, sample, f"{width}x{height} pixels in {grid}")
-        pixels.append(made["pixel_values_videos"])
-        grids.append(made["video_grid_thw"])
-    return {"pixel_values_videos": torch.cat(pixels), "video_grid_thw": torch.cat(grids)}
+        made_pixels.append(made[pixels])
+        made_grids.append(made[places])
+    return {pixels: torch.cat(made_pixels), places: torch.cat(made_grids)}
 
 
 def _changed(medium: EncodedImage | EncodedVideo, sample: EncodedSample, now: str) -> MediaError:

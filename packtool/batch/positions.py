@@ -21,10 +21,11 @@ import torch
 from packtool.batch.sounds import sounds_in_order
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
+from packtool.encode.families import MediaKind
 from packtool.errors import DataError
 
 NUM_ROWS = 4
-TOKEN_TYPES = {"image": 1, "video": 2}
+TOKEN_TYPES: dict[MediaKind, int] = {"image": 1, "video": 2}
 """``mm_token_type_ids`` of a medium's pads; text is 0."""
 
 
@@ -40,15 +41,17 @@ def sample_positions(sample: EncodedSample, spec: InputSpec) -> npt.NDArray[Any]
     if not sample.images and not sample.videos:
         return np.broadcast_to(text, (NUM_ROWS, sample.length))
     input_ids = torch.from_numpy(sample.input_ids.astype(np.int64)).unsqueeze(0)
+    media: dict[MediaKind, Any] = {"image": sample.images, "video": sample.videos}
     grids = {
-        "image_grid_thw": torch.tensor([image.grid for image in sample.images]) if sample.images else None,
-        "video_grid_thw": torch.tensor([video.grid for video in sample.videos]) if sample.videos else None,
+        places: torch.tensor([medium.grid for medium in media[kind]]) if media[kind] else None
+        for kind, (_, places) in spec.family.visual_inputs.items()
     }
     find = spec.rope_index
-    if spec.hears:
+    if spec.family.positions == "sound_seconds":
         rope, _ = find(input_ids=input_ids, **grids, **_omni_settings(sample, input_ids, spec))
     else:
-        types = sum(torch.eq(input_ids, spec.pad_ids[kind]).int() * number for kind, number in TOKEN_TYPES.items())
+        pads = [(spec.pad_ids[kind], number) for kind, number in TOKEN_TYPES.items() if kind in spec.pad_ids]
+        types = sum(torch.eq(input_ids, pad).int() * number for pad, number in pads)
         seconds = torch.tensor([video.seconds_per_grid for video in sample.videos])
         rope, _ = find(input_ids=input_ids, mm_token_type_ids=types, second_per_grid_ts=seconds, **grids)
     rows = rope[:, 0].numpy()

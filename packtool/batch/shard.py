@@ -1,4 +1,4 @@
-"""Which tokens of a packed row each of the P ranks holds that share it: one permutation for everything a token has.
+"""Which tokens of a packed sequence each of P ranks holds that share it: one permutation for all that a token has.
 
 A document is *sharded* over all ranks or *local* to one. With R ranks on the ring axis, a sharded document is padded to
 a multiple of 2R and cut into 2R chunks, of which rank i holds chunks i and 2R - 1 - i: a late chunk, whose queries see
@@ -35,7 +35,7 @@ class Cut:
     Args:
         ring_size: R, of the axis whose ranks hold chunks.
         ulysses_size: U, of the axis whose ranks share a part evenly; its ranks are next to each other.
-        rank: among the P = R * U that share a row.
+        rank: among the P = R * U that share a sequence.
     """
 
     ring_size: int = 1
@@ -44,7 +44,7 @@ class Cut:
 
     @property
     def size(self) -> int:
-        """P."""
+        """The number P of ranks that share a sequence."""
         return self.ring_size * self.ulysses_size
 
     @property
@@ -84,7 +84,7 @@ class FeatureRoute:
 
 @dataclass(frozen=True, eq=False)
 class SequenceShard:
-    """A rank's part of a packed row, as attention must know it.
+    """A rank's part of a packed sequence, as attention must know it.
 
     Args:
         cut: how.
@@ -105,8 +105,8 @@ class SequenceShard:
 
 
 @dataclass(frozen=True, eq=False)
-class Deal:
-    """A row dealt to P ranks.
+class TokenAssignment:
+    """A row cut for P ranks.
 
     Args:
         index: for each rank, int64: the positions of the row that it holds, in its own order.
@@ -119,8 +119,8 @@ class Deal:
     slot: Int64Array
 
 
-def deal(lengths: Sequence[int], places: Sequence[int], cut: Cut) -> Deal:
-    """Deal a row's tokens to the ranks.
+def assign_tokens(lengths: Sequence[int], places: Sequence[int], cut: Cut) -> TokenAssignment:
+    """Assign a row's tokens to the ranks.
 
     Args:
         lengths: of the documents, padded where they are sharded, with a filler that makes them even.
@@ -149,22 +149,24 @@ def deal(lengths: Sequence[int], places: Sequence[int], cut: Cut) -> Deal:
     holder, slot = np.empty(starts[-1], np.int64), np.empty(starts[-1], np.int64)
     for rank, held in enumerate(index):
         holder[held], slot[held] = rank, np.arange(len(held))
-    return Deal(index, holder, slot)
+    return TokenAssignment(index, holder, slot)
 
 
-def route_features(positions: Int64Array, owners: Int64Array, dealt: Deal, rank: int, size: int) -> FeatureRoute:
+def route_features(
+    positions: Int64Array, owners: Int64Array, assigned: TokenAssignment, rank: int, size: int
+) -> FeatureRoute:
     """Bring features from the ranks that compute them to those that hold their tokens.
 
     Args:
         positions: (n,), in the row, of the tokens that stand for features, rising.
         owners: (n,), the rank that computes each one's feature.
-        dealt: the row.
+        assigned: the row.
         rank: this one, of ``size``.
     """
-    holders = dealt.holder[positions]
+    holders = assigned.holder[positions]
     mine = np.flatnonzero(owners == rank)
     held = np.flatnonzero(holders == rank)
-    # They come rank by rank, of each rank in the order of the whole row.
+    # They come rank by rank, of each rank in the order of the whole sequence.
     coming = np.argsort(owners[held], kind="stable")
     place = np.empty(len(held), np.int64)
     place[coming] = np.arange(len(held))
@@ -172,16 +174,5 @@ def route_features(positions: Int64Array, owners: Int64Array, dealt: Deal, rank:
         send_order=torch.from_numpy(np.argsort(holders[mine], kind="stable")),
         send_counts=tuple(np.bincount(holders[mine], minlength=size).tolist()),
         receive_counts=tuple(np.bincount(owners[held], minlength=size).tolist()),
-        receive_order=torch.from_numpy(place[np.argsort(dealt.slot[positions[held]], kind="stable")]),
+        receive_order=torch.from_numpy(place[np.argsort(assigned.slot[positions[held]], kind="stable")]),
     )
-
-
-def share_out(weights: Sequence[int], size: int) -> Int64Array:
-    """A rank for each of some things: the heaviest first, each to the rank with the least so far (the lowest)."""
-    loads = [0] * size
-    owners = np.zeros(len(weights), np.int64)
-    for number in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
-        owner = min(range(size), key=lambda rank: (loads[rank], rank))
-        owners[number] = owner
-        loads[owner] += weights[number]
-    return owners

@@ -50,8 +50,11 @@ def sounds_in_order(sample: EncodedSample, spec: InputSpec) -> list[tuple[Encode
     if not audios or not tracks:
         return [*audios, *tracks]
     # A track's first mark stands right behind the mark that opens its video.
-    opens = np.flatnonzero(sample.input_ids == spec.config.audio_start_token_id)
-    is_track = sample.input_ids[opens - 1] == spec.config.vision_start_token_id
+    opening_sound, opening_video = (
+        getattr(spec.config, marks[0]) for marks in (spec.family.sound_marks, spec.family.image_marks)
+    )
+    opens = np.flatnonzero(sample.input_ids == opening_sound)
+    is_track = sample.input_ids[opens - 1] == opening_video
     return [tracks.pop(0) if track else audios.pop(0) for track in is_track]
 
 

@@ -6,23 +6,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+)
 from transformers.integrations import deepspeed as transformers_deepspeed
 
+from packtool.batch.micro_batch import Tower
 from packtool.config.rows import AccessOptions
 from packtool.config.train import LossReduction
-from packtool.encode.families import MediaLimits, is_multimodal
-from packtool.encode.families.qwen_omni import MODEL_TYPES as OMNI_TYPES
-from packtool.encode.families.qwen_vl import MODEL_TYPES as VISION_TYPES
+from packtool.encode.families import FAMILIES, Family, MediaKind, MediaLimits, family_of, is_multimodal, pad_ids_of
 from packtool.errors import ConfigError
+from packtool.plan.cost import CostModel, Learning
 from packtool.rows.rights import MediaRights, rights_of_cache
-
-Tower = Literal["vision", "sound"]
-"""What looks at pictures and videos, and what listens; a model runs each of them at most once for a micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,8 @@ class InputSpec:
             ConfigError: for a multimodal model whose inputs packtool cannot make.
         """
         config = model_config(model)
-        known = (*VISION_TYPES, *OMNI_TYPES)
-        if is_multimodal(config.to_dict()) and config.model_type not in known:
+        if is_multimodal(config.to_dict()) and not family_of(config.to_dict()).kinds:
+            known = [model_type for family in FAMILIES if family.kinds for model_type in family.model_types]
             raise ConfigError(
                 f"the model's type is {config.model_type!r}, a multimodal family that packtool can export for, but not "
                 "train yet",
@@ -64,14 +67,19 @@ class InputSpec:
         return cls(model, config, limits, media_rights=rights_of_cache(access or AccessOptions()))
 
     @cached_property
+    def family(self) -> Family:
+        """All that packtool knows of the model's family."""
+        return family_of(self.config.to_dict())
+
+    @property
     def sees(self) -> bool:
         """Whether the model takes pictures; then its position ids have four rows [text, t, h, w]."""
-        return is_multimodal(self.config.to_dict())
+        return "image" in self.family.kinds
 
     @property
     def hears(self) -> bool:
         """Whether the model takes sounds."""
-        return self.config.model_type in OMNI_TYPES
+        return "audio" in self.family.kinds
 
     @property
     def towers(self) -> frozenset[Tower]:
@@ -81,24 +89,36 @@ class InputSpec:
         return frozenset(found)
 
     @cached_property
-    def pad_ids(self) -> dict[str, int]:
-        """The token that stands for a piece of a medium, by kind."""
-        if not self.sees:
-            return {}
-        kinds = ("image", "video", "audio") if self.hears else ("image", "video")
-        return {kind: _token_id(self.config, kind) for kind in kinds}
+    def tower_costs(self) -> CostModel:
+        """What pictures cost the tower that looks at them, forward."""
+        return CostModel.of_config(self.config.to_dict(), Learning(towers="frozen", aligner="frozen"))
 
     @cached_property
-    def rope_index(self) -> Callable[..., tuple[Tensor, Tensor]]:
-        """The model's ``get_rope_index``: a method, so the model is made without weights, once for each process."""
+    def pad_ids(self) -> dict[MediaKind, int]:
+        """The token that stands for a piece of a medium, by kind."""
+        named = pad_ids_of(self.config.to_dict())
+        if missing := [kind for kind in self.family.kinds if kind not in named]:
+            raise ConfigError(
+                f"config.json names no {missing[0]}_token_id", "Take config.json from the model's own repository."
+            )
+        return {kind: named[kind] for kind in self.family.kinds}
+
+    @cached_property
+    def meta_model(self) -> Any:
+        """The model without its head and without weights, for its methods and sizes; made once for each process."""
         auto: Any = AutoModel
         with weights_in_one_piece(), torch.device("meta"):
-            found: Callable[..., tuple[Tensor, Tensor]] = auto.from_config(self.config).get_rope_index
+            return auto.from_config(self.config)
+
+    @property
+    def rope_index(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        """The model's ``get_rope_index``."""
+        found: Callable[..., tuple[Tensor, Tensor]] = self.meta_model.get_rope_index
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the model, which another process makes for itself."""
-        return {name: value for name, value in vars(self).items() if name != "rope_index"}
+        """Without the model and the family's record, which another process finds for itself."""
+        return {name: value for name, value in vars(self).items() if name not in ("meta_model", "family")}
 
     @property
     def image_pad_id(self) -> int | None:
@@ -124,6 +144,12 @@ def model_config(model: str) -> PreTrainedConfig:
     return thinker if isinstance(thinker, PreTrainedConfig) else config
 
 
+def auto_class(config: PreTrainedConfig) -> Any:
+    """transformers' automatic class that loads a model of this configuration with its language head."""
+    sees = type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
+
+
 @contextmanager
 def weights_in_one_piece() -> Iterator[None]:
     """Inside, a model is made by this process alone: under ZeRO-3 transformers would have all of them make it."""
@@ -134,10 +160,3 @@ def weights_in_one_piece() -> Iterator[None]:
         yield
     finally:
         hook._hf_deepspeed_config_weak_ref = sharded
-
-
-def _token_id(config: Any, kind: str) -> int:
-    for name in (f"{kind}_token_id", f"{kind}_token_index"):
-        if getattr(config, name, None) is not None:
-            return int(getattr(config, name))
-    raise ConfigError(f"config.json names no {kind}_token_id", "Take config.json from the model's own repository.")

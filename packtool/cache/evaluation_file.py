@@ -72,7 +72,7 @@ def read_evaluation(path: str) -> tuple[dict[str, list[Any]], dict[str, Any]]:
 
 
 def plain_json(value: Any) -> Any:
-    """The same, with None for every number that is nan or infinite: JSON has no word for these."""
+    """A copy of plain values, with None for every number that is nan or infinite: JSON has no word for these."""
     if isinstance(value, Mapping):
         return {name: plain_json(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from packtool.cache.lock import DirectoryLock, refuse_if_busy
 from packtool.cache.manifest import Identity, Manifest, SourceInfo
 from packtool.cache.nothing_left import nothing_left
 from packtool.cache.on_ray import run_tasks_on_ray
-from packtool.cache.pool import run_tasks
+from packtool.cache.pool import Workers, run_tasks
 from packtool.cache.repair import damaged_files, repair
 from packtool.cache.restart import (
     Claim,
@@ -33,14 +34,15 @@ from packtool.cache.restart import (
 )
 from packtool.cache.summary import ExportSummary, percentiles, summary_of
 from packtool.cache.task import Task, TaskResult, Work
-from packtool.cache.tasks import make_tasks
+from packtool.cache.tasks import LEAST_SHARD_ROWS, make_tasks
 from packtool.config.export import ExportConfig
-from packtool.constants import DROPPED_NAME
+from packtool.constants import DROPPED_NAME, MANIFEST_NAME
 from packtool.encode.blocks import check_template, refused_at_first
 from packtool.encode.encoder import Encoder
-from packtool.encode.families import MediaLimits, family_of
+from packtool.encode.families import MediaLimits, media_encoding
+from packtool.encode.loss_scale import is_hybrid_thinking, loss_scale_of
 from packtool.encode.model_files import ModelFiles, place_of
-from packtool.errors import ConfigError, DataError, MismatchError, StorageError
+from packtool.errors import ConfigError, DataError, MismatchError, StorageError, StoreDownError
 from packtool.progress import Progress
 from packtool.rows.boundary import unforeseen_note
 from packtool.rows.opened import close_readers
@@ -63,11 +65,20 @@ def export(config: ExportConfig, progress: Progress) -> ExportSummary:
         MismatchError: if the directory holds a cache of other settings, or another export is at work there.
         StorageError: if writing fails.
     """
+    with Workers(config.encode_spec, config.dataset_num_proc) as workers:
+        return _export(config, progress, workers)
+
+
+def _export(config: ExportConfig, progress: Progress, workers: Workers) -> ExportSummary:
     started = time.perf_counter()
     files = ModelFiles.load(config.model, config.chat_template)
-    identity = identity_of(config, files)
     specs = sources_of(config)
     directory = None if config.dry_run else storage.normalize(config.output_dir)
+    ahead = _Ahead(config, workers)
+    if directory is None or not storage.exists(storage.join(directory, MANIFEST_NAME)):
+        ahead.expect(len(specs))  # most files hold a row or more
+    media = media_encoding(files, config)
+    identity = identity_of(config, files, media.limits)
     if directory is not None:
         if config.overwrite or config.repair:
             check_is_cache(directory)
@@ -76,19 +87,20 @@ def export(config: ExportConfig, progress: Progress) -> ExportSummary:
         else:
             check_is_ours(directory)
         refuse_if_busy(directory, is_part=config.is_part)  # now, and not after reading all sources
-    encoder = Encoder(config.encode_spec, files)  # refuses what cannot be encoded before anything is read
+    encoder = Encoder(config.encode_spec, files, media)  # refuses what cannot be encoded before anything is read
     for remark in encoder.remarks:
         progress.note(remark)
-    scanned = _scanned(specs, config.seed, progress)
+    scanned = _scanned(specs, config.seed, progress, ahead)
     sources = tuple(
-        SourceInfo(s.source.label, s.size, s.modified, s.digest, s.num_rows, s.spec.settings) for s in scanned
+        SourceInfo(storage.absolute(s.source.label), s.size, s.modified, s.digest, s.num_rows, s.spec.settings)
+        for s in scanned
     )
     check_template(config.model, encoder, ((found.source, found.blocks) for found in scanned))
     tasks = make_tasks(scanned, config)
     if not tasks:
         raise DataError(f"no rows in {', '.join(config.dataset)}")
     _note_refusals(scanned, progress)
-    job = _Job(config, identity, sources, tasks, encoder, progress)
+    job = _Job(config, identity, sources, tasks, encoder, workers, progress)
     if directory is None:
         return job.count(started)
     with DirectoryLock(directory, _part_name(config)) as lock:
@@ -118,16 +130,47 @@ def _finished(directory: str, manifest: Manifest) -> ExportSummary:
     return summary_of(manifest, _lengths_of(directory, manifest), 0.0, directory, already_finished=True)
 
 
-def _scanned(specs: Sequence[SourceSpec], seed: int, progress: Progress) -> list[ScannedSource]:
+class _Ahead:
+    """Starts the workers while the sources are looked through, as soon as there are rows enough for several."""
+
+    def __init__(self, config: ExportConfig, workers: Workers) -> None:
+        self._workers = workers
+        # Where tasks run elsewhere, or may all be finished, nothing is started ahead.
+        starts = config.executor == "local" and not (config.repair or config.is_part)
+        self._missing = 2 * (config.rows_per_shard or LEAST_SHARD_ROWS) if starts else sys.maxsize
+
+    def expect(self, num_rows: int) -> None:
+        """So many rows more."""
+        if self._missing > 0:
+            self._missing -= num_rows
+            if self._missing <= 0:
+                self._workers.begin()
+
+
+def _scanned(specs: Sequence[SourceSpec], seed: int, progress: Progress, ahead: _Ahead) -> list[ScannedSource]:
     """All sources with their rows; each is told of, but of very many only how far it is."""
-    if len(specs) <= _MOST_TOLD:
-        return scan_sources(specs, seed, progress.note)
+    many = len(specs) > _MOST_TOLD
+
+    def found_one(found: ScannedSource) -> None:
+        ahead.expect(found.num_rows)
+        if many:
+            progress.advance(1)
+        else:
+            progress.note(_described(found))
+
+    if not many:
+        return scan_sources(specs, seed, found_one)
     progress.start("look through files", len(specs))
-    scanned = scan_sources(specs, seed, lambda line: progress.advance(1))
+    scanned = scan_sources(specs, seed, found_one)
     progress.finish()
     rows, size = sum(found.num_rows for found in scanned), sum(max(found.size, 0) for found in scanned)
     progress.note(f"{len(scanned):,} files: {rows:,} rows, {size / 1e6:,.1f} MB")
     return scanned
+
+
+def _described(found: ScannedSource) -> str:
+    form = "" if found.source.form in (None, "messages") else f", {found.source.form}"
+    return f"{found.source.label}: {found.num_rows:,} rows, {found.size / 1e6:,.1f} MB{form}"
 
 
 @dataclass(frozen=True)
@@ -139,6 +182,7 @@ class _Job:
     sources: tuple[SourceInfo, ...]
     tasks: Sequence[Task]
     encoder: Encoder
+    workers: Workers
     progress: Progress
 
     def count(self, started: float) -> ExportSummary:
@@ -259,10 +303,15 @@ class _Job:
         if config.executor == "ray":
             found = run_tasks_on_ray(waiting, work, config.dataset_num_proc, config.ray_address, report)
         else:
-            found = run_tasks(waiting, work, lambda: self.encoder, config.dataset_num_proc, report)
+            found = run_tasks(waiting, work, lambda: self.encoder, self.workers, report)
         results = dict(done)
-        for result in found:
-            results[result.number] = result
+        try:
+            for result in found:
+                results[result.number] = result
+        except StoreDownError as error:
+            if work.directory is None:
+                raise
+            raise error.going_on("What was finished is kept: run the same command again to go on.") from error
         progress.finish()
         return results
 
@@ -316,21 +365,25 @@ def _part(
     )
 
 
-def identity_of(config: ExportConfig, files: ModelFiles) -> Identity:
+def identity_of(config: ExportConfig, files: ModelFiles, limits: MediaLimits) -> Identity:
     """What decides the content of the cache that an export makes.
 
-    Raises:
-        ConfigError: if the limits on media contradict the model's.
+    Args:
+        limits: on media, of the model with the user's options.
     """
-    family = family_of(files, config)
     return Identity(
         # What is looked up later must be found from any directory; the fingerprint leaves the model's place out.
-        spec=config.encode_spec.recorded() | {"model": place_of(config.model)},
+        spec=config.encode_spec.recorded()
+        | {
+            "model": place_of(config.model),
+            # As it is meant, so that a cache whose empty thinking blocks are targets is not taken for one without.
+            "loss_scale": loss_scale_of(config.loss_scale, is_hybrid_thinking(files)),
+        },
         model_type=files.model_type,
         tokenizer_hash=files.tokenizer_hash,
         template_hash=files.template_hash,
         processor_hash=files.processor_hash,
-        media_limits=family.limits if family is not None else MediaLimits(),
+        media_limits=limits,
         seed=config.seed,
         split_dataset_ratio=config.split_dataset_ratio,
         rows_per_shard=config.rows_per_shard,

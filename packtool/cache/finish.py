@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from packtool import __version__, storage
 from packtool.cache.files import sha256_of
 from packtool.cache.manifest import Identity, Manifest, ShardInfo, SourceInfo, SplitInfo, fingerprint_of
-from packtool.cache.schema import INDEX, dataset_info, dataset_state
+from packtool.cache.schema import INDEX, dataset_info, dataset_state, with_added_columns
 from packtool.cache.shard import HashingSink
 from packtool.cache.task import TASKS_DIR, SplitCounts, TaskResult, dropped_path, index_path
 from packtool.constants import DROPPED_NAME, INDEX_NAME, MANIFEST_NAME
@@ -190,6 +190,7 @@ def _merge_index(
                 if split in result.splits:
                     part = _part(index_path(directory, result.number, split), result.splits[split].index_sha256)
                     for batch in pa.ipc.open_stream(part):
+                        batch = with_added_columns(batch)  # a part may be of an older packtool's run
                         writer.write_batch(_with_common_codes(batch, result.channels, codes))
         file.commit()
     except BaseException:

@@ -17,7 +17,7 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO
@@ -26,7 +26,7 @@ from packtool import storage
 from packtool.cache.files import locked
 from packtool.cache.manifest import Manifest, ShardInfo
 from packtool.cache.verified import check_file
-from packtool.config.caches import CacheOptions, VerifyCache
+from packtool.config.caches import CacheOptions, VerifyCache, default_cache_dir
 from packtool.constants import INDEX_NAME
 from packtool.errors import ConfigError, MismatchError, StorageError
 
@@ -36,12 +36,6 @@ _FETCH_BLOCK, _CHUNK = 8 * 2**20, 4 * 2**20
 # Left free on the disk, for checkpoints are often on the same one.
 _SPARE_BYTES = 2**30
 _TRIES = 2
-
-
-def default_directory(environ: Mapping[str, str]) -> str:
-    """``PACKTOOL_CACHE_DIR``, or ``packtool`` in the user's directory for caches."""
-    home = environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return environ.get("PACKTOOL_CACHE_DIR") or os.path.join(home, "packtool")
 
 
 @dataclass(frozen=True)
@@ -65,7 +59,7 @@ class LocalCopies:
     @classmethod
     def default(cls) -> LocalCopies:
         """Where copies go if nobody says where."""
-        return cls(default_directory(os.environ))
+        return cls(default_cache_dir())
 
     @classmethod
     def of(cls, options: CacheOptions) -> LocalCopies:
@@ -88,7 +82,7 @@ class LocalCopies:
             check_file(path, sha256, os.path.join(self.directory, fingerprint), since)
 
     def keeping(self, manifests: Sequence[Manifest]) -> LocalCopies:
-        """The same for a run with these remote caches.
+        """Copies for a run that reads these remote caches, whose shards are not removed to make room.
 
         Raises:
             ConfigError: if they are larger than the limit.

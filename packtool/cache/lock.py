@@ -195,7 +195,7 @@ class DirectoryLock:
             raise lost(self._directory)
 
     def check_soon(self) -> None:
-        """The same at no cost: what the last renewal found.
+        """Do what ``check`` does at no cost, by what the last renewal found.
 
         Raises:
             MismatchError: if somebody has.

@@ -96,7 +96,7 @@ class Identity:
     format_version: int = FORMAT_VERSION
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """The identity as plain JSON values."""
         return dataclasses.asdict(self)
 
 

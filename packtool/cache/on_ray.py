@@ -6,7 +6,6 @@ died is given to another.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from packtool.cache.task import Report, Task, TaskResult, Work, run_task
 from packtool.encode.encoder import Encoder
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, PacktoolError
+from packtool.launch.worker import tokenize_in_one_thread
 
 _MOST_TRIES = 3
 
@@ -47,7 +47,6 @@ def run_tasks_on_ray(
 
 
 def _connect(ray: Any, address: str | None, num_actors: int) -> None:
-    address = address or os.environ.get("RAY_ADDRESS")
     settings: dict[str, Any] = {"address": address} if address else {"num_cpus": num_actors, "include_dashboard": False}
     try:
         ray.init(log_to_driver=False, logging_level="error", **settings)
@@ -93,7 +92,7 @@ class _Actor:
     """One process of the cluster."""
 
     def __init__(self, work: Work) -> None:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        tokenize_in_one_thread()
         self._work = work
         self._encoder = Encoder(work.spec, ModelFiles.load(work.spec.model, work.spec.chat_template))
 

@@ -1,112 +1,126 @@
 """Tasks on worker processes of this machine.
 
-Workers speak with this process through one pipe each. There is nothing that outlives them: queues and shared counters
-of the standard library hold semaphores with a name, which stay behind in ``/dev/shm`` when a whole group is killed.
+Workers speak with this process through one pipe each: see ``launch.worker``.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.connection
-import os
-import pickle
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing.context import SpawnContext
+from typing import Self
 
 from packtool.cache.task import Report, Task, TaskResult, Work, run_task
+from packtool.config.export import EncodeSpec
 from packtool.encode.encoder import Encoder
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import PacktoolError
-from packtool.launch.worker import begin_worker, signals_wait
+from packtool.launch.worker import PipeWorker, begin_worker, end_with_parent, portable, tokenize_in_one_thread
 
 _TOLD_EVERY_S = 0.25
 _GLANCE_S = 0.5
 
 
 def run_tasks(
-    tasks: Sequence[Task], work: Work, encoder: Callable[[], Encoder], num_proc: int, report: Report
+    tasks: Sequence[Task], work: Work, encoder: Callable[[], Encoder], workers: Workers, report: Report
 ) -> Iterator[TaskResult]:
     """Run tasks and give their results as they finish, in any order.
 
     Args:
         encoder: makes one for this process, if the tasks run here.
+        workers: of which as many are taken as there is work for; they have ended afterwards.
         report: told of rows, drops and tokens while tasks run.
 
     Raises:
         PacktoolError: whatever a task raised; the others are stopped. Or a worker died.
     """
-    if num_proc == 1 or len(tasks) <= 1:
+    if workers.num_proc == 1 or len(tasks) <= 1:
         if tasks:
             here = encoder()
             for task in tasks:
                 yield run_task(task, here, work, report)
         return
-    # Forked workers would inherit locks that the tokenizer's or Arrow's threads may hold.
-    context = multiprocessing.get_context("spawn")
     waiting = list(reversed(tasks))
-    workers: dict[Connection, _Worker] = {}
+    busy: dict[Connection, _Worker] = {}
     try:
-        for _ in range(min(num_proc, len(tasks))):
-            worker = _Worker(context, work)
-            workers[worker.pipe] = worker
+        for worker in workers.take(len(tasks)):
+            busy[worker.pipe] = worker
+            worker.give(work)
             worker.give(waiting.pop())
         num_done = 0
-        while workers:
+        while busy:
             # Looked up now and then: a signal that another thread receives does not wake this one.
-            for pipe in multiprocessing.connection.wait(list(workers), timeout=_GLANCE_S):
+            for pipe in multiprocessing.connection.wait(list(busy), timeout=_GLANCE_S):
                 assert isinstance(pipe, Connection)
-                told = workers[pipe].hear(f"{num_done} of {len(tasks)}")
+                told = busy[pipe].hear(f"{num_done} of {len(tasks)}")
                 if isinstance(told, TaskResult):
                     num_done += 1
                     # The next task first: whoever takes the result may take his time.
                     if waiting:
-                        workers[pipe].give(waiting.pop())
+                        busy[pipe].give(waiting.pop())
                     else:
-                        workers.pop(pipe).end()
+                        busy.pop(pipe).end()
                     yield told
                 else:
                     report(*told)
     finally:
-        for worker in workers.values():
+        for worker in busy.values():
             worker.kill()
 
 
-class PipeWorker:
-    """A process that this one speaks with through a pipe.
+class Workers:
+    """The processes of an export. Loading a tokenizer takes them a second, so they may begin before there are tasks.
 
     Args:
-        target: what it does, called with its end of the pipe behind ``arguments``.
+        spec: of all tasks.
+        num_proc: how many processes; one works in this process.
     """
 
-    def __init__(self, context: SpawnContext, target: Callable[..., None], *arguments: object) -> None:
-        self.pipe, theirs = context.Pipe()
-        self._process: SpawnProcess = context.Process(target=target, args=(*arguments, theirs), daemon=True)
-        with signals_wait():  # what reaches the whole group is the parent's to answer: targets call ``begin_worker``
-            self._process.start()
-        theirs.close()  # so that its end is heard
+    def __init__(self, spec: EncodeSpec, num_proc: int) -> None:
+        self._spec, self.num_proc = spec, num_proc
+        self._idle: list[_Worker] = []
 
-    def kill(self) -> None:
-        """End it at once."""
-        self._process.kill()
-        self._process.join()
-        self.pipe.close()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._idle:
+            self._idle.pop().kill()
+
+    def begin(self) -> None:
+        """Start all of them, because there will be work for all."""
+        if self.num_proc > 1:
+            self._start(self.num_proc)
+
+    def take(self, most: int) -> Iterator[_Worker]:
+        """Up to so many of them, started if they are not; they are the caller's to end."""
+        most = min(most, self.num_proc)
+        self._start(most)
+        for _ in range(most):
+            yield self._idle.pop()
+
+    def _start(self, num: int) -> None:
+        # Forked workers would inherit locks that the tokenizer's or Arrow's threads may hold.
+        context = multiprocessing.get_context("spawn")
+        while len(self._idle) < num:
+            self._idle.append(_Worker(context, self._spec))
 
 
 class _Worker(PipeWorker):
     """A process that runs one task after the other; what it was writing when it ended has no marker."""
 
-    def __init__(self, context: SpawnContext, work: Work) -> None:
-        super().__init__(context, _work, work)
+    def __init__(self, context: SpawnContext, spec: EncodeSpec) -> None:
+        super().__init__(context, _work, spec)
 
-    def give(self, task: Task | None) -> None:
-        """A task to run, or None to end."""
+    def give(self, item: Work | Task | None) -> None:
+        """First what all its tasks share, then a task at a time, and None to end."""
         with suppress(OSError):  # it died, which is heard next
-            self.pipe.send(task)
+            self.pipe.send(item)
 
     def hear(self, done: str) -> TaskResult | tuple[int, int, int]:
         """What it says: a task is done, or rows, drops and tokens of one under way.
@@ -136,23 +150,15 @@ class _Worker(PipeWorker):
         self.pipe.close()
 
 
-def end_with_parent() -> None:
-    """A worker whose parent was killed would wait for its next task for ever."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)
-
-
-def _work(work: Work, pipe: Connection) -> None:
-    """A worker's life."""
+def _work(spec: EncodeSpec, pipe: Connection) -> None:
+    """Encode tasks as they come, until the pipe closes: the main function of a worker process."""
     begin_worker()
     threading.Thread(target=end_with_parent, daemon=True).start()
-    # The workers are the parallelism.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    tokenize_in_one_thread()
     teller = _Teller(pipe)
     try:
-        encoder = Encoder(work.spec, ModelFiles.load(work.spec.model, work.spec.chat_template))
+        encoder = Encoder(spec, ModelFiles.load(spec.model, spec.chat_template))
+        work = pipe.recv()
         while (task := pipe.recv()) is not None:
             result = run_task(task, encoder, work, teller)
             teller.tell()
@@ -176,16 +182,6 @@ class _Teller:
             self.tell()
 
     def tell(self) -> None:
-        """Now."""
+        """Send the counts that were not sent yet."""
         self._pipe.send(tuple(self._counts))
         self._counts, self._told = [0, 0, 0], time.monotonic()
-
-
-def portable(error: Exception) -> Exception:
-    """The error as another process can have it; ``--debug`` shows where it was raised."""
-    error.add_note("".join(traceback.format_exception(error)))
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error

@@ -7,7 +7,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from packtool import storage
+from packtool.cache.guessed import with_guesses
 from packtool.cache.index import read_index
 from packtool.cache.local import LocalCopies
 from packtool.cache.manifest import Manifest
@@ -33,7 +34,10 @@ class SplitIndex:
     Args:
         length: tokens of each sample.
         target_tokens: tokens that carry loss.
-        media_tokens: pads of its media.
+        media_tokens: placeholder tokens of its media.
+        audio_tokens: those of them that stand for sounds.
+        patch_squares: int64, sum over the frames of its media of (patches of the frame)^2: what attention in a vision
+            tower grows with.
         num_images, num_videos, num_audios: media by kind.
         channel: position in ``channels``, or -1.
         channels: names.
@@ -42,11 +46,18 @@ class SplitIndex:
     length: IntArray
     target_tokens: IntArray
     media_tokens: IntArray
+    audio_tokens: IntArray
+    patch_squares: npt.NDArray[np.int64]
     num_images: IntArray
     num_videos: IntArray
     num_audios: IntArray
     channel: IntArray
     channels: tuple[str, ...]
+
+    @property
+    def vision_tokens(self) -> IntArray:
+        """Pads of its pictures and videos."""
+        return self.media_tokens - self.audio_tokens
 
 
 class CacheReader:
@@ -267,14 +278,11 @@ def _video(raw: dict[str, Any]) -> EncodedVideo:
 
 def _join(parts: Sequence[dict[str, IntArray]], manifests: Sequence[Manifest]) -> SplitIndex:
     channels = tuple(dict.fromkeys(name for manifest in manifests for name in manifest.channels))
-    codes = [
-        _common_codes(part["channel"], manifest.channels, channels)
-        for part, manifest in zip(parts, manifests, strict=True)
-    ]
-    joined = {
-        name: np.concatenate([part[name] for part in parts])
-        for name in ("length", "target_tokens", "media_tokens", "num_images", "num_videos", "num_audios")
-    }
+    of = list(zip(parts, manifests, strict=True))
+    codes = [_common_codes(part["channel"], manifest.channels, channels) for part, manifest in of]
+    known = [with_guesses(part, manifest.identity.media_limits) for part, manifest in of]
+    names = [field.name for field in fields(SplitIndex) if not field.name.startswith("channel")]
+    joined: dict[str, Any] = {name: np.concatenate([part[name] for part in known]) for name in names}
     return SplitIndex(channel=np.concatenate(codes), channels=channels, **joined)
 
 

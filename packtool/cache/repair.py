@@ -6,6 +6,7 @@ manifest's checksum proves. An index is put together again from the shards.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 
 import pyarrow as pa
@@ -13,8 +14,8 @@ import pyarrow as pa
 from packtool import storage
 from packtool.cache.manifest import Manifest, ShardInfo
 from packtool.cache.reader import ShardFile
-from packtool.cache.schema import INDEX
-from packtool.cache.shard import HashingSink, index_batch, index_part
+from packtool.cache.schema import ADDED, INDEX
+from packtool.cache.shard import index_batch, index_part
 from packtool.cache.task import TASKS_DIR, Task, TaskResult
 from packtool.cache.verified import check_all
 from packtool.constants import INDEX_NAME
@@ -97,17 +98,20 @@ def _copy(source: str, target: str) -> None:
 def _rebuild_index(directory: str, manifest: Manifest, split: str) -> None:
     info = manifest.splits[split]
     codes = {name: code for code, name in enumerate(manifest.channels)}
-    file = AtomicFile(storage.join(directory, split, INDEX_NAME))
-    try:
-        sink = HashingSink(file)
-        with pa.ipc.new_file(pa.PythonFile(sink, mode="w"), INDEX) as writer:
-            for number, shard in enumerate(info.shards):
-                rows = ShardFile(storage.join(directory, split, shard.file))
-                samples = [rows.sample(row) for row in range(len(rows))]
-                writer.write_batch(index_batch(index_part(samples, number, 0, codes)))
-        if info.index_sha256 and sink.digest.hexdigest() != info.index_sha256:
-            raise _not_the_same(directory, f"{split}/{INDEX_NAME}")
-        file.commit()
-    except BaseException:
-        file.discard()
-        raise
+    batches = []
+    for number, shard in enumerate(info.shards):
+        rows = ShardFile(storage.join(directory, split, shard.file))
+        samples = [rows.sample(row) for row in range(len(rows))]
+        batches.append(index_batch(index_part(samples, number, 0, codes)))
+    # An older packtool wrote fewer columns.
+    older = pa.schema([field for field in INDEX if field.name not in ADDED])
+    for schema in (INDEX, older):
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_file(sink, schema) as writer:
+            for batch in batches:
+                writer.write_batch(batch.select(schema.names))
+        data = sink.getvalue().to_pybytes()
+        if info.index_sha256 in ("", hashlib.sha256(data).hexdigest()):
+            storage.publish(storage.join(directory, split, INDEX_NAME), data)
+            return
+    raise _not_the_same(directory, f"{split}/{INDEX_NAME}")

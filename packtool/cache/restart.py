@@ -89,8 +89,8 @@ def find_same(directory: str, identity: Identity, specs: Sequence[SourceSpec]) -
         return None
     manifest = Manifest.read(directory)
     different = differences(manifest.identity.as_dict(), identity.as_dict())
-    there = [(source.path, source.settings) for source in manifest.sources]
-    here = [(storage.masked(spec.path), spec.settings) for spec in specs]
+    there = [(storage.absolute(source.path), source.settings) for source in manifest.sources]
+    here = [(storage.absolute(storage.masked(spec.path)), spec.settings) for spec in specs]
     if there != here:
         shown = (", ".join(f"{path} {settings}".strip() for path, settings in sources) for sources in (there, here))
         different.append("dataset: {} there, {} here".format(*shown))

@@ -61,9 +61,28 @@ INDEX = pa.schema(
         ("num_videos", pa.int32()),
         ("num_audios", pa.int32()),
         ("channel", pa.int32()),
+        ("audio_tokens", pa.int32()),
+        ("patch_squares", pa.int64()),
     ]
 )
-"""All that planning reads; ``channel`` is -1 or a position in the manifest's list."""
+"""All that planning reads; ``channel`` is -1 or a position in the manifest's list.
+
+The last two are what towers cost: tokens of sounds, and the sum over frames of (patches of the frame)^2. Caches that
+were made before they were kept lack them.
+"""
+
+UNKNOWN = -1
+"""Stands in the last two columns of an index for what an older packtool did not keep."""
+ADDED = ("audio_tokens", "patch_squares")
+
+
+def with_added_columns(table: pa.RecordBatch | pa.Table) -> pa.RecordBatch | pa.Table:
+    """An index, or a part of one, with all columns of ``INDEX``: ``UNKNOWN`` in those that it lacks."""
+    for name in ADDED:
+        if name not in table.schema.names:
+            field = INDEX.field(name)
+            table = table.append_column(field, pa.repeat(pa.scalar(UNKNOWN, field.type), table.num_rows))
+    return table
 
 
 def _feature(kind: pa.DataType) -> dict[str, Any]:

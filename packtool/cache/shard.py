@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -52,14 +53,14 @@ class HashingSink:
         self.digest = hashlib.sha256()
 
     def write(self, data: bytes) -> int:
-        """Append bytes."""
+        """Append bytes to the file and to the hash."""
         view = memoryview(data)
         self.digest.update(view)
         self._file.write(view)
         return view.nbytes
 
     def flush(self) -> None:
-        """Nothing to do."""
+        """Do nothing; pyarrow calls it, and every write goes to the file at once."""
 
     def close(self) -> None:
         """The file is committed by whoever made it."""
@@ -135,7 +136,7 @@ def num_targets(sample: EncodedSample) -> int:
 
 def index_part(
     samples: Sequence[EncodedSample], shard: int, first_row: int, channel_codes: dict[str, int]
-) -> dict[str, npt.NDArray[np.int32]]:
+) -> dict[str, npt.NDArray[np.integer[Any]]]:
     """The index columns of samples that follow one another in a shard; new channels get the next code."""
     codes = [
         -1 if sample.channel is None else channel_codes.setdefault(sample.channel, len(channel_codes))
@@ -152,10 +153,12 @@ def index_part(
         "num_videos": np.array([len(sample.videos) for sample in samples], np.int32),
         "num_audios": np.array([len(sample.audios) for sample in samples], np.int32),
         "channel": np.array(codes, np.int32),
+        "audio_tokens": np.array([sample.num_audio_tokens for sample in samples], np.int32),
+        "patch_squares": np.array([sample.patch_squares for sample in samples], np.int64),
     }
 
 
-def index_batch(columns: dict[str, npt.NDArray[np.int32]]) -> pa.RecordBatch:
+def index_batch(columns: dict[str, npt.NDArray[np.integer[Any]]]) -> pa.RecordBatch:
     """Index columns as a record batch in the schema's types."""
-    arrays = [pa.array(columns[field.name], pa.int32()).cast(field.type) for field in INDEX]
+    arrays = [pa.array(columns[field.name], field.type) for field in INDEX]
     return pa.record_batch(arrays, schema=INDEX)

@@ -28,7 +28,7 @@ from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
 from packtool.errors import RowError
 from packtool.rows.sample import Dropped, Sample
-from packtool.rows.source import Blocks, Source
+from packtool.rows.source import RowBlocks, Source
 
 TASKS_DIR = ".tasks"
 BATCH_ROWS = 128
@@ -47,7 +47,7 @@ class Task:
     """
 
     number: int
-    stretches: tuple[tuple[Source, Blocks], ...]
+    stretches: tuple[tuple[Source, RowBlocks], ...]
     val_rows: tuple[int, ...]
     shards: Mapping[str, tuple[int, str]]
 
@@ -134,12 +134,12 @@ class TaskResult:
     channels: list[str] = field(default_factory=list)
 
     def to_json(self) -> bytes:
-        """The marker's content."""
+        """The content of the marker file, as JSON."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> TaskResult:
-        """Read a marker."""
+        """The result that a marker file holds."""
         raw = json.loads(data)
         splits = {
             name: SplitCounts(**{**split, "lengths": {int(k): v for k, v in split["lengths"].items()}})
@@ -233,7 +233,7 @@ class _Outputs:
 
     @property
     def num_dropped(self) -> int:
-        """Rows so far."""
+        """Rows that were dropped so far."""
         return len(self._drops)
 
     def drop(self, item: Dropped) -> None:

@@ -10,17 +10,19 @@ import numpy as np
 from packtool.cache.task import Task
 from packtool.config.export import ExportConfig
 from packtool.constants import TRAIN_SPLIT, VAL_SPLIT
-from packtool.rows.source import Blocks, ScannedSource, Source
+from packtool.rows.source import RowBlocks, ScannedSource, Source
 
-Stretches = tuple[tuple[Source, Blocks], ...]
+Stretches = tuple[tuple[Source, RowBlocks], ...]
 
-_LEAST_SHARD_ROWS, _MOST_SHARD_ROWS, _SHARDS = 256, 16384, 64
+LEAST_SHARD_ROWS = 256
+"""Rows of a shard where nothing else is asked for and there are so many."""
+_MOST_SHARD_ROWS, _SHARDS = 16384, 64
 
 
 def make_tasks(scanned: Sequence[ScannedSource], config: ExportConfig) -> list[Task]:
     """Cut all sources into stretches of rows, each of which becomes one shard of every split it has rows for."""
     total = sum(source.num_rows for source in scanned)
-    shard_rows = config.rows_per_shard or min(max(-(-total // _SHARDS), _LEAST_SHARD_ROWS), _MOST_SHARD_ROWS)
+    shard_rows = config.rows_per_shard or min(max(-(-total // _SHARDS), LEAST_SHARD_ROWS), _MOST_SHARD_ROWS)
     num_train = sum(source.num_rows for source in scanned if source.spec.split == TRAIN_SPLIT)
     val_rows = _val_rows(num_train, config.split_dataset_ratio, config.seed)
     first = 0  # among the rows of --dataset
@@ -47,11 +49,15 @@ def make_tasks(scanned: Sequence[ScannedSource], config: ExportConfig) -> list[T
     return tasks
 
 
-def _filled(sources: Sequence[tuple[Source, Blocks]], shard_rows: int) -> Iterator[Stretches]:
+def _filled(sources: Sequence[tuple[Source, RowBlocks]], shard_rows: int) -> Iterator[Stretches]:
     """Neighbouring blocks of about ``shard_rows`` rows; a stretch goes on in the next source where one ends early."""
-    stretches: list[tuple[Source, Blocks]] = []
+    stretches: list[tuple[Source, RowBlocks]] = []
     rows = 0
     for source, blocks in sources:
+        if len(blocks) and rows + blocks.num_rows < shard_rows:  # as thousands of small files
+            stretches.append((source, blocks))
+            rows += blocks.num_rows
+            continue
         begin = 0
         for i, count in enumerate(blocks.rows_of_each.tolist()):
             rows += count

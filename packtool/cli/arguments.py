@@ -13,17 +13,17 @@ from packtool.config.settings import FALSE_WORDS, TRUE_WORDS
 from packtool.errors import ConfigError
 
 # A switch is off where it is not given, and has no name for no.
-Kind = Literal["flag", "switch", "single", "list"]
+ArgumentKind = Literal["flag", "switch", "single", "list"]
 _HELP = ("--help",)
 
 
 def rewrite(
     arguments: Sequence[str],
-    kinds: Mapping[str, Kind],
+    kinds: Mapping[str, ArgumentKind],
     nameless: str | None = None,
     stranger: Callable[[str, str | None], str | None] | None = None,
 ) -> list[str]:
-    """The same command line as typer reads it.
+    """The command line in the form that typer reads.
 
     Args:
         arguments: behind the command's name.
@@ -87,11 +87,11 @@ def _words(arguments: Sequence[str], at: int) -> list[str]:
     return list(arguments[at:end])
 
 
-def _is_known(name: str, kinds: Mapping[str, Kind]) -> bool:
+def _is_known(name: str, kinds: Mapping[str, ArgumentKind]) -> bool:
     return name in _HELP or kinds.get("--" + name.removeprefix("--no-")) == "flag"
 
 
-def _stray(word: str, before: str, kinds: Mapping[str, Kind]) -> str:
+def _stray(word: str, before: str, kinds: Mapping[str, ArgumentKind]) -> str:
     """What to say of a word that no option takes."""
     name = before.replace("_", "-")
     if kinds.get(name) in ("flag", "switch"):
@@ -99,7 +99,7 @@ def _stray(word: str, before: str, kinds: Mapping[str, Kind]) -> str:
     return f"{word!r} stands alone: every value has the name of its option in front, and values with spaces are quoted"
 
 
-def _flag(name: str, value: str, kind: Kind) -> list[str] | None:
+def _flag(name: str, value: str, kind: ArgumentKind) -> list[str] | None:
     """Words for typer.
 
     Returns:

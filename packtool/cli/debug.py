@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Sequence
 
 from packtool.config.settings import FALSE_WORDS
 from packtool.errors import ConfigError
@@ -13,9 +14,9 @@ _VARIABLE = "PACKTOOL_LOG_LEVEL"
 _LEVELS = ("DEBUG", "INFO")
 
 
-def asks_for_debug(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:
+def asks_for_debug(arguments: Sequence[str]) -> bool:
     """Whether the command line or the environment asks for it."""
-    if environ.get(_VARIABLE, "").upper() == "DEBUG":
+    if os.environ.get(_VARIABLE, "").upper() == "DEBUG":
         return True
     for at, word in enumerate(arguments):
         name, _, value = word.partition("=")
@@ -24,13 +25,13 @@ def asks_for_debug(arguments: Sequence[str], environ: Mapping[str, str]) -> bool
     return False
 
 
-def show_debug(debug: bool, environ: Mapping[str, str]) -> None:
+def show_debug(debug: bool) -> None:
     """Send what packtool's loggers say to stderr, from now on; or stop it.
 
     Raises:
         ConfigError: for a level that means nothing here.
     """
-    level = environ.get(_VARIABLE, "")
+    level = os.environ.get(_VARIABLE, "")
     if level and level.upper() not in _LEVELS:
         raise ConfigError(f"{_VARIABLE}={level}: give {' or '.join(_LEVELS)}")
     logger = logging.getLogger("packtool")

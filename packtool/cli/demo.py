@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from packtool.cli.invocation import Invocation
 from packtool.config.settings import option
 from packtool.errors import EXIT_INTERRUPTED, EXIT_UNEXPECTED
 from packtool.launch.processes import share_cores_politely
@@ -26,16 +27,17 @@ class DemoConfig:
     seed: int = option(7, "Seed of the world, the model and the training.", minimum=0)
 
     def problems(self) -> list[str]:
-        """None are possible."""
+        """No problems: no two of these settings can contradict each other."""
         return []
 
 
-def run_demo_command(config: DemoConfig, as_json: bool) -> None:
+def run_demo_command(config: DemoConfig, invocation: Invocation) -> None:
     """Run the demo and print its table; exit code 1 if the model has not learned to see."""
     share_cores_politely()
     from packtool.demo.run import run_demo
     from packtool.report.names import named
-    from packtool.report.terminal import TerminalProgress, print_table
+    from packtool.report.tables import print_table
+    from packtool.report.terminal import TerminalProgress
 
     with TerminalProgress() as progress:
         try:
@@ -43,7 +45,7 @@ def run_demo_command(config: DemoConfig, as_json: bool) -> None:
         except KeyboardInterrupt:
             progress.note("interrupted; the same command starts afresh")
             raise typer.Exit(EXIT_INTERRUPTED) from None
-    if as_json:
+    if invocation.as_json:
         show_json(named({**dataclasses.asdict(result), "passed": result.passed}))
     else:
         print_table("\nwhat the demo shows", demo_lines(result))

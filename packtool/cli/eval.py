@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import os
+from functools import partial
+from typing import TYPE_CHECKING
 
-from packtool.cli import train
+from packtool.cli.invocation import Invocation
 from packtool.config.evaluate import EvalConfig
-from packtool.launch.processes import Processes, is_launched, launch_if_asked, share_cores_politely
+from packtool.launch.launcher import find_place
 from packtool.visible import show, show_json
 
+if TYPE_CHECKING:
+    from packtool.launch.world import World
 
-def run_eval(config: EvalConfig, as_json: bool) -> None:
+
+def run_eval(config: EvalConfig, invocation: Invocation) -> None:
     """Start under torchrun if the environment asks for it, else evaluate and print the totals.
 
     What does not fit is told here, once and at once, before any process is started.
     """
-    share_cores_politely()
-    from packtool.launch.world import World
-
-    world = World.from_environment()
-    if not is_launched(os.environ):
-        world = World(0, Processes.from_environment(os.environ).total).shared_by(config.num_sharing)
-        if world.size > 1:
-            from packtool.train.prepare.evaluation import prepare_evaluation
-
-            prepare_evaluation(config, world)
-            launch_if_asked(train.invocation)
+    world = find_place(invocation.arguments, config.sequence_parallel_ranks, partial(_prepare, config))
     from packtool.report.evaluation import evaluation_json, print_evaluation
     from packtool.report.names import named
     from packtool.report.terminal import TerminalProgress
@@ -35,8 +29,14 @@ def run_eval(config: EvalConfig, as_json: bool) -> None:
         result = evaluate_caches(config, progress, world)
     if not world.is_first:
         return
-    if as_json:
+    if invocation.as_json:
         show_json(named(evaluation_json(result)))
         return
     print_evaluation(result)
     show(f"written: {result.output}")
+
+
+def _prepare(config: EvalConfig, world: World) -> None:
+    from packtool.train.prepare.evaluation import prepare_evaluation
+
+    prepare_evaluation(config, world)

@@ -8,17 +8,19 @@ from contextlib import contextmanager
 
 import typer
 
+from packtool.cli.invocation import Invocation
 from packtool.config.export import ExportConfig
 from packtool.errors import EXIT_INTERRUPTED
 from packtool.visible import show_json
 
 
-def run_export(config: ExportConfig, as_json: bool) -> None:
+def run_export(config: ExportConfig, invocation: Invocation) -> None:
     """Export and print the summary."""
     from packtool.cache.export import export
     from packtool.report.names import named
     from packtool.report.statistics import export_json, export_lines
-    from packtool.report.terminal import TerminalProgress, print_table
+    from packtool.report.tables import print_table
+    from packtool.report.terminal import TerminalProgress
     from packtool.rows.modelscope import with_local_copies
 
     config = with_local_copies(config)
@@ -37,14 +39,14 @@ def run_export(config: ExportConfig, as_json: bool) -> None:
             f"part {config.task_index} of {config.num_tasks} is done; {summary.num_missing} shards of other parts are "
             "missing, and the last part to finish publishes the cache (or the same command with --finalize)"
         )
-    if as_json:
+    if invocation.as_json:
         show_json(named(export_json(summary)))
         return
     print_table(_title(config, summary.already_finished), export_lines(summary))
 
 
 class _Terminated(BaseException):
-    """SIGTERM came."""
+    """Raised where SIGTERM interrupts an export."""
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from packtool.cli.invocation import Invocation
 from packtool.config.settings import REQUIRED, option
 from packtool.constants import TRAIN_SPLIT
 from packtool.errors import EXIT_MISMATCH
@@ -40,41 +41,40 @@ class InspectConfig:
         return []
 
 
-def run_inspect(config: InspectConfig, as_json: bool) -> None:
+def run_inspect(config: InspectConfig, invocation: Invocation) -> None:
     """Print a cache's figures, a sample or a pack."""
     from packtool.report import inspect
     from packtool.report.names import named
+    from packtool.report.tables import histogram_lines, print_table
 
     if config.verify:
-        _verify(config.directory, as_json)
+        _verify(config.directory, invocation.as_json)
         return
     if config.plan is not None and config.pack is not None:
         pack = inspect.pack_figures(config.directory, config.plan, config.pack)
-        if as_json:
+        if invocation.as_json:
             show_json(named(pack))
         else:
             show("\n".join(_pack_lines(pack)))
         return
     if config.row is not None:
         view = inspect.sample_view(config.directory, config.split, config.row, config.model)
-        if as_json:
+        if invocation.as_json:
             parts = [{"look": look, "text": text, "weight": weight} for look, text, weight in view.parts]
             show_json(named({**dict(view.facts), "parts": parts}))
             return
-        show(f"{config.directory}, {config.split}, row {config.row}")
-        show(_aligned(view.facts))
+        print_table(f"{config.directory}, {config.split}, row {config.row}", view.facts, "l")
         show_styled(_readable(view, colours=sys.stdout.isatty()))
         return
     figures = inspect.cache_figures(config.directory)
-    if as_json:
+    if invocation.as_json:
         show_json(named(figures))
         return
-    show(figures["directory"])
-    show(_aligned(inspect.figure_lines(figures)))
+    print_table(figures["directory"], inspect.figure_lines(figures), "l")
     for name, split in figures["splits"].items():
         show(f"\nsamples of {name} by tokens, up to")
         width = min(shutil.get_terminal_size().columns, 100)
-        show("\n".join(inspect.histogram_lines(split["length_histogram"], figures["max_length"], width)))
+        show("\n".join(histogram_lines(split["length_histogram"], figures["max_length"], width)))
 
 
 def _verify(directory: str, as_json: bool) -> None:
@@ -90,13 +90,6 @@ def _verify(directory: str, as_json: bool) -> None:
         show("\n".join(damage.lines(found)))
     if found["damaged"]:
         raise typer.Exit(EXIT_MISMATCH)
-
-
-def _aligned(lines: list[tuple[str, str]]) -> str:
-    """Names and values side by side; never wrapped, because they are searched and copied."""
-    lines = [(visible_line(name), visible_line(value)) for name, value in lines]
-    width = min(max(len(name) for name, _ in lines), 44)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
 
 
 def _readable(view: SampleView, colours: bool) -> Iterator[tuple[str, str]]:

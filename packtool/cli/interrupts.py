@@ -39,7 +39,7 @@ class _Listening:
         self._was_interrupted = False
 
     def hear(self, number: int, frame: FrameType | None) -> None:
-        """The signal's handler."""
+        """Handle a signal."""
         self._was_interrupted = True
         raise KeyboardInterrupt
 
@@ -53,10 +53,10 @@ class _Listening:
         self._check()
         self._progress.advance(num_done, **fields)
 
-    def line(self, **fields: float | int | str) -> None:
+    def line(self, num_done: int = 0, **fields: float | int | str) -> None:
         """See ``packtool.progress.Progress``."""
         self._check()
-        self._progress.line(**fields)
+        self._progress.line(num_done, **fields)
 
     def note(self, message: str) -> None:
         """See ``packtool.progress.Progress``."""

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,19 +15,21 @@ from typing import Any
 
 import typer
 
+import packtool
 from packtool import __version__
-from packtool.cli import train
 from packtool.cli.arguments import rewrite
 from packtool.cli.debug import asks_for_debug, show_debug
 from packtool.cli.demo import DemoConfig, run_demo_command
 from packtool.cli.eval import run_eval
 from packtool.cli.export import run_export
 from packtool.cli.inspect import InspectConfig, run_inspect
+from packtool.cli.invocation import Invocation
 from packtool.cli.merge import run_merge
 from packtool.cli.options import PanelCommand, command_of, option_kinds
 from packtool.cli.plan import run_plan
 from packtool.cli.simulate import run_simulate
 from packtool.cli.strangers import Strangers
+from packtool.cli.train import run_train
 from packtool.cli.verify import run_verify
 from packtool.config.evaluate import EvalConfig
 from packtool.config.export import ExportConfig
@@ -36,27 +39,41 @@ from packtool.config.simulate import SimulateConfig
 from packtool.config.train import TrainConfig
 from packtool.config.verify import VerifyConfig
 from packtool.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_UNEXPECTED, EXIT_USAGE, PacktoolError, StoppedError
+from packtool.launch.once import is_said_elsewhere
 from packtool.launch.processes import end_with_launcher, is_launched
 from packtool.visible import show
+
+_MOST_COLUMNS = 120  # of --help, in a terminal that has as many
+
+
+def _documentation() -> str:
+    """The line of ``packtool --help`` that says where the documentation is: installed with the wheel, or in a clone."""
+    root = os.path.dirname(os.path.dirname(packtool.__file__))
+    is_clone = os.path.isfile(os.path.join(root, "pyproject.toml"))
+    folder = os.path.join(root, "docs") if is_clone else os.path.join(sysconfig.get_path("data"), "share/doc/packtool")
+    page = os.path.join(folder, "index.md")
+    return f"Documentation: {page}" if os.path.isfile(page) else ""
+
 
 app = typer.Typer(
     name="packtool",
     help="Turns multimodal conversations into packed training steps.",
+    epilog=_documentation(),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": _MOST_COLUMNS},
 )
 
 # Each command's settings, what runs it, and what its --help begins with.
-_COMMANDS: dict[str, tuple[type, Callable[[Any, bool], None], str]] = {
+_COMMANDS: dict[str, tuple[type, Callable[[Any, Invocation], None], str]] = {
     "export": (ExportConfig, run_export, "Tokenize rows into a cache."),
     "train": (
         TrainConfig,
-        train.run_train,
+        run_train,
         "Train on packed samples; NPROC_PER_NODE=8 in front starts eight processes.",
     ),
-    "sft": (TrainConfig, train.run_train, "The same as train."),
+    "sft": (TrainConfig, run_train, "The same as train."),
     "eval": (EvalConfig, run_eval, "Loss, perplexity and accuracy of every sample for itself, into a file."),
     "merge": (MergeConfig, run_merge, "Work an adapter into the weights of its base model."),
     "demo": (DemoConfig, run_demo_command, "Watch both stages work on a small world made on the spot."),
@@ -85,7 +102,7 @@ def _strangers(command: str) -> Strangers:
 
 def _remark(message: str) -> None:
     """Say something that is no mistake, once and not in every process."""
-    if not is_launched(os.environ):
+    if not is_launched():
         _say(message)
 
 
@@ -113,7 +130,7 @@ def _root(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line and exit with its code; one of torchrun's processes ends with torchrun at the latest."""
-    end_with_launcher(os.environ)
+    end_with_launcher()
     code = run(list(sys.argv[1:] if arguments is None else arguments))
     if code == EXIT_INTERRUPTED:
         _leave_at_once(code)
@@ -144,14 +161,14 @@ def run(arguments: list[str]) -> int:
     Returns:
         The exit code: see ``packtool.errors``.
     """
-    train.invocation = tuple(arguments)
-    debug = asks_for_debug(arguments, os.environ)
+    given = tuple(arguments)
+    debug = asks_for_debug(given)
     try:
         if arguments and arguments[0] in _COMMANDS:
-            show_debug(debug, os.environ)
+            show_debug(debug)
             arguments = _rewritten(*arguments)
         # Typer answers --help and wrong usage by itself, with SystemExit.
-        app(args=arguments, standalone_mode=True, prog_name="packtool")
+        app(args=arguments, standalone_mode=True, prog_name="packtool", obj=given)
     except SystemExit as end:
         return EXIT_OK if end.code is None else end.code if isinstance(end.code, int) else EXIT_USAGE
     except KeyboardInterrupt:
@@ -169,7 +186,7 @@ def run(arguments: list[str]) -> int:
     except Exception as error:
         if debug:
             show(traceback.format_exc(), error=True)
-        if os.environ.get("RANK") and any(lost in str(error) for lost in _LOST):
+        if is_launched() and any(lost in str(error) for lost in _LOST):
             _say("another process has ended, and this one with it; what that one says is what went wrong")
             return EXIT_UNEXPECTED
         _say(f"unexpected error: {type(error).__name__}: {error}\nThis is a bug; --debug shows the traceback.")
@@ -184,4 +201,6 @@ def _rewritten(command: str, *words: str) -> list[str]:
 
 
 def _say(message: str) -> None:
-    show(f"packtool: {message}", error=True)
+    """Tell the user; what other processes of the run have to say, too, is told by one of them."""
+    if not is_said_elsewhere(message):
+        show(f"packtool: {message}", error=True)

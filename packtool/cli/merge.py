@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+from packtool.cli.invocation import Invocation
 from packtool.config.merge import MergeConfig
 from packtool.launch.processes import share_cores_politely
 from packtool.visible import show, show_json
 
 
-def run_merge(config: MergeConfig, as_json: bool) -> None:
+def run_merge(config: MergeConfig, invocation: Invocation) -> None:
     """Merge and say where the model is."""
     share_cores_politely()
     from packtool.report.terminal import TerminalProgress
@@ -17,7 +18,7 @@ def run_merge(config: MergeConfig, as_json: bool) -> None:
 
     with TerminalProgress() as progress:
         result = merge(config, progress)
-    if as_json:
+    if invocation.as_json:
         show_json(dataclasses.asdict(result))
         return
     show(f"merged: {result.num_merged:,} modules of {result.base_model}, saved as {result.dtype}")

@@ -13,36 +13,16 @@ from typing import Annotated, Any, Literal, TypeVar
 import typer
 import typer.core
 
-from packtool.cli.arguments import Kind
+from packtool.cli.arguments import ArgumentKind
+from packtool.cli.invocation import Invocation
 from packtool.cli.strangers import Strangers
+from packtool.config.panels import FIRST, LAST, PANELS
 from packtool.config.settings import option_names, resolve, unit_of, value_type
 from packtool.config.yaml_values import parse_yaml
 from packtool.errors import EXIT_INTERRUPTED, ConfigError
 from packtool.visible import show
 
 T = TypeVar("T")
-
-_OTHERS = "Other options"
-_PANELS = (
-    "Options",
-    "Model and data",
-    "Model and hardware",
-    "Steps",
-    "Rows",
-    "Streaming",
-    "Packing",
-    "Sequence parallel",
-    "Training",
-    "Optimizer",
-    "Parameters",
-    "Speed",
-    "Run",
-    "Scale",
-    "Caches",
-    "Pictures",
-    "Video and audio",
-    "Media access",
-)
 
 COMMON_OPTIONS: dict[str, tuple[Any, Any]] = {
     "config": (
@@ -77,12 +57,17 @@ COMMON_OPTIONS: dict[str, tuple[Any, Any]] = {
         False,
     ),
 }
-_COMMON_KINDS: dict[str, Kind] = {"--config": "single", "--set": "list", "--json": "switch", "--debug": "switch"}
+_COMMON_KINDS: dict[str, ArgumentKind] = {
+    "--config": "single",
+    "--set": "list",
+    "--json": "switch",
+    "--debug": "switch",
+}
 
 
-def option_kinds(cls: type) -> dict[str, Kind]:
+def option_kinds(cls: type) -> dict[str, ArgumentKind]:
     """How each option of a command takes its value, by name."""
-    kinds: dict[str, Kind] = dict(_COMMON_KINDS)
+    kinds: dict[str, ArgumentKind] = dict(_COMMON_KINDS)
     for field in _flags(cls):
         kinds.update(dict.fromkeys(option_names(field), _kind(field, cls)))
     return kinds
@@ -103,11 +88,11 @@ class PanelCommand(typer.core.TyperCommand):
 
     def panels(self, ctx: Any) -> dict[str, list[tuple[str, str]]]:
         """(names and value, help) of every option, by heading, in the order of ``--help``."""
-        found: dict[str, list[tuple[str, str]]] = {name: [] for name in (*_PANELS, _OTHERS)}
+        found: dict[str, list[tuple[str, str]]] = {name: [] for name in PANELS}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             if record is not None:
-                found[getattr(parameter, "rich_help_panel", None) or _OTHERS].append(record)
+                found[getattr(parameter, "rich_help_panel", None) or LAST].append(record)
         return {name: records for name, records in found.items() if records}
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -117,16 +102,18 @@ class PanelCommand(typer.core.TyperCommand):
                 formatter.write_dl(records)
 
 
-def command_of(cls: type[T], run: Callable[[T, bool], None], strangers: Callable[[], Strangers]) -> Callable[..., None]:
+def command_of(
+    cls: type[T], run: Callable[[T, Invocation], None], strangers: Callable[[], Strangers]
+) -> Callable[..., None]:
     """A function that typer reads as a command with all of ``cls``'s options.
 
     Args:
         cls: the settings.
-        run: called with the merged settings and whether JSON is wanted.
+        run: called with the merged settings and how the command was called.
         strangers: what is said of names that are not known.
     """
 
-    def command(**given: Any) -> None:
+    def command(ctx: typer.Context, **given: Any) -> None:
         common = {name: given.pop(name) for name in COMMON_OPTIONS}
         file = _read_yaml(common["config"]) if common["config"] else {}
         asked = strangers()
@@ -134,13 +121,13 @@ def command_of(cls: type[T], run: Callable[[T, bool], None], strangers: Callable
         config = resolve(cls, given, sets=sets, environ=os.environ, file=file, stranger=asked.in_settings)
         asked.variables(os.environ)
         try:
-            run(config, common["json_"])
+            run(config, Invocation(ctx.obj, common["json_"]))
         except KeyboardInterrupt:
             # Typer would end without a word. Commands that leave something to go on from have said so themselves.
             show("packtool: interrupted", error=True)
             raise typer.Exit(EXIT_INTERRUPTED) from None
 
-    parameters = []
+    parameters = [inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
     for field in _flags(cls):
         annotation, default = _option(field, cls)
         parameters.append(_parameter(field.name, annotation, default))
@@ -155,16 +142,21 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 
 
 def _flags(cls: type) -> list[dataclasses.Field[Any]]:
-    """Required settings first, as --help shows them."""
+    """Settings as --help shows them: those that a command names as needed first, in its order; else required ones."""
     fields = [field for field in dataclasses.fields(cls) if field.metadata["flag"]]
-    return sorted(fields, key=lambda field: not _required(field))
+    order = _needed_first(cls) or tuple(field.name for field in fields if _required(field))
+    return sorted(fields, key=lambda field: order.index(field.name) if field.name in order else len(order))
+
+
+def _needed_first(cls: type) -> tuple[str, ...]:
+    return getattr(cls, "NEEDED_FIRST", ())
 
 
 def _required(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
-def _kind(field: dataclasses.Field[Any], cls: type) -> Kind:
+def _kind(field: dataclasses.Field[Any], cls: type) -> ArgumentKind:
     hint = value_type(field, cls)
     if hint is bool:
         return "flag"
@@ -178,7 +170,7 @@ def _option(field: dataclasses.Field[Any], cls: type) -> tuple[Any, Any]:
     settings: dict[str, Any] = {
         "help": _help(field),
         "show_default": False,
-        "rich_help_panel": field.metadata["panel"],
+        "rich_help_panel": FIRST if field.name in _needed_first(cls) else field.metadata["panel"],
     }
     if kind == "flag":
         names = [f"{name}/--no-{name.removeprefix('--')}" for name in names]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from typing import TYPE_CHECKING
 
+from packtool.cli.invocation import Invocation
 from packtool.config.plan import PlanConfig
 from packtool.visible import show, show_json
 
@@ -13,15 +12,15 @@ if TYPE_CHECKING:
     from packtool.train.prepare.preview import Preview
 
 
-def run_plan(config: PlanConfig, as_json: bool) -> None:
+def run_plan(config: PlanConfig, invocation: Invocation) -> None:
     """Plan, print, and write what is asked for."""
     from packtool.report.names import named
     from packtool.report.plan import content_of, plan_lines
-    from packtool.report.terminal import print_table
+    from packtool.report.tables import print_table
     from packtool.train.prepare.preview import preview, save_plan
 
     if config.sweep:
-        _sweep(config, as_json)
+        _sweep(config, invocation)
         return
     found = preview(config)
     figures = found.figures(config.tflops, config.mfu)
@@ -29,10 +28,10 @@ def run_plan(config: PlanConfig, as_json: bool) -> None:
     if config.save is not None:
         save_plan(found, config)
     if config.html is not None:
-        from packtool.report.page import page
+        from packtool.report.plan_page import page
 
-        _publish(config.html, page(content_of(found, figures, _command(config), _title(config))))
-    if as_json:
+        _publish(config.html, page(content_of(found, figures, invocation.command, _title(config))))
+    if invocation.as_json:
         show_json(named(figures))
         return
     print_table(f"plan for {name}", plan_lines(figures))
@@ -42,7 +41,7 @@ def run_plan(config: PlanConfig, as_json: bool) -> None:
             show(f"written: {written}")
 
 
-def _sweep(config: PlanConfig, as_json: bool) -> None:
+def _sweep(config: PlanConfig, invocation: Invocation) -> None:
     """One row for each packing length."""
     from packtool.report.names import named
     from packtool.report.sweep import sweep_lines, sweep_page
@@ -50,8 +49,8 @@ def _sweep(config: PlanConfig, as_json: bool) -> None:
 
     rows = [preview(config, length).figures(config.tflops, config.mfu) for length in config.sweep_lengths()]
     if config.html is not None:
-        _publish(config.html, sweep_page(rows, _title(config), _command(config)))
-    if as_json:
+        _publish(config.html, sweep_page(rows, _title(config), invocation.command))
+    if invocation.as_json:
         show_json([named(row) for row in rows])
         return
     show("\n".join(sweep_lines(rows)))
@@ -74,15 +73,11 @@ def _title(config: PlanConfig) -> str:
 def _print_histograms(found: Preview) -> None:
     import shutil
 
-    from packtool.report.inspect import histogram_lines
     from packtool.report.plan import fill_counts, length_counts
+    from packtool.report.tables import histogram_lines
 
     width = min(shutil.get_terminal_size().columns, 100)
     show("\nsamples by tokens, up to")
     show("\n".join(histogram_lines(*length_counts(found), width)))
-    show("\npacks by percent full, up to")
+    show("\npacks by fill in percent, up to")
     show("\n".join(histogram_lines(*fill_counts(found), width, rows=10)))
-
-
-def _command(config: PlanConfig) -> str:
-    return shlex.join(["packtool", *sys.argv[1:]]) if len(sys.argv) > 1 else f"packtool plan {config.lengths or ''}"

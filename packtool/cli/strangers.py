@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from packtool.config.peers import find, peer_names
-from packtool.config.settings import FALSE_WORDS, option_names
+from packtool.config.settings import FALSE_WORDS, flag, option_names
+from packtool.errors import did_you_mean
 
 _NOTHING = ("", "none", "null", "[]", "{}", *FALSE_WORDS)
 _LIKENESS = 0.75
@@ -68,7 +68,7 @@ class Strangers:
 
     def _guess(self, name: str) -> str:
         """Another command's, or the most similar one."""
-        wanted = "--" + name.replace("_", "-")
+        wanted = flag(name)
         owners = [
             command
             for command, settings in self._settings.items()
@@ -76,8 +76,7 @@ class Strangers:
         ]
         if owners:
             return f"; it is an option of packtool {' and '.join(owners)}"
-        close = difflib.get_close_matches(wanted, _names(self._settings[self.command]), n=1, cutoff=_LIKENESS)
-        return f"; did you mean {close[0]}?" if close else ""
+        return did_you_mean(wanted, _names(self._settings[self.command]), _LIKENESS)
 
 
 def _names(settings: type) -> list[str]:

@@ -4,48 +4,43 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import typer
 
 from packtool.cli.interrupts import interrupts_heard
+from packtool.cli.invocation import Invocation
 from packtool.config.train import TrainConfig
 from packtool.errors import EXIT_INTERRUPTED
-from packtool.launch.processes import Processes, is_launched, launch_if_asked, share_cores_politely
+from packtool.launch.launcher import find_place
 from packtool.visible import show, show_json
 
 if TYPE_CHECKING:
     from packtool.launch.world import World
 
-# What the command was called with, so that torchrun can call it again in every process.
-invocation: Sequence[str] = ()
 
-
-def run_train(config: TrainConfig, as_json: bool) -> None:
+def run_train(config: TrainConfig, invocation: Invocation) -> None:
     """Start under torchrun if the environment asks for it, else train and print the summary.
 
     What does not fit is told here, once and at once, before any process is started; a dry run starts none at all.
     """
-    share_cores_politely()
-    from packtool.launch.world import World
     from packtool.rows.modelscope import with_local_copies
 
     config = with_local_copies(config)
-    world = World.from_environment()
-    if not is_launched(os.environ):
-        world = World(0, Processes.from_environment(os.environ).total).shared_by(config.num_sharing)
+    world = find_place(
+        invocation.arguments,
+        config.sequence_parallel_ranks,
+        partial(_prepare, config),
         # DeepSpeed asks torchrun's environment where it is, and MPI where there is none.
-        even_one = config.deepspeed is not None
-        if (world.size > 1 or even_one) and not config.dry_run:
-            _prepare(config, world)
-            launch_if_asked(invocation, even_one=even_one)
-    from packtool.encode.families import is_multimodal
-    from packtool.encode.model_files import ModelFiles
+        even_one=config.deepspeed is not None,
+        starts_none=config.dry_run,
+    )
     from packtool.report.statistics import train_lines
-    from packtool.report.terminal import TerminalProgress, print_table
+    from packtool.report.tables import print_table
+    from packtool.report.terminal import TerminalProgress
     from packtool.rows.boundary import unforeseen_note
-    from packtool.train.loop.result import next_lines
+    from packtool.train.prepare.result import next_lines
     from packtool.train.run import train
 
     with TerminalProgress(enabled=world.is_first) as progress:
@@ -60,7 +55,7 @@ def run_train(config: TrainConfig, as_json: bool) -> None:
     curves = None if config.dry_run else _draw_curves(result.output_dir)
     if note := unforeseen_note(result.dropped or {}, os.path.join(result.output_dir, "dropped-*.jsonl")):
         show(f"packtool: {note}", error=True)
-    if as_json:
+    if invocation.as_json:
         from packtool.cache.evaluation_file import plain_json
 
         show_json(plain_json(dataclasses.asdict(result)))
@@ -69,7 +64,7 @@ def run_train(config: TrainConfig, as_json: bool) -> None:
         print_table("planned, nothing trained (--dry-run)", train_lines(result))
     else:
         print_table(f"trained: {result.checkpoint or 'nothing saved (--save-strategy no)'}", train_lines(result))
-        for line in next_lines(config, result, sees=is_multimodal(ModelFiles.load(config.model).config)):
+        for line in next_lines(config, result):
             show(line)
         if curves is not None:
             show(f"curves: {curves}")
@@ -103,13 +98,9 @@ def _draw_curves(output_dir: str) -> str | None:
 def _prepare(config: TrainConfig, world: World) -> None:
     """Find mistakes, and make the cache of rows, before processes are started."""
     from packtool.report.terminal import TerminalProgress
-    from packtool.train.prepare.cached import prepare_run
     from packtool.train.prepare.from_rows import with_cache
-    from packtool.train.prepare.streamed import prepare_stream
+    from packtool.train.prepare.run import prepare_run
 
-    if config.streaming:
-        prepare_stream(config, world)
-        return
     with TerminalProgress() as progress:
         config = with_cache(config, progress)
     if config.bucket_size == "auto":

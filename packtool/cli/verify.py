@@ -2,47 +2,54 @@
 
 from __future__ import annotations
 
-import os
+from functools import partial
+from typing import TYPE_CHECKING
 
 import typer
 
-from packtool.cli import train
+from packtool.cli.invocation import Invocation
 from packtool.config.verify import VerifyConfig
 from packtool.errors import EXIT_MISMATCH, EXIT_OK
-from packtool.launch.processes import Processes, is_launched, launch_if_asked, share_cores_politely
+from packtool.launch.launcher import find_place
+from packtool.launch.processes import share_cores_politely
 from packtool.visible import show_json
 
+if TYPE_CHECKING:
+    from packtool.launch.world import World
 
-def run_verify(config: VerifyConfig, as_json: bool) -> None:
+
+def run_verify(config: VerifyConfig, invocation: Invocation) -> None:
     """Compare and print; a leak ends with exit code 4, after the report.
 
-    Several processes are started only where they share rows: there is nothing to share out otherwise.
+    Several processes are started only where they share sequences: otherwise one computes all.
     """
     share_cores_politely()
     from packtool.launch.world import World
 
-    if config.num_sharing > 1 and not is_launched(os.environ):
-        import numpy as np
-
-        from packtool.encode.model_files import ModelFiles
-        from packtool.train.prepare.sequence_parallel import axes_of
-
-        started = World(0, Processes.from_environment(os.environ).total).shared_by(config.num_sharing)
-        axes_of(config, started, ModelFiles.load(config.model), np.zeros(0, np.int64))
-        launch_if_asked(train.invocation)
+    world = World.from_environment()
+    if config.sequence_parallel_ranks > 1:
+        world = find_place(invocation.arguments, config.sequence_parallel_ranks, partial(_prepare, config))
     from packtool.report.names import named
     from packtool.report.terminal import TerminalProgress
     from packtool.report.verify import print_report, verify_json
     from packtool.train.verify.run import verify
 
-    world = World.from_environment()
     with TerminalProgress(enabled=world.is_first) as progress:
         report = verify(config, progress, world)
     if not world.is_first:
         # The first one says what is wrong.
         raise typer.Exit(EXIT_OK if report.passed else EXIT_MISMATCH)
-    if as_json:
+    if invocation.as_json:
         show_json(named(verify_json(report)))
     else:
         print_report(report)
     report.raise_if_failed()
+
+
+def _prepare(config: VerifyConfig, world: World) -> None:
+    import numpy as np
+
+    from packtool.encode.model_files import ModelFiles
+    from packtool.train.prepare.sequence_parallel import axes_of
+
+    axes_of(config, world, ModelFiles.load(config.model), np.zeros(0, np.int64))

@@ -6,14 +6,15 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from packtool.config.settings import Synonyms, option
+from packtool.config.panels import Panel
+from packtool.config.settings import Synonyms, flag, option
 
 TrainType = Literal["lora", "full"]
 InitWeights = Annotated[
     Literal["true", "false", "gaussian", "orthogonal", "pissa", "olora"],
     Synonyms({"yes": "true", "on": "true", "no": "false", "off": "false"}),
 ]
-_PANEL = "Parameters"
+_PANEL: Panel = "Parameters"
 _FULL_ONLY = (
     "freeze_parameters",
     "freeze_parameters_regex",
@@ -24,14 +25,23 @@ _FULL_ONLY = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdapterOptions:
-    """Which weights learn, and through which adapters."""
+class LearningOptions:
+    """Which parts of a model learn: what a step costs depends on it."""
 
     train_type: TrainType = option(
         "lora", "Low-rank adapters, or all weights.", panel="Training", aliases=("tuner_type",)
     )
-    adapters: tuple[str, ...] = option((), "Directory of an adapter to go on training from.", panel=_PANEL)
     lora_rank: int = option(8, "Rank of the adapters.", panel=_PANEL, minimum=1)
+    freeze_vit: bool = option(True, "Keep the vision tower (and an Omni model's audio tower) as it is.", panel=_PANEL)
+    freeze_aligner: bool = option(True, "Keep the projection from vision to text as it is.", panel=_PANEL)
+    freeze_llm: bool = option(False, "Keep the language model as it is.", panel=_PANEL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterOptions(LearningOptions):
+    """Which weights learn, and through which adapters."""
+
+    adapters: tuple[str, ...] = option((), "Directory of an adapter to go on training from.", panel=_PANEL)
     lora_alpha: int = option(32, "Scale of the adapters.", panel=_PANEL, minimum=1)
     lora_dropout: float = option(0.05, "Dropout before the adapters.", panel=_PANEL, minimum=0.0, maximum=1.0)
     lora_bias: Literal["none", "all", "lora_only"] = option(
@@ -58,9 +68,6 @@ class AdapterOptions:
     modules_to_save: tuple[str, ...] = option(
         (), "Modules that learn whole beside the adapters, and are saved with them: embed_tokens lm_head.", panel=_PANEL
     )
-    freeze_vit: bool = option(True, "Keep the vision tower (and an Omni model's audio tower) as it is.", panel=_PANEL)
-    freeze_aligner: bool = option(True, "Keep the projection from vision to text as it is.", panel=_PANEL)
-    freeze_llm: bool = option(False, "Keep the language model as it is.", panel=_PANEL)
     freeze_parameters: tuple[str, ...] = option(
         (), "With full: keep parameters as they are whose names begin with one of these.", panel=_PANEL
     )
@@ -89,19 +96,17 @@ def adapter_problems(options: AdapterOptions) -> list[str]:
         try:
             re.compile(getattr(options, name) or "")
         except re.error as error:
-            found.append(f"{_flag(name)} {getattr(options, name)}: no regular expression: {error}")
+            found.append(f"{flag(name)} {getattr(options, name)}: no regular expression: {error}")
     if options.train_type == "lora":
-        found += [f"{_flag(name)} goes with --train-type full" for name in _FULL_ONLY if getattr(options, name)]
+        found += [f"{flag(name)} goes with --train-type full" for name in _FULL_ONLY if getattr(options, name)]
     else:
         needs_lora = ("adapters", "modules_to_save", "target_regex", "use_dora", "use_rslora")
-        found += [f"{_flag(name)} goes with --train-type lora" for name in needs_lora if getattr(options, name)]
+        found += [f"{flag(name)} goes with --train-type lora" for name in needs_lora if getattr(options, name)]
+    if options.lora_dropout >= 1.0:
+        found.append(f"--lora-dropout {options.lora_dropout:g} drops all that adapters are given: give less than 1")
     if len(options.adapters) > 1:
         found.append("--adapters: one adapter is trained at a time; give a single directory")
     is_revived = options.trainable_parameters or options.trainable_parameters_regex or options.target_regex
     if options.freeze_vit and options.freeze_aligner and options.freeze_llm and not is_revived:
         found.append("--freeze-vit, --freeze-aligner and --freeze-llm together leave nothing to train")
     return found
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Literal
 
+from packtool.config.panels import Panel
 from packtool.config.settings import option
 from packtool.config.sizes import Bytes
 
 VerifyCache = Literal["always", "once", "never"]
-_PANEL = "Caches"
+_PANEL: Panel = "Caches"
+_VARIABLE = "PACKTOOL_CACHE_DIR"
+
+
+def default_cache_dir() -> str:
+    """``PACKTOOL_CACHE_DIR``, or ``packtool`` in the user's directory for caches."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.environ.get(_VARIABLE) or os.path.join(home, "packtool")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +30,7 @@ class CacheOptions:
         "Directory of this machine for copies of remote caches and for what was verified; by default packtool in "
         "~/.cache.",
         panel=_PANEL,
-        env="PACKTOOL_CACHE_DIR",
+        env=_VARIABLE,
     )
     cache_dir_size: Bytes | None = option(
         None,

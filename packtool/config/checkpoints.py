@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from packtool.config.panels import Panel
 from packtool.config.settings import Synonyms, option
 
 SaveStrategy = Annotated[
@@ -12,7 +13,7 @@ SaveStrategy = Annotated[
     Synonyms({"false": "no", "off": "no"}),
 ]
 _YES_OR_NO = Synonyms({"yes": "true", "on": "true", "no": "false", "off": "false"})
-_PANEL = "Run"
+_PANEL: Panel = "Checkpoints and logs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +33,13 @@ class CheckpointOptions:
         False,
         "End with the checkpoint whose evaluation was best: it is saved and kept, whatever else is, and told at the "
         "end.",
-        panel=_PANEL,
+        panel="Evaluation",
     )
     metric_for_best_model: str = option(
-        "loss", "What best means: loss, perplexity, token_accuracy, or loss/CHANNEL.", panel=_PANEL
+        "loss", "What best means: loss, perplexity, token_accuracy, or loss/CHANNEL.", panel="Evaluation"
     )
     greater_is_better: bool | None = option(
-        None, "Whether more of --metric-for-best-model is better; by default of accuracies only.", panel=_PANEL
+        None, "Whether more of --metric-for-best-model is better; by default of accuracies only.", panel="Evaluation"
     )
     resume_from_checkpoint: Annotated[str, _YES_OR_NO] | None = option(
         None, "true for the newest checkpoint in --output-dir, or the directory of one.", panel=_PANEL
@@ -60,12 +61,16 @@ class CheckpointOptions:
         return "accuracy" in self.best_metric if self.greater_is_better is None else self.greater_is_better
 
 
-def checkpoint_problems(options: CheckpointOptions, eval_strategy: str) -> list[str]:
-    """Options of checkpoints that contradict each other."""
+def checkpoint_problems(options: CheckpointOptions, *, may_evaluate: bool) -> list[str]:
+    """Options of checkpoints that contradict each other.
+
+    Args:
+        may_evaluate: there are evaluations, or there will be some where there is a val split.
+    """
     found = []
-    if options.seeks_best and eval_strategy == "no":
+    if options.seeks_best and not may_evaluate:
         name = "--load-best-model-at-end" if options.load_best_model_at_end else "--save-strategy best"
-        found.append(f"{name} needs evaluations: give --eval-strategy steps or epoch")
+        found.append(f"{name} needs evaluations: leave out --eval-strategy no, and --streaming true")
     figures = ("eval_loss", "eval_perplexity", "eval_token_accuracy")
     if options.best_metric not in figures and not options.best_metric.startswith("eval_loss/"):
         found.append(

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from packtool.config.caches import CacheOptions
+from packtool.config.model import ATTN_IMPL_HELP, AttnImpl, DType
 from packtool.config.parallel import ParallelOptions, parallel_problems
 from packtool.config.rows import AccessOptions, access_problems
 from packtool.config.settings import REQUIRED, option
 from packtool.config.sizes import Tokens
-from packtool.config.verify import ATTN_IMPL_HELP, AttnImpl
 
 Split = Literal["train", "val"]
 MAX_TOKENS_OPTION = "--max-tokens-per-micro-batch"
@@ -33,7 +33,7 @@ class EvalConfig(CacheOptions, AccessOptions, ParallelOptions):
     max_tokens_per_micro_batch: Tokens | None = option(None, MAX_TOKENS_HELP, panel="Speed", minimum=1)
     max_samples_per_micro_batch: int | None = option(None, "Most samples of a forward pass.", panel="Speed", minimum=1)
     limit: int | None = option(None, "Evaluate only so many samples, the first ones.", minimum=1)
-    torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+    torch_dtype: DType = option(
         "auto", "Precision of the weights; auto is the checkpoint's on a GPU, float32 on a CPU.", panel="Speed"
     )
     attn_impl: AttnImpl = option("auto", ATTN_IMPL_HELP, panel="Speed")
@@ -43,7 +43,7 @@ class EvalConfig(CacheOptions, AccessOptions, ParallelOptions):
 
     @property
     def named_places(self) -> tuple[str, ...]:
-        """Caches."""
+        """Directories of caches that were named."""
         return self.cached_dataset
 
     def problems(self) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from packtool.config.rows import (
     DATASET_HELP,
@@ -20,7 +20,7 @@ from packtool.config.rows import (
     access_problems,
     image_limit_problems,
 )
-from packtool.config.settings import REQUIRED, option
+from packtool.config.settings import REQUIRED, option, part_of
 from packtool.config.sizes import Tokens
 
 Executor = Literal["local", "ray"]
@@ -36,11 +36,11 @@ class EncodeSpec(MediaOptions):
     )
     max_length: Tokens = option(REQUIRED, "Most tokens of a sample.", minimum=2)
     truncation_strategy: TruncationStrategy = option("delete", TRUNCATION_HELP)
-    media_overflow: MediaOverflow = option("drop", OVERFLOW_HELP)
-    loss_scale: str = option("default", LOSS_SCALE_HELP)
-    chat_template: str | None = option(None, TEMPLATE_HELP)
+    media_overflow: MediaOverflow = option("drop", OVERFLOW_HELP, panel="Rows")
+    loss_scale: str = option("default", LOSS_SCALE_HELP, panel="Rows")
+    chat_template: str | None = option(None, TEMPLATE_HELP, panel="Rows")
     media: MediaStorage = option(
-        "reference", "Keep the media's paths, or embed the encoded files' bytes into the cache."
+        "reference", "Keep the media's paths, or embed the encoded files' bytes into the cache.", panel="Rows"
     )
 
     def recorded(self) -> dict[str, Any]:
@@ -60,18 +60,36 @@ class EncodeSpec(MediaOptions):
 class ExportConfig(RowOptions, EncodeSpec):
     """What ``packtool export`` needs to know."""
 
+    NEEDED_FIRST: ClassVar[tuple[str, ...]] = (
+        "model",
+        "dataset",
+        "output_dir",
+        "max_length",
+        "truncation_strategy",
+        "split_dataset_ratio",
+        "dataset_num_proc",
+        "overwrite",
+        "repair",
+        "dry_run",
+    )
+
     dataset: tuple[str, ...] = option(REQUIRED, DATASET_HELP, panel="Rows")
     output_dir: str = option(REQUIRED, "Directory that becomes the cache.")
-    seed: int = option(42, "Seed of the split.", minimum=0)
+    seed: int = option(42, "Seed of the split.", minimum=0, panel="Scale")
     rows_per_shard: int | None = option(
-        None, "Rows that one shard holds, in steps of 64; by default total/64, between 256 and 16384.", minimum=1
+        None,
+        "Rows that one shard holds, in steps of 64; by default total/64, between 256 and 16384.",
+        minimum=1,
+        panel="Scale",
     )
-    to_cached_dataset: bool = option(True, "Accepted for ms-swift's sake: export always writes a cached dataset.")
+    to_cached_dataset: bool = option(
+        True, "Accepted for ms-swift's sake: export always writes a cached dataset.", panel="Scale"
+    )
     overwrite: bool = option(False, "Replace what is in the output directory.")
     repair: bool = option(False, "Make again only those files of a finished cache that are damaged.")
     executor: Executor = option("local", "Where the work is done: this machine, or a Ray cluster.", panel="Scale")
     ray_address: str | None = option(
-        None, "Address of the Ray cluster; by default RAY_ADDRESS, or one started here.", panel="Scale"
+        None, "Address of the Ray cluster; by default one is started here.", panel="Scale", env="RAY_ADDRESS"
     )
     task_index: int | None = option(
         None,
@@ -86,7 +104,7 @@ class ExportConfig(RowOptions, EncodeSpec):
     @property
     def encode_spec(self) -> EncodeSpec:
         """The part that decides what a row becomes."""
-        return EncodeSpec(**{field.name: getattr(self, field.name) for field in dataclasses.fields(EncodeSpec)})
+        return part_of(EncodeSpec, self)
 
     @property
     def is_part(self) -> bool:

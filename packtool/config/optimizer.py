@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from packtool.config.panels import Panel
 from packtool.config.settings import option
 
-_PANEL = "Optimizer"
+_PANEL: Panel = "Optimizer"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,24 +9,21 @@ from packtool.config.settings import option
 from packtool.config.sizes import Tokens, num_tokens
 
 Balance = Literal["none", "within-step", "window"]
-Schedule = Literal["packs", "skrull"]
-PackingAlgorithm = Literal["best_fit", "first_fit", "binpacking", "sequential"]
+ScheduleName = Literal["packs", "skrull"]
+PackingAlgorithm = Literal["best_fit", "binpacking", "sequential"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackingOptions:
-    """What decides which samples share a pack, and which pack is trained when and where."""
+class PackOptions:
+    """Which samples share a pack: what ``plan.packing.pack`` goes by, besides how much a pack holds."""
 
-    max_length: Tokens | None = option(
-        None, "Samples longer than this are left out and counted; by default the export's.", panel="Packing", minimum=2
-    )
-    packing_length: Tokens | None = option(
-        None, "Tokens that a pack holds at most; by default --max-length.", panel="Packing", minimum=2
+    shuffle: bool = option(
+        True, "Draw companions and order anew in every epoch; false keeps to the cache's order.", panel="Packing"
     )
     packing_algorithm: PackingAlgorithm = option(
         "best_fit",
-        "How samples are packed: best_fit fills best; first_fit; binpacking is the library, in batches, as ms-swift "
-        "uses it; sequential keeps the cache's order.",
+        "How samples are packed: best_fit fills best; binpacking is the library, in batches, as ms-swift uses it; "
+        "sequential keeps the cache's order.",
         panel="Packing",
     )
     packing_num_proc: int = option(
@@ -59,25 +56,34 @@ class PackingOptions:
     max_media_tokens_per_pack: Tokens | None = option(
         None, "Most media tokens of a pack: bounds the memory of the vision tower.", panel="Packing", minimum=1
     )
-    shuffle: bool = option(
-        True, "Draw companions and order anew in every epoch; false keeps to the cache's order.", panel="Packing"
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntervalOptions:
+    """How many samples ``--streaming true`` knows at a time."""
+
+    packing_interval: int = option(
+        1000, "Samples that streaming holds and packs at a time.", panel="Streaming", minimum=1
+    )
+    shuffle_buffer_size: int = option(
+        1000, "Samples that streaming draws the next one from; 1 keeps the order.", panel="Streaming", minimum=1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions(PackOptions):
+    """Which samples share a pack, and which packs are trained together: what the planner goes by."""
+
+    packing_length: Tokens | None = option(
+        None, "Tokens that a pack holds at most; by default --max-length.", panel="Packing", minimum=2
+    )
+    max_length: Tokens | None = option(
+        None, "Samples longer than this are left out and counted; by default the export's.", panel="Packing", minimum=2
     )
     balance: Balance = option(
         "within-step",
-        "Deal packs to ranks so that they have equal work: not at all, within each step, or with exchanges between "
+        "Assign packs to ranks so that they have equal work: not at all, within each step, or with exchanges between "
         "steps near each other.",
-        panel="Packing",
-    )
-    schedule: Schedule = option(
-        "packs",
-        "What a step is dealt out in: packs, as they are; or skrull, its samples one by one, by FLOPs, into "
-        "micro-batches where each is local to one process or shared by all of a sequence-parallel group.",
-        panel="Packing",
-    )
-    bucket_size: str | None = option(
-        None,
-        "Most tokens that a process holds in a micro-batch of --schedule skrull: a number, as in 8192 or 26K "
-        "(K is 1024), or auto.",
         panel="Packing",
     )
     group_by_length: bool = option(False, "Without packing: rows of about one length share a batch.", panel="Packing")
@@ -95,6 +101,24 @@ class PackingOptions:
     )
     gradient_accumulation_steps: int = option(
         1, "Micro-batches of an optimizer step on each rank.", panel="Training", minimum=1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingOptions(StepOptions):
+    """Everything that plan and train are told of packs and steps."""
+
+    schedule: ScheduleName = option(
+        "packs",
+        "What is assigned to the ranks of a step: whole packs; or with skrull its samples one by one, by FLOPs, in "
+        "micro-batches where each is local to one process or shared by all of a sequence-parallel group.",
+        panel="Packing",
+    )
+    bucket_size: str | None = option(
+        None,
+        "Most tokens that a process holds in a micro-batch of --schedule skrull: a number, as in 8192 or 26K "
+        "(K is 1024), or auto.",
+        panel="Packing",
     )
     seed: int = option(42, "Seed of packing, order and adapters.", panel="Training", minimum=0, maximum=2**32 - 1)
 
@@ -124,9 +148,7 @@ def packing_problems(options: PackingOptions, packing: bool) -> list[str]:
     if options.dynamic_max_batch_size is not None and options.dynamic_batch_tokens is None:
         found.append("--dynamic-max-batch-size goes with --dynamic-batch-tokens")
     found += _skrull_problems(options)
-    return found + budget_problems(
-        options.packing_algorithm, options.max_samples_per_pack, options.max_media_tokens_per_pack
-    )
+    return found + budget_problems(options)
 
 
 def _skrull_problems(options: PackingOptions) -> list[str]:
@@ -150,14 +172,15 @@ def _skrull_problems(options: PackingOptions) -> list[str]:
     return found
 
 
-def budget_problems(algorithm: PackingAlgorithm, max_samples: int | None, max_media_tokens: int | None) -> list[str]:
+def budget_problems(options: PackOptions) -> list[str]:
     """Budgets of a pack that its algorithm does not keep."""
     names = [
         name
         for name, limit, algorithms in (
-            ("--max-samples-per-pack", max_samples, ("best_fit", "first_fit", "sequential")),
-            ("--max-media-tokens-per-pack", max_media_tokens, ("best_fit", "sequential")),
+            ("--max-samples-per-pack", options.max_samples_per_pack, ("best_fit", "sequential")),
+            ("--max-media-tokens-per-pack", options.max_media_tokens_per_pack, ("best_fit", "sequential")),
         )
-        if limit is not None and algorithm not in algorithms
+        if limit is not None and options.packing_algorithm not in algorithms
     ]
-    return [f"--packing-algorithm {algorithm} knows no {name}; best_fit keeps all budgets" for name in names]
+    asked = f"--packing-algorithm {options.packing_algorithm}"
+    return [f"{asked} knows no {name}; best_fit keeps all budgets" for name in names]

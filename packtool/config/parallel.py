@@ -1,4 +1,4 @@
-"""How a packed row is spread over several processes: options of train, eval, verify, plan and simulate."""
+"""How a packed sequence is spread over several processes: options of train, eval, verify, plan and simulate."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from packtool.config.settings import option
 
 SequenceParallelType = Literal["auto", "ulysses", "ring", "allgather"]
 
-# They do not take the lse of keys that they have not seen.
-_WITHOUT_BLOCKS = ("flash_attention_2", "flash_attention_3", "flex")
+# The others do not take the lse of keys that they have not seen.
+WITH_BLOCKS = ("auto", "sdpa", "varlen", "reference")
+"""Values of ``--attn-impl`` for rows that processes share: kernels whose results can be merged and differentiated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelOptions:
-    """How a packed row is spread over several processes."""
+    """How a packed sequence is spread over several processes."""
 
     sequence_parallel_size: int | None = option(
         None,
-        "Processes that share each packed row; the number of processes is a multiple of it. By default "
+        "Processes that share each packed sequence; the number of processes is a multiple of it. By default "
         "--ulysses-size times --ring-size.",
         panel="Sequence parallel",
         minimum=1,
@@ -42,8 +43,8 @@ class ParallelOptions:
     )
 
     @property
-    def num_sharing(self) -> int:
-        """Processes that share each packed row, P."""
+    def sequence_parallel_ranks(self) -> int:
+        """Processes that share each packed sequence, P."""
         return self.sequence_parallel_size or (self.ulysses_size or 1) * (self.ring_size or 1)
 
 
@@ -51,10 +52,10 @@ def parallel_problems(options: ParallelOptions, *, removes_padding: bool = True,
     """Options of sequence parallelism that contradict each other.
 
     Args:
-        removes_padding: samples share rows: what can be spread over processes.
+        removes_padding: samples share sequences: what can be spread over processes.
         attn_impl: kernel that is asked for.
     """
-    found, size, kind = [], options.num_sharing, options.sequence_parallel_type
+    found, size, kind = [], options.sequence_parallel_ranks, options.sequence_parallel_type
     named = {"--ulysses-size": options.ulysses_size, "--ring-size": options.ring_size}
     given = {name: number for name, number in named.items() if number is not None}
     told = " and ".join(f"{name} {number}" for name, number in given.items())
@@ -68,8 +69,8 @@ def parallel_problems(options: ParallelOptions, *, removes_padding: bool = True,
     if kind != "auto" and size == 1:
         found.append(f"--sequence-parallel-type {kind} goes with --sequence-parallel-size")
     if size > 1 and not removes_padding:
-        found.append("--sequence-parallel-size spreads rows without padding: it goes with --packing true")
-    if size > 1 and attn_impl in _WITHOUT_BLOCKS:
+        found.append("--sequence-parallel-size spreads rows without padding: leave out --packing false")
+    if size > 1 and attn_impl not in WITH_BLOCKS:
         found.append(
             f"--attn-impl {attn_impl} does not go with --sequence-parallel-size: use auto, which on CUDA is torch's "
             "own flash attention"

@@ -9,7 +9,7 @@ The names are data: ``peers.tsv`` has a line for each group of names that one se
                unneeded     accepted, without effect, and a run says so with ``why``
                unsupported  not done here, for the reason in ``why``; harmless where its value says no
     command    the only command that the line is about, or *
-    here       options of packtool, or -
+    here       options of packtool, or -; ``--set training.`` where a field of TrainingArguments may be given so, too
     names      with spaces between
     why        the sentence, or empty
 """
@@ -21,10 +21,13 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Literal, cast, get_args
 
+from packtool.config.settings import flag
+
 Status = Literal["same", "renamed", "set", "unneeded", "unsupported"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 ENVIRONMENT = "env:"
 EVERY_COMMAND = "*"
+SET_TOO = "--set training."
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,22 @@ class PeerName:
         return f"{shown} ({self.tool}) is not done here{why}"
 
 
+def reason_against(name: str) -> str | None:
+    """What decides a field of transformers' TrainingArguments instead of ``--set training.NAME``.
+
+    Returns:
+        None for a field that may be given, or that transformers has and the table does not know.
+    """
+    for found in _by_name().get(name, ()):
+        if found.tool != "transformers":
+            continue
+        if found.status == "set" or found.here == SET_TOO:
+            return None
+        option = flag(name) if found.status == "same" else found.here
+        return found.why if option == "-" else f"{option} decides it" + (f": {found.why}" if found.why else "")
+    return None
+
+
 def find(name: str, command: str, *, variable: bool = False) -> PeerName | None:
     """What became of a name, if another tool has it and it is not simply the same here.
 
@@ -86,7 +105,7 @@ def find(name: str, command: str, *, variable: bool = False) -> PeerName | None:
 
 @functools.cache
 def peer_names() -> tuple[PeerName, ...]:
-    """The whole table."""
+    """Every row of ``peers.tsv``, one entry a name."""
     text = resources.files("packtool.config").joinpath("peers.tsv").read_text(encoding="utf-8")
     found = []
     for line in text.splitlines():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
+from packtool.config.adapters import LearningOptions
 from packtool.config.caches import CacheOptions
 from packtool.config.packing import PackingOptions, packing_problems
 from packtool.config.parallel import ParallelOptions, parallel_problems
@@ -12,22 +14,47 @@ from packtool.config.sizes import num_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanConfig(CacheOptions, PackingOptions, ParallelOptions):
+class PlanConfig(CacheOptions, PackingOptions, ParallelOptions, LearningOptions):
     """What ``packtool plan`` needs to know."""
+
+    NEEDED_FIRST: ClassVar[tuple[str, ...]] = (
+        "cached_dataset",
+        "lengths",
+        "packing",
+        "packing_length",
+        "world_size",
+        "gradient_accumulation_steps",
+        "per_device_train_batch_size",
+        "sweep",
+        "save",
+        "html",
+    )
 
     cached_dataset: tuple[str, ...] = option((), "Caches to plan for; they may stand without the option's name.")
     lengths: str | None = option(None, "Plan for the lengths in this .npy, .json or .txt file instead of a cache's.")
     model: str | None = option(
-        None, "Directory whose config.json tells what a token costs; by default the caches' model, or one of 8B."
+        None,
+        "Directory whose config.json tells what a token costs; by default the caches' model, or one of 8B.",
+        panel="Model and hardware",
     )
     packing: bool = option(True, "Pack samples without padding.", panel="Packing")
     world_size: int = option(
         1, "Processes; with --sequence-parallel-size several share each pack, without each has its own.", minimum=1
     )
-    num_train_epochs: float = option(1.0, "Times that every sample is seen.", minimum=0.0)
+    num_train_epochs: float = option(1.0, "Times that every sample is seen.", minimum=0.0, panel="Training")
     sweep: str | None = option(None, "Packing lengths to compare, one row each: 4096,8192,16K.")
-    tflops: float | None = option(None, "Peak TFLOP/s of one device: with --mfu it tells the time.", minimum=0.001)
-    mfu: float = option(0.4, "Share of the peak that training reaches.", minimum=0.001, maximum=1.0)
+    hardware: str | None = option(
+        None,
+        "GPUs that Skrull plans for: h100, h200, a100, 910b, or a file as simulate takes it; by default those of this "
+        "machine.",
+        panel="Model and hardware",
+    )
+    tflops: float | None = option(
+        None, "Peak TFLOP/s of one device: with --mfu it tells the time.", minimum=0.001, panel="Model and hardware"
+    )
+    mfu: float = option(
+        0.4, "Share of the peak that training reaches.", minimum=0.001, maximum=1.0, panel="Model and hardware"
+    )
     save: str | None = option(None, "Write the plan to this file, for packtool train --plan and inspect --plan.")
     html: str | None = option(None, "Write a page that draws the plan, or compares those of --sweep, to this file.")
 
@@ -37,9 +64,10 @@ class PlanConfig(CacheOptions, PackingOptions, ParallelOptions):
         found += parallel_problems(self, removes_padding=self.packing or self.has_no_rows)
         if self.bucket_size == "auto":
             found.append("--bucket-size auto measures a device: packtool plan needs a number of tokens")
-        if self.world_size % self.num_sharing:
+        if self.world_size % self.sequence_parallel_ranks:
             found.append(
-                f"--world-size {self.world_size} is no multiple of the {self.num_sharing} processes that share a pack"
+                f"--world-size {self.world_size} is no multiple of the {self.sequence_parallel_ranks} processes that "
+                "share a pack"
             )
         if bool(self.cached_dataset) == (self.lengths is not None):
             found.append("give either caches or --lengths FILE")

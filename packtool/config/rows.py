@@ -31,7 +31,8 @@ TEMPLATE_HELP = (
 )
 LOSS_SCALE_HELP = (
     "Which tokens are trained, and how much: default (assistant turns), last_round or all, and further rules "
-    "behind a +, as in last_round+ignore_empty_think."
+    "behind a +, as in last_round+hermes. Models for hybrid thinking: ignore_empty_think is added, unless "
+    "keep_empty_think is there."
 )
 
 

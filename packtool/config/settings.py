@@ -11,7 +11,6 @@ take yes and no, and ``Annotated[..., Synonyms(...)]`` takes further words.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import json
 import math
@@ -21,9 +20,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from typing import Any, Literal, TypeVar, Union
 
+from packtool.config.panels import FIRST, Panel
 from packtool.config.sizes import Unit
 from packtool.config.yaml_values import parse_yaml
-from packtool.errors import ConfigError
+from packtool.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
 REQUIRED: Any = MISSING
@@ -33,19 +33,25 @@ FALSE_WORDS = ("false", "no", "off", "0")
 
 @dataclass(frozen=True)
 class Synonyms:
-    """Further words for a setting's values: those of other tools, by what they mean here."""
+    """Further words for a setting's values: those of other tools, by what they mean here.
+
+    Args:
+        words: by which of the values does the same.
+        refused: by the reason why none does, and what to give instead.
+    """
 
     words: Mapping[str, str]
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __hash__(self) -> int:
-        return hash(tuple(self.words.items()))
+        return hash((tuple(self.words.items()), tuple(self.refused.items())))
 
 
 def option(
     default: Any,
     help: str,
     *,
-    panel: str = "Options",
+    panel: Panel = FIRST,
     env: str | None = None,
     aliases: tuple[str, ...] = (),
     minimum: float | None = None,
@@ -83,10 +89,15 @@ def _unhashable(default: Any) -> bool:
     return isinstance(default, dict)
 
 
+def flag(name: str) -> str:
+    """A setting's name as the command line has it: ``--max-length`` for ``max_length``."""
+    return "--" + name.replace("_", "-")
+
+
 def option_names(field: dataclasses.Field[Any]) -> tuple[str, ...]:
     """The command line's names of a field, the main one first: ``("--train-type", "--tuner-type")``."""
     names = (field.name, *field.metadata["aliases"])
-    return tuple("--" + name.replace("_", "-") for name in names)
+    return tuple(flag(name) for name in names)
 
 
 @functools.cache
@@ -150,7 +161,8 @@ def resolve(
         name = key.replace("-", "_")
         name = next((f.name for f in fields.values() if name in f.metadata["aliases"]), name)
         if name not in fields:
-            said = stranger(name, raw) if stranger is not None else _unknown(key, name, fields)
+            unknown = f"unknown setting {key!r}{did_you_mean(name, fields)}"
+            said = stranger(name, raw) if stranger is not None else unknown
             problems += [f"{origin}: {said}"] if said is not None else []
             continue
         try:
@@ -212,9 +224,29 @@ def _all_given(
     return given
 
 
-def _unknown(key: str, name: str, fields: Mapping[str, Any]) -> str:
-    close = difflib.get_close_matches(name, fields, n=1)
-    return f"unknown setting {key!r}" + (f"; did you mean {close[0]!r}?" if close else "")
+def part_of(cls: type[T], config: object, **decided: Any) -> T:
+    """A part of a command's options as an object of its own, so that none is copied by name.
+
+    Args:
+        cls: the part: a dataclass, whose fields are taken from ``config`` where it has fields of these names. None
+            says nothing, and leaves a field's own default.
+        config: all options of a command.
+        decided: what is known better by now: a length for a default that was none, or what is no option at all.
+    """
+    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    given = {name: value for name in names if (value := getattr(config, name, None)) is not None}
+    return cls(**{**given, **decided})
+
+
+def bound_problems(options: object) -> list[str]:
+    """Options of an object that was not made by ``resolve`` and that are outside their declared bounds."""
+    problems = []
+    for field in dataclasses.fields(options):  # type: ignore[arg-type]
+        try:
+            _check_bounds(getattr(options, field.name), field)
+        except ValueError as error:
+            problems.append(f"{option_names(field)[0]}: {error}")
+    return problems
 
 
 def _convert(raw: Any, hint: Any) -> Any:
@@ -227,6 +259,8 @@ def _convert(raw: Any, hint: Any) -> Any:
     for note in _notes(hint):
         if isinstance(note, Synonyms) and isinstance(raw, (str, bool)):
             raw = note.words.get(str(raw).lower(), raw)
+            if (reason := note.refused.get(str(raw).lower())) is not None:
+                raise ValueError(f"{raw}: {reason}")
         unit = note if isinstance(note, Unit) else unit
     hint = _plain(hint)
     origin = typing.get_origin(hint)
@@ -292,7 +326,7 @@ def _has_fraction_form(raw: int | str) -> bool:
 
 
 def _check_bounds(value: Any, field: dataclasses.Field[Any]) -> None:
-    low, high = field.metadata["minimum"], field.metadata["maximum"]
+    low, high = field.metadata.get("minimum"), field.metadata.get("maximum")
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return
     if low is not None and value < low:

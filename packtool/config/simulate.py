@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from packtool.config.settings import option
 from packtool.config.sizes import Tokens, num_tokens
@@ -15,8 +15,41 @@ BASELINE: StrategyName = "context-parallel"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulateConfig:
+class StrategyOptions:
+    """How large the batches of the strategies are, and what they are drawn from."""
+
+    sequences_per_rank: int = option(
+        64, "Sequences of a global batch for each group of GPUs (a data-parallel rank).", panel="Steps", minimum=1
+    )
+    padded_batch_size: int = option(4, "Rows of a micro-batch of the strategy padded.", panel="Steps", minimum=1)
+    shared_batch_size: int = option(
+        1,
+        "Sequences of a micro-batch of the strategies context-parallel and sorted, padded to the longest.",
+        panel="Steps",
+        minimum=1,
+    )
+    seed: int = option(42, "Seed of lengths, packing and order.", minimum=0, panel="Steps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateConfig(StrategyOptions):
     """What ``packtool simulate`` needs to know."""
+
+    NEEDED_FIRST: ClassVar[tuple[str, ...]] = (
+        "cached_dataset",
+        "lengths",
+        "distribution",
+        "model",
+        "hardware",
+        "world_size",
+        "gradient_checkpointing",
+        "sequence_parallel_size",
+        "packing_length",
+        "strategies",
+        "html",
+        "max_length",
+        "steps",
+    )
 
     cached_dataset: tuple[str, ...] = option((), "Caches to take lengths from; they may stand without the name.")
     lengths: str | None = option(None, "Take the lengths in this .npy, .json or .txt file.")
@@ -30,7 +63,6 @@ class SimulateConfig:
         None, "Optimizer steps to simulate; by default so many that it takes seconds, at most 32.", minimum=1
     )
     strategies: tuple[str, ...] = option(STRATEGIES, "Which strategies to compare.")
-    seed: int = option(42, "Seed of lengths, packing and order.", minimum=0)
     html: str | None = option(None, "Write a page that draws a step of each strategy, GPU by GPU, to this file.")
 
     model: str | None = option(
@@ -59,16 +91,6 @@ class SimulateConfig:
     )
     packing_length: Tokens | None = option(
         None, "Tokens of a pack, on each GPU; by default --bucket-size.", panel="Steps", minimum=1
-    )
-    sequences_per_rank: int = option(
-        64, "Sequences of a global batch for each group of GPUs (a data-parallel rank).", panel="Steps", minimum=1
-    )
-    padded_batch_size: int = option(4, "Rows of a micro-batch of the strategy padded.", panel="Steps", minimum=1)
-    shared_batch_size: int = option(
-        1,
-        "Sequences of a micro-batch of the strategies context-parallel and sorted, padded to the longest.",
-        panel="Steps",
-        minimum=1,
     )
 
     @property

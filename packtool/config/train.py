@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from packtool.config.adapters import AdapterOptions, adapter_problems
 from packtool.config.caches import CacheOptions
 from packtool.config.checkpoints import CheckpointOptions, checkpoint_problems
 from packtool.config.evaluate import MAX_TOKENS_HELP
 from packtool.config.export import ExportConfig
+from packtool.config.model import ATTN_IMPL_HELP, AttnImpl, DType
 from packtool.config.optimizer import OptimizerOptions
-from packtool.config.packing import PackingOptions, packing_problems
+from packtool.config.packing import IntervalOptions, PackingOptions, packing_problems
 from packtool.config.parallel import ParallelOptions, parallel_problems
 from packtool.config.rows import (
     LOSS_SCALE_HELP,
@@ -28,9 +28,8 @@ from packtool.config.rows import (
     access_problems,
     image_limit_problems,
 )
-from packtool.config.settings import REQUIRED, option
+from packtool.config.settings import REQUIRED, flag, option, part_of
 from packtool.config.sizes import Tokens
-from packtool.config.verify import ATTN_IMPL_HELP, AttnImpl
 
 FSDP_WORDS = ("fsdp2", "full_shard", "shard_grad_op", "auto_wrap", "offload")
 # Settings of a run that say something about rows, and nothing about a cache.
@@ -44,10 +43,10 @@ ROWS_ONLY = (
     "strict",
     "chat_template",
 )
-DType = Literal["auto", "float32", "bfloat16", "float16"]
 MasterWeights = Literal["float32", "kahan", "none"]
 OnNan = Literal["stop", "skip", "go-on"]
 LossReduction = Literal["token", "sample"]
+EvalStrategy = Literal["no", "steps", "epoch"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +55,7 @@ class TrainConfig(
     RowOptions,
     MediaOptions,
     PackingOptions,
+    IntervalOptions,
     ParallelOptions,
     OptimizerOptions,
     AdapterOptions,
@@ -63,13 +63,28 @@ class TrainConfig(
 ):
     """What ``packtool train`` needs to know."""
 
-    model: str = option(REQUIRED, "Directory (or hub id) of the model.", panel="Model and data")
+    NEEDED_FIRST: ClassVar[tuple[str, ...]] = (
+        "model",
+        "cached_dataset",
+        "dataset",
+        "output_dir",
+        "packing",
+        "packing_length",
+        "train_type",
+        "learning_rate",
+        "num_train_epochs",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "dry_run",
+    )
+
+    model: str = option(REQUIRED, "Directory (or hub id) of the model.", panel="Options")
     cached_dataset: tuple[str, ...] = option(
         (),
         "Caches that packtool export made; several may follow. --dataset gives rows instead.",
-        panel="Model and data",
+        panel="Options",
     )
-    output_dir: str = option(REQUIRED, "Directory for checkpoints and figures.", panel="Model and data")
+    output_dir: str = option(REQUIRED, "Directory for checkpoints and figures.", panel="Options")
     truncation_strategy: TruncationStrategy | None = option(None, TRUNCATION_HELP, panel="Rows")
     media_overflow: MediaOverflow | None = option(None, OVERFLOW_HELP, panel="Rows")
     loss_scale: str | None = option(None, LOSS_SCALE_HELP, panel="Rows")
@@ -79,33 +94,27 @@ class TrainConfig(
         "Encode and pack the rows of --dataset while training, without a cache; needs --max-steps.",
         panel="Streaming",
     )
-    packing_interval: int = option(
-        1000, "Samples that streaming holds and packs at a time.", panel="Streaming", minimum=1
-    )
-    shuffle_buffer_size: int = option(
-        1000, "Samples that streaming draws the next one from; 1 keeps the order.", panel="Streaming", minimum=1
-    )
     torch_dtype: DType = option(
         "auto",
         "Precision of the computation; auto is the checkpoint's on a GPU and float32 on a CPU.",
-        panel="Model and data",
+        panel="Precision and memory",
     )
     master_weights: MasterWeights = option(
         "float32",
         "How all weights are kept while they are trained in 16 bits: float32 (16 bytes each with gradient and AdamW); "
         "kahan, bfloat16 and what rounding takes (12 bytes); none, bfloat16 alone, which loses small updates (8).",
-        panel="Training",
+        panel="Precision and memory",
     )
     bf16: bool | None = option(
         None,
         "Compute in bfloat16. Frozen weights are in it too, but for --torch-dtype float32, which keeps them; false "
         "declines the checkpoint's bfloat16.",
-        panel="Model and data",
+        panel="Precision and memory",
     )
-    fp16: bool | None = option(None, "The same with float16.", panel="Model and data")
+    fp16: bool | None = option(None, "The same with float16.", panel="Precision and memory")
 
-    packing: bool = option(False, "Pack samples without padding.", panel="Packing")
-    attn_impl: AttnImpl = option("auto", ATTN_IMPL_HELP, panel="Packing")
+    packing: bool = option(True, "Pack samples without padding; false pads rows of one sample each.", panel="Packing")
+    attn_impl: AttnImpl = option("auto", ATTN_IMPL_HELP, panel="Precision and memory")
     verify_packing: bool = option(
         True,
         "Before the first step, show on a few samples that packed ones compute what they do alone.",
@@ -123,77 +132,89 @@ class TrainConfig(
     gradient_checkpointing: bool | None = option(
         None,
         "Recompute activations to save memory; by default for models of more than 100 million parameters.",
-        panel="Training",
+        panel="Precision and memory",
     )
     vit_gradient_checkpointing: bool | None = option(
-        None, "The same in the vision and audio towers alone; by default as --gradient-checkpointing.", panel="Training"
+        None,
+        "The same in the vision and audio towers alone; by default as --gradient-checkpointing.",
+        panel="Precision and memory",
     )
     padding_free: bool | None = option(
         None,
-        "ms-swift's word for batches without padding, which --packing true and --dynamic-batch-tokens make.",
+        "ms-swift's word for batches without padding, which --packing and --dynamic-batch-tokens make.",
         panel="Packing",
     )
     ddp_timeout: int | None = option(
-        None, "Seconds that processes wait for each other; by default 1800.", panel="Training", minimum=1
+        None, "Seconds that processes wait for each other; by default 1800.", panel="Precision and memory", minimum=1
     )
     deepspeed: str | None = option(
         None,
         "DeepSpeed: zero0, zero1, zero2, zero3, zero2_offload, zero3_offload, or a JSON file of its settings.",
-        panel="Training",
+        panel="Precision and memory",
     )
     fsdp: tuple[str, ...] = option(
         (),
         "FSDP2: full_shard (or fsdp2), or shard_grad_op, which keeps weights whole after the forward; and offload.",
-        panel="Training",
+        panel="Precision and memory",
     )
-    use_liger_kernel: bool = option(False, "Liger's kernels for norms, RoPE and SwiGLU.", panel="Training")
+    use_liger_kernel: bool = option(False, "Liger's kernels for norms, RoPE and SwiGLU.", panel="Precision and memory")
 
-    logging_steps: int = option(5, "Optimizer steps between two log lines.", panel="Run", minimum=1)
+    logging_steps: int = option(5, "Optimizer steps between two log lines.", panel="Checkpoints and logs", minimum=1)
     enable_channel_loss: bool = option(
-        False, "Log the loss and the accuracy of each of the rows' channels.", panel="Run"
+        False, "Log the loss and the accuracy of each of the rows' channels.", panel="Checkpoints and logs"
     )
-    eval_strategy: Literal["no", "steps", "epoch"] = option(
-        "no", "Evaluate the caches' val split: every --eval-steps, or at the end of every epoch.", panel="Run"
+    eval_strategy: EvalStrategy | None = option(
+        None,
+        "Evaluate the caches' val split: every --eval-steps, at the end of every epoch, or not at all. By default as "
+        "--save-strategy, where there is a val split.",
+        panel="Evaluation",
     )
-    eval_steps: int = option(500, "Optimizer steps between two evaluations.", panel="Run", minimum=1)
-    max_tokens_per_micro_batch: Tokens | None = option(None, MAX_TOKENS_HELP, panel="Run", minimum=1)
+    eval_steps: int | None = option(
+        None, "Optimizer steps between two evaluations; by default --save-steps.", panel="Evaluation", minimum=1
+    )
+    max_tokens_per_micro_batch: Tokens | None = option(None, MAX_TOKENS_HELP, panel="Evaluation", minimum=1)
     report_to: tuple[str, ...] = option(
-        (), "Also log to tensorboard, wandb, swanlab, mlflow, ...; metrics.jsonl is always written.", panel="Run"
+        (),
+        "Also log to tensorboard, wandb, swanlab, mlflow, ...; metrics.jsonl is always written.",
+        panel="Checkpoints and logs",
     )
     dataloader_num_workers: int | None = option(
         None,
         "Processes a rank that load pictures ahead of the step; by default as many as its media and cores suggest, "
         "from 1 to 8.",
-        panel="Run",
+        panel="Training",
         minimum=0,
     )
     on_bad_media: Literal["raise", "skip"] = option(
         "raise",
         "What media that cannot be loaded do: stop the run, or leave their sample out, counted and listed.",
-        panel="Run",
+        panel="Training",
     )
     on_nan: OnNan = option(
         "stop",
         "What a loss or gradient that is infinite or not a number does: end the run before the update, leave the step "
         "out, or nothing.",
-        panel="Run",
+        panel="Training",
     )
     overwrite_output_dir: bool = option(
-        False, "Remove the checkpoints and figures of an earlier run in --output-dir.", panel="Run"
+        False, "Remove the checkpoints and figures of an earlier run in --output-dir.", panel="Checkpoints and logs"
     )
     add_version: bool = option(
-        False, "Write into a new folder of --output-dir for each run: v0-DATE-TIME, v1-DATE-TIME, ...", panel="Run"
+        False,
+        "Write into a new folder of --output-dir for each run: v0-DATE-TIME, v1-DATE-TIME, ...",
+        panel="Checkpoints and logs",
     )
     resume_only_model: bool = option(
         False,
         "Take only the weights of --resume-from-checkpoint, and begin a new schedule with a new optimizer.",
-        panel="Run",
+        panel="Checkpoints and logs",
     )
-    dry_run: bool = option(False, "Plan, check and print, but do not train.", panel="Run")
+    dry_run: bool = option(False, "Plan, check and print, but do not train.", panel="Options")
     hardware: str | None = option(
         None,
-        "GPUs elsewhere that --dry-run plans for: h100, h200, a100, 910b, or a file as simulate takes it.",
-        panel="Run",
+        "GPUs that the plan is for: h100, h200, a100, 910b, or a file as simulate takes it; by default those of this "
+        "machine. With --dry-run they may be elsewhere.",
+        panel="Precision and memory",
     )
     training: Mapping[str, Any] = option(
         {},
@@ -215,12 +236,13 @@ class TrainConfig(
         if self.padding_free is False and self.removes_padding:
             found.append("--padding-free false: packs have no padding; leave it out, or set --packing false")
         if self.plan is not None and not self.packing:
-            found.append("--plan names a file of packs: it goes with --packing true")
+            found.append("--plan names a file of packs: leave out --packing false")
         if self.deepspeed is not None and self.on_bad_media == "skip":
             found.append("--on-bad-media skip corrects gradients before they are applied, which DeepSpeed does itself")
-        if self.num_sharing > 1 and self.on_bad_media == "skip":
+        if self.sequence_parallel_ranks > 1 and self.on_bad_media == "skip":
             found.append(
-                "--on-bad-media skip: processes that share a row load different media of it, and would not skip alike; "
+                "--on-bad-media skip: processes that share a sequence load different media of it, and would not "
+                "skip alike; "
                 "leave out --sequence-parallel-size, or skip bad rows at export"
             )
         if not self.num_train_epochs and self.max_steps is None:
@@ -230,8 +252,6 @@ class TrainConfig(
         if self.resume_only_model and self.resume_from_checkpoint in (None, "false"):
             found.append("--resume-only-model goes with --resume-from-checkpoint, which names the weights")
         found += self._master_problems()
-        if self.hardware is not None and not self.dry_run:
-            found.append("--hardware is for plans of runs on other machines: it goes with --dry-run")
         if self.overwrite_output_dir and self.add_version:
             found.append("--add-version never meets an earlier run: leave out --overwrite-output-dir")
         if self.deepspeed is not None and self.fsdp:
@@ -240,7 +260,7 @@ class TrainConfig(
         return [
             *found,
             *adapter_problems(self),
-            *checkpoint_problems(self, self.eval_strategy),
+            *checkpoint_problems(self, may_evaluate=self.eval_strategy != "no" and not self.streaming),
             *self._precision_problems(),
         ]
 
@@ -264,7 +284,7 @@ class TrainConfig(
         if self.train_type == "lora":
             found.append(f"{given}: adapters are small and always float32; it goes with --train-type full")
         if self.fsdp or self.deepspeed is not None:
-            found.append(f"{given}: FSDP and DeepSpeed keep float32 weights, shared out over the processes")
+            found.append(f"{given}: FSDP and DeepSpeed keep float32 weights, sharded over the processes; leave it out")
         if self.torch_dtype == "float32" and self.computation_dtype != "float32":
             found.append(f"{given} contradicts --torch-dtype float32, which keeps weights in float32")
         if self.computation_dtype == "float16":
@@ -294,20 +314,20 @@ class TrainConfig(
         if not self.dataset:
             given = [name for name in ROWS_ONLY if getattr(self, name)]
             given += ["max_row_bytes"] if self.max_row_bytes != MAX_ROW_BYTES else []
-            found += [f"--{name.replace('_', '-')} goes with --dataset: a cache stays as exported" for name in given]
+            found += [f"{flag(name)} goes with --dataset: a cache stays as exported" for name in given]
         if not self.streaming:
             return found
         if self.max_steps is None:
             found.append("--max-steps is missing: --streaming true does not know how many rows there are")
         if not self.packing:
-            found.append("--streaming true packs what it reads: it goes with --packing true")
+            found.append("--streaming true packs what it reads: leave out --packing false")
         longest, room = self.max_length, self.packing_length
         if longest is not None and room is not None and room < longest:
             found.append(
                 f"--packing-length {room} is smaller than --max-length {longest}: nobody has counted the samples of "
                 "--streaming true, and one could be longer than a pack; raise the one or lower the other"
             )
-        if self.eval_strategy != "no":
+        if self.eval_strategy not in (None, "no"):
             found.append("--eval-strategy needs a cache with a val split: leave out --streaming true")
         if self.save_strategy == "epoch":
             found.append("--save-strategy epoch needs a cache: --streaming true does not know where an epoch ends")
@@ -325,18 +345,8 @@ class TrainConfig(
 
     def export_config(self, output_dir: str, max_length: int) -> ExportConfig:
         """The export that turns the rows of ``--dataset`` into a cache."""
-        names = {field.name for base in (RowOptions, MediaOptions) for field in dataclasses.fields(base)}
-        return ExportConfig(
-            **{name: getattr(self, name) for name in names},
-            model=self.model,
-            max_length=max_length,
-            truncation_strategy=self.truncation_strategy or "delete",
-            media_overflow=self.media_overflow or "drop",
-            loss_scale=self.loss_scale or "default",
-            chat_template=self.chat_template,
-            seed=self.seed,
-            output_dir=output_dir,
-        )
+        # What is not given is export's own default; a dry run of training is no dry run of its export.
+        return part_of(ExportConfig, self, output_dir=output_dir, max_length=max_length, dry_run=False)
 
     @property
     def named_places(self) -> tuple[str, ...]:
@@ -345,7 +355,7 @@ class TrainConfig(
 
     @property
     def removes_padding(self) -> bool:
-        """Whether several samples share a row: packed, in dynamic batches, or dealt by Skrull."""
+        """Whether several samples share a sequence: packed, in dynamic batches, or assigned by Skrull."""
         return self.packing or self.has_no_rows
 
     @property

@@ -64,7 +64,7 @@ class Scene:
 
     @property
     def count(self) -> int:
-        """Number of shapes."""
+        """The number of shapes in the picture."""
         return len(self.boxes)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import shutil
 import subprocess
@@ -17,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from packtool.demo.model import make_model
-from packtool.demo.world import Question, World, make_rows
+from packtool.demo.world import DemoWorld, Question, make_rows
 from packtool.errors import ConfigError, PacktoolError
+from packtool.launch.processes import environment_of_one_process
 from packtool.progress import Progress
 from packtool.train.evaluate.answers import ExactMatch, exact_match
 
@@ -153,18 +153,15 @@ def _train(folder: Path, seed: int, progress: Progress) -> dict[str, Any]:
 def _run(arguments: list[str], progress: Progress) -> dict[str, Any]:
     """Run a public command in a process of its own and read the JSON that it prints."""
     progress.note(f"\n$ packtool {shlex.join(arguments)}")
-    # The demo is one process whatever the surroundings ask of training.
-    environ = {name: value for name, value in os.environ.items() if name not in ("NPROC_PER_NODE", "NNODES")}
-    done = subprocess.run(
-        [sys.executable, "-m", "packtool", *arguments], stdout=subprocess.PIPE, text=True, env=environ, check=False
-    )
+    command, environ = [sys.executable, "-m", "packtool", *arguments], environment_of_one_process()
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environ, check=False)
     if done.returncode:
         raise PacktoolError(f"packtool {arguments[0]} ended with exit code {done.returncode}; its message is above")
     result: dict[str, Any] = json.loads(done.stdout)
     return result
 
 
-def _answers(checkpoint: str, cache: str, world: World, progress: Progress) -> ExactMatch:
+def _answers(checkpoint: str, cache: str, world: DemoWorld, progress: Progress) -> ExactMatch:
     found = exact_match(checkpoint, cache, packing_length=4 * PACKING_LENGTH, progress=progress)
     expected = sum(map(len, world.held_out_questions))
     if found.num_turns != expected:

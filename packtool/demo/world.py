@@ -53,7 +53,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class World:
+class DemoWorld:
     """Where the rows lie and what is known of the held-out questions.
 
     Args:
@@ -80,7 +80,7 @@ def chance_of(questions: list[Question]) -> float:
     return sum(1 / question.num_answers for question in questions) / len(questions)
 
 
-def make_rows(directory: str, num_rows: int, seed: int, num_unusable: int = 0) -> World:
+def make_rows(directory: str, num_rows: int, seed: int, num_unusable: int = 0) -> DemoWorld:
     """Draw pictures and write ``train.json``, ``held_out.json`` and ``swapped.json`` beside them.
 
     Args:
@@ -97,7 +97,7 @@ def make_rows(directory: str, num_rows: int, seed: int, num_unusable: int = 0) -
     rng.shuffle(train)
     held_out = [maker.picture_row() for _ in range(max(4, num_rows // HELD_OUT_SHARE))]
     rows = [row for row, _ in held_out]
-    return World(
+    return DemoWorld(
         train=_write(root / "train.json", train),
         held_out=_write(root / "held_out.json", rows),
         swapped=_write(root / "swapped.json", swap_pictures(rows)),

@@ -38,7 +38,7 @@ class _Place:
 
 
 @dataclass(frozen=True)
-class Layout:
+class MediaLayout:
     """A conversation with its media written out, before tokenization.
 
     Args:
@@ -54,7 +54,7 @@ class Layout:
 
 def lay_out(
     pieces: Sequence[Piece], media: Mapping[str, Sequence[Medium]], parts_of: Callable[[Medium], Sequence[Part]]
-) -> Layout:
+) -> MediaLayout:
     """Write the media's tokens out where pieces stand for them."""
     units: list[Piece] = []
     firsts: list[int] = []
@@ -79,7 +79,7 @@ def lay_out(
         last = units[-1]
         borders.append((piece.media, index, begin or _Place(len(units), None), _Place(len(units) - 1, len(last.text))))
         units[-1] = replace(last, text=last.text + piece.text)
-    return Layout(units, firsts, borders)
+    return MediaLayout(units, firsts, borders)
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Tokens:
 
 
 def join(
-    layout: Layout,
+    layout: MediaLayout,
     unit_ids: Sequence[Sequence[int]],
     control_ids: Mapping[str, int],
     encode: Callable[[Piece], Sequence[int]],

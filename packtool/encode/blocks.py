@@ -15,10 +15,10 @@ from packtool.rows.forms import RowProblem, to_sample
 from packtool.rows.read import read_block
 from packtool.rows.rights import NOT_ALLOWED
 from packtool.rows.sample import Dropped, MediaRef, Sample
-from packtool.rows.source import Block, Source
+from packtool.rows.source import RowBlock, Source
 
 
-def samples_of(source: Source, blocks: Iterable[Block], *, may_hold_secrets: bool) -> Iterator[Sample | Dropped]:
+def samples_of(source: Source, blocks: Iterable[RowBlock], *, may_hold_secrets: bool) -> Iterator[Sample | Dropped]:
     """One item for every row, in order.
 
     Args:
@@ -40,7 +40,7 @@ def samples_of(source: Source, blocks: Iterable[Block], *, may_hold_secrets: boo
             yield sample
 
 
-def check_template(model: str, encoder: Encoder, sources: Iterable[tuple[Source, Iterable[Block]]]) -> None:
+def check_template(model: str, encoder: Encoder, sources: Iterable[tuple[Source, Iterable[RowBlock]]]) -> None:
     """Find out at once, by the first good row of each source, that conversations are to be encoded without a template.
 
     Raises:
@@ -73,7 +73,7 @@ def encode_samples(group: Sequence[Sample | Dropped], encoder: Encoder) -> Itera
         yield next(encoded) if isinstance(item, Sample) else item
 
 
-def refused_at_first(source: Source, blocks: Iterable[Block]) -> str | None:
+def refused_at_first(source: Source, blocks: Iterable[RowBlock]) -> str | None:
     """What is to be said before a long run if the first rows with media name none that they may; None if all is well.
 
     Args:

@@ -21,7 +21,7 @@ class EncodedImage:
         height: pixels, after the EXIF orientation is applied.
         width: pixels.
         grid: (t, h, w) in vision patches, as the model's ``image_grid_thw``; empty for families without one.
-        num_tokens: pads that stand for it in ``input_ids``.
+        num_tokens: placeholder tokens that stand for it in ``input_ids``.
     """
 
     path: str | None
@@ -40,7 +40,7 @@ class EncodedAudio:
         path, data: as for pictures; both None for a sound track, which lies in its video.
         num_samples: of one channel, at the model's sampling rate.
         num_features: mel frames that the model's feature extractor makes of it.
-        num_tokens: pads that stand for it in ``input_ids``.
+        num_tokens: placeholder tokens that stand for it in ``input_ids``.
     """
 
     path: str | None
@@ -63,7 +63,7 @@ class EncodedVideo:
         indices: numbers of the frames that the model sees, ascending.
         grid: (t, h, w) in vision patches, as the model's ``video_grid_thw``; empty for families without one.
         seconds_per_grid: seconds between two steps of the grid's t.
-        num_tokens: pads that stand for its frames in ``input_ids``.
+        num_tokens: placeholder tokens that stand for its frames in ``input_ids``.
         audio: its sound track, where that is woven in (``USE_AUDIO_IN_VIDEO``).
     """
 
@@ -89,12 +89,12 @@ class EncodedSample:
         input_ids: int32 (L,).
         labels: int32 (L,): the token itself where it is a target, else -100. Not shifted.
         turns: int32 (2 * num_turns,): [start, end) of every assistant turn that may be trained, flat.
-        images: in the order of their pads.
+        images: in the order of their placeholder tokens.
         channel: the row's ``channel``, if any.
         source: dataset the row came from.
         row: 0-based row there.
         num_truncated: tokens that truncation removed, those of removed media among them.
-        videos, audios: in the order of their pads.
+        videos, audios: in the order of their placeholder tokens.
         loss_scale: float32 (L,), the weight of each label, or None when all labels weigh 1.
     """
 
@@ -112,13 +112,37 @@ class EncodedSample:
 
     @property
     def length(self) -> int:
-        """Tokens."""
+        """The number L of tokens."""
         return len(self.input_ids)
 
     @property
     def num_media_tokens(self) -> int:
-        """Pads of all media."""
+        """The number of placeholder tokens of all media."""
         tracks = [video.audio for video in self.videos if video.audio is not None]
         groups: tuple[Sequence[EncodedImage | EncodedVideo | EncodedAudio], ...]
         groups = (self.images, self.videos, self.audios, tracks)
         return sum(medium.num_tokens for group in groups for medium in group)
+
+    @property
+    def num_audio_tokens(self) -> int:
+        """Pads of its sounds and of its videos' sound tracks."""
+        tracks = [video.audio for video in self.videos if video.audio is not None]
+        return sum(sound.num_tokens for sound in (*self.audios, *tracks))
+
+    @property
+    def patch_squares(self) -> int:
+        """Sum over the frames of its pictures and videos of (patches of the frame)^2; 0 without grids."""
+        grids = [image.grid for image in self.images] + [video.grid for video in self.videos]
+        return sum(map(patch_squares, grids))
+
+
+def patch_squares(grid: tuple[int, ...]) -> int:
+    """What the attention of a vision tower grows with: patches see those of their own frame.
+
+    Args:
+        grid: (t, h, w) in patches, or empty.
+    """
+    if not grid:
+        return 0
+    frames, height, width = grid
+    return frames * (height * width) ** 2

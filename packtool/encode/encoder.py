@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from packtool.config.export import EncodeSpec
-from packtool.encode.assemble import Layout, Tokens, join, lay_out, num_common
+from packtool.encode.assemble import MediaLayout, Tokens, join, lay_out, num_common
 from packtool.encode.control import ControlVocabulary, Piece, Shield
 from packtool.encode.encoded import EncodedSample
-from packtool.encode.families import Kind, MediaLimits, Medium, Part, family_of
+from packtool.encode.families import MediaEncoding, MediaKind, Medium, media_encoding
 from packtool.encode.fit import Tokenized, fit, over_long
 from packtool.encode.left_out import LeftOut
-from packtool.encode.loss_scale import LossScale, Weights, parse_loss_scale
+from packtool.encode.loss_scale import LossScale, Weights, is_hybrid_thinking, loss_scale_of, parse_loss_scale
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.pieces import PieceTokenizer
-from packtool.encode.targets import TurnFinder, TurnPieces, role_tokens
+from packtool.encode.targets import TurnFinder, TurnPieces, turn_finder
 from packtool.encode.template import ChatTemplate, TemplateFailure
 from packtool.errors import ConfigError
 from packtool.media.opening import MediaProblem
@@ -41,7 +41,7 @@ class _Rendered:
     pieces: list[Piece]
     turns: list[TurnPieces]
     media: dict[str, list[Medium]]
-    layout: Layout
+    layout: MediaLayout
 
 
 class Encoder:
@@ -50,24 +50,25 @@ class Encoder:
     Args:
         spec: what decides the tokens.
         files: the model's tokenizer, template and settings.
+        media: how its media are encoded; made of the two if it is not given.
 
     Raises:
         ConfigError: if the model cannot be encoded for.
     """
 
-    def __init__(self, spec: EncodeSpec, files: ModelFiles) -> None:
+    def __init__(self, spec: EncodeSpec, files: ModelFiles, media: MediaEncoding | None = None) -> None:
         self.spec = spec
-        self._family = family_of(files, spec)
-        self.limits = self._family.limits if self._family is not None else MediaLimits()
-        media_tokens = self._family.control_tokens if self._family is not None else ()
+        self._media = media or media_encoding(files, spec)
+        self.limits = self._media.limits
+        media_tokens = self._media.control_tokens
         tokenizer = _tokenizer(files)
-        as_list = self._family is not None and self._family.content_as_list
+        as_list = self._media.content_as_list
         self._template: ChatTemplate | None = None
         self._finder: TurnFinder | None = None
         if files.chat_template:
             self._template = ChatTemplate(files.chat_template, files.template_variables, content_as_list=as_list)
             self._left_out = LeftOut(self._template.render)
-            self._vocabulary, self._finder = _turn_finder(self._template, tokenizer, media_tokens)
+            self._vocabulary, self._finder = turn_finder(self._template, tokenizer, media_tokens)
         else:
             self._vocabulary = ControlVocabulary(tokenizer, media_tokens)
         if missing := [token for token in media_tokens if token not in self._vocabulary.ids]:
@@ -76,7 +77,8 @@ class Encoder:
                 "Tokenizer and config.json belong to different models: take both from one.",
             )
         self._pieces = PieceTokenizer(tokenizer, self._vocabulary)
-        parse_loss_scale(spec.loss_scale)
+        self._is_hybrid_thinking = is_hybrid_thinking(files)
+        loss_scale_of(spec.loss_scale, self._is_hybrid_thinking)  # refuses what cannot be understood
         self._end_of_text = files.template_variables.get("eos_token", "")
         self._measured: dict[tuple[str, str, MediaRights], Medium] = {}
 
@@ -91,7 +93,10 @@ class Encoder:
         """
         prepared = [self._render(sample) for sample in samples]
         flat = [unit for item in prepared if isinstance(item, _Rendered) for unit in item.layout.units]
-        ids = self._pieces.encode(flat)
+        ends = self._ends(prepared)
+        ids = self._pieces.encode([replace(unit, text="") if i in ends else unit for i, unit in enumerate(flat)])
+        for i, (kept, _) in ends.items():
+            ids[i] = kept
         results: list[list[EncodedSample] | Dropped] = []
         at = 0
         for item in prepared:
@@ -99,9 +104,37 @@ class Encoder:
                 results.append(item)
                 continue
             count = len(item.layout.units)
-            results.append(fit(self._tokenized(item, ids[at : at + count]), self.spec))
+            tokenized = self._tokenized(item, ids[at : at + count])
+            if num_removed := sum(ends[i][1] for i in range(at, at + count) if i in ends):
+                tokenized = replace(tokenized, num_removed=num_removed)
+            results.append(fit(tokenized, self.spec))
             at += count
         return results
+
+    def _ends(self, prepared: Sequence[_Rendered | Dropped]) -> dict[int, tuple[list[int], int]]:
+        """The ids at both ends of texts of which truncation certainly cuts the middle, and how many lie between.
+
+        Cutting keeps the first or the last ``max_length`` tokens of a row, so no more of any text. Not where a medium's
+        place or a rule for weights is looked up among the tokens of the whole text.
+
+        Returns:
+            By the number of the text among all units.
+        """
+        found: dict[int, tuple[list[int], int]] = {}
+        limit, at = self.spec.max_length, 0
+        if self.spec.truncation_strategy not in ("left", "right"):
+            return found
+        for item in prepared:
+            if isinstance(item, Dropped):
+                continue
+            units = item.layout.units
+            long = [i for i, unit in enumerate(units) if len(unit.text) > 2 * _CHARS_PER_TOKEN * limit]
+            rules = parse_loss_scale(item.sample.loss_scale or self.spec.loss_scale).rules
+            if long and not rules and not item.layout.borders:
+                ends = {at + i: self._pieces.ends(units, i, limit) for i in long}
+                found |= {i: both for i, both in ends.items() if both is not None}
+            at += len(units)
+        return found
 
     @property
     def has_template(self) -> bool:
@@ -110,8 +143,16 @@ class Encoder:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What a user should know of how this model is encoded for."""
-        return self._family.remarks if self._family is not None else ()
+        """What a user should know of how this model is encoded for, a line each."""
+        remarks = self._media.remarks
+        asked, meant = self.spec.loss_scale, loss_scale_of(self.spec.loss_scale, self._is_hybrid_thinking)
+        if meant == asked:
+            return remarks
+        return (
+            *remarks,
+            f"--loss-scale {asked} means {meant} here: the chat template is one for hybrid thinking, whose prompt "
+            f"writes the empty thinking block itself, so it carries no loss; {asked}+keep_empty_think trains it",
+        )
 
     def forget_media(self) -> None:
         """Measure every medium anew: the sizes of files that were seen before are remembered."""
@@ -126,10 +167,10 @@ class Encoder:
             }
         except MediaProblem as problem:
             return Dropped(sample.source, sample.row, problem.reason, problem.detail)
-        if self._family is not None and sample.lone_mark:
+        if self._media.control_tokens and sample.lone_mark:
             detail = lone_mark_detail(sample.lone_mark)
             return Dropped(sample.source, sample.row, f"{sample.lone_mark}_marks", detail)
-        if self._family is not None and self._family.alone_only and len(sample.images) > 1:
+        if self._media.alone_only and len(sample.images) > 1:
             detail = "this model's processor spells several pictures of a row in a way that packtool does not follow"
             return Dropped(sample.source, sample.row, "media_unsupported", detail)
         try:
@@ -147,14 +188,13 @@ class Encoder:
         if len(turns) < num_answers or (speaks and len(turns) != num_answers):
             detail = f"{len(turns)} of {num_answers} assistant turns can be told apart in the rendered conversation"
             return Dropped(sample.source, sample.row, "turns_not_found", detail)
-        parts_of = self._family.parts if self._family is not None else _no_parts
-        rendered = _Rendered(sample, pieces, turns, media, lay_out(pieces, media, parts_of))
+        rendered = _Rendered(sample, pieces, turns, media, lay_out(pieces, media, self._media.parts))
         return self._hopeless(rendered) or rendered
 
     def _hopeless(self, item: _Rendered) -> Dropped | None:
         """Why a row is dropped whose text alone is certainly too long, told before it is tokenized.
 
-        Where a part of it would be kept, the tokens must be known; where its media may be at fault too, ``fit`` says
+        Where a part of it would be kept, see ``_ends``; where its media may be at fault too, ``fit`` says
         what becomes of it.
         """
         limit, units = self.spec.max_length, item.layout.units
@@ -187,7 +227,7 @@ class Encoder:
                 "no_chat_template",
                 "the row is a conversation, and the model has no chat template: --chat-template FILE gives one",
             )
-        as_list = self._family is not None and self._family.content_as_list
+        as_list = self._media.content_as_list
         try:
             messages = [_message(turn, shield, kinds, as_list) for turn in sample.turns]
             tools = shield.value(sample.tools)
@@ -199,17 +239,15 @@ class Encoder:
         if (number := self._left_out.first(sample.turns, messages, tools)) is not None:
             detail = f"the chat template leaves out turn {number}, of the {sample.turns[number].role}"
             raise _CannotRender("turn_left_out", detail)
-        return shield.cut(rendered, self._family.placeholders) if self._family is not None else shield.cut(rendered)
+        return shield.cut(rendered, self._media.placeholders)
 
-    def _measure(self, kind: Kind, ref: MediaRef) -> Medium:
-        if self._family is None:
-            raise MediaProblem("media_unsupported", f"the row has {kind}s, and the model reads text only")
+    def _measure(self, kind: MediaKind, ref: MediaRef) -> Medium:
         if ref.path is None:
-            return self._family.measure(kind, ref)
+            return self._media.measure(kind, ref)
         key = kind, ref.path, ref.rights
         medium = self._measured.get(key)
         if medium is None:
-            medium = self._family.measure(kind, ref)
+            medium = self._media.measure(kind, ref)
             if len(self._measured) < _REMEMBERED_MEDIA:
                 self._measured[key] = medium
         return medium
@@ -231,22 +269,24 @@ class Encoder:
 
     def _weights(self, item: _Rendered, tokens: Tokens, turns: Sequence[_TrainedTurn]) -> Weights | None:
         """Weight of each token as a target, None where the turns' tokens weigh 1."""
-        scale = parse_loss_scale(item.sample.loss_scale or self.spec.loss_scale)
+        asked = item.sample.loss_scale or self.spec.loss_scale
+        scale = parse_loss_scale(loss_scale_of(asked, self._is_hybrid_thinking))
         own_word = any(turn.turn.loss is not None or turn.turn.loss_scale is not None for turn in turns)
         if scale.base == "default" and not scale.rules and not own_word:
             return None
         weights = np.full(len(tokens.ids), float(scale.base == "all"), np.float32)
         for number, turn in enumerate(turns):
             here: Any = float(scale.base != "last_round" or number == len(turns) - 1)
+            rules = scale
             if turn.turn.loss is not None:
-                here = float(turn.turn.loss)
-            elif here and scale.rules and not item.sample.is_text:
-                here = self._rule_weights(item.layout, tokens, turn, scale)
+                here, rules = float(turn.turn.loss), scale.of_marked_turns
+            if here and rules.rules and not item.sample.is_text:
+                here = self._rule_weights(item.layout, tokens, turn, rules)
             factor = 1.0 if turn.turn.loss_scale is None else turn.turn.loss_scale
             weights[slice(*turn.span)] = here * factor
         return weights
 
-    def _rule_weights(self, layout: Layout, tokens: Tokens, turn: _TrainedTurn, scale: LossScale) -> Weights:
+    def _rule_weights(self, layout: MediaLayout, tokens: Tokens, turn: _TrainedTurn, scale: LossScale) -> Weights:
         """Weights of a turn's tokens by the rules for its text; each token counts as its first character does."""
         text, firsts, places = "", list[int](), list[int]()
         for number in range(turn.first_unit, turn.last_unit + 1):
@@ -309,10 +349,6 @@ class _CannotRender(ValueError):
         self.reason = reason
 
 
-def _no_parts(medium: Medium) -> list[Part]:
-    raise AssertionError("a model of text alone has no media")
-
-
 def _message(turn: Turn, shield: Shield, kinds: Sequence[str], as_list: bool) -> dict[str, Any]:
     """A turn as the template gets it."""
     text = shield.text(shield.media(turn.content, kinds))
@@ -325,21 +361,6 @@ def _tokenizer(files: ModelFiles) -> Tokenizer:
         return Tokenizer.from_str(files.tokenizer_json)
     except Exception as error:  # the tokenizers library raises nothing more special
         raise ConfigError(f"{files.directory}: tokenizer.json cannot be used: {error}") from error
-
-
-def _turn_finder(
-    template: ChatTemplate, tokenizer: Tokenizer, media_tokens: Sequence[str]
-) -> tuple[ControlVocabulary, TurnFinder]:
-    """The control tokens and the way to find turns by them."""
-    vocabulary = ControlVocabulary(tokenizer, media_tokens)
-    try:
-        return vocabulary, TurnFinder.of(template, vocabulary)
-    except ConfigError:
-        roles = role_tokens(template, (token.content for token in tokenizer.get_added_tokens_decoder().values()))
-        if set(roles) <= vocabulary.ids.keys():
-            raise
-    vocabulary = ControlVocabulary(tokenizer, [*media_tokens, *roles])
-    return vocabulary, TurnFinder.of(template, vocabulary)
 
 
 def _strings(sample: Sample) -> list[str]:

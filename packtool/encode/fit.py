@@ -30,7 +30,7 @@ class Tokenized:
         spans: of the media, ascending.
         images, videos, audios: in the order of their spans.
         weights: float32 (L,), of each token as a target, 0 for none; None if the tokens of ``turns`` weigh 1.
-        num_removed: tokens that went with removed media.
+        num_removed: tokens that went before the sample is held to a length: with media, or the middle of a long text.
     """
 
     sample: Sample

@@ -9,12 +9,17 @@ A loss scale is a base and perhaps further rules behind it, as in ``last_round+i
 Rules give parts of an assistant's text other weights; 0 means not trained. A *pattern* is a regular expression, and
 what it matches gets the weight. A *keyword* has two weights: its own, and that of the text behind it up to the next
 keyword of the same rule. Names and weights are those that ms-swift documents; a rule alone stands on ``default``. A
-row's own ``loss`` of a message (true or false) replaces all this for that turn, and its ``loss_scale`` multiplies it.
+row's own ``loss`` of a message (true or false) replaces all this for that turn, except that an empty thinking block
+stays out of the loss; its ``loss_scale`` multiplies the weights.
+
+Models for *hybrid thinking* (Qwen3, Qwen3.5, DeepSeek-V3.1) open an answer without thoughts with an empty thinking
+block. Their generation prompt writes it when thinking is switched off, so the model never has to predict it. Like
+ms-swift from 4.3.1 on, ``ignore_empty_think`` is therefore added to every loss scale of such a model, unless
+``keep_empty_think`` is among its rules.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,7 +28,9 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from packtool.errors import ConfigError
+from packtool.encode.model_files import ModelFiles
+from packtool.encode.template import ChatTemplate, TemplateFailure
+from packtool.errors import ConfigError, did_you_mean
 
 Base = Literal["default", "last_round", "all"]
 Weights = npt.NDArray[np.float32]
@@ -49,9 +56,13 @@ _KEYWORDS: dict[str, dict[str, tuple[float, float]]] = {
     },
     "agentflan": {**_REACT, **dict.fromkeys(_TOOL_NAMES, (1.0, 3.0))},
 }
+# Without the opening mark where the generation prompt has written it. The marks of Gemma 4 and MiniMax are others.
+_EMPTY_THINKING = r"\s*(?:(?:<think>)?\s*</think>|<\|channel>thought\n<channel\|>|</mm:think>)\s*"
+_IGNORE, _KEEP = "ignore_empty_think", "keep_empty_think"
 _PATTERNS: dict[str, dict[str, float]] = {
     "hermes": {r"<tool_call>.+?</tool_call>": 2.0},
-    "ignore_empty_think": {r"<think>\s*</think>\s*": 0.0},
+    _IGNORE: {rf"\A{_EMPTY_THINKING}": 0.0},
+    _KEEP: {},
     "ignore_think_prefix": {r"\A\s*<think>\n?": 0.0},
 }
 _ALIASES = {"last_round_with_ignore_empty_think": "last_round+ignore_empty_think"}
@@ -76,6 +87,11 @@ class LossScale:
                     weights[match.start() : match.end()] *= weight
         return weights
 
+    @property
+    def of_marked_turns(self) -> LossScale:
+        """What still holds for a turn that its row's ``loss: true`` makes a target."""
+        return LossScale(self.base, tuple(rule for rule in self.rules if rule == _IGNORE))
+
 
 @lru_cache(maxsize=64)
 def parse_loss_scale(text: str) -> LossScale:
@@ -88,13 +104,58 @@ def parse_loss_scale(text: str) -> LossScale:
     known = (*BASES, *_KEYWORDS, *_PATTERNS)
     for name in names:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            hint = did_you_mean(name, known)
             raise ConfigError(f"loss scale {text!r}: {name!r} is none of {', '.join(known)}{hint}")
     bases = [base for base in BASES if base in names]
     if len(bases) > 1:
         raise ConfigError(f"loss scale {text!r}: {bases[0]} and {bases[1]} exclude each other")
+    if _IGNORE in names and _KEEP in names:
+        raise ConfigError(f"loss scale {text!r}: {_IGNORE} and {_KEEP} exclude each other")
     return LossScale(bases[0] if bases else "default", tuple(name for name in names if name not in BASES))
+
+
+def loss_scale_of(text: str, is_hybrid_thinking: bool) -> str:
+    """The loss scale that is meant by what a user asked for.
+
+    Args:
+        text: ``--loss-scale``, or what a set of rows or a training run asks for.
+        is_hybrid_thinking: of the model's chat template.
+
+    Returns:
+        ``text``, with ``+ignore_empty_think`` behind it where the template is one for hybrid thinking and the text
+        says nothing about empty thinking blocks.
+
+    Raises:
+        ConfigError: if the text cannot be understood.
+    """
+    rules = parse_loss_scale(text).rules
+    return text if not is_hybrid_thinking or _IGNORE in rules or _KEEP in rules else f"{text}+{_IGNORE}"
+
+
+@lru_cache(maxsize=8)
+def _switches_thinking(text: str, variables: tuple[tuple[str, str], ...]) -> bool:
+    for as_list in (False, True):
+        try:
+            template = ChatTemplate(text, dict(variables), content_as_list=as_list)
+            on, off = (
+                template.render([{"role": "user", "content": "?"}], add_generation_prompt=True, thinks=thinks)
+                for thinks in (True, False)
+            )
+        except (TemplateFailure, ConfigError):
+            continue  # what is wrong with the template is told where it is used
+        return on != off and re.search(rf"{_EMPTY_THINKING}\Z", off) is not None
+    return False
+
+
+def is_hybrid_thinking(files: ModelFiles) -> bool:
+    """Whether the model's chat template can switch thinking off.
+
+    Such a template knows a variable ``enable_thinking`` (or ``thinking``), and ends its generation prompt with an
+    empty thinking block where that is false.
+    """
+    return bool(files.chat_template) and _switches_thinking(
+        files.chat_template, tuple(sorted(files.template_variables.items()))
+    )
 
 
 def _keyword_weights(text: str, rule: str) -> Weights:

@@ -67,6 +67,16 @@ class PieceTokenizer:
                     break
         return least
 
+    def ends(self, pieces: Sequence[Piece], i: int, num: int) -> tuple[list[int], int] | None:
+        """The first and the last ids of a long piece's text, ``num`` and perhaps some more, and how many lie between.
+
+        Returns:
+            None where only tokenizing the whole text tells them.
+        """
+        if self._words is None or not self.context_free:
+            return None
+        return self._words.ends(self._trimmed(pieces, i), num)
+
     def offsets(self, text: str) -> list[tuple[int, int]]:
         """Characters [start, end) of each token of one piece's text."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).offsets)

@@ -12,11 +12,8 @@ import numpy.typing as npt
 
 from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedSample
+from packtool.encode.families import family_of, pad_ids_of, thinker_of
 from packtool.encode.loss_scale import Base
-
-_OPENING = ("vision_start_token_id", "audio_start_token_id")
-_CLOSING = ("vision_end_token_id", "audio_end_token_id")
-_PADS = ("image_token_id", "video_token_id", "audio_token_id", "image_token_index", "video_token_index")
 
 
 @dataclass(frozen=True)
@@ -29,23 +26,26 @@ class TargetChoice:
 
     Args:
         base: see above.
-        opening, closing, pads: tokens around media and in them.
+        among_targets: only tokens that were targets before stay some. A rule of the loss scale left the others out,
+            and which ones cannot be told without the row.
+        opening, closing, pads: ids of the tokens before and behind media, and of their placeholder tokens.
     """
 
     base: Base
     opening: frozenset[int]
     closing: frozenset[int]
     pads: frozenset[int]
+    among_targets: bool = False
 
     @classmethod
-    def of_config(cls, base: Base, config: Mapping[str, Any]) -> TargetChoice:
+    def of_config(cls, base: Base, config: Mapping[str, Any], among_targets: bool = False) -> TargetChoice:
         """Make the choice with the tokens that a ``config.json`` names."""
-        inner = config.get("thinker_config") or config
-        opening, closing, pads = (
+        inner, family = thinker_of(config), family_of(config)
+        opening, closing = (
             frozenset(int(inner[name]) for name in names if inner.get(name) is not None)
-            for names in (_OPENING, _CLOSING, _PADS)
+            for names in zip(family.image_marks, family.sound_marks, strict=True)
         )
-        return cls(base, opening, closing, pads)
+        return cls(base, opening, closing, frozenset(pad_ids_of(config).values()), among_targets)
 
     def targets(self, sample: EncodedSample) -> npt.NDArray[np.bool_]:
         """Which tokens are targets, bool (L,); the first is none, for nothing comes before it."""
@@ -57,6 +57,8 @@ class TargetChoice:
             for start, end in spans[-1:] if self.base == "last_round" else spans:
                 trained[start:end] = True
         trained &= ~self._in_media(sample.input_ids)
+        if self.among_targets:
+            trained &= sample.labels != IGNORE_INDEX
         if sample.num_truncated:
             trained[:1] = False
         return trained
@@ -71,7 +73,7 @@ class TargetChoice:
         return dataclasses.replace(sample, labels=labels, loss_scale=scale)
 
     def _in_media(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-        """Pads, and all from a medium's opening mark to its closing one: timestamps of a video lie between."""
+        """bool (L,): placeholder tokens, and all between a medium's marks, timestamps of a video too."""
         if not self.pads:
             return np.zeros(len(ids), bool)
         opens, closes = np.isin(ids, list(self.opening)), np.isin(ids, list(self.closing))

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from tokenizers import Tokenizer
+
 from packtool.encode.assemble import num_common
 from packtool.encode.control import ControlVocabulary, Piece, Shield
 from packtool.encode.template import ChatTemplate, TemplateFailure
@@ -123,6 +125,25 @@ class TurnFinder:
             and window[-1].control == control
             and window[-1].text.startswith(prefix)
         )
+
+
+def turn_finder(
+    template: ChatTemplate, tokenizer: Tokenizer, media_tokens: Sequence[str]
+) -> tuple[ControlVocabulary, TurnFinder]:
+    """The control tokens of a model and the way to find turns by them.
+
+    Raises:
+        ConfigError: if no control token tells where answers begin and end.
+    """
+    vocabulary = ControlVocabulary(tokenizer, media_tokens)
+    try:
+        return vocabulary, TurnFinder.of(template, vocabulary)
+    except ConfigError:
+        roles = role_tokens(template, (token.content for token in tokenizer.get_added_tokens_decoder().values()))
+        if set(roles) <= vocabulary.ids.keys():
+            raise
+    vocabulary = ControlVocabulary(tokenizer, [*media_tokens, *roles])
+    return vocabulary, TurnFinder.of(template, vocabulary)
 
 
 def role_tokens(template: ChatTemplate, tokens: Iterable[str]) -> list[str]:

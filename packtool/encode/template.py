@@ -22,12 +22,13 @@ _FAILURES = (
     *(jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError),
     ArithmeticError,
 )
-_COUNTED = "packtool_counted"
+_COUNTED, _BOUNDED = "packtool_counted", "packtool_bounded"
 _MOST_ROUNDS = 10_000_000
 """Rounds of all loops of one rendering: some seconds."""
 _MOST_CHARS = 1 << 28
 _DICT_NAMES = frozenset(dir(dict))
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+_THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 
 class TemplateFailure(ValueError):
@@ -47,9 +48,10 @@ class _GenerationTag(jinja2.ext.Extension):
 class _Environment(ImmutableSandboxedEnvironment):
     """The sandbox, with a short way for what nearly every attribute of a chat template is: a key of a message.
 
-    It also counts: a loop is charged for its rounds when it begins, and a product for its size, so that a template
-    that would run for hours, or fill the memory, ends. The sandbox itself bounds one ``range`` only, not loops in
-    loops.
+    It also counts: a loop is charged for its rounds when it begins, a macro for each call, and a product for its size,
+    so that a template that would run for hours, or fill the memory, ends. What is kept in a variable or given to a
+    macro is held to a size too: a text that doubles in each round (``x ~ x``) must be kept to be doubled again. The
+    sandbox itself bounds one ``range`` only, not loops in loops. What a single filter makes of a text is not bounded.
     """
 
     intercepted_binops = frozenset(("*", "**"))
@@ -57,13 +59,34 @@ class _Environment(ImmutableSandboxedEnvironment):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.rounds_left = _MOST_ROUNDS
-        self.filters[_COUNTED] = _counted
+        self.filters[_COUNTED], self.filters[_BOUNDED] = _counted, _bounded
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
         template = super()._parse(source, name, filename)
         for loop in template.find_all(jinja2.nodes.For):
-            loop.iter = jinja2.nodes.Filter(loop.iter, _COUNTED, [], [], None, None, lineno=loop.lineno)
+            loop.iter = _filtered(loop.iter, _COUNTED, loop.lineno)
+        for assigned in template.find_all(jinja2.nodes.Assign):
+            assigned.node = _filtered(assigned.node, _BOUNDED, assigned.lineno)
+        for block in template.find_all(jinja2.nodes.AssignBlock):
+            block.filter = _filtered(block.filter, _BOUNDED, block.lineno)
         return template
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 (as in jinja2)
+        if isinstance(__obj, jinja2.runtime.Macro):
+            __self.take_rounds(1)
+            for value in (*args, *kwargs.values()):
+                _bounded(value)
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def take_rounds(self, count: int) -> None:
+        """Take so many rounds off those that a rendering may have.
+
+        Raises:
+            TemplateFailure: if there are no more.
+        """
+        self.rounds_left -= count
+        if self.rounds_left < 0:
+            raise TemplateFailure(f"the template's loops and macros have more than {_MOST_ROUNDS:,} rounds")
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
         if _size_of_product(operator, left, right) > _MOST_CHARS:
@@ -83,10 +106,20 @@ def _counted(context: jinja2.runtime.Context, items: Any) -> Any:
     assert isinstance(environment, _Environment)
     if not hasattr(items, "__len__") and not isinstance(items, jinja2.Undefined):
         items = list(islice(items, environment.rounds_left + 1))
-    environment.rounds_left -= len(items)
-    if environment.rounds_left < 0:
-        raise TemplateFailure(f"the template's loops have more than {_MOST_ROUNDS:,} rounds")
+    environment.take_rounds(len(items))
     return items
+
+
+def _filtered(node: Any, name: str, lineno: int) -> jinja2.nodes.Filter:
+    return jinja2.nodes.Filter(node, name, [], [], None, None, lineno=lineno)
+
+
+def _bounded(value: Any) -> Any:
+    """A value as it is, if it is no text and no list that only grows."""
+    most = _MOST_CHARS if isinstance(value, str) else _MOST_ROUNDS if isinstance(value, (list, tuple)) else None
+    if most is not None and len(value) > most:
+        raise TemplateFailure(f"the template keeps something of more than {most:,} characters or items")
+    return value
 
 
 def _size_of_product(operator: str, left: Any, right: Any) -> int:
@@ -141,21 +174,30 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Any] | None = None,
         add_generation_prompt: bool = False,
+        thinks: bool | None = None,
     ) -> str:
         """The conversation as one string.
+
+        Args:
+            messages: with ``role`` and ``content``.
+            tools: their descriptions.
+            add_generation_prompt: whether the opening of an assistant's turn follows at the end.
+            thinks: sets the switch of templates for hybrid thinking, which is named ``enable_thinking`` or
+                ``thinking``; None leaves it undefined.
 
         Raises:
             TemplateFailure: if the template refuses it.
         """
         self._environment.rounds_left = _MOST_ROUNDS
         pieces, num_chars = [], 0
+        switch = {} if thinks is None else dict.fromkeys(_THINKING_SWITCHES, thinks)
         try:
             for piece in self._template.generate(
                 messages=[self._prepared(message) for message in messages],
                 tools=list(tools) if tools else None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **self._variables,
+                **{**self._variables, **switch},
             ):
                 pieces.append(piece)
                 num_chars += len(piece)

@@ -1,8 +1,8 @@
 """Truncation that never cuts a medium.
 
 Of the tokens that are not protected the last (``left``) or the first (``right``) ``max_length - protected`` are kept,
-and the order stays. Protected are whole media spans (opening mark, pads, closing mark, timestamps), so that adjacent
-pictures cannot run into one. ``left`` is what ms-swift does, but for the marks, which it cuts off.
+and the order stays. Protected are whole media spans (opening mark, placeholder tokens, closing mark, timestamps), so
+that adjacent pictures cannot run into one. ``left`` is what ms-swift does, but for the marks, which it cuts off.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from typing import Any
 
@@ -22,6 +23,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 _MOST_WORDS = 1 << 20
+_MANY_WORDS = 4096
 _MOST_CHARS = 64
 """Longer words (base64, endless punctuation) are not remembered."""
 
@@ -80,6 +82,38 @@ class WordTokenizer:
         if not (is_ascii and text.isprintable()) and _UNSAFE.search(text):
             return False
         return is_ascii or not self._normalized or unicodedata.is_normalized("NFC", text)
+
+    def ends(self, text: str, num: int) -> tuple[list[int], int] | None:
+        """The first and the last ``num`` ids of a long text, and how many lie between them, in little memory.
+
+        Returns:
+            None if the library must be asked.
+        """
+        is_ascii = text.isascii()
+        if not self._is_safe(text, is_ascii):
+            return None
+        found = self._found_one_by_one(text, self._iterate_ascii if is_ascii else self._iterate)
+        head: list[int] = []
+        for of_word in found:
+            head += of_word
+            if len(head) >= num:
+                break
+        tail, behind = deque[int](maxlen=num), 0
+        while some := list(islice(found, _MANY_WORDS)):
+            ids = list(chain.from_iterable(some))
+            tail.extend(ids)
+            behind += len(ids)
+        return [*head, *tail], behind - len(tail)
+
+    def _found_one_by_one(
+        self, text: str, words: Callable[[str], Iterator[re.Match[str]]]
+    ) -> Iterator[tuple[int, ...]]:
+        parts = self._find_added.split(text) if self._find_added is not None else [text]
+        for i, part in enumerate(parts):
+            if i % 2:
+                yield (self._added[part],)
+            else:
+                yield from map(self._words.__getitem__, map(re.Match.group, words(part)))
 
     def encode(self, text: str) -> list[int] | None:
         """Ids of a text, or None if the library must be asked."""

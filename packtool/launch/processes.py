@@ -72,9 +72,15 @@ class Processes:
         return cls(per_node, num_nodes, node_rank, address, port or None)
 
 
-def is_launched(environ: Mapping[str, str]) -> bool:
-    """Whether this process was started by torchrun."""
-    return any(environ.get(name) for name in _INSIDE)
+def is_launched(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether this process was started by torchrun; ``environ`` stands for its environment."""
+    values = os.environ if environ is None else environ
+    return any(values.get(name) for name in _INSIDE)
+
+
+def environment_of_one_process() -> dict[str, str]:
+    """This process's environment for a command that is to start no others, whatever the surroundings ask for."""
+    return {name: value for name, value in os.environ.items() if name not in ("NPROC_PER_NODE", "NNODES")}
 
 
 def launch_command(
@@ -122,21 +128,21 @@ def share_cores_politely() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def end_with_launcher(environ: Mapping[str, str]) -> None:
+def end_with_launcher() -> None:
     """Let this process end when the one that started it does, however that ends; only inside torchrun.
 
     A launcher that is killed (out of memory, or by a scheduler) can stop nobody, and its processes would go on training
     on GPUs that somebody else is given. What it can hear it hands on itself: ``packtool.launch.torchrun``.
     On Linux the kernel kills them at once; elsewhere a thread looks every second.
     """
-    if not is_launched(environ):
+    if not is_launched():
         return
     launcher = os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     else:
         threading.Thread(target=_end_without, args=(launcher,), daemon=True).start()
-    known = environ.get(_LAUNCHER, "")
+    known = os.environ.get(_LAUNCHER, "")
     # It may have ended before the kernel was asked.
     if os.getppid() != launcher or (known.isdecimal() and not _is_there(int(known))):
         os.kill(os.getpid(), signal.SIGKILL)

@@ -18,12 +18,12 @@ class World:
     Args:
         rank: 0-based number of this one.
         size: how many there are.
-        num_sharing: those that share each row; they are next to each other.
+        sequence_parallel_size: those that share each sequence; they are next to each other.
     """
 
     rank: int = 0
     size: int = 1
-    num_sharing: int = 1
+    sequence_parallel_size: int = 1
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> World:
@@ -41,19 +41,20 @@ class World:
             )
         return cls(int(rank), int(size))
 
-    def shared_by(self, num_sharing: int) -> World:
-        """The same processes, so many of which share each row.
+    def shared_by(self, sequence_parallel_size: int) -> World:
+        """The same processes, so many of which share each sequence.
 
         Raises:
             ConfigError: if they cannot be divided so.
         """
-        if self.size % num_sharing:
+        if self.size % sequence_parallel_size:
             processes = f"{self.size} process{'es' if self.size > 1 else ''}"
             raise ConfigError(
-                f"--sequence-parallel-size {num_sharing}: {processes} cannot be divided into groups of {num_sharing}",
-                f"NPROC_PER_NODE={num_sharing} in front, or a multiple of it, starts enough.",
+                f"--sequence-parallel-size {sequence_parallel_size}: {processes} cannot be divided into groups of "
+                f"{sequence_parallel_size}",
+                f"NPROC_PER_NODE={sequence_parallel_size} in front, or a multiple of it, starts enough.",
             )
-        return dataclasses.replace(self, num_sharing=num_sharing)
+        return dataclasses.replace(self, sequence_parallel_size=sequence_parallel_size)
 
     def check_shards(self, config: TrainConfig) -> None:
         """Raise for a run whose weights are to be spread over a single process.
@@ -69,13 +70,13 @@ class World:
 
     @property
     def data(self) -> World:
-        """The same without those that share rows: a rank for each group, data-parallel ones."""
-        return World(self.rank // self.num_sharing, self.size // self.num_sharing)
+        """The same without those that share sequences: a rank for each group, data-parallel ones."""
+        return World(self.rank // self.sequence_parallel_size, self.size // self.sequence_parallel_size)
 
     @property
     def share_rank(self) -> int:
         """0-based number of this process among those that it shares rows with."""
-        return self.rank % self.num_sharing
+        return self.rank % self.sequence_parallel_size
 
     @property
     def is_first(self) -> bool:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import BinaryIO
 
 from packtool import storage
-from packtool.errors import PacktoolError, RemoteError, StorageError
+from packtool.errors import PacktoolError, RemoteError, StorageError, StoreDownError
 from packtool.rows.rights import NOT_ALLOWED
 from packtool.rows.sample import MediaRef
 
@@ -27,7 +27,7 @@ class MediaProblem(ValueError):
 
     Args:
         reason: machine-readable, as in ``dropped.jsonl``.
-        detail: for a person; names the file.
+        detail: explanation for the user, with the name of the file.
     """
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -143,10 +143,9 @@ def _told(ref: MediaRef, error: RemoteError) -> PacktoolError | MediaProblem:
         if 0 < ref.rights.max_failures <= count:
             if ref.rights.max_failures == 1:
                 return error
-            return StorageError(
+            return StoreDownError(
                 f"{place}: {count} media in a row could not be had; the last: {error.message}",
-                f"{error.remedy or 'Look at the store.'} What was finished is kept: run the same command again to go "
-                "on. --max-media-failures 0 drops such rows without end.",
+                f"{error.remedy or 'Look at the store.'} --max-media-failures 0 drops such rows without end.",
             )
     else:
         storage.worked(place)

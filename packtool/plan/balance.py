@@ -1,6 +1,6 @@
-"""Packs of a step dealt to ranks so that the slowest rank is done as early as possible.
+"""Packs of a step assigned to ranks so that the slowest rank is done as early as possible.
 
-Optimal dealing is a number-partitioning problem. Packs are laid out longest first (LPT: Graham 1969, "Bounds on
+Optimal assignment is a number-partitioning problem. Packs are laid out longest first (LPT: Graham 1969, "Bounds on
 multiprocessing timing anomalies"), with one more rule, that every rank gets equally many: in each round every rank
 takes one pack, the rank with the least work so far the heaviest. Afterwards the heaviest and the lightest rank swap a
 pair of packs as long as that helps. All steps are worked on at once, so that millions of packs take seconds.
@@ -22,10 +22,10 @@ _WINDOW_STEPS = 8
 _PACKS_AT_ONCE = 1 << 20
 
 
-def deal_even(costs: Costs, num_ranks: int) -> Int64Array:
-    """Deal each step's packs to ranks, equally many to each.
+def assign_evenly(costs: Costs, num_ranks: int) -> Int64Array:
+    """Assign each step's packs to ranks, equally many to each.
 
-    Ties go to the lower rank and the earlier pack, so that every machine deals alike.
+    Ties go to the lower rank and the earlier pack, so that every machine assigns alike.
 
     Price: O(K log K) for K packs, and at most 16 swaps a step of O((n / W)^2) for its n packs and W ranks.
 
@@ -39,7 +39,7 @@ def deal_even(costs: Costs, num_ranks: int) -> Int64Array:
     num_steps, num_packs = costs.shape
     per_rank, rest = divmod(num_packs, num_ranks)
     assert rest == 0, "a step is filled up to equal counts"
-    dealt = np.empty((num_steps, num_ranks, per_rank), dtype=np.int64)
+    assigned = np.empty((num_steps, num_ranks, per_rank), dtype=np.int64)
     chunk = max(1, _PACKS_AT_ONCE // max(num_packs, 1))
     for start in range(0, num_steps, chunk):
         part = costs[start : start + chunk]
@@ -47,8 +47,8 @@ def deal_even(costs: Costs, num_ranks: int) -> Int64Array:
         if per_rank > 1 and num_ranks > 1:
             _swap(part, hands)
             hands = _heaviest_first(part, hands)
-        dealt[start : start + chunk] = hands
-    return dealt
+        assigned[start : start + chunk] = hands
+    return assigned
 
 
 def _rounds(costs: Costs, num_ranks: int, per_rank: int) -> Int64Array:

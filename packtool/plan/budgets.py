@@ -30,7 +30,7 @@ from packtool.plan.pack_plan import (
     split_to,
     with_packs_in_order,
 )
-from packtool.plan.shuffle import seeded_order, seeded_uniform
+from packtool.plan.shuffle import RandomStream, seeded_order, seeded_uniform
 
 Noise = npt.NDArray[np.float64]
 
@@ -42,10 +42,8 @@ _GAP = 1e-3
 _CLASSES_LOOKED_AT = 4
 _SLACK = 3e-4
 
-# Streams of random numbers: what they are drawn for.
-_PACK_ORDER = 1
-_HEADS = (3, 9, 10)
-_WITHIN = 5
+# Noise of as many attempts.
+_HEADS = (RandomStream.JITTER, RandomStream.BUDGET_JITTER_2, RandomStream.BUDGET_JITTER_3)
 
 
 def check_media_tokens(
@@ -108,7 +106,7 @@ def pack_within_budgets(
     plan = first or next((plan for plan in attempts if plan.num_packs <= num_packs), None)
     if plan is None:
         plan = problem.pack(seed, 0, stream)
-    order = seeded_order(plan.num_packs, seed=seed, epoch=epoch, stream=stream + _PACK_ORDER)
+    order = seeded_order(plan.num_packs, seed=seed, epoch=epoch, stream=stream + RandomStream.PACK_ORDER)
     return split_to(with_packs_in_order(plan, order), num_packs)
 
 
@@ -116,7 +114,7 @@ _packs_of_first_epoch: dict[str, int] = {}
 
 
 class _Problem:
-    """Samples and limits."""
+    """A packing problem: lengths and media tokens of samples, and the limits of a pack."""
 
     def __init__(self, lengths: Int32Array, media_tokens: Int32Array, limits: tuple[int, int, int]) -> None:
         self._lengths = lengths
@@ -135,7 +133,7 @@ class _Problem:
         """Packs in the order in which they were filled; nothing is left to chance without a seed."""
         order, noise = np.arange(len(self._lengths), dtype=np.int64), None
         if seed is not None:
-            order = seeded_order(len(order), seed=seed, epoch=epoch, stream=stream + _WITHIN)
+            order = seeded_order(len(order), seed=seed, epoch=epoch, stream=stream + RandomStream.BUDGET_ORDER)
             noise = seeded_uniform(len(order), seed=seed, epoch=epoch, stream=stream + heads)
         placed = place_within_budgets(self._lengths, self._media_tokens, limits=self._limits, order=order, noise=noise)
         return plan_of(*placed, self._lengths, self._limits[0])

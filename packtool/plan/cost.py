@@ -1,26 +1,58 @@
 """What a pack costs to train, in floating-point operations, from the model's own ``config.json``.
 
 Equal tokens are not equal work: attention looks back over each sample, so its work grows with the square of the
-sample's length, and pictures pass through a tower of their own. A pack costs
+sample's length, and pictures pass through a tower of their own, where every patch looks at all patches of its frame.
+A pack costs
 
-    per_token * tokens + per_square * sum(len^2) + per_media_token * media tokens + per_target_token * targets
+    per_token * tokens + per_square * sum(len^2) + per_target_token * targets                        language model
+    + per_vision_token * vision tokens + per_patch_square * sum(patches of a frame ^2)               vision tower
+    + per_audio_token * audio tokens                                                                 audio tower
 
-Counted are matrix products, two operations each; backward takes twice the forward. What is left out (norms,
-activations, optimizer) is below a percent of a step for models that are worth balancing.
+with two operations for each multiply-add of the parts in ``stacks``. Forward counts once. Backward counts once more
+for the gradients of what a product takes, where anything before it learns, and once more for the gradients of its
+weights, where these learn. So a frozen tower costs its forward pass, and with adapters no weight of the model has a
+gradient. Attention's backward is 2.5 times its forward: flash kernels make the scores again (Dao 2023,
+"FlashAttention-2", section 4.1).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-_FORWARD_AND_BACKWARD = 3
-_LINEAR_TYPES = ("linear_attention", "conv", "mamba", "recurrent")
-_SLIDING_TYPES = ("sliding_attention", "chunked_attention")
+from packtool.plan.stacks import Stack, Stacks
+
+Learns = Literal["full", "lora", "frozen"]
+"""How a part learns: all its weights, through adapters, or not."""
+
+_ATTENTION_BACKWARD = 2.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learning:
+    """Which parts of a model learn, and what is computed twice to save memory.
+
+    Args:
+        language, towers, aligner: how each learns; the towers are those of pictures and sounds.
+        lora_rank: of the adapters, which all linear modules of parts that learn through them have.
+        recomputes_language, recomputes_towers: layers run forward once more before they go backward.
+    """
+
+    language: Learns = "full"
+    towers: Learns = "full"
+    aligner: Learns = "full"
+    lora_rank: int = 8
+    recomputes_language: bool = False
+    recomputes_towers: bool = False
+
+    @property
+    def words(self) -> str:
+        """How each part learns, for people."""
+        return f"language model {self.language}, towers {self.towers}, aligner {self.aligner}"
 
 
 @dataclass(frozen=True)
@@ -30,27 +62,46 @@ class CostModel:
     Args:
         per_token: of each token, in the layers of the language model.
         per_square: of each unit of sum(len^2): causal attention, so half of the full square.
-        per_media_token: of each media token, in the tower that made it.
         per_target_token: of each label: the head, for logits are made only where a label is.
+        per_vision_token: of each token of a picture or video, in the tower that made it, and in what leads from there
+            to the language model.
+        per_patch_square: of each unit of the sum over frames of (patches of the frame)^2.
+        per_audio_token: of each token of a sound.
     """
 
     per_token: float
     per_square: float
-    per_media_token: float = 0.0
     per_target_token: float = 0.0
+    per_vision_token: float = 0.0
+    per_patch_square: float = 0.0
+    per_audio_token: float = 0.0
 
     def __call__(
         self,
         tokens: npt.NDArray[np.integer[Any]],
         squares: npt.NDArray[np.integer[Any]],
-        media_tokens: npt.NDArray[np.integer[Any]] | int = 0,
         target_tokens: npt.NDArray[np.integer[Any]] | int = 0,
+        tower_flops: npt.NDArray[Any] | float = 0,
     ) -> npt.NDArray[np.float64]:
-        """FLOPs of packs (or samples); arguments and result of one shape."""
+        """FLOPs of packs (or samples); arguments and result of one shape. ``tower_flops`` are those of ``towers``."""
         cost: npt.NDArray[np.float64] = tokens * self.per_token + squares * self.per_square
-        return (
-            cost + np.asarray(media_tokens) * self.per_media_token + np.asarray(target_tokens) * self.per_target_token
-        )
+        return cost + np.asarray(target_tokens) * self.per_target_token + tower_flops
+
+    def towers(
+        self,
+        vision_tokens: npt.NDArray[np.integer[Any]],
+        patch_squares: npt.NDArray[np.integer[Any]],
+        audio_tokens: npt.NDArray[np.integer[Any]] | int = 0,
+    ) -> npt.NDArray[np.float64]:
+        """FLOPs of the towers for media of packs, samples or pictures; arguments and result of one shape.
+
+        Args:
+            vision_tokens: of pictures and videos.
+            patch_squares: sum over their frames of (patches of the frame)^2.
+            audio_tokens: of sounds, those of videos among them.
+        """
+        cost: npt.NDArray[np.float64] = vision_tokens * self.per_vision_token + patch_squares * self.per_patch_square
+        return cost + np.asarray(audio_tokens) * self.per_audio_token
 
     @classmethod
     def of_8b(cls) -> CostModel:
@@ -59,71 +110,50 @@ class CostModel:
         return cls.of_config({**sizes, "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936})
 
     @classmethod
-    def of_config(cls, config: Mapping[str, Any]) -> CostModel:
-        """Read the widths off a ``config.json``.
+    def of_config(cls, config: Mapping[str, Any], learning: Learning | None = None) -> CostModel:
+        """Read the widths off a ``config.json``, see ``stacks``.
 
-        Grouped heads, SwiGLU (three matrices), experts (those that a token visits, and the router), sliding windows
-        (counted as linear at their full width) and the vision tower's layers are taken into account.
+        Args:
+            learning: which parts learn; by default all weights, and nothing is computed twice.
 
         Raises:
             KeyError: if the configuration names no hidden size or number of layers.
         """
-        config = config.get("thinker_config") or config
-        text = config.get("text_config") or config
-        layers = _layer_types(text)
-        hidden = int(text["hidden_size"])
-        heads = int(text["num_attention_heads"])
-        head_size = int(text.get("head_dim") or hidden // heads)
-        kv_heads = int(text.get("num_key_value_heads") or heads)
-        projections = 2 * hidden * head_size * (2 * heads + 2 * kv_heads)
-        num_full = sum(kind not in (*_LINEAR_TYPES, *_SLIDING_TYPES) for kind in layers)
-        num_sliding = sum(kind in _SLIDING_TYPES for kind in layers)
-        window = int(text.get("sliding_window") or text.get("attention_chunk_size") or 0)
-        per_token = len(layers) * projections + sum(_mlp(text, i) for i in range(len(layers)))
-        # Scores and weighted sum, 2 * 2 * heads * head_size for each pair of positions; a causal mask halves the pairs.
-        per_token += num_sliding * 4 * heads * head_size * window
+        how, stacks = learning or Learning(), Stacks.of_config(config)
+        tower, again = how.towers != "frozen", how.recomputes_towers
+        below = tower or how.aligner != "frozen"
+        rank = how.lora_rank
+        vision = _trained(stacks.vision, how.towers, below=False, rank=rank, recomputes=again)
+        audio = _trained(stacks.audio, how.towers, below=False, rank=rank, recomputes=again)
+        aligner = _trained(stacks.aligner, how.aligner, below=tower, rank=rank, recomputes=False)
+        audio_aligner = _trained(stacks.audio_aligner, how.aligner, below=tower, rank=rank, recomputes=False)
+        sees = stacks.vision.rest > 0
+        language = _trained(
+            stacks.language, how.language, below=below and sees, rank=rank, recomputes=how.recomputes_language
+        )
         return cls(
-            per_token=float(_FORWARD_AND_BACKWARD * per_token),
-            per_square=float(_FORWARD_AND_BACKWARD * num_full * 2 * heads * head_size),
-            per_media_token=float(_FORWARD_AND_BACKWARD * _vision(config.get("vision_config") or {}, hidden)),
-            per_target_token=float(_FORWARD_AND_BACKWARD * 2 * hidden * int(text.get("vocab_size") or 0)),
+            per_token=language[0],
+            per_square=language[1],
+            per_target_token=2 * stacks.head * (3 if how.language == "full" else 2),
+            per_vision_token=vision[0] + aligner[0],
+            per_patch_square=vision[1],
+            per_audio_token=audio[0] + audio_aligner[0],
         )
 
 
-def _layer_types(text: Mapping[str, Any]) -> list[str]:
-    types = text.get("layer_types") or text.get("layers_block_type")
-    if types:
-        return [str(kind) for kind in types]
-    return ["full_attention"] * int(text["num_hidden_layers"])
+def _trained(stack: Stack, how: Learns, *, below: bool, rank: int, recomputes: bool) -> tuple[float, float]:
+    """FLOPs of a part for each unit, and for each unit of its squares.
 
-
-def _mlp(text: Mapping[str, Any], layer: int) -> int:
-    """FLOPs of one layer's feed-forward part for one token."""
-    hidden = int(text["hidden_size"])
-    experts = int(text.get("num_experts") or text.get("num_local_experts") or text.get("n_routed_experts") or 0)
-    dense_layers = text.get("mlp_only_layers") or ()
-    every = int(text.get("decoder_sparse_step") or 1)
-    first_dense = int(text.get("first_k_dense_replace") or 0)
-    if not experts or layer in dense_layers or layer < first_dense or (layer + 1) % every:
-        return 2 * 3 * hidden * int(text.get("intermediate_size") or 4 * hidden)
-    width = int(text.get("moe_intermediate_size") or text.get("intermediate_size") or 4 * hidden)
-    shared = int(text.get("shared_expert_intermediate_size") or 0) + width * int(text.get("n_shared_experts") or 0)
-    visited = int(text.get("num_experts_per_tok") or 1)
-    return 2 * 3 * hidden * (width * visited + shared) + 2 * hidden * experts
-
-
-def _vision(vision: Mapping[str, Any], text_hidden: int) -> int:
-    """FLOPs of a vision tower for one token that leaves it: merge^2 patches through all layers, then the merger."""
-    hidden = int(vision.get("hidden_size") or vision.get("embed_dim") or 0)
-    depth = int(vision.get("depth") or vision.get("num_hidden_layers") or 0)
-    if not hidden or not depth:
-        return 0
-    # Qwen2-VL's config calls the tower's width embed_dim and the text's hidden_size.
-    hidden = int(vision.get("embed_dim") or hidden)
-    width = int(vision.get("intermediate_size") or hidden * float(vision.get("mlp_ratio") or 4))
-    matrices = 3 if str(vision.get("hidden_act")) in ("silu", "swish") else 2
-    patches = int(vision.get("spatial_merge_size") or 1) ** 2
-    layer = 2 * 4 * hidden * hidden + 2 * matrices * hidden * width
-    out = int(vision.get("out_hidden_size") or text_hidden)
-    merged = hidden * patches
-    return patches * depth * layer + 2 * merged * (merged + out)
+    Args:
+        below: whether anything learns that comes before the part.
+    """
+    whole, goes_back = float(how == "full"), below or how != "frozen"
+    again = float(recomputes and goes_back)
+    first = 1 + again + whole + float(below or (how == "full" and stack.embeds))
+    rest = 1 + again + whole + float(goes_back)
+    products = stack.embed * (1 + whole) + stack.convolutions * (1 + 2 * whole)
+    products += stack.first * first + stack.rest * rest
+    if how == "lora":
+        products += rank * stack.widths * (3 + again)
+    attention = 1 + again + _ATTENTION_BACKWARD * goes_back
+    return 2 * products + attention * stack.local, attention * stack.per_square

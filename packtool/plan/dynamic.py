@@ -105,10 +105,10 @@ def _bins(
     falling = np.argsort(-lengths, axis=1, kind="stable")
     totals = lengths.sum(axis=1)
     fewest = np.maximum(-(-totals // max_tokens), -(-num_samples // max_samples))
-    for num_sharing in range(1, _MOST_SHARING + 1):
-        # So many samples of more than 1 / (num_sharing + 1) of a bin may share one, and no more.
-        num_large = np.count_nonzero(lengths * (num_sharing + 1) > max_tokens, axis=1)
-        fewest = np.maximum(fewest, -(-num_large // num_sharing))
+    for sequence_parallel_size in range(1, _MOST_SHARING + 1):
+        # So many samples of more than 1 / (sequence_parallel_size + 1) of a bin may share one, and no more.
+        num_large = np.count_nonzero(lengths * (sequence_parallel_size + 1) > max_tokens, axis=1)
+        fewest = np.maximum(fewest, -(-num_large // sequence_parallel_size))
     num_bins = -(-fewest // num_ranks) * num_ranks
     found: list[tuple[int, Int64Array, int]] = []
     todo = np.arange(num_steps)

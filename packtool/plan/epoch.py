@@ -16,17 +16,17 @@ from packtool.plan.dynamic import rearrange
 from packtool.plan.options import PlanOptions as PlanOptions
 from packtool.plan.pack_plan import Int64Array, digest_arrays, with_each_alone, with_packs_in_order
 from packtool.plan.packing import PackPlan, pack, pack_singletons
-from packtool.plan.shuffle import seeded_order
-from packtool.plan.skrull_steps import deal_skrull
+from packtool.plan.shuffle import RandomStream, seeded_order
+from packtool.plan.skrull_steps import assign_skrull
 from packtool.plan.steps import StepPlan, plan_steps, step_plan
 from packtool.plan.summary import BalanceFigures as BalanceFigures
 from packtool.plan.summary import PlanSummary as PlanSummary
 from packtool.plan.summary import SkrullFigures, summarize
 from packtool.plan.summary import pack_costs as pack_costs
 from packtool.plan.summary import padded_fill as padded_fill
+from packtool.plan.towers import TowerWork
 
 _WINDOW_STEPS = 50
-_SAVED_ORDER = 4  # a stream of random numbers, see ``plan.packing``
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class EpochPlan:
     """Packs, steps and figures of an epoch.
 
     Args:
-        packs: what ``steps`` deals; ``packs.samples`` are positions in the cache. With Skrull each is one sample.
+        packs: what ``steps`` assigns; ``packs.samples`` are positions in the cache. With Skrull each is one sample.
         steps: which is trained when and where.
         summary: figures.
         places: with Skrull, int64 (K,), by position in ``steps.order``: ``skrull.SHARDED``, or the context-parallel
@@ -51,7 +51,7 @@ class EpochPlan:
 
     @property
     def whole_packs(self) -> PackPlan:
-        """The packs as they were packed: dealt as they are, or by Skrull one sample at a time."""
+        """The packs as they were packed: assigned to ranks whole, or by Skrull one sample at a time."""
         return self.packs if self.whole is None else self.whole
 
     @cached_property
@@ -89,8 +89,9 @@ def plan_epoch(
     seed: int,
     epoch: int = 0,
     media_tokens: npt.NDArray[np.integer[Any]] | None = None,
+    towers: TowerWork | None = None,
 ) -> EpochPlan:
-    """Filter, pack and deal: a pure function, the same on every rank and machine.
+    """Filter, pack and assign to steps and ranks: a pure function, the same on every rank and machine.
 
     The number of packs and steps depends on lengths, options and seed; every epoch has as many as the first.
 
@@ -101,6 +102,7 @@ def plan_epoch(
         seed: of the run.
         epoch: 0-based; every epoch has new companions and a new order.
         media_tokens: (N,), of each sample; None when it has none.
+        towers: what its pictures and sounds cost beside ``options.cost``; None for nothing.
 
     Raises:
         ConfigError: an option is not positive, or options contradict each other.
@@ -122,26 +124,26 @@ def plan_epoch(
         kept_media = None if media_tokens is None else media_tokens[kept]
         packs = _pack(lengths[kept], kept_media, options, seed, epoch)
         packs = PackPlan(kept[packs.samples], packs.offsets, packs.lengths, packs.capacity)
-    return deal_packs(packs, target_tokens, options, media_tokens=media_tokens)
+    return assign_packs(packs, target_tokens, options, towers=towers)
 
 
-def deal_packs(
+def assign_packs(
     packs: PackPlan,
     target_tokens: npt.NDArray[np.integer[Any]],
     options: PlanOptions,
     *,
-    media_tokens: npt.NDArray[np.integer[Any]] | None = None,
+    towers: TowerWork | None = None,
 ) -> EpochPlan:
     """The second half of ``plan_epoch``: steps and figures for packs that are there already."""
     if options.skrull is not None:
-        return _deal_skrull(packs, target_tokens, options, media_tokens)
-    costs = pack_costs(packs, options.cost, target_tokens, media_tokens) if options.cost is not None else None
+        return _assign_skrull(packs, target_tokens, options, towers)
+    costs = pack_costs(packs, options.cost, target_tokens, towers) if options.cost is not None else None
     steps = _steps(packs, target_tokens, options, costs)
     balance = None
     if costs is not None:
         after = imbalance(steps.rank_costs(costs))
-        is_dealt = options.balance != "none" and options.dynamic_batch_tokens is None
-        before = _card_imbalance(packs, target_tokens, options, costs) if is_dealt else after
+        is_assigned = options.balance != "none" and options.dynamic_batch_tokens is None
+        before = _imbalance_in_turn(packs, target_tokens, options, costs) if is_assigned else after
         balance = BalanceFigures.of(before, after, float(costs.sum()))
     fill = _fill(packs, steps, options)
     return EpochPlan(
@@ -149,17 +151,17 @@ def deal_packs(
     )
 
 
-def _deal_skrull(
+def _assign_skrull(
     packs: PackPlan,
     target_tokens: npt.NDArray[np.integer[Any]],
     options: PlanOptions,
-    media_tokens: npt.NDArray[np.integer[Any]] | None,
+    towers: TowerWork | None,
 ) -> EpochPlan:
     assert options.skrull is not None
     assert options.cost is not None, "Skrull needs to know what samples cost"
     each = with_each_alone(packs)
-    flops = pack_costs(each, options.cost, target_tokens, media_tokens)
-    dealt = deal_skrull(
+    flops = pack_costs(each, options.cost, target_tokens, towers)
+    assigned = assign_skrull(
         packs,
         target_tokens,
         flops,
@@ -167,28 +169,28 @@ def _deal_skrull(
         packs_per_step=options.packs_per_step,
         num_ranks=options.world_size,
     )
-    costs = pack_costs(packs, options.cost, target_tokens, media_tokens)
-    before = _card_imbalance(packs, target_tokens, options, costs)
-    figures = SkrullFigures.of(dealt, options.skrull, flops)
+    costs = pack_costs(packs, options.cost, target_tokens, towers)
+    before = _imbalance_in_turn(packs, target_tokens, options, costs)
+    figures = SkrullFigures.of(assigned, options.skrull, flops, None if towers is None else towers.of(each.samples))
     summary = summarize(
         packs,
-        dealt.steps,
+        assigned.steps,
         options,
         num_cached=len(target_tokens),
         fill=packs.num_tokens / max(figures.num_tokens, 1),
-        balance=BalanceFigures.of(before, imbalance(dealt.steps.rank_costs(flops)), float(flops.sum())),
+        balance=BalanceFigures.of(before, imbalance(assigned.steps.rank_costs(flops)), float(flops.sum())),
         skrull=figures,
     )
-    return EpochPlan(dealt.singles, dealt.steps, summary, dealt.places, packs)
+    return EpochPlan(assigned.singles, assigned.steps, summary, assigned.places, packs)
 
 
-def _card_imbalance(
+def _imbalance_in_turn(
     packs: PackPlan,
     target_tokens: npt.NDArray[np.integer[Any]],
     options: PlanOptions,
     costs: npt.NDArray[np.float64],
 ) -> npt.NDArray[np.float64]:
-    """Slowest over mean work of every step if packs went round the ranks like cards, (S,)."""
+    """Slowest over mean work of every step if packs were assigned to ranks in turn, (S,)."""
     return imbalance(_steps(packs, target_tokens, replace(options, balance="none"), None).rank_costs(costs))
 
 
@@ -196,7 +198,8 @@ def reordered(packs: PackPlan, *, seed: int, epoch: int) -> PackPlan:
     """The same packs in another order, as a saved plan is trained in its later epochs; epoch 0 leaves it."""
     if epoch == 0:
         return packs
-    return with_packs_in_order(packs, seeded_order(packs.num_packs, seed=seed, epoch=epoch, stream=_SAVED_ORDER))
+    order = seeded_order(packs.num_packs, seed=seed, epoch=epoch, stream=RandomStream.SAVED_ORDER)
+    return with_packs_in_order(packs, order)
 
 
 def _steps(
@@ -211,7 +214,7 @@ def _steps(
             target_tokens,
             world_size=options.world_size,
             gradient_accumulation_steps=options.gradient_accumulation_steps,
-            packs_per_micro_batch=options.packs_per_micro_batch,
+            packs_per_micro_batch=options.per_device_train_batch_size,
             costs=costs,
             balance=options.balance,
         )
@@ -240,7 +243,7 @@ def _pack(
     epoch: int,
 ) -> PackPlan:
     if options.packing:
-        return pack(lengths, options.pack_options, seed=seed, epoch=epoch, media_tokens=media_tokens)
+        return pack(lengths, options.packing_length, options, seed=seed, epoch=epoch, media_tokens=media_tokens)
     rows = pack_singletons(lengths, options.packing_length, seed=seed, epoch=epoch, shuffle=options.shuffle)
     return group_by_length(rows, options.packs_per_step) if options.group_by_length else rows
 

@@ -8,7 +8,7 @@ The samples are cut into windows of a thousand or more that follow one another, 
     rank 1     [1 1 5] [2 4]         its results: 1 1 5 2 4
     order      7 3 4 1 1 5 2 4       all results, rank by rank; results[inverse] have the samples' own order
 
-The cap holds for what a forward pass really sees: tokens with the pads that align each sample.
+The cap holds for what a forward pass really sees: tokens with the padding that aligns each sample.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class EvaluationPlan:
 
     Args:
         lengths: (K,), tokens of the samples, in their order.
-        max_tokens: of a micro-batch, pads of the alignment included.
+        max_tokens: of a micro-batch, padding of the alignment included.
         num_ranks: data-parallel ranks that share the work.
         alignment: each sample is padded to a multiple of it.
         max_samples: of a micro-batch, or None.
@@ -53,7 +53,7 @@ class EvaluationPlan:
 
     @cached_property
     def batches(self) -> DynamicBatches:
-        """The samples, rearranged."""
+        """The micro-batches: samples of similar lengths together, as many as the token cap allows."""
         return rearrange(
             aligned_lengths(self.lengths, self.alignment),
             samples_per_step=self._window,
@@ -129,5 +129,5 @@ def plan_evaluation(
 
 
 def aligned_lengths(lengths: npt.NDArray[np.integer[Any]], alignment: int) -> npt.NDArray[np.integer[Any]]:
-    """(K,): tokens of the samples with the pads that make them multiples of ``alignment``."""
+    """(K,): tokens of the samples with the padding that makes them multiples of ``alignment``."""
     return -(-lengths // alignment) * alignment

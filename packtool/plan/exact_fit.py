@@ -129,7 +129,7 @@ class _Stock(LengthSet):
             self._bits = int(digits[::-1].decode(), 2)
 
     def take(self, length: int, num: int) -> None:
-        """Take samples out."""
+        """Remove samples from those that are left."""
         left = self.counts[length] - num
         self.num -= num
         self.num_tokens -= num * length

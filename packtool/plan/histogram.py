@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from packtool.plan.best_fit import place_best_fit
 from packtool.plan.exact_fit import MOST_BITS_FOR_PAIRS, place_exact_fit
-from packtool.plan.first_fit import place_first_fit
 from packtool.plan.pack_plan import Int32Array, Int64Array, PackPlan, in_cache_order, offsets_of, split_to
 from packtool.plan.placements import Placements, falling_histogram, hand_out, reorder_groups
-from packtool.plan.shuffle import seeded_order, seeded_uniform
+from packtool.plan.shuffle import RandomStream, seeded_order, seeded_uniform
 
 Placer = Callable[[Sequence[int], Sequence[int]], Placements]
 Noise = npt.NDArray[np.float64]
@@ -27,24 +25,18 @@ GOOD = 1e-4
 _SLACK = 4e-4
 _EVENNESS = (1.5, 2.0, 3.0, 1e9, 1.0, 0.0)
 
-# Streams of random numbers: what they are drawn for.
-_WITHIN_LENGTH = 0
-_PACK_ORDER = 1
-_JITTER = 3
-
 
 def pack_histogram(
     lengths: Int32Array,
     capacity: int,
     *,
-    algorithm: Literal["best_fit", "first_fit"] = "best_fit",
     max_samples: int | None = None,
     shuffle: bool = True,
     seed: int,
     epoch: int,
     stream: int = 0,
 ) -> PackPlan:
-    """Pack by best fit or first fit, decreasing; what it gives and costs is told at ``packing.pack``.
+    """Pack by best fit decreasing; what it gives and costs is told at ``packing.pack_best_fit``.
 
     Args:
         lengths: (N,), checked.
@@ -52,26 +44,26 @@ def pack_histogram(
         max_samples: samples that a pack may hold.
         shuffle: False fixes everything that is otherwise left to chance, and keeps to the order of the cache.
         seed, epoch: what chance depends on.
-        stream: added to the streams of random numbers.
+        stream: added to the numbers of the streams, see ``shuffle.RandomStream``.
     """
     distinct, counts = falling_histogram(lengths)
     if max_samples is not None and len(distinct) and capacity // int(distinct[-1]) <= max_samples:
         max_samples = None
     noise = None
     if shuffle and len(lengths) < FEW_PER_LENGTH * len(distinct):
-        noise = seeded_uniform(len(distinct), seed=seed, epoch=epoch, stream=stream + _JITTER)
-    if algorithm == "first_fit":
-        placements, order = _place_first(distinct, counts, capacity, max_samples, noise)
-        num_packs = placements.num_packs_in_all
-    else:
-        placements, order, num_packs = _place_best(distinct, counts, capacity, max_samples, noise)
+        noise = seeded_uniform(len(distinct), seed=seed, epoch=epoch, stream=stream + RandomStream.JITTER)
+    placements, order, num_packs = _place(distinct, counts, capacity, max_samples, noise)
     if not shuffle:
         by_length = np.argsort(-lengths, kind="stable").astype(np.int64, copy=False)
         return in_cache_order(_handed_out(by_length, placements, np.arange(placements.num_packs_in_all), capacity))
-    by_length = seeded_order(len(lengths), seed=seed, epoch=epoch, stream=stream + _WITHIN_LENGTH, falling=lengths)
+    by_length = seeded_order(
+        len(lengths), seed=seed, epoch=epoch, stream=stream + RandomStream.WITHIN_LENGTH, falling=lengths
+    )
     if order is not None:
         by_length = reorder_groups(by_length, counts, order)
-    pack_order = seeded_order(placements.num_packs_in_all, seed=seed, epoch=epoch, stream=stream + _PACK_ORDER)
+    pack_order = seeded_order(
+        placements.num_packs_in_all, seed=seed, epoch=epoch, stream=stream + RandomStream.PACK_ORDER
+    )
     return split_to(_handed_out(by_length, placements, pack_order, capacity), num_packs)
 
 
@@ -107,22 +99,14 @@ def packs_needed(distinct: Int64Array, counts: Int64Array, capacity: int, max_sa
     return max(fewest, -(-int(below[-1]) // max_samples)) if max_samples else fewest
 
 
-def _place_first(
-    distinct: Int64Array, counts: Int64Array, capacity: int, max_samples: int | None, noise: Noise | None
-) -> tuple[Placements, Int64Array | None]:
-    """First fit, and the order in which it placed ``distinct``, None for falling."""
-
-    def place(lengths: Sequence[int], nums: Sequence[int]) -> Placements:
-        return place_first_fit(lengths, nums, capacity, max_samples)
-
-    strict = place(distinct.tolist(), counts.tolist())
-    return (strict, None) if noise is None else _place_mixed(place, distinct, counts, strict, noise)
-
-
-def _place_best(
+def _place(
     distinct: Int64Array, counts: Int64Array, capacity: int, max_samples: int | None, noise: Noise | None
 ) -> tuple[Placements, Int64Array | None, int]:
-    """Best fit or, where that needs more packs, exact fit; the order as above, and the packs that every epoch has."""
+    """Best fit or, where that needs more packs, exact fit.
+
+    Returns:
+        Placements, (L,) the order in which they placed ``distinct`` (None for falling), and the packs of every epoch.
+    """
     lengths, nums = distinct.tolist(), counts.tolist()
 
     def place(lengths: Sequence[int], nums: Sequence[int]) -> Placements:

@@ -39,12 +39,12 @@ class PackPlan:
 
     @property
     def num_packs(self) -> int:
-        """K."""
+        """The number K of packs."""
         return len(self.offsets) - 1
 
     @property
     def num_samples(self) -> int:
-        """N."""
+        """The number N of samples."""
         return len(self.samples)
 
     def pack(self, index: int) -> Int64Array:
@@ -150,7 +150,7 @@ def with_packs_in_order(plan: PackPlan, order: Int64Array) -> PackPlan:
 
 
 def with_each_alone(plan: PackPlan) -> PackPlan:
-    """The same samples in the same order, every one a pack of its own."""
+    """A plan of the same samples in the same order, each a pack of its own."""
     return PackPlan(plan.samples, np.arange(plan.num_samples + 1, dtype=np.int64), plan.lengths, plan.capacity)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from packtool.config.packing import PackingAlgorithm, budget_problems
+from packtool.config.packing import PackOptions, budget_problems
+from packtool.config.settings import bound_problems
 from packtool.errors import ConfigError
 from packtool.plan.batches import place_in_batches
 from packtool.plan.budgets import check_media_tokens, pack_within_budgets
@@ -28,7 +29,7 @@ from packtool.plan.pack_plan import (
     with_packs_in_order,
 )
 from packtool.plan.sequential import place_sequential
-from packtool.plan.shuffle import seeded_order
+from packtool.plan.shuffle import RandomStream, of_window, seeded_order
 from packtool.plan.windows import contiguous_windows, draw_windows, map_on_processes
 
 __all__ = [
@@ -36,7 +37,6 @@ __all__ = [
     "Int32Array",
     "Int64Array",
     "Lengths",
-    "PackOptions",
     "PackPlan",
     "check_lengths",
     "digest_arrays",
@@ -45,67 +45,16 @@ __all__ = [
     "pack_singletons",
 ]
 
-# Streams of random numbers: what they are drawn for. Others: 0, 1, 3, 5, 9 and 10 in histogram and budgets, 4 in epoch,
-# 6 in windows; those of a window come after all these.
-_PACK_ORDER = 1
-_SINGLETON_ORDER = 2
-_BATCHES = 7
-_WITHIN_LENGTH = 8
-_STREAMS_PER_WINDOW = 16
+_AS_DECLARED = PackOptions()
 
 _PROCESSES_PAY = 200_000
 """Samples below which starting processes takes longer than packing."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PackOptions:
-    """What decides which samples share a pack.
-
-    Args:
-        capacity: tokens that a pack may hold.
-        algorithm: see ``pack``.
-        window: samples that are packed together; None for all at once.
-        num_proc: processes that pack windows or batches; the plan is the same for any number.
-        batch_size: samples that ``binpacking`` gives to the library at a time.
-        look_ahead: samples behind the first that waits which ``sequential`` may choose from.
-        max_samples, max_media_tokens: what a pack may hold besides ``capacity``; None for as many as fit.
-        shuffle: False keeps to the order of the cache and makes every epoch alike.
-    """
-
-    capacity: int
-    algorithm: PackingAlgorithm = "best_fit"
-    window: int | None = None
-    num_proc: int = 1
-    batch_size: int = 1000
-    look_ahead: int = 64
-    max_samples: int | None = None
-    max_media_tokens: int | None = None
-    shuffle: bool = True
-
-    def check(self) -> None:
-        """Raise a ConfigError that lists what is out of range, and budgets that the algorithm does not keep."""
-        at_least_one = {
-            "--packing-window": self.window,
-            "--packing-num-proc": self.num_proc,
-            "--packing-batch-size": self.batch_size,
-            "--max-samples-per-pack": self.max_samples,
-            "--max-media-tokens-per-pack": self.max_media_tokens,
-        }
-        problems = [
-            f"{name} is {value}; it must be 1 or more."
-            for name, value in at_least_one.items()
-            if value is not None and value < 1
-        ]
-        if self.look_ahead < 0:
-            problems.append(f"--look-ahead is {self.look_ahead}; it must be 0 or more.")
-        problems += budget_problems(self.algorithm, self.max_samples, self.max_media_tokens)
-        if problems:
-            raise ConfigError.from_problems(problems)
-
-
 def pack(
     lengths: Lengths,
-    options: PackOptions,
+    capacity: int,
+    options: PackOptions = _AS_DECLARED,
     *,
     seed: int,
     epoch: int = 0,
@@ -113,9 +62,9 @@ def pack(
 ) -> PackPlan:
     """Decide which samples share a pack: a pure function, the same on every machine.
 
-    ``best_fit``: see ``pack_best_fit``; with a budget of media tokens, ``budgets``. ``first_fit``: first-fit decreasing
-    over the histogram, to compare with. ``binpacking``: the library, see ``batches``. ``sequential``: next fit with a
-    look ahead, see ``sequential``; it keeps to the order of the cache whatever ``shuffle`` says.
+    ``best_fit``: see ``pack_best_fit``; with a budget of media tokens, ``budgets``. ``binpacking``: the
+    library, see ``batches``. ``sequential``: next fit with a look ahead, see ``sequential``; it keeps to the order of
+    the cache whatever ``shuffle`` says.
 
     Companions and the order of packs are drawn from ``seed`` and ``epoch``; every epoch has as many packs as the
     others. Where nothing is shuffled, companions are what the algorithm makes of equally long samples taken in order,
@@ -124,25 +73,27 @@ def pack(
 
     Args:
         lengths: (N,), tokens of each sample.
-        options: see ``PackOptions``.
+        capacity: tokens that a pack may hold.
+        options: which algorithm packs what at a time, and what a pack may hold besides; see ``PackOptions``.
         seed: of the run.
         epoch: 0-based.
-        media_tokens: (N,), of each sample; needed with ``max_media_tokens``.
+        media_tokens: (N,), of each sample; needed with ``max_media_tokens_per_pack``.
 
     Raises:
         ConfigError: an option, the seed or the epoch is out of range, or the algorithm does not keep a budget.
         DataError: samples that are over a budget of a pack, or without tokens.
     """
-    options.check()
-    checked = check_lengths(lengths, options.capacity)
-    media = check_media_tokens(media_tokens, checked, options.max_media_tokens, options.capacity)
+    if problems := [*bound_problems(options), *budget_problems(options)]:
+        raise ConfigError.from_problems(problems)
+    checked = check_lengths(lengths, capacity)
+    media = check_media_tokens(media_tokens, checked, options.max_media_tokens_per_pack, capacity)
     if media is None:
-        options = dataclasses.replace(options, max_media_tokens=None)
-    if options.algorithm == "binpacking":
-        return _pack_in_batches(checked, options, seed, epoch)
-    if options.window is None or len(checked) <= options.window:
-        return _pack_window((checked, media, options, seed, epoch, 0))
-    return _pack_windows(checked, media, options, seed, epoch)
+        options = dataclasses.replace(options, max_media_tokens_per_pack=None)
+    if options.packing_algorithm == "binpacking":
+        return _pack_in_batches(checked, capacity, options, seed, epoch)
+    if options.packing_window is None or len(checked) <= options.packing_window:
+        return _pack_window(_Window(checked, media, capacity, options, seed, epoch))
+    return _pack_windows(_Window(checked, media, capacity, options, seed, epoch), options.packing_window)
 
 
 def pack_best_fit(lengths: Lengths, capacity: int, *, seed: int, epoch: int = 0, shuffle: bool = True) -> PackPlan:
@@ -177,7 +128,7 @@ def pack_best_fit(lengths: Lengths, capacity: int, *, seed: int, epoch: int = 0,
         ConfigError: the capacity is not positive, or the seed or epoch is negative.
         DataError: samples that are longer than ``capacity``, or without tokens.
     """
-    return pack(lengths, PackOptions(capacity=capacity, shuffle=shuffle), seed=seed, epoch=epoch)
+    return pack(lengths, capacity, PackOptions(shuffle=shuffle), seed=seed, epoch=epoch)
 
 
 def pack_singletons(lengths: Lengths, capacity: int, *, seed: int, epoch: int = 0, shuffle: bool = True) -> PackPlan:
@@ -188,84 +139,99 @@ def pack_singletons(lengths: Lengths, capacity: int, *, seed: int, epoch: int = 
     checked = check_lengths(lengths, capacity)
     samples = np.arange(len(checked), dtype=np.int64)
     if shuffle:
-        samples = seeded_order(len(checked), seed=seed, epoch=epoch, stream=_SINGLETON_ORDER)
+        samples = seeded_order(len(checked), seed=seed, epoch=epoch, stream=RandomStream.SINGLE_ORDER)
     return plan_of(samples, np.ones(len(checked), dtype=np.int64), checked, capacity)
 
 
-_Window = tuple[Int32Array, Int32Array | None, PackOptions, int, int, int]
+@dataclass(frozen=True)
+class _Window:
+    """Samples that are packed at once, by one process.
+
+    Args:
+        stream: what is added to the numbers of the streams, so that no window draws what another has drawn.
+    """
+
+    lengths: Int32Array
+    media_tokens: Int32Array | None
+    capacity: int
+    options: PackOptions
+    seed: int
+    epoch: int
+    stream: int = 0
 
 
 def _pack_window(window: _Window) -> PackPlan:
-    """Pack samples at once; a tuple, so that it can be sent to another process: the last is added to the streams."""
-    lengths, media_tokens, options, seed, epoch, stream = window
-    if options.algorithm == "sequential":
+    lengths, media_tokens, capacity, options = window.lengths, window.media_tokens, window.capacity, window.options
+    if options.packing_algorithm == "sequential":
         placed = place_sequential(
             lengths,
-            options.capacity,
+            capacity,
             options.look_ahead,
-            max_samples=options.max_samples,
+            max_samples=options.max_samples_per_pack,
             media_tokens=media_tokens,
-            max_media_tokens=options.max_media_tokens,
+            max_media_tokens=options.max_media_tokens_per_pack,
         )
-        return plan_of(*placed, lengths, options.capacity)
-    if media_tokens is not None and options.max_media_tokens is not None:
-        limits = options.capacity, options.max_media_tokens, options.max_samples or options.capacity
+        return plan_of(*placed, lengths, capacity)
+    if media_tokens is not None and options.max_media_tokens_per_pack is not None:
+        limits = capacity, options.max_media_tokens_per_pack, options.max_samples_per_pack or capacity
         return pack_within_budgets(
-            lengths, media_tokens, limits, shuffle=options.shuffle, seed=seed, epoch=epoch, stream=stream
+            lengths,
+            media_tokens,
+            limits,
+            shuffle=options.shuffle,
+            seed=window.seed,
+            epoch=window.epoch,
+            stream=window.stream,
         )
     return pack_histogram(
         lengths,
-        options.capacity,
-        algorithm="first_fit" if options.algorithm == "first_fit" else "best_fit",
-        max_samples=options.max_samples,
+        capacity,
+        max_samples=options.max_samples_per_pack,
         shuffle=options.shuffle,
-        seed=seed,
-        epoch=epoch,
-        stream=stream,
+        seed=window.seed,
+        epoch=window.epoch,
+        stream=window.stream,
     )
 
 
-def _pack_windows(
-    lengths: Int32Array, media_tokens: Int32Array | None, options: PackOptions, seed: int, epoch: int
-) -> PackPlan:
-    assert options.window is not None
-    keeps_order = options.algorithm == "sequential"
+def _pack_windows(whole: _Window, size: int) -> PackPlan:
+    """Pack windows of so many samples apart from one another."""
+    lengths, media_tokens, options = whole.lengths, whole.media_tokens, whole.options
+    keeps_order = options.packing_algorithm == "sequential"
     if keeps_order:
-        windows = contiguous_windows(len(lengths), options.window)
+        windows = contiguous_windows(len(lengths), size)
     else:
-        windows = draw_windows(len(lengths), options.window, seed=seed)
-    jobs: list[_Window] = [
-        (
-            lengths[samples],
-            None if media_tokens is None else media_tokens[samples],
-            options,
-            seed,
-            epoch,
-            _STREAMS_PER_WINDOW * (1 + number),
+        windows = draw_windows(len(lengths), size, seed=whole.seed)
+    jobs = [
+        dataclasses.replace(
+            whole,
+            lengths=lengths[samples],
+            media_tokens=None if media_tokens is None else media_tokens[samples],
+            stream=of_window(number),
         )
         for number, samples in enumerate(windows)
     ]
-    plans = map_on_processes(_pack_window, jobs, options.num_proc if len(lengths) >= _PROCESSES_PAY else 1)
+    plans = map_on_processes(_pack_window, jobs, options.packing_num_proc if len(lengths) >= _PROCESSES_PAY else 1)
     order = np.concatenate([samples[plan.samples] for samples, plan in zip(windows, plans, strict=True)])
     sizes = np.concatenate([np.diff(plan.offsets) for plan in plans])
-    plan = plan_of(order, sizes, lengths, options.capacity)
-    return plan if keeps_order else _ordered(plan, options, seed, epoch)
+    plan = plan_of(order, sizes, lengths, whole.capacity)
+    return plan if keeps_order else _ordered(plan, options, whole.seed, whole.epoch)
 
 
-def _pack_in_batches(lengths: Int32Array, options: PackOptions, seed: int, epoch: int) -> PackPlan:
+def _pack_in_batches(lengths: Int32Array, capacity: int, options: PackOptions, seed: int, epoch: int) -> PackPlan:
     order = np.arange(len(lengths), dtype=np.int64)
     if options.shuffle:
         # Drawn for all epochs: they must have equally many packs. Equally long samples change places afterwards.
-        order = seeded_order(len(lengths), seed=seed, epoch=0, stream=_BATCHES)
-    placed = place_in_batches(lengths, options.capacity, options.batch_size, options.num_proc, order)
-    plan = plan_of(*placed, lengths, options.capacity)
+        order = seeded_order(len(lengths), seed=seed, epoch=0, stream=RandomStream.BATCHES)
+    placed = place_in_batches(lengths, capacity, options.packing_batch_size, options.packing_num_proc, order)
+    plan = plan_of(*placed, lengths, capacity)
     if options.shuffle:
-        plan = exchange_equals(plan, lengths, seed=seed, epoch=epoch, stream=_WITHIN_LENGTH)
+        plan = exchange_equals(plan, lengths, seed=seed, epoch=epoch, stream=RandomStream.WITHIN_LENGTH_OF_BATCHES)
     return _ordered(plan, options, seed, epoch)
 
 
 def _ordered(plan: PackPlan, options: PackOptions, seed: int, epoch: int) -> PackPlan:
     if not options.shuffle:
         return in_cache_order(plan)
-    order = seeded_order(plan.num_packs, seed=seed, epoch=epoch, stream=_PACK_ORDER)
+    order = seeded_order(plan.num_packs, seed=seed, epoch=epoch, stream=RandomStream.PACK_ORDER)
     return with_packs_in_order(plan, order)

@@ -44,7 +44,7 @@ class Placements:
 
     @property
     def num_packs_in_all(self) -> int:
-        """K."""
+        """The number K of packs."""
         return len(self.pack_sizes)
 
 

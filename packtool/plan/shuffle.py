@@ -2,12 +2,49 @@
 
 from __future__ import annotations
 
+from enum import IntEnum, unique
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from packtool.errors import ConfigError
+
+
+@unique
+class RandomStream(IntEnum):
+    """What random numbers are drawn for, from one seed and epoch: no two purposes share a number.
+
+    The numbers are part of every plan's identity: another number is another order, and a run that is resumed would not
+    find its own. Windows of samples that are packed apart from one another use those of packing again, each window 16
+    further on (``of_window``): from 16 on all numbers are theirs, and one more purpose would begin at 2^40, beyond
+    every window. Rows drawn before there is a plan (``rows.sampling``, the val split) come from the seed alone.
+    """
+
+    WITHIN_LENGTH = 0
+    PACK_ORDER = 1
+    SINGLE_ORDER = 2
+    JITTER = 3
+    SAVED_ORDER = 4
+    BUDGET_ORDER = 5
+    WINDOWS = 6
+    BATCHES = 7
+    WITHIN_LENGTH_OF_BATCHES = 8
+    BUDGET_JITTER_2 = 9
+    BUDGET_JITTER_3 = 10
+    FILE_ORDER = 11
+    SHUFFLE_BUFFER = 12
+    SIMULATED_LONG_PACKS = 13
+    SIMULATED_ORDER = 14
+    SIMULATED_LENGTHS = 15
+
+
+def of_window(number: int) -> int:
+    """What the streams of packing are moved by for a window of samples, from 0 on."""
+    return _STREAMS_PER_WINDOW * (1 + number)
+
+
+_STREAMS_PER_WINDOW = 16
 
 CHUNK = 1 << 18
 """Numbers worked on at a time, so that temporaries stay in the processor's cache."""
@@ -35,7 +72,7 @@ def seeded_order(
         num: how many numbers.
         seed: of the run, 0 or more.
         epoch: 0-based; every epoch has another order.
-        stream: tells apart orders that are drawn for different purposes from the same seed and epoch.
+        stream: what the order is for, a ``RandomStream``, perhaps one of a window.
         falling: (num,), values of 0 or more; the largest comes first.
 
     Returns:

@@ -6,12 +6,12 @@ them costs communication and gains nothing. So every sequence of a micro-batch i
 the N ranks, or *sharded* over all, and while keys and values of the sharded ones travel the local ones are computed.
 A rank holds at most C tokens at a time (the bucket), since memory grows with tokens while work grows with squares.
 
-    lengths 10 2 1 3 5, N = 2, C = 12       rank 0   [1][3] [half of 10]
-                                            rank 1   [2][5] [half of 10]
+    lengths 20 2 1 3 5, N = 2, C = 16       rank 0   [1][5] [half of 20]
+                                            rank 1   [2][3] [half of 20]
 
 Three parts, all deterministic:
 
-1. Sequences are dealt to the data-parallel ranks by falling FLOPs, each to the rank with the least so far (the
+1. Sequences are assigned to the data-parallel ranks by falling FLOPs, each to the rank with the least so far (the
    paper's GDS). Ties: the earlier sequence first, the lower rank.
 2. A rank's sequences, by rising length, are cut into m micro-batches, ``ascending[j::m]``, m being the fewest that the
    tokens need, ceil(sum / (C N)). Where one does not fit, m grows by one. Ties: the earlier sequence first.
@@ -27,14 +27,16 @@ Not in the paper:
 
 - Before m grows, m micro-batches are tried that are cut by ``_evenly``: where several sequences are about as long as
   a micro-batch is wide, that can halve their number.
+- Beside the paper's placement, those are tried that shard the longest sequences, however many, and lay the others
+  evenly on the ranks (``longest_shared``).
 - Roll-backs go on while there may be something to win: of the placements met, that with the least planned time
   (``step_time``) is kept. Otherwise a single sequence that fits on one rank leaves the N - 1 others idle.
 - A data-parallel rank that would be done sooner with all its sequences sharded has them so: none is ever planned
   slower than that.
 - Micro-batches run heaviest first, so that those which run at the same time on different ranks are alike.
 
-A heuristic: of all placements of six sequences that nearly fill two buckets, the best is planned 2 % faster in the mean
-with the links of ``StepTime()``, and 17 % with links that are a sixteenth as fast.
+A heuristic: of all placements of six sequences that nearly fill two buckets, the best is planned 0.7 % faster in the
+mean with the links of ``StepTime()``, and 0.9 % with links that are a sixteenth as fast.
 
 Price: O(n log n) for n sequences of a step, and O(n (n + N)) at worst, mostly O(n N), for each m that is tried.
 """
@@ -52,6 +54,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.errors import ConfigError
+from packtool.plan.longest_shared import Falling
 from packtool.plan.step_time import StepTime
 
 Int64Array = npt.NDArray[np.int64]
@@ -78,7 +81,7 @@ def schedule_step(
     flops: npt.NDArray[np.floating[Any]],
     *,
     num_ranks: int,
-    context_parallel: int,
+    sequence_parallel_size: int,
     bucket_size: int,
     alignment: int = 1,
     times: StepTime | None = None,
@@ -89,7 +92,7 @@ def schedule_step(
         lengths: (n,), tokens.
         flops: (n,), of each sequence, forward and backward.
         num_ranks: data-parallel ranks, W.
-        context_parallel: ranks that share a micro-batch, N; with one, everything is local to it.
+        sequence_parallel_size: ranks that share a micro-batch, N; with one, everything is local to it.
         bucket_size: tokens that a rank may hold in a micro-batch, C.
         alignment: a sharded sequence is padded to a multiple of it, and takes an N-th of that on every rank.
         times: of devices and links; by default ``StepTime()``.
@@ -100,49 +103,52 @@ def schedule_step(
     Raises:
         ConfigError: a count is not positive, or a sequence is too long for the buckets even alone and sharded.
     """
-    counts = {"num_ranks": num_ranks, "context_parallel": context_parallel, "alignment": alignment}
+    counts = {"num_ranks": num_ranks, "sequence_parallel_size": sequence_parallel_size, "alignment": alignment}
     problems = [f"{name} is {count}; it must be 1 or more." for name, count in counts.items() if count < 1]
     if problems:
         raise ConfigError.from_problems(problems)
-    check_buckets(lengths, context_parallel=context_parallel, bucket_size=bucket_size, alignment=alignment)
-    sizes: list[int] = np.asarray(lengths).tolist()
+    check_buckets(lengths, sequence_parallel_size=sequence_parallel_size, bucket_size=bucket_size, alignment=alignment)
+    times = times or StepTime()
+    padded = -(-np.asarray(lengths) // alignment) * alignment
+    costs = np.asarray(flops, dtype=np.float64)
     step = _Step(
-        sizes,
-        [-(-size // alignment) * alignment for size in sizes],
-        np.asarray(flops, dtype=np.float64).tolist(),
-        context_parallel,
-        bucket_size * context_parallel,
-        times or StepTime(),
+        np.asarray(lengths).tolist(),
+        padded.tolist(),
+        times.work(lengths, costs).tolist(),
+        times.work(padded, costs, sequence_parallel_size).tolist(),
+        sequence_parallel_size,
+        bucket_size * sequence_parallel_size,
+        times,
     )
-    return [step.rank(sequences) for sequences in _deal(step.flops, num_ranks)]
+    return [step.rank(sequences) for sequences in _assign(step.local, num_ranks)]
 
 
 def check_buckets(
-    lengths: npt.NDArray[np.integer[Any]], *, context_parallel: int, bucket_size: int, alignment: int
+    lengths: npt.NDArray[np.integer[Any]], *, sequence_parallel_size: int, bucket_size: int, alignment: int
 ) -> None:
     """Raise a ConfigError if sequences have no room, whole on one rank or sharded over all; args as above."""
     if bucket_size < 1:
         raise ConfigError(f"--bucket-size is {bucket_size}; it must be 1 or more.")
     longest = int(np.max(lengths, initial=0))
-    most = longest_in_bucket(bucket_size, context_parallel, alignment)
+    most = longest_in_bucket(bucket_size, sequence_parallel_size, alignment)
     if longest <= most:
         return
     num_over = int(np.count_nonzero(np.asarray(lengths) > most))
     needed = -(-longest // alignment) * alignment
-    shared = "" if context_parallel == 1 else f", sharded over {context_parallel} ranks"
+    shared = "" if sequence_parallel_size == 1 else f", sharded over {sequence_parallel_size} ranks"
     raise ConfigError(
         f"--bucket-size {bucket_size}: {num_over:,} samples have more than the {most:,} tokens that there is room for"
         f"{shared}; the longest has {longest:,}",
-        f"Raise it to {min(longest, -(-needed // context_parallel))}, let more processes share a micro-batch "
+        f"Raise it to {min(longest, -(-needed // sequence_parallel_size))}, let more processes share a micro-batch "
         f"(--sequence-parallel-size), or leave those samples out with --max-length {most}.",
     )
 
 
-def longest_in_bucket(bucket_size: int, context_parallel: int, alignment: int) -> int:
+def longest_in_bucket(bucket_size: int, sequence_parallel_size: int, alignment: int) -> int:
     """Tokens of the longest sequence that there is room for."""
-    if context_parallel == 1:
+    if sequence_parallel_size == 1:
         return bucket_size
-    return max(bucket_size, bucket_size * context_parallel // alignment * alignment)
+    return max(bucket_size, bucket_size * sequence_parallel_size // alignment * alignment)
 
 
 def planned_time(
@@ -150,7 +156,7 @@ def planned_time(
     lengths: npt.NDArray[np.integer[Any]],
     flops: npt.NDArray[np.floating[Any]],
     *,
-    context_parallel: int,
+    sequence_parallel_size: int,
     alignment: int = 1,
     times: StepTime | None = None,
 ) -> float:
@@ -162,19 +168,21 @@ def planned_time(
     """
     times = times or StepTime()
     padded = -(-np.asarray(lengths) // alignment) * alignment
+    costs = np.asarray(flops, dtype=np.float64)
+    local_work, shared_work = times.work(lengths, costs), times.work(padded, costs, sequence_parallel_size)
     slowest = 0.0
     for micro_batches in ranks:
         seconds = 0.0
         for batch in micro_batches:
             is_local = batch.places != SHARDED
-            local = np.bincount(batch.places[is_local], flops[batch.samples[is_local]], context_parallel)
+            local = np.bincount(batch.places[is_local], local_work[batch.samples[is_local]], sequence_parallel_size)
             sharded = batch.samples[~is_local]
-            seconds += times.micro_batch(local.tolist(), float(flops[sharded].sum()), int(padded[sharded].sum()))
+            seconds += times.micro_batch(local.tolist(), float(shared_work[sharded].sum()), int(padded[sharded].sum()))
         slowest = max(slowest, seconds)
     return slowest
 
 
-def _deal(flops: Sequence[float], num_ranks: int) -> list[list[int]]:
+def _assign(flops: Sequence[float], num_ranks: int) -> list[list[int]]:
     """Sequences for each data-parallel rank."""
     hands: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [(0.0, rank) for rank in range(num_ranks)]
@@ -201,14 +209,15 @@ class _Step:
     Args:
         sizes: tokens of each.
         padded: tokens of each if it is sharded.
-        flops: of each.
+        local, sharded: work of each in FLOPs, on one rank, and summed over all that share it.
         num_ranks: N, that share a micro-batch.
         room: C N: room is counted in N-ths of a token, so that a sharded sequence takes a whole number of them.
     """
 
     sizes: list[int]
     padded: list[int]
-    flops: list[float]
+    local: list[float]
+    sharded: list[float]
     num_ranks: int
     room: int
     times: StepTime
@@ -224,7 +233,7 @@ class _Step:
             sharded = self._micro_batches(ascending, self._shard)
             if sharded is not None and _seconds(sharded) < _seconds(found):
                 found = sharded
-        found.sort(key=lambda placed: -math.fsum(self.flops[i] for i in placed.sequences))
+        found.sort(key=lambda placed: -math.fsum(self.local[i] for i in placed.sequences))
         return [MicroBatch(np.array(one.sequences, np.int64), np.array(one.places, np.int64)) for one in found]
 
     def _micro_batches(
@@ -255,18 +264,32 @@ class _Step:
         tokens = sum(self.padded[i] for i in ascending)
         if tokens > self.room:
             return None
-        work = math.fsum(self.flops[i] for i in ascending)
+        work = math.fsum(self.sharded[i] for i in ascending)
         seconds = self.times.micro_batch([0.0] * self.num_ranks, work, tokens)
         return _Placed(ascending, [SHARDED] * len(ascending), seconds)
 
     def _place(self, ascending: list[int]) -> _Placed | None:
         """Each sequence local or sharded, or None if they do not fit."""
         bench = _Bench(self)
-        for sequence in ascending:
-            if not bench.add(sequence):
-                return None
-        seconds = bench.shard_more()
-        return _Placed(ascending, [bench.place_of[i] for i in ascending], seconds)
+        found = None
+        if all(map(bench.add, ascending)):
+            seconds = bench.shard_more()
+            found = _Placed(ascending, [bench.place_of[i] for i in ascending], seconds)
+        if self.num_ranks == 1:
+            return found
+        order = ascending[::-1]
+        falling = Falling(
+            [self.sizes[i] for i in order],
+            [self.padded[i] for i in order],
+            [self.local[i] for i in order],
+            [self.sharded[i] for i in order],
+            self.num_ranks,
+            self.room,
+        )
+        even = falling.best(self.times, found.seconds if found is not None else math.inf)
+        if even is None:
+            return found
+        return _Placed(ascending, [*even.ranks[::-1], *[SHARDED] * even.num_sharded], even.seconds)
 
 
 class _Bench:
@@ -327,14 +350,14 @@ class _Bench:
 
     def _keep(self, sequence: int, rank: int) -> None:
         self.room[rank] -= self.step.sizes[sequence] * self.step.num_ranks
-        self.load[rank] += self.step.flops[sequence]
+        self.load[rank] += self.step.local[sequence]
         self.local[rank].append(sequence)
         self.place_of[sequence] = rank
 
     def _shard(self, sequence: int) -> None:
         padded = self.step.padded[sequence]
         self.room = [room - padded for room in self.room]
-        self.sharded_flops += self.step.flops[sequence]
+        self.sharded_flops += self.step.sharded[sequence]
         self.sharded_tokens += padded
         self.place_of[sequence] = SHARDED
 
@@ -343,7 +366,7 @@ class _Bench:
         sequence = self.local[rank].pop()
         self.room[rank] += self.step.sizes[sequence] * self.step.num_ranks
         # Added up anew: a difference of floats would leave a rest on a rank that has nothing.
-        self.load[rank] = sum(self.step.flops[i] for i in self.local[rank])
+        self.load[rank] = sum(self.step.local[i] for i in self.local[rank])
         self._shard(sequence)
         return sequence
 

@@ -1,4 +1,4 @@
-"""Skrull for a whole epoch: the samples of every step taken out of their packs and dealt anew."""
+"""Skrull for a whole epoch: the samples of every step taken out of their packs and assigned to ranks anew."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ from packtool.plan.pack_plan import Int64Array, PackPlan, with_each_alone
 from packtool.plan.skrull import SHARDED, MicroBatch, check_buckets, schedule_step
 from packtool.plan.step_time import StepTime
 from packtool.plan.steps import StepPlan, step_plan
+from packtool.plan.towers import TowerWork, shared_tower_costs
 
 
 @dataclass(frozen=True, kw_only=True)
 class SkrullOptions:
-    """How Skrull deals, see ``skrull.schedule_step``.
+    """How Skrull assigns samples, see ``skrull.schedule_step``.
 
     Args:
         bucket_size: tokens that a rank may hold in a micro-batch, C.
-        context_parallel: ranks that share a micro-batch, N.
+        sequence_parallel_size: ranks that share a micro-batch, N.
         alignment: sharded sequences are padded to a multiple of it.
         times: of devices and links, by which placements are compared.
     """
 
     bucket_size: int
-    context_parallel: int = 1
+    sequence_parallel_size: int = 1
     alignment: int = 1
     times: StepTime = StepTime()
 
 
 @dataclass(frozen=True, eq=False)
 class SkrullSteps:
-    """N samples dealt to S steps, W data-parallel ranks and their micro-batches.
+    """N samples assigned to S steps, W data-parallel ranks and their micro-batches.
 
     Args:
         singles: every sample as a pack of its own, in the order of the packs that they were taken from: the same
-            however they are dealt.
+            however they are assigned.
         steps: of ``singles``. The ranks of a step have equally many cells: those that need fewer have empty ones, last.
         places: int64 (N,), by position in ``steps.order``: ``SHARDED``, or the rank of N that the sample is local to.
     """
@@ -48,7 +49,7 @@ class SkrullSteps:
     places: Int64Array
 
 
-def deal_skrull(
+def assign_skrull(
     packs: PackPlan,
     target_tokens: npt.NDArray[np.integer[Any]],
     flops: Costs,
@@ -57,7 +58,7 @@ def deal_skrull(
     packs_per_step: int,
     num_ranks: int,
 ) -> SkrullSteps:
-    """Deal the samples of an epoch: a step has those of the next ``packs_per_step`` packs, as it has without Skrull.
+    """Assign the samples of an epoch to ranks: a step has those of its ``packs_per_step`` packs, as without Skrull.
 
     Price: some 10 us a sample, see ``skrull``; steps do not know of one another.
 
@@ -74,7 +75,7 @@ def deal_skrull(
     """
     check_buckets(
         packs.lengths,
-        context_parallel=options.context_parallel,
+        sequence_parallel_size=options.sequence_parallel_size,
         bucket_size=options.bucket_size,
         alignment=options.alignment,
     )
@@ -87,7 +88,7 @@ def deal_skrull(
             packs.lengths[first:last],
             flops[first:last],
             num_ranks=num_ranks,
-            context_parallel=options.context_parallel,
+            sequence_parallel_size=options.sequence_parallel_size,
             bucket_size=options.bucket_size,
             alignment=options.alignment,
             times=options.times,
@@ -114,17 +115,23 @@ def _sizes(micro_batches: list[MicroBatch], num_cells: int) -> list[int]:
     return [len(batch.samples) for batch in micro_batches] + [0] * (num_cells - len(micro_batches))
 
 
-def computed_tokens(dealt: SkrullSteps, alignment: int) -> Int64Array:
+def computed_tokens(assigned: SkrullSteps, alignment: int) -> Int64Array:
     """Tokens that the model runs over for each sample of ``singles``, the padding of sharded ones included; (N,)."""
-    tokens = dealt.singles.lengths.astype(np.int64)
-    sharded = dealt.steps.order[dealt.places == SHARDED]
+    tokens = assigned.singles.lengths.astype(np.int64)
+    sharded = assigned.steps.order[assigned.places == SHARDED]
     tokens[sharded] = -(-tokens[sharded] // alignment) * alignment
     return tokens
 
 
-def device_costs(dealt: SkrullSteps, flops: Costs, context_parallel: int) -> Costs:
-    """FLOPs of every device in every step, (S, W N), from ``flops`` (N,) of ``singles``."""
-    steps, places = dealt.steps, dealt.places
+def device_costs(
+    assigned: SkrullSteps, flops: Costs, sequence_parallel_size: int, towers: TowerWork | None = None
+) -> Costs:
+    """FLOPs of every device in every step, (S, W N), from ``flops`` (N,) of ``singles``.
+
+    Args:
+        towers: what of them is work of towers, which goes to whoever looks at a picture; None for nothing.
+    """
+    steps, places = assigned.steps, assigned.places
     num_groups = steps.num_steps * steps.world_size
     # The samples of a step lie rank by rank, so each group of devices has a run of ``order``.
     cells = (steps.step_offsets[1:] - steps.step_offsets[:-1]) // steps.world_size
@@ -134,8 +141,12 @@ def device_costs(dealt: SkrullSteps, flops: Costs, context_parallel: int) -> Cos
     work = flops[steps.order]
     is_local = places != SHARDED
     local = np.bincount(
-        group[is_local] * context_parallel + places[is_local], work[is_local], num_groups * context_parallel
+        group[is_local] * sequence_parallel_size + places[is_local], work[is_local], num_groups * sequence_parallel_size
     )
-    shared = np.bincount(group[~is_local], work[~is_local], num_groups) / context_parallel
-    found = local.reshape(num_groups, context_parallel) + shared[:, None]
-    return found.reshape(steps.num_steps, steps.world_size * context_parallel)
+    if towers is not None:
+        work = np.where(is_local, work, work - towers.flops[steps.order])
+    shared = np.bincount(group[~is_local], work[~is_local], num_groups) / sequence_parallel_size
+    found = local.reshape(num_groups, sequence_parallel_size) + shared[:, None]
+    if towers is not None:
+        found += shared_tower_costs(steps, places, towers, sequence_parallel_size)
+    return found.reshape(steps.num_steps, steps.world_size * sequence_parallel_size)

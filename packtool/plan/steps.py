@@ -12,13 +12,13 @@ import numpy.typing as npt
 
 from packtool.config.packing import Balance
 from packtool.errors import ConfigError
-from packtool.plan.balance import Costs, deal_even, group_alike
+from packtool.plan.balance import Costs, assign_evenly, group_alike
 from packtool.plan.packing import Int64Array, PackPlan, digest_arrays
 
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
-    """K packs dealt to S optimizer steps, W data-parallel ranks and micro-batches.
+    """K packs assigned to S optimizer steps, W data-parallel ranks and micro-batches.
 
     A *cell* is one micro-batch of one rank. The cells of a step follow one another, those of rank 0 first::
 
@@ -42,12 +42,12 @@ class StepPlan:
 
     @property
     def num_steps(self) -> int:
-        """S."""
+        """The number S of optimizer steps."""
         return len(self.step_offsets) - 1
 
     @property
     def num_packs(self) -> int:
-        """K."""
+        """The number K of packs."""
         return len(self.order)
 
     @property
@@ -129,10 +129,10 @@ def plan_steps(
     costs: Costs | None = None,
     balance: Balance = "none",
 ) -> StepPlan:
-    """Deal the packs of an epoch to optimizer steps, ranks and micro-batches.
+    """Assign the packs of an epoch to optimizer steps, ranks and micro-batches.
 
     A step takes the next W * G * B packs of the plan, whose order the packer drew from the seed. Without balancing they
-    go round the ranks like cards: pack ``i`` of a step to rank ``i % W``; ``within-step`` deals them so that the ranks
+    are assigned in turn: pack ``i`` of a step to rank ``i % W``; ``within-step`` assigns them so that the ranks
     have equal work; ``window`` also exchanges packs between steps that lie near each other. The last step takes what is
     left, however little: it has as few micro-batches as its ranks need, the packs of a rank spread evenly over them.
     Where a rank still has none, the micro-batch is empty. There are fewer than W empty ones in an epoch, and no pack is
@@ -166,12 +166,12 @@ def plan_steps(
     full = full.reshape(num_full_steps, num_cells * num_per_cell)
     if costs is not None and balance == "window":
         full = group_alike(full, costs, world_size)
-    left, left_sizes = _deal_rest(rest, world_size, num_per_cell, costs, balance)
+    left, left_sizes = _assign_rest(rest, world_size, num_per_cell, costs, balance)
     return step_plan(
         plan,
         target_tokens,
         world_size=world_size,
-        order=np.concatenate((_deal(full, world_size, costs, balance).reshape(-1), left)),
+        order=np.concatenate((_assign(full, world_size, costs, balance).reshape(-1), left)),
         cell_sizes=np.append(np.full(num_full_steps * num_cells, num_per_cell, dtype=np.int64), left_sizes),
         cells_per_step=np.append(
             np.full(num_full_steps, num_cells, dtype=np.int64), [len(left_sizes)] * bool(len(rest))
@@ -202,17 +202,17 @@ def step_plan(
     return StepPlan(world_size, order, cell_offsets, step_offsets, np.diff(before[cell_offsets[step_offsets]]))
 
 
-def _deal(packs: Int64Array, world_size: int, costs: Costs | None, balance: Balance) -> Int64Array:
-    """Packs (S, n) of full steps dealt to ranks: (S, W, n / W)."""
+def _assign(packs: Int64Array, world_size: int, costs: Costs | None, balance: Balance) -> Int64Array:
+    """Packs (S, n) of full steps assigned to ranks: (S, W, n / W)."""
     num_steps, num_packs = packs.shape
     if costs is None or balance == "none":
         # Each rank's packs are a column of the step's table of (n / W, W).
         return packs.reshape(num_steps, num_packs // world_size, world_size).transpose(0, 2, 1)
-    hands = deal_even(costs[packs], world_size)
+    hands = assign_evenly(costs[packs], world_size)
     return np.take_along_axis(packs, hands.reshape(packs.shape), axis=1).reshape(hands.shape)
 
 
-def _deal_rest(
+def _assign_rest(
     packs: Int64Array, world_size: int, packs_per_micro_batch: int, costs: Costs | None, balance: Balance
 ) -> tuple[Int64Array, Int64Array]:
     """The packs of the last, smaller step in the order of its cells, and the cells' sizes."""
@@ -222,7 +222,7 @@ def _deal_rest(
     if costs is not None and balance != "none" and len(packs):
         # Places that stay empty are packs without work.
         filled = np.append(costs[packs], np.zeros(most_per_rank * world_size - len(packs)))
-        places = deal_even(filled[None], world_size)[0]
+        places = assign_evenly(filled[None], world_size)[0]
         hands = [packs[hand[hand < len(packs)]] for hand in places]
     sizes = [
         len(hand) // num_micro_batches + (micro < len(hand) % num_micro_batches)

@@ -15,6 +15,7 @@ from packtool.plan.packing import PackPlan
 from packtool.plan.skrull import SHARDED
 from packtool.plan.skrull_steps import SkrullOptions, SkrullSteps, computed_tokens, device_costs
 from packtool.plan.steps import StepPlan
+from packtool.plan.towers import TowerWork
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,8 @@ class BalanceFigures:
     """Work of the slowest rank over the mean rank's, in the mean and the worst step: 1 is even.
 
     Args:
-        mean_before, worst_before: if packs went round the ranks like cards.
-        mean, worst: as dealt.
+        mean_before, worst_before: if packs were assigned to ranks in turn.
+        mean, worst: as planned.
         flops: of all packs, forward and backward.
     """
 
@@ -35,7 +36,7 @@ class BalanceFigures:
 
     @classmethod
     def of(cls, before: Costs, after: Costs, flops: float) -> BalanceFigures:
-        """From slowest over mean of every step, (S,), dealt like cards and as planned."""
+        """From slowest over mean rank of every step, (S,): with packs assigned to ranks in turn, and as planned."""
         return cls(float(before.mean()), float(before.max()), float(after.mean()), float(after.max()), flops)
 
 
@@ -44,7 +45,7 @@ class SkrullFigures:
     """What Skrull made of an epoch.
 
     Args:
-        options: that it dealt with.
+        options: of the schedule.
         num_micro_batches: that carry samples, over all data-parallel ranks.
         num_tokens: of all samples, and of the padding of sharded ones.
         num_local_tokens: of samples that are local to a rank.
@@ -60,15 +61,15 @@ class SkrullFigures:
     worst: float
 
     @classmethod
-    def of(cls, dealt: SkrullSteps, options: SkrullOptions, flops: Costs) -> SkrullFigures:
-        """From the steps and the FLOPs (N,) of each sample of ``dealt.singles``."""
-        uneven = imbalance(device_costs(dealt, flops, options.context_parallel))
-        is_local = dealt.places != SHARDED
+    def of(cls, assigned: SkrullSteps, options: SkrullOptions, flops: Costs, towers: TowerWork | None) -> SkrullFigures:
+        """Figures of a schedule, from its steps, and FLOPs (N,) of each sample and what of them is of towers."""
+        uneven = imbalance(device_costs(assigned, flops, options.sequence_parallel_size, towers))
+        is_local = assigned.places != SHARDED
         return cls(
             options=options,
-            num_micro_batches=int(np.count_nonzero(dealt.steps.cell_sizes())),
-            num_tokens=int(computed_tokens(dealt, options.alignment).sum()),
-            num_local_tokens=int(dealt.singles.lengths[dealt.steps.order[is_local]].sum(dtype=np.int64)),
+            num_micro_batches=int(np.count_nonzero(assigned.steps.cell_sizes())),
+            num_tokens=int(computed_tokens(assigned, options.alignment).sum()),
+            num_local_tokens=int(assigned.singles.lengths[assigned.steps.order[is_local]].sum(dtype=np.int64)),
             mean=float(uneven.mean()),
             worst=float(uneven.max()),
         )
@@ -76,7 +77,9 @@ class SkrullFigures:
     @property
     def bucket_fill(self) -> float:
         """Tokens over the room of all micro-batches that carry samples, 0 to 1."""
-        return self.num_tokens / (self.num_micro_batches * self.options.bucket_size * self.options.context_parallel)
+        return self.num_tokens / (
+            self.num_micro_batches * self.options.bucket_size * self.options.sequence_parallel_size
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +95,7 @@ class PlanSummary:
         longest: tokens of the longest sample in the plan.
         packing: as in ``PlanOptions``.
         max_length, packing_length, packing_num_proc: as in ``PlanOptions``.
-        num_packs: packs; without packing, padded rows; with Skrull those whose samples were dealt anew.
+        num_packs: packs; without packing, padded rows; with Skrull those whose samples were assigned anew.
         lower_bound: packs of ``packing_length`` that the tokens need at least.
         fill: true tokens over all tokens computed, 0 to 1. With packing over ``num_packs * packing_length``; without,
             over the batches, each padded to its longest row. Dynamic batches have no padding, and with Skrull only
@@ -128,7 +131,7 @@ class PlanSummary:
 
     @property
     def samples_per_pack(self) -> float:
-        """Mean."""
+        """The mean number of samples a pack."""
         return self.num_samples / self.num_packs
 
 
@@ -136,12 +139,12 @@ def pack_costs(
     packs: PackPlan,
     cost: CostModel,
     target_tokens: npt.NDArray[np.integer[Any]],
-    media_tokens: npt.NDArray[np.integer[Any]] | None = None,
+    towers: TowerWork | None = None,
 ) -> npt.NDArray[np.float64]:
-    """FLOPs of each pack, (K,); ``target_tokens`` and ``media_tokens`` by cache position."""
-    media = packs.sums_per_pack(media_tokens[packs.samples]) if media_tokens is not None else 0
+    """FLOPs of each pack, (K,); ``target_tokens`` and ``towers`` by cache position."""
+    seen = packs.sums_per_pack(towers.flops[packs.samples]) if towers is not None else 0
     targets = packs.sums_per_pack(target_tokens[packs.samples])
-    return cost(packs.tokens_per_pack(), packs.sum_squares_per_pack(), media, targets)
+    return cost(packs.tokens_per_pack(), packs.sum_squares_per_pack(), targets, seen)
 
 
 def padded_fill(packs: PackPlan, steps: StepPlan) -> float:

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
 from typing import TypeVar
 
 import numpy as np
 
 from packtool.errors import PacktoolError
+from packtool.launch.worker import PipeWorker, begin_worker, end_with_parent, portable
 from packtool.plan.pack_plan import Int64Array
-from packtool.plan.shuffle import seeded_order
+from packtool.plan.shuffle import RandomStream, seeded_order
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
-_WINDOWS = 6  # a stream of random numbers, see ``plan.packing``
+_GLANCE_S = 0.5
 
 
 def draw_windows(num: int, window: int, *, seed: int) -> list[Int64Array]:
-    """Deal ``num`` samples to windows of at most ``window``, all of about one size, by chance.
+    """Assign ``num`` samples to windows of at most ``window``, all of about one size, by chance.
 
     Chance, because neighbours are often alike: where a cache is sorted by length, windows of neighbours would lack the
     short samples that fill gaps. The windows do not depend on the epoch, so that every epoch has equally many packs.
@@ -29,7 +31,7 @@ def draw_windows(num: int, window: int, *, seed: int) -> list[Int64Array]:
     Returns:
         The samples of each window, ascending.
     """
-    order = seeded_order(num, seed=seed, epoch=0, stream=_WINDOWS)
+    order = seeded_order(num, seed=seed, epoch=0, stream=RandomStream.WINDOWS)
     return [np.sort(part) for part in np.array_split(order, -(-num // window))]
 
 
@@ -46,17 +48,54 @@ def map_on_processes(function: Callable[[Job], Result], jobs: Sequence[Job], num
 
     Raises:
         PacktoolError: a process died.
+        Exception: what the function raised.
     """
     num_proc = min(num_proc, len(jobs))
     # Workers of data loaders may not have children.
     if num_proc <= 1 or multiprocessing.current_process().daemon:
         return [function(job) for job in jobs]
     # Forked workers would inherit locks that other threads may hold.
-    with ProcessPoolExecutor(num_proc, multiprocessing.get_context("spawn")) as pool:
-        try:
-            return list(pool.map(function, jobs))
-        except BrokenProcessPool:
-            raise PacktoolError(
-                "a packing process died (killed, or out of memory?)",
-                "--packing-num-proc 1 packs without further processes; the plan is the same.",
-            ) from None
+    context = multiprocessing.get_context("spawn")
+    workers: dict[Connection, PipeWorker] = {}
+    results: dict[int, Result] = {}
+    given = 0
+    try:
+        for _ in range(num_proc):
+            worker = PipeWorker(context, _work, function)
+            workers[worker.pipe] = worker
+        waiting = list(workers)
+        while len(results) < len(jobs):
+            for pipe in waiting:
+                if given < len(jobs):
+                    pipe.send((given, jobs[given]))
+                    given += 1
+            # Looked up now and then: a signal that another thread receives does not wake this one.
+            waiting = [pipe for pipe in wait(list(workers), timeout=_GLANCE_S) if isinstance(pipe, Connection)]
+            for pipe in waiting:
+                number, told = pipe.recv()
+                if isinstance(told, BaseException):
+                    raise told
+                results[number] = told
+    except (EOFError, OSError):
+        raise PacktoolError(
+            "a packing process died (killed, or out of memory?)",
+            "--packing-num-proc 1 packs without further processes; the plan is the same.",
+        ) from None
+    finally:
+        for worker in workers.values():
+            worker.kill()
+    return [results[number] for number in range(len(jobs))]
+
+
+def _work(function: Callable[[Job], Result], pipe: Connection) -> None:
+    """A worker's life: one job after the other, until it is killed."""
+    begin_worker()
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    with suppress(EOFError, OSError):  # nobody asks or listens any more
+        while True:
+            number, job = pipe.recv()
+            try:
+                told: Result | Exception = function(job)
+            except Exception as error:
+                told = portable(error)
+            pipe.send((number, told))

@@ -6,11 +6,15 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from packtool.report.plot import DOTS_PER_INCH, MOST_LINES, Line, Numbers, Panel, draw_panels
+from packtool.report.axes import SIZE, Axis
+from packtool.report.drawing import Chart, Note, Path, Point
+from packtool.report.picture import DOTS_PER_INCH, MOST_COLOURS, draw_charts
 from packtool.visible import visible_line
 
 CURVES_NAME = "curves.png"
@@ -20,8 +24,30 @@ _SMOOTHED_OVER = 40
 """A curve is smoothed so far that about so many separate values are left."""
 
 _LONGEST_NAME = 18
+_MOST_POINTS = 750  # of a curve; of more, the lowest and highest of each few are drawn
+_FEW_POINTS = 12  # each is marked
+_NEAR_ZERO = 0.2  # an axis whose first value is so small a part of the last begins at 0
 
 Records = Sequence[Mapping[str, Any]]
+Numbers = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """A figure along the steps.
+
+    Args:
+        x, y: (N,), x rising; where y is not finite the curve is broken.
+        look: ``pale`` behind others, or ``c0`` to ``c7``, with `` solid`` behind it for no dashes.
+        name: written at its end; "" for none.
+        is_marked: whether every point is.
+    """
+
+    x: Numbers
+    y: Numbers
+    look: str = "c0"
+    name: str = ""
+    is_marked: bool = False
 
 
 def write_curves(metrics_path: str, output_dir: str) -> str | None:
@@ -41,14 +67,14 @@ def write_curves(metrics_path: str, output_dir: str) -> str | None:
         OSError: if the one cannot be read or the other not be written.
     """
     records = list(_records(metrics_path))
-    panels = [panel for panel in _panels(records) if panel is not None]
-    if not panels:
+    charts = charts_of(records)
+    if not charts:
         return None
     steps = max(int(record["step"]) for record in records)
     name = os.path.basename(os.path.abspath(output_dir))
     smooth = "; pale: as logged, dark: smoothed" if len(records) >= _FEWEST_TO_SMOOTH else ""
     subtitle = f"{len(records):,} log line{'s' if len(records) > 1 else ''} up to step {steps:,}{smooth}"
-    image = draw_panels(panels, f"Training of {name}", subtitle, "optimizer step")
+    image = draw_charts(charts, f"Training of {name}", subtitle)
     path = os.path.join(output_dir, CURVES_NAME)
     image.save(path + ".tmp", format="PNG", optimize=True, dpi=(DOTS_PER_INCH, DOTS_PER_INCH))
     os.replace(path + ".tmp", path)
@@ -82,86 +108,150 @@ def _records(path: str) -> Iterator[dict[str, Any]]:
                 yield record
 
 
-def _panels(records: Records) -> Iterator[Panel | None]:
-    evaluated = _line(records, "eval_loss", "evaluation", kind="marks", colour=1)
-    yield _smooth_panel(records, "loss", "loss, mean over target tokens", further=evaluated)
-    channels = sorted({name for record in records for name in record if name.startswith("loss_")})
-    yield _channel_panel(records, channels)
-    yield _panel("learning rate", [_line(records, "learning_rate")], floor=0.0)
-    yield _smooth_panel(records, "grad_norm", "gradient norm before clipping", floor=0.0)
+def charts_of(records: Records) -> list[Chart]:
+    """What a log has to show, over one common axis of optimizer steps."""
+    evaluated = _curves(records, {"eval_loss": "evaluation"}, look="c1 solid", is_marked=True)
+    losses = sorted({name for record in records for name in record if name.startswith("loss_")})
     speeds = {"tokens_per_second": "all", "target_tokens_per_second": "targets"}
-    lines = [_line(records, name, label, colour=i, smooth=True) for i, (name, label) in enumerate(speeds.items())]
-    yield _panel("tokens per second", lines, floor=0.0)
-    fills = [record["fill"] for record in records if _is_number(record.get("fill"))]
-    floor = min(math.floor(10 * min(fills, default=0)) / 10, 0.9)
-    yield _smooth_panel(records, "fill", "fill: true tokens of those computed", floor=floor, ceiling=1.0, is_share=True)
-    yield _smooth_panel(records, "token_accuracy", "token accuracy", is_share=True)
+    fills = [record["fill"] for record in records if _is_logged(record.get("fill")) and math.isfinite(record["fill"])]
+    floor = min(math.floor(10 * min(fills, default=0)) * 10, 90)
+    found = [
+        _chart(records, "loss, mean over target tokens, in nats", [*_smooth(records, "loss", evaluated), *evaluated]),
+        _channel_chart(records, losses),
+        _chart(records, "learning rate", _curves(records, {"learning_rate": ""}), floor=0.0),
+        _chart(records, "gradient norm before clipping", _smooth(records, "grad_norm"), floor=0.0),
+        _chart(records, "tokens per second", _curves(records, speeds, smooth=True), floor=0.0),
+        _chart(
+            records,
+            "fill: share of the computed tokens that is not padding",
+            _smooth(records, "fill", scale=100),
+            floor=floor,
+            ceiling=100,
+            suffix="%",
+        ),
+        _chart(records, "token accuracy", _smooth(records, "token_accuracy", scale=100), suffix="%"),
+    ]
+    return [chart for chart in found if chart is not None]
 
 
-def _smooth_panel(
+def _chart(
     records: Records,
-    name: str,
     title: str,
+    curves: Sequence[Curve],
     *,
-    further: Line | None = None,
     floor: float | None = None,
     ceiling: float | None = None,
-    is_share: bool = False,
-) -> Panel | None:
-    """A figure as it was logged, and smoothed where there is enough of it."""
-    raw = _line(records, name)
-    lines = [raw]
-    if raw is not None and len(raw.x) >= _FEWEST_TO_SMOOTH:
-        label = "training" if further is not None else ""
-        lines = [Line(raw.x, raw.y, kind="pale"), Line(raw.x, smoothed(raw.y), label)]
-    return _panel(title, [*lines, further], floor=floor, ceiling=ceiling, is_share=is_share)
+    suffix: str = "",
+) -> Chart | None:
+    """Curves that share a vertical axis; None where none of them has anything to show.
+
+    Args:
+        title: what is shown, and in which unit.
+        floor, ceiling: where the vertical axis ends; None for just beyond the values.
+        suffix: unit behind the numbers of the axis.
+    """
+    shown = [curve for curve in curves if np.isfinite(curve.y).any()]
+    if not shown:
+        return None
+    ends = [end for end in (floor, ceiling) if end is not None]
+    values = np.concatenate([np.array(ends), *(curve.y[np.isfinite(curve.y)] for curve in shown)])
+    low, high = _padded(float(values.min()), float(values.max()), 0.05)
+    if suffix == "%":
+        low, high = max(low, 0.0), min(high, 100.0)
+    y = Axis.over(title, low if floor is None else floor, high if ceiling is None else ceiling, 5, suffix=suffix)
+    x = _steps(records)
+    shapes = []
+    for curve in shown:
+        strokes = list(_strokes(curve, x, y))
+        shapes.append(Path(strokes, curve.look, curve.name))
+        if curve.is_marked or len(curve.x) <= _FEW_POINTS:
+            shapes.append(Path([[point] for stroke in strokes for point in stroke], curve.look))
+    lost = max(int(np.count_nonzero(~np.isfinite(curve.y))) for curve in curves)
+    warning = Note(SIZE, [("", f"{lost:,} value{'s' if lost > 1 else ''} not finite")])
+    return Chart(x, y, shapes, [warning] if lost else [])
 
 
-def _channel_panel(records: Records, names: Sequence[str]) -> Panel | None:
+def _steps(records: Records) -> Axis:
+    first, last = (float(pick(record["step"] for record in records)) for pick in (min, max))
+    low, high = _padded(0.0 if 0 <= first < _NEAR_ZERO * last else first, last, 0.0)
+    return Axis.over("optimizer step", low, high, 5, whole=True)
+
+
+def _strokes(curve: Curve, x: Axis, y: Axis) -> Iterator[list[Point]]:
+    """Stretches of finite values in units of the axes, no more points than can be told apart."""
+    stroke: list[Point] = []
+    for at in _kept(curve.y):
+        if np.isfinite(curve.y[at]):
+            stroke.append((x.at(float(curve.x[at])), SIZE - y.at(float(curve.y[at]))))
+        elif stroke:
+            yield stroke
+            stroke = []
+    if stroke:
+        yield stroke
+
+
+def _kept(y: Numbers) -> list[int]:
+    """The lowest and highest of each few points where there are too many to draw, so that no spike is lost."""
+    group = math.ceil(len(y) / _MOST_POINTS)
+    if group <= 2:
+        return list(range(len(y)))
+    kept: list[int] = []
+    for start in range(0, len(y), group):
+        part = y[start : start + group]
+        # A stretch without a finite value breaks the curve.
+        few = {int(np.nanargmin(part)), int(np.nanargmax(part))} if np.isfinite(part).any() else {0}
+        kept += sorted(start + i for i in few)
+    return kept
+
+
+def _padded(low: float, high: float, share: float) -> tuple[float, float]:
+    """A little more than from ``low`` to ``high``; never nothing."""
+    if high <= low:
+        around = abs(low) * 0.1 or 1.0
+        return low - around, high + around
+    return low - share * (high - low), high + share * (high - low)
+
+
+def _smooth(records: Records, name: str, beside: Sequence[Curve] = (), scale: float = 1) -> list[Curve]:
+    """A figure as it was logged, and smoothed where there is enough of it; named if another curve is beside it."""
+    curves = _curves(records, {name: "training" if beside else ""}, scale=scale)
+    if not curves or len(curves[0].x) < _FEWEST_TO_SMOOTH:
+        return curves
+    x, y = curves[0].x, curves[0].y
+    return [Curve(x, y, "pale"), Curve(x, smoothed(y), name=curves[0].name)]
+
+
+def _channel_chart(records: Records, names: Sequence[str]) -> Chart | None:
     """Losses by channel; of many the most often seen."""
     count = {name: sum(name in record for record in records) for name in names}
-    shown = sorted(sorted(names, key=lambda name: -count[name])[:MOST_LINES])
-    lines = [
-        _line(records, name, _short(name.removeprefix("loss_")), colour=i, smooth=True) for i, name in enumerate(shown)
-    ]
+    shown = sorted(sorted(names, key=lambda name: -count[name])[:MOST_COLOURS])
     left_out = f" ({len(shown)} of {len(names)})" if len(shown) < len(names) else ""
-    return _panel(f"loss by channel, smoothed{left_out}", lines)
+    curves = _curves(records, {name: _short(name.removeprefix("loss_")) for name in shown}, smooth=True)
+    return _chart(records, f"loss by channel, in nats, smoothed{left_out}", curves)
 
 
-def _panel(
-    title: str,
-    lines: Sequence[Line | None],
+def _curves(
+    records: Records,
+    names: Mapping[str, str],
     *,
-    floor: float | None = None,
-    ceiling: float | None = None,
-    is_share: bool = False,
-) -> Panel | None:
-    """None where no line has anything to show."""
-    there = [line for line in lines if line is not None]
-    if not any(np.isfinite(line.y).any() for line in there):
-        return None
-    lost = max(int(np.count_nonzero(~np.isfinite(line.y))) for line in there)
-    warning = f"{lost:,} value{'s' if lost > 1 else ''} not finite" if lost else ""
-    return Panel(title, [line for line in there if np.isfinite(line.y).any()], floor, ceiling, is_share, warning)
-
-
-def _line(
-    records: Records, name: str, label: str = "", *, kind: Any = "dark", colour: int = 0, smooth: bool = False
-) -> Line | None:
-    """A figure of all lines that have it; None if none does."""
-    found = [(record["step"], record[name]) for record in records if _is_logged(record.get(name))]
-    if not found:
-        return None
-    x, y = (np.array(column, np.float64) for column in zip(*found, strict=True))
-    return Line(x, smoothed(y) if smooth and len(y) >= _FEWEST_TO_SMOOTH else y, label, kind, colour)
+    look: str = "",
+    scale: float = 1,
+    smooth: bool = False,
+    is_marked: bool = False,
+) -> list[Curve]:
+    """Figures of the lines that have them, by name in the log, with the names that are written beside the curves."""
+    found = []
+    for colour, (name, shown) in enumerate(names.items()):
+        points = [(record["step"], record[name]) for record in records if _is_logged(record.get(name))]
+        if points:
+            x, y = np.array(points, np.float64).T
+            y = smoothed(y) if smooth and len(y) >= _FEWEST_TO_SMOOTH else y
+            found.append(Curve(x, y * scale, look or f"c{colour}", shown, is_marked))
+    return found
 
 
 def _is_logged(value: Any) -> bool:
     return isinstance(value, (int, float))
-
-
-def _is_number(value: Any) -> bool:
-    return _is_logged(value) and math.isfinite(value)
 
 
 def _short(name: str) -> str:

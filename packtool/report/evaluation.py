@@ -6,13 +6,13 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from packtool.cache.evaluation_file import plain_json
-from packtool.report.terminal import print_columns
+from packtool.report.tables import print_table
 
 if TYPE_CHECKING:
     from packtool.train.evaluate.run import EvalResult
-    from packtool.train.evaluate.scores import Total
+    from packtool.train.evaluate.totals import Total
 
-_HEADER = ("", "samples", "target tokens", "loss", "perplexity", "accuracy", "all right")
+_HEADER = ("", "samples", "target tokens", "loss", "perplexity", "token accuracy", "exact samples")
 _ALL, _WITHOUT = "all", "(no channel)"
 
 
@@ -40,7 +40,7 @@ def print_evaluation(result: EvalResult) -> None:
     if any(name is not None for name in totals):
         rows += [_row(_WITHOUT if name is None else name, total) for name, total in totals.items()]
     rate = result.tokens / max(result.seconds, 1e-9)
-    print_columns(f"{result.split} split, {result.seconds:.1f} s, {rate:,.0f} tokens/s", _HEADER, rows)
+    print_table(f"{result.split} split, {result.seconds:.1f} s, {rate:,.0f} tokens/s", [_HEADER, *rows])
 
 
 def _row(name: str, total: Total) -> tuple[str, ...]:

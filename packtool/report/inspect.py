@@ -20,6 +20,7 @@ from packtool.cache.task import TASKS_DIR
 from packtool.config.export import EncodeSpec
 from packtool.constants import DROPPED_NAME, IGNORE_INDEX, MANIFEST_NAME
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
+from packtool.encode.families import pad_ids_of
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, MismatchError
 
@@ -111,28 +112,6 @@ def figure_lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
     return lines
 
 
-def histogram_lines(counts: list[int], max_length: int, width: int, rows: int = 16) -> list[str]:
-    """Bars of samples by length.
-
-    Args:
-        counts: in equal bins up to ``max_length``.
-        width: columns of the terminal.
-        rows: most bars.
-    """
-    each = -(-len(counts) // rows)
-    grouped = np.add.reduceat(counts, np.arange(0, len(counts), each))
-    grouped = grouped[: int(np.flatnonzero(grouped).max(initial=0)) + 1]
-    step = max_length / len(counts) * each
-    label = len(f"{max_length:,}")
-    most = int(grouped.max())
-    room = max(width - label - len(f"{most:,}") - 4, 10)
-    lines = []
-    for i, count in enumerate(grouped.tolist()):
-        bar = "█" * max(round(room * count / most), 1) if count else ""
-        lines.append(f"{round(min((i + 1) * step, max_length)):>{label},} {bar} {count:,}")
-    return lines
-
-
 @dataclass(frozen=True)
 class SampleView:
     """One sample for a person.
@@ -186,12 +165,10 @@ def _files_of(directory: str, model: str | None, exported_for: str) -> ModelFile
 
 def _pad_ids(config: Mapping[str, Any], tokenizer: Tokenizer) -> dict[int, str]:
     """Kinds of media by the token that stands for a piece of one."""
-    config = config.get("thinker_config") or config
-    found = {}
+    found: dict[int, str] = {number: kind for kind, number in pad_ids_of(config).items()}
     for kind in ("image", "video", "audio"):
-        number = config.get(f"{kind}_token_id", config.get(f"{kind}_token_index"))
-        number = tokenizer.token_to_id(f"<|{kind}_pad|>") if number is None else number
-        if isinstance(number, int):
+        number = tokenizer.token_to_id(f"<|{kind}_pad|>")
+        if kind not in found.values() and number is not None:
             found[number] = kind
     return found
 

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from packtool.report.drawing import Histogram
-from packtool.report.page import PageContent, PlainFigures
-from packtool.report.statistics import Line
+from packtool.report.plan_page import Histogram, PageContent, PlainFigures
+from packtool.report.statistics import Line, percent
 from packtool.train.prepare.preview import Preview
 
 _DRAWN_PACKS = 20
@@ -26,17 +25,17 @@ def plan_lines(figures: Mapping[str, Any]) -> list[Line]:
         ("  filtered by length", f"{figures['filtered']:,}"),
         ("tokens", f"{figures['tokens']:,}"),
         *_use_lines(figures),
-        ("optimizer steps an epoch", f"{figures['steps_per_epoch']:,}"),
+        ("optimizer steps per epoch", f"{figures['steps_per_epoch']:,}"),
         *_plain_lines(figures),
-        ("balance of the ranks", "packs in turn → as planned"),
-        ("  slowest rank over mean, mean step", f"{balance['mean_before']:.3f} → {balance['mean']:.3f}"),
-        ("    worst step", f"{balance['worst_before']:.3f} → {balance['worst']:.3f}"),
-        ("attention within samples, over that of whole packs", f"{figures['efficient_attn_ratio']:.1%}"),
-        ("FLOPs an epoch", f"{figures['flops_per_epoch']:.3g}"),
+        ("load balance, slowest rank ÷ mean rank", "round-robin → as planned"),
+        ("  mean over all steps", f"{balance['mean_before']:.3f} → {balance['mean']:.3f}"),
+        ("  worst step", f"{balance['worst_before']:.3f} → {balance['worst']:.3f}"),
+        ("attention FLOPs, of those without isolation", f"{figures['efficient_attn_ratio']:.1%}"),
+        ("FLOPs per epoch", f"{figures['flops_per_epoch']:.3g}"),
     ]
     if "hours" in figures:
-        lines.append(("hours in all", f"{figures['hours']:,.2f}"))
-    return [*lines, ("planned in", f"{figures['plan_seconds']:.2f} s")]
+        lines.append(("training time, all epochs", f"{figures['hours']:,.2f} h"))
+    return [*lines, ("planning time", f"{figures['plan_seconds']:.2f} s")]
 
 
 def _use_lines(figures: Mapping[str, Any]) -> list[Line]:
@@ -44,29 +43,37 @@ def _use_lines(figures: Mapping[str, Any]) -> list[Line]:
     skrull = figures["skrull"]
     packs = [
         ("packs", f"{figures['packs']:,} of {figures['capacity']:,} tokens"),
-        ("  samples each", f"{figures['samples_per_pack']:.2f}"),
+        ("  samples per pack", f"{figures['samples_per_pack']:.2f}"),
     ]
     if skrull is None and figures["waste_tokens"] is None:
         return [
-            ("rows, one sample each", f"{figures['packs']:,}"),
-            ("  of their batches' tokens no padding", _percent(figures["fill"])),
+            ("rows of one sample each", f"{figures['packs']:,}"),
+            ("  share of the batches' tokens that is not padding", percent(figures["fill"])),
         ]
     if skrull is None:
         return [
             *packs,
-            ("  fill", _percent(figures["fill"])),
-            ("  over the lower bound", f"{figures['over_lower_bound']:.4%} (of {figures['lower_bound']:,})"),
+            ("  fill", percent(figures["fill"])),
+            ("  above the lower bound", f"{figures['over_lower_bound']:.4%} (of {figures['lower_bound']:,} packs)"),
         ]
-    num_sharing, device = skrull["context_parallel"], skrull["device_balance"]
-    each = f"{num_sharing} x {skrull['bucket_size']:,}" if num_sharing > 1 else f"{skrull['bucket_size']:,}"
+    sequence_parallel_size, device = skrull["sequence_parallel_size"], skrull["device_balance"]
+    each = (
+        f"{sequence_parallel_size} x {skrull['bucket_size']:,}"
+        if sequence_parallel_size > 1
+        else f"{skrull['bucket_size']:,}"
+    )
     return [
         *packs,
         ("micro-batches by Skrull", f"{skrull['micro_batches']:,} of {each} tokens at most"),
-        ("  empty ones beside them", f"{figures['empty_micro_batches']:,}"),
-        ("  room used", _percent(skrull["bucket_fill"])),
-        ("  tokens local to a process", f"{skrull['local_tokens'] / figures['tokens']:.1%}"),
-        (f"  tokens shared by {num_sharing}", f"{skrull['sharded_tokens'] / figures['tokens']:.1%}"),
-        ("  busiest device over mean, mean step", f"{device['mean']:.3f}"),
+        ("  empty ones besides", f"{figures['empty_micro_batches']:,}"),
+        ("  share of their tokens that is used", percent(skrull["bucket_fill"])),
+        ("  tokens computed on one process", f"{skrull['local_tokens'] / figures['tokens']:.1%}"),
+        (
+            f"  tokens shared by {sequence_parallel_size} processes",
+            f"{skrull['sharded_tokens'] / figures['tokens']:.1%}",
+        ),
+        ("  planned for", str(skrull["hardware"])),
+        ("  load balance, slowest process ÷ mean process", f"{device['mean']:.3f}"),
         ("    worst step", f"{device['worst']:.3f}"),
     ]
 
@@ -74,10 +81,10 @@ def _use_lines(figures: Mapping[str, Any]) -> list[Line]:
 def _plain_lines(figures: Mapping[str, Any]) -> list[Line]:
     """The one thing that packing is compared with: batches of as many rows as packs hold samples."""
     return [
-        ("without packing, in batches of", _rows_each(figures)),
-        ("  padding", _percent(figures["padding_of_plain_batches"])),
+        ("without packing, in padded batches of", _rows_each(figures)),
+        ("  padding", percent(figures["padding_of_plain_batches"])),
         ("  tokens to compute", _times(figures)),
-        ("  optimizer steps an epoch", f"{figures['steps_of_plain_batches']:,}"),
+        ("  optimizer steps per epoch", f"{figures['steps_of_plain_batches']:,}"),
     ]
 
 
@@ -117,7 +124,10 @@ def content_of(found: Preview, figures: Mapping[str, Any], command: str, title: 
     packs = found.plan.whole_packs
     counts, most = length_counts(found)
     fills, _ = np.histogram(packs.tokens_per_pack() / packs.capacity * 100, bins=50, range=(0, 100))
-    drawn = [packs.lengths[packs.offsets[i] : packs.offsets[i + 1]].tolist() for i in range(_drawn(packs.num_packs))]
+    drawn = [
+        packs.lengths[packs.offsets[i] : packs.offsets[i + 1]].tolist()
+        for i in range(min(packs.num_packs, _DRAWN_PACKS))
+    ]
     before, after = (_worst_of_each(steps) for steps in found.step_balance())
     padding = figures["padding_of_plain_batches"]
     return PageContent(
@@ -128,9 +138,9 @@ def content_of(found: Preview, figures: Mapping[str, Any], command: str, title: 
         capacity=packs.capacity,
         fills=Histogram(np.linspace(0, 100, 51).tolist(), fills.tolist()),
         packs=drawn,
-        plain=PlainFigures(figures["rows_of_plain_batches"], _percent(padding), _times(figures), padding > 0.05),
+        plain=PlainFigures(figures["rows_of_plain_batches"], percent(padding), _times(figures), padding > 0.05),
         balance=(before, after) if found.options.world_size > 1 else None,
-        processes_per_rank=found.num_sharing,
+        processes_per_rank=found.sequence_parallel_size,
         figures=[*plan_lines(figures), *_fingerprints(figures)],
         commands=[("This page was made by", command)],
     )
@@ -138,39 +148,28 @@ def content_of(found: Preview, figures: Mapping[str, Any], command: str, title: 
 
 def _headline(figures: Mapping[str, Any]) -> tuple[tuple[str, str, str], ...]:
     """The large figures, each as the table has it."""
-    without = f"{_percent(figures['padding_of_plain_batches'])} padding without packing"
+    without = f"{percent(figures['padding_of_plain_batches'])} padding without packing"
     if figures["skrull"] is not None:
-        use = (_percent(figures["skrull"]["bucket_fill"]), "of the micro-batches' room is used", without)
+        use = (percent(figures["skrull"]["bucket_fill"]), "fill of the micro-batches", without)
     elif figures["waste_tokens"] is not None:
-        use = (_percent(figures["fill"]), "of every pack is used", without)
+        use = (percent(figures["fill"]), "fill of the packs", without)
     else:
-        use = (_percent(figures["fill"]), "of the batches' tokens is no padding", "")
+        use = (percent(figures["fill"]), "of the batches' tokens are not padding", "")
     steps = figures["steps_per_epoch"]
     is_packed = figures["waste_tokens"] is not None or figures["skrull"] is not None
-    packs = ("packs", f"of {figures['capacity']:,} tokens") if is_packed else ("rows", "one sample each")
+    packs = ("packs", f"of {figures['capacity']:,} tokens each") if is_packed else ("rows", "one sample each")
     return (
         use,
         (f"{figures['packs']:,}", *packs),
-        (f"{steps:,}", "steps an epoch", f"{figures['samples'] / max(steps, 1):,.1f} samples each"),
-        (f"{figures['samples']:,}", "samples", f"{figures['filtered']:,} too long"),
+        (f"{steps:,}", "optimizer steps", f"per epoch, {figures['samples'] / max(steps, 1):,.1f} samples each"),
+        (f"{figures['samples']:,}", "samples", f"{figures['filtered']:,} were too long"),
     )
-
-
-def _percent(share: float) -> str:
-    """Two places, and never 0 or 100 percent of what is neither."""
-    if 0 < share < 1:
-        return f"{min(max(share, 0.0001), 0.9999):.2%}"
-    return f"{share:.2%}"
 
 
 def _worst_of_each(steps: npt.NDArray[np.float64]) -> list[float]:
     """The largest of every few steps, so that no more than can be drawn are left and the worst is among them."""
     every = -(-len(steps) // _DRAWN_STEPS)
     return [float(value) for value in np.maximum.reduceat(steps, np.arange(0, len(steps), every))] if len(steps) else []
-
-
-def _drawn(num_packs: int) -> int:
-    return min(num_packs, _DRAWN_PACKS)
 
 
 def _rows(found: Preview, figures: Mapping[str, Any]) -> list[tuple[str, int]]:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 from packtool import storage
-from packtool.report.markup import escape
-from packtool.report.page import command_line, document, figure_list, headline, section
+from packtool.report.markup import render
 from packtool.report.statistics import Line
-from packtool.report.timeline import STYLE, compare_html, duration, legend_html, lines_of, timeline_html
+from packtool.report.tables import aligned
+from packtool.report.timeline import KINDS, duration, legend, timeline
 from packtool.simulate.outcomes import Outcome
 from packtool.simulate.run import Simulation
 
-_COLUMNS = ("step", "speed-up", "balance", "comm.", "memory", "out of memory", "micro-batches", "sequences")
+_COLUMNS = ("step time", "speed-up", "balance", "comm.", "memory", "out of memory", "micro-batches", "sequences")
 _ALIKE = ("padded", "context-parallel", "skrull")
 _MEANINGS = (
-    "step: mean time of an optimizer step; sequences: in it, and micro-batches: one after the other on a GPU.",
-    "balance: the busiest GPU's computing over the mean GPU's. comm.: share of the time that GPUs wait for links.",
+    "step time: mean of an optimizer step; sequences are in it, micro-batches one after the other on a GPU.",
+    "balance: computing time of the busiest GPU ÷ mean GPU. comm.: share of the step time spent waiting for links.",
 )
 
 
@@ -33,18 +32,12 @@ def _machine(found: Simulation) -> str:
 
 
 def table_lines(found: Simulation) -> list[str]:
-    """A line for each strategy, as wide as they are: a table that is cut off or wrapped cannot be read."""
-    rows = [(outcome.title, *_cells(outcome, found.baseline)) for outcome in found.outcomes]
-    table = [("", *_COLUMNS), *rows]
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if not i else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in table
-    ]
-    return [*lines, "", *notes(found)]
+    """A line for each strategy, and what a reader must know to read them."""
+    return [*aligned([("", *_COLUMNS), *_rows(found)]), "", *notes(found)]
+
+
+def _rows(found: Simulation) -> list[tuple[str, ...]]:
+    return [(outcome.title, *_cells(outcome, found.baseline)) for outcome in found.outcomes]
 
 
 def _cells(outcome: Outcome, baseline: Outcome) -> tuple[str, ...]:
@@ -67,16 +60,16 @@ def notes(found: Simulation) -> list[str]:
     options = found.options
     most = max(outcome.num_steps for outcome in found.outcomes)
     lines = [
-        f"speed-up: tokens a second over those of {found.baseline.title!r}. {most} "
+        f"speed-up: tokens per second, relative to {found.baseline.title!r}. {most} "
         f"{'step was' if most == 1 else 'steps were'} simulated, in {found.seconds:.1f} s.",
         *_MEANINGS,
     ]
     if any(outcome.out_of_memory.any() for outcome in found.outcomes):
-        lines.append("*: timed as if memory sufficed; out of memory tells in how many steps it does not.")
+        lines.append("*: timed as if memory sufficed. Column 'out of memory' counts the steps in which it does not.")
     if found.num_left_out:
         lines.append(
-            f"{found.num_left_out:,} of {found.num_left_out + found.num_sequences:,} sequences were left out: over "
-            f"{options.longest:,} tokens, or --max-length."
+            f"{found.num_left_out:,} of {found.num_left_out + found.num_sequences:,} sequences were left out: longer "
+            f"than {options.longest:,} tokens or than --max-length."
         )
     return lines
 
@@ -86,9 +79,10 @@ def assumption_lines(found: Simulation) -> list[Line]:
     machine, options = found.options.machine, found.options
     hardware, constants, sizes = machine.hardware, machine.constants, machine.sizes
     matmul, attention = constants.matmul_half_tokens, constants.attention_half_tokens
-    launches = f"{constants.kernels_per_layer} kernels a layer of {constants.launch_us:g} us"
+    launches = f"{constants.kernels_per_layer} kernels per layer of {constants.launch_us:g} us"
     node = f"{hardware.intra_node_gb_per_s:g} GB/s among {hardware.gpus_per_node} GPUs"
-    activations = f"{sizes.token_bytes(recompute=machine.recompute) / 1e6:.2f} MB a token"
+    shared = options.shared_batch_size
+    activations = f"{sizes.token_bytes(recompute=machine.recompute) / 1e6:.2f} MB per token"
     return [
         ("model", f"{sizes.num_parameters / 1e9:.2f} billion weights, {sizes.num_layers} layers"),
         ("peak", f"{hardware.peak_tflops:g} TFLOP/s, bfloat16"),
@@ -98,40 +92,34 @@ def assumption_lines(found: Simulation) -> list[Line]:
         ("links", f"{node}, {hardware.inter_node_gb_per_s:g} GB/s from each to other nodes"),
         ("  collectives", f"reach {hardware.link_share:.0%} of it, and take {hardware.latency_us:g} us at least"),
         ("memory", f"{hardware.memory_gb:g} GB, of which {constants.usable_memory:.0%} can be filled"),
-        ("  weights, gradients, optimizer", f"{sizes.state_bytes(machine.world_size) / 1e9:.1f} GB on a GPU (ZeRO-2)"),
+        ("  weights, gradients, optimizer", f"{sizes.state_bytes(machine.world_size) / 1e9:.1f} GB per GPU (ZeRO-2)"),
         ("  activations", activations + ", computed again in backward" * machine.recompute),
         ("  tokens on a GPU", f"{options.bucket_size:,} at most, {options.packing_length:,} in a pack"),
-        ("groups that share a sequence", f"{options.num_groups:,} of {options.num_sharing} GPUs"),
+        ("groups that share a sequence", f"{options.num_groups:,} of {options.sequence_parallel_size} GPUs"),
         ("global batch", f"{options.sequences_per_step:,} sequences, {options.sequences_per_rank} for each group"),
-        ("  rows of a micro-batch", f"{options.rows} in padded, {options.shared_rows} in context parallel"),
+        ("  rows of a micro-batch", f"{options.padded_batch_size} in padded, {shared} in context parallel"),
     ]
-
-
-def assumption_text(found: Simulation) -> list[str]:
-    """The same for a terminal: names and values side by side, never wrapped."""
-    lines = assumption_lines(found)
-    width = max(len(name) for name, _ in lines)
-    return [f"{name:<{width}}  {value}" for name, value in lines]
 
 
 def simulation_page(found: Simulation, command: str) -> str:
     """The page as text."""
     kinds = {kind for outcome in found.outcomes for kind, share in outcome.timing.shares.items() if share > 0}
-    body = [
-        headline(_headline(found)),
-        section(
-            "Time for the same tokens",
-            legend_html(list(kinds)) + compare_html(_compared(found)),
-            "How long all GPUs together take for as many tokens, and what for: twice as long is half as fast. "
-            f"Speed-up over {found.baseline.title}.{_faded(found)}",
-        ),
-        section("All strategies", _table(found), " ".join(notes(found)[1:3])),
-        *(_drawn(found, outcome) for outcome in found.outcomes),
-        section("What the times rest on", figure_list(assumption_lines(found)), " ".join(notes(found)[3:])),
-        section("How to get here again", command_line("This page was made by", command)),
-    ]
-    title = f"{found.name}: {storage.name(found.model)} on {_machine(found)}"
-    return document(title, "packtool simulate", "".join(body), STYLE)
+    return render(
+        "simulation.html",
+        title=f"{found.name}: {storage.name(found.model)} on {_machine(found)}",
+        command=command,
+        baseline=found.baseline.title,
+        is_faded=any(outcome.out_of_memory.any() for outcome in found.outcomes),
+        cards=_headline(found),
+        legend=legend(kinds),
+        bars=_bars(found),
+        header=("", *_COLUMNS),
+        rows=_rows(found),
+        meanings=" ".join(_MEANINGS),
+        remarks=" ".join(notes(found)[1 + len(_MEANINGS) :]),
+        strategies=[_drawn(found, outcome) for outcome in found.outcomes],
+        assumptions=assumption_lines(found),
+    )
 
 
 def _best(found: Simulation) -> Outcome:
@@ -145,57 +133,50 @@ def _headline(found: Simulation) -> list[tuple[str, str, str]]:
     figures = best.figures(found.baseline)
     fits = "of those that fit, the fastest" if not best.out_of_memory.any() else "nothing fits into memory"
     return [
-        (f"{figures['speedup']:.2f}x", best.title, f"over {found.baseline.title}; {fits}"),
-        (duration(figures["step_seconds"]), "a step", f"{figures['sequences_per_step']:,.0f} sequences"),
-        (f"{figures['mfu']:.0%}", "of the peak is used", f"{figures['communication_share']:.1%} communication"),
-        (f"{figures['peak_memory_gb']:.0f} GB", "at most on a GPU", f"balance {figures['balance']:.2f}"),
+        (f"{figures['speedup']:.2f}x", best.title, f"speed-up over {found.baseline.title}; {fits}"),
+        (duration(figures["step_seconds"]), "per optimizer step", f"{figures['sequences_per_step']:,.0f} sequences"),
+        (
+            f"{figures['mfu']:.0%}",
+            "of the peak FLOPs are used",
+            f"{figures['communication_share']:.1%} of the time is communication",
+        ),
+        (f"{figures['peak_memory_gb']:.0f} GB", "peak memory of a GPU", f"balance {figures['balance']:.2f}"),
     ]
 
 
-def _compared(found: Simulation) -> list[tuple[str, float, dict[str, float], str, str, bool]]:
+def _bars(found: Simulation) -> list[Any]:
+    """Time for the same tokens: name, (look, percent of the width, hint) of its parts, remark, figure, is it faded."""
     longest = max(outcome.seconds_per_token for outcome in found.outcomes)
     rows = []
     for outcome in found.outcomes:
-        full = int(outcome.out_of_memory.sum())
+        shares, full = outcome.timing.shares, int(outcome.out_of_memory.sum())
+        wide = 100 * outcome.seconds_per_token / longest
+        parts = [
+            (look, wide * shares[kind], f"{text}: {shares[kind]:.1%}")
+            for kind, (look, text) in KINDS.items()
+            if shares.get(kind, 0) > 0
+        ]
         remark = f"out of memory in {full} of {outcome.num_steps} steps" if full else ""
-        length = outcome.seconds_per_token / longest
-        figure = f"{outcome.speedup_over(found.baseline):.2f}x"
-        rows.append((outcome.title, length, outcome.timing.shares, figure, remark, bool(full)))
+        rows.append((outcome.title, parts, remark, f"{outcome.speedup_over(found.baseline):.2f}x", bool(full)))
     return rows
 
 
-def _faded(found: Simulation) -> str:
-    """What a pale bar means, where there are any."""
-    if not any(outcome.out_of_memory.any() for outcome in found.outcomes):
-        return ""
-    return " Pale bars are of strategies that would run out of memory: timed as if they did not."
-
-
-def _table(found: Simulation) -> str:
-    def row(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-    rows = [row((outcome.title, *_cells(outcome, found.baseline)), "td") for outcome in found.outcomes]
-    return f"<div class=wide><table>{row(('', *_COLUMNS), 'th')}{''.join(rows)}</table></div>"
-
-
-def _drawn(found: Simulation, outcome: Outcome) -> str:
+def _drawn(found: Simulation, outcome: Outcome) -> dict[str, Any]:
     """A step of median time; those that see the same sequences in the same steps are drawn in the same step."""
     timing = outcome.timing
     alike = outcome if outcome.name not in _ALIKE else found.baseline
     times = alike.timing.step_seconds
     step = int(times.argsort(kind="stable")[len(times) // 2])
-    seconds = float(timing.step_seconds[step])
-    lines = lines_of(timing, step)
+    drawn = timeline(timing, step)
     num_gpus = outcome.options.machine.world_size
     sequences = int((timing.schedule.cell_steps[timing.schedule.cells] == step).sum())
-    note = f"Step {step + 1}: {sequences:,} sequences in {duration(seconds)}. Each line is a GPU."
-    if len(lines) < num_gpus:
-        note += f" {len(lines)} of {num_gpus:,} are drawn: the first ones, the slowest and the fastest."
+    note = f"Step {step + 1}: {sequences:,} sequences in {duration(float(timing.step_seconds[step]))}. "
+    note += "Each line is a GPU."
+    if len(drawn.gpus) < num_gpus:
+        note += f" {len(drawn.gpus)} of {num_gpus:,} are drawn: the first ones, the slowest and the fastest."
     if outcome.out_of_memory[step]:
-        note += " This step would run out of memory; it is drawn as if it did not."
-    kinds = {piece.kind for line in lines for piece in line.pieces}
-    return section(outcome.title, legend_html(list(kinds)) + timeline_html(lines, seconds), note)
+        note += " This step would run out of memory; it is drawn as if memory sufficed."
+    return {"title": outcome.title, "note": note, **vars(drawn)}
 
 
 def simulation_json(found: Simulation) -> dict[str, Any]:

@@ -6,9 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # export must not wait for torch
     from packtool.cache.summary import ExportSummary
-    from packtool.train.loop.result import TrainResult
+    from packtool.train.prepare.result import TrainResult
 
 Line = tuple[str, str]
+
+
+def percent(share: float) -> str:
+    """Two decimals, and never 0 % or 100 % of what is neither."""
+    if 0 < share < 1e-4:
+        return "< 0.01%"
+    return "> 99.99%" if 1 - 1e-4 < share < 1 else f"{share:.2%}"
 
 
 def export_json(summary: ExportSummary) -> dict[str, Any]:
@@ -38,14 +45,17 @@ def export_lines(summary: ExportSummary) -> list[Line]:
     if summary.marks_added:
         lines.append(("  media marks added", f"{summary.marks_added:,} rows"))
     if summary.pieces_added:
-        lines.append(("  pieces more, of split texts", f"{summary.pieces_added:,}"))
+        lines.append(("  samples added by splitting texts", f"{summary.pieces_added:,}"))
     lines += [("  of them truncated", f"{summary.truncated:,}"), ("dropped", f"{sum(summary.dropped.values()):,}")]
     lines += [(f"  {reason}", f"{count:,}") for reason, count in summary.dropped.items()]
     lines += [
         ("tokens", f"{summary.tokens:,}"),
         ("  target tokens", f"{summary.target_tokens:,} ({summary.target_tokens / summary.tokens:.1%})"),
         ("  media tokens", f"{summary.media_tokens:,} ({summary.media_tokens / summary.tokens:.1%})"),
-        ("length p50 / p90 / p99 / max", " / ".join(f"{summary.lengths[k]:,}" for k in ("p50", "p90", "p99", "max"))),
+        (
+            "length in tokens, p50 / p90 / p99 / max",
+            " / ".join(f"{summary.lengths[k]:,}" for k in ("p50", "p90", "p99", "max")),
+        ),
     ]
     if not summary.already_finished:
         rate = summary.rows_made / summary.seconds if summary.seconds else 0.0
@@ -65,8 +75,8 @@ def train_lines(result: TrainResult) -> list[Line]:
         lines.append(("  filtered by length", f"{result.filtered:,}"))
     lines += [
         ("packs" if result.packing else "padded rows", f"{result.num_packs:,}"),
-        ("  samples each", f"{result.samples_per_pack:.2f}"),
-        ("  fill", f"{result.fill:.2%}"),
+        ("  samples per pack" if result.packing else "  samples per row", f"{result.samples_per_pack:.2f}"),
+        ("  fill", percent(result.fill)),
         ("optimizer steps", f"{result.steps:,}"),
         ("  without packing, one sample a row", f"{result.steps_without_packing:,}"),
     ]

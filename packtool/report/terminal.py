@@ -1,8 +1,7 @@
-"""What a person sees: a progress bar in a terminal, a plain line every few seconds elsewhere, and tables."""
+"""Progress for a person: a bar in a terminal, a plain line every few seconds elsewhere."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -10,8 +9,7 @@ from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
+from rich.table import Column
 
 from packtool.visible import visible, visible_line
 
@@ -50,10 +48,11 @@ class TerminalProgress:
             return
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
-            BarColumn(),
+            BarColumn(bar_width=20),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[shown]}", markup=False),
+            # In a narrow terminal figures take several lines, rather than the space of what is left of the time.
+            TextColumn("{task.fields[shown]}", markup=False, table_column=Column(no_wrap=False)),
             console=self._console,
             transient=True,
         )
@@ -62,15 +61,17 @@ class TerminalProgress:
 
     def advance(self, num_done: int, **fields: float | int | str) -> None:
         """See ``packtool.progress.Progress``."""
+        self._advance(num_done, fields, is_due=time.monotonic() - self._last >= _PLAIN_SECONDS)
+
+    def line(self, num_done: int = 0, **fields: float | int | str) -> None:
+        """See ``packtool.progress.Progress``."""
+        self._advance(num_done, fields, is_due=True)
+
+    def _advance(self, num_done: int, fields: Mapping[str, float | int | str], *, is_due: bool) -> None:
         self._done += num_done
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=self._done, shown=_shown(fields))
-        elif self._enabled and time.monotonic() - self._last >= _PLAIN_SECONDS:
-            self._print_line(fields)
-
-    def line(self, **fields: float | int | str) -> None:
-        """See ``packtool.progress.Progress``."""
-        if self._bar is None and self._enabled:
+        elif self._enabled and is_due:
             self._print_line(fields)
 
     def _print_line(self, fields: Mapping[str, float | int | str]) -> None:
@@ -98,32 +99,6 @@ class TerminalProgress:
     def _print(self, message: str) -> None:
         # No wrapping: logs are searched by line, and commands are copied from them.
         self._console.print(visible(message), markup=False, soft_wrap=True)
-
-
-def print_table(title: str, lines: list[tuple[str, str]], console: Console | None = None) -> None:
-    """A two-column table on stdout: what, and how much."""
-    console = console or Console(file=sys.stdout, highlight=False)
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right", overflow="fold")
-    for what, value in lines:
-        table.add_row(Text(visible_line(what)), Text(visible_line(value)))
-    console.print(visible(title), markup=False, soft_wrap=True)
-    console.print(table)
-
-
-def print_columns(
-    title: str, header: tuple[str, ...], rows: list[tuple[str, ...]], console: Console | None = None
-) -> None:
-    """A table of several columns on stdout, the first one of names."""
-    console = console or Console(file=sys.stdout, highlight=False)
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="")
-    for number, name in enumerate(header):
-        table.add_column(Text(visible_line(name)), justify="right" if number else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*(Text(visible_line(cell)) for cell in row))
-    console.print(visible(title), markup=False, soft_wrap=True)
-    console.print(table)
 
 
 def _duration(seconds: float) -> str:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
-from packtool.visible import visible
+from packtool.report.tables import print_table
+from packtool.visible import show
 
 if TYPE_CHECKING:  # the command line must not wait for torch
     from packtool.train.verify.run import VerifyReport
@@ -32,24 +29,18 @@ def verify_json(report: VerifyReport) -> dict[str, Any]:
     return {**dataclasses.asdict(report), "checks": checks, "passed": report.passed}
 
 
-def print_report(report: VerifyReport, console: Console | None = None) -> None:
-    """Each check with its largest error and what rounding would explain, on stdout."""
-    console = console or Console(file=sys.stdout, highlight=False)
+def print_report(report: VerifyReport) -> None:
+    """Print each check with its largest error and what rounding would explain, on stdout."""
     verdict = (
         "packed samples are what they are alone" if report.passed else "packed samples are NOT what they are alone"
     )
-    console.print(visible(f"{report.model}: {verdict}"), markup=False, soft_wrap=True)
+    show(f"{report.model}: {verdict}")
+    rows = [
+        (_WHAT[check.name], f"{check.error:.1e}", f"{check.allowed:.1e}", "ok" if check.passed else "FAILED")
+        for check in report.checks
+    ]
     facts = (
         f"{report.num_packs:,} packs, {report.num_samples:,} samples, {report.num_tokens:,} tokens; on {report.device} "
         f"in {report.dtype}, attention by {report.attention}; {report.seconds:.1f} s"
     )
-    console.print(visible(facts), markup=False, soft_wrap=True)
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("")
-    for heading in ("error", "allowed"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    for check in report.checks:
-        mark = "[green]ok[/]" if check.passed else "[red]FAILED[/]"
-        table.add_row(_WHAT[check.name], f"{check.error:.1e}", f"{check.allowed:.1e}", mark)
-    console.print(table)
+    print_table(facts, [("", "largest error", "allowed", ""), *rows], "lrrl")

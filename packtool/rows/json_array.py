@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from packtool.config.rows import MAX_ROW_BYTES
 from packtool.errors import DataError
 from packtool.rows.encoding import check_encoding
-from packtool.rows.lines import CHUNK_BYTES, was_passed_over
-from packtool.rows.opened import Hashed, TextReader, changed, opened
-from packtool.rows.source import BLOCK_ROWS, Block, Source
+from packtool.rows.lines import CHUNK_BYTES
+from packtool.rows.opened import Hashed, changed
+from packtool.rows.source import BLOCK_ROWS, RowBlock, Source
 
 _BLOCK_BYTES = 1 << 23
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -24,7 +24,7 @@ _LONGEST_TOKEN = 32
 _BRACKETS, _OF_STRINGS, _BEHIND = re.compile(r'[\[\]{}"]'), re.compile(r'["\\]'), re.compile(r"[,\]]")
 
 
-def find_elements(path: str, file: Hashed, longest: int = MAX_ROW_BYTES) -> Iterator[Block]:
+def find_elements(path: str, file: Hashed, longest: int = MAX_ROW_BYTES) -> Iterator[RowBlock]:
     """Blocks of up to 64 elements and, but for larger elements, 8 MiB.
 
     Args:
@@ -51,7 +51,7 @@ def find_elements(path: str, file: Hashed, longest: int = MAX_ROW_BYTES) -> Iter
         begin = text.bytes_read
         text.skip_element(row)
         if rows and text.bytes_read - begin > longest:
-            yield Block(start, stop, first, rows)
+            yield RowBlock(start, stop, first, rows)
             start, first, rows = begin, row, 0
         is_long = text.bytes_read - begin > longest
         row, rows = row + 1, rows + 1
@@ -59,20 +59,11 @@ def find_elements(path: str, file: Hashed, longest: int = MAX_ROW_BYTES) -> Iter
         if mark not in (",", "]"):
             raise text.broken(row, f"expected , or ] and found {mark!r}" if mark else "the file ends inside the array")
         if rows == BLOCK_ROWS or mark == "]" or is_long or stop - start >= _BLOCK_BYTES:
-            yield Block(start, stop, first, rows)
+            yield RowBlock(start, stop, first, rows)
             start, first, rows = text.bytes_read, row, 0
         if mark == "]":
             text.end()
             return
-
-
-def read_elements(source: Source, block: Block) -> bytes | None:
-    """The text of a block, with the commas between its elements; None for one that is too large to be read.
-
-    Raises:
-        DataError: if the file is no longer what was scanned.
-    """
-    return None if was_passed_over(source, block) else opened(source, TextReader).read(block.start, block.stop)
 
 
 def elements_of(source: Source, data: bytes) -> Iterator[bytes | None]:

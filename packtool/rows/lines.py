@@ -10,9 +10,9 @@ import numpy as np
 
 from packtool.config.rows import MAX_ROW_BYTES
 from packtool.rows.encoding import check_encoding
-from packtool.rows.opened import Hashed, TextReader, opened
+from packtool.rows.opened import Hashed, read_text
 from packtool.rows.sample import Dropped
-from packtool.rows.source import BLOCK_ROWS, Block, Row, Source
+from packtool.rows.source import BLOCK_ROWS, Row, RowBlock, Source
 
 CHUNK_BYTES = 1 << 23
 # First bytes of a line that may hold nothing but blanks and a byte order mark.
@@ -30,7 +30,7 @@ class LongLine:
     num_bytes: int
 
 
-def find_lines(path: str, file: Hashed, longest: int = MAX_ROW_BYTES) -> Iterator[Block]:
+def find_lines(path: str, file: Hashed, longest: int = MAX_ROW_BYTES) -> Iterator[RowBlock]:
     """Blocks of up to 64 lines and, but for longer lines, 8 MiB.
 
     Args:
@@ -43,8 +43,17 @@ def find_lines(path: str, file: Hashed, longest: int = MAX_ROW_BYTES) -> Iterato
     offset = number = 0  # of the line being read
     for chunk in chunks_of_lines(path, file, longest):
         if isinstance(chunk, LongLine):
-            yield Block(offset, offset + chunk.num_bytes, number, 1)
+            yield RowBlock(offset, offset + chunk.num_bytes, number, 1)
             offset, number = offset + chunk.num_bytes, number + 1
+            start, line = offset, number
+            continue
+        if chunk.count(b"\n") < BLOCK_ROWS:
+            # A small file, most often: of so few lines arrays cost more than they save.
+            lines = chunk.removesuffix(b"\n").split(b"\n")
+            rows = sum(map(_is_row, lines))
+            offset, number = offset + len(chunk), number + len(lines)
+            if rows:
+                yield RowBlock(start, offset, line, rows)
             start, line = offset, number
             continue
         ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == 10) + 1
@@ -53,16 +62,20 @@ def find_lines(path: str, file: Hashed, longest: int = MAX_ROW_BYTES) -> Iterato
         begins = np.concatenate(([0], ends[:-1]))
         blank = np.zeros(len(ends), bool)
         for i in np.flatnonzero(_MAY_BE_BLANK[np.frombuffer(chunk, np.uint8)[begins]]):
-            blank[i] = not chunk[begins[i] : ends[i]].removeprefix(codecs.BOM_UTF8).strip()
+            blank[i] = not _is_row(chunk[begins[i] : ends[i]])
         for low in range(0, len(ends), BLOCK_ROWS):
             high = min(low + BLOCK_ROWS, len(ends))
             rows = int(high - low - blank[low:high].sum())
             stop = offset + int(ends[high - 1])
             if rows:
-                yield Block(start, stop, line, rows)
+                yield RowBlock(start, stop, line, rows)
             start, line = stop, number + high
         offset += len(chunk)
         number += len(ends)
+
+
+def _is_row(line: bytes) -> bool:
+    return bool(line.removeprefix(codecs.BOM_UTF8).strip())
 
 
 def chunks_of_lines(path: str, file: Hashed, longest: int = MAX_ROW_BYTES) -> Iterator[bytes | LongLine]:
@@ -94,9 +107,16 @@ def chunks_of_lines(path: str, file: Hashed, longest: int = MAX_ROW_BYTES) -> It
         yield LongLine(num_bytes)
 
 
-def was_passed_over(source: Source, block: Block) -> bool:
-    """Whether a block is one row that was too large to be held when it was found."""
-    return block.num_rows == 1 and block.stop - block.start > source.max_row_bytes + CHUNK_BYTES
+def text_of(source: Source, block: RowBlock) -> bytes | None:
+    """The bytes of a block; None if it is one row that was too large to be held when it was found.
+
+    Raises:
+        DataError: if the file is no longer what was scanned.
+        StorageError: if it cannot be read.
+    """
+    if block.num_rows == 1 and block.stop - block.start > source.max_row_bytes + CHUNK_BYTES:
+        return None
+    return read_text(source, block.start, block.stop)
 
 
 def too_large(source: Source, number: int) -> Dropped:
@@ -105,21 +125,24 @@ def too_large(source: Source, number: int) -> Dropped:
     return Dropped(source.label, number, "over_max_row_bytes", detail)
 
 
-def numbered_lines(source: Source, block: Block) -> Iterator[tuple[int, bytes | None]]:
-    """(line number, line without byte order mark) of a block's lines that are not blank; None for one too long."""
-    if was_passed_over(source, block):
+def numbered_lines(source: Source, block: RowBlock, data: bytes | None) -> Iterator[tuple[int, bytes | None]]:
+    """(line number, line without byte order mark) of a block's lines that are not blank; None for one too long.
+
+    Args:
+        data: of the block, as ``text_of`` gives it.
+    """
+    if data is None:
         yield block.first_row, None
         return
-    data = opened(source, TextReader).read(block.start, block.stop)
     for number, line in enumerate(data.split(b"\n"), block.first_row):
         line = line.removeprefix(codecs.BOM_UTF8)
         if line.strip():
             yield number, line if len(line) <= source.max_row_bytes else None
 
 
-def read_texts(source: Source, block: Block) -> Iterator[Row]:
+def read_texts(source: Source, block: RowBlock, data: bytes | None) -> Iterator[Row]:
     """(line number, {"text": line}) of each line of a block that is not blank; one that is no UTF-8 is ``Dropped``."""
-    for number, line in numbered_lines(source, block):
+    for number, line in numbered_lines(source, block, data):
         if line is None:
             yield number, too_large(source, number)
             continue

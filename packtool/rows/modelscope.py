@@ -10,8 +10,8 @@ from packtool import storage
 from packtool.config.export import ExportConfig
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
+from packtool.rows.file_formats import format_of
 from packtool.rows.hub import hub_id
-from packtool.rows.kinds import kind_of
 
 C = TypeVar("C", ExportConfig, TrainConfig)
 
@@ -39,7 +39,7 @@ def with_local_copies(config: C) -> C:
 
 def _set_of_rows(option: str, given: str, config: ExportConfig | TrainConfig) -> str:
     name, mark, number = given.partition("#")
-    is_local = storage.is_remote(name) or storage.exists(name) or kind_of(name) is not None
+    is_local = storage.is_remote(name) or storage.exists(name) or format_of(name) is not None
     if is_local or hub_id(name) is None or (config.dataset_info and name.count("/") != 1):
         return given
     if ":" in name:
@@ -47,7 +47,20 @@ def _set_of_rows(option: str, given: str, config: ExportConfig | TrainConfig) ->
             f"{option} {given}: of ModelScope's sets all files are read, and no single subset or split",
             "Leave out what follows the colon, or give the files.",
         )
-    return _copy(option, "dataset_snapshot_download", name) + mark + number
+    return copy_of_rows(option, name) + mark + number
+
+
+def copy_of_rows(option: str, name: str) -> str:
+    """Folder on this machine with a copy of a set of rows of ModelScope.
+
+    Args:
+        option: that named the set, for messages.
+        name: its id.
+
+    Raises:
+        ConfigError: if the package is not installed, or ModelScope does not give the set.
+    """
+    return _copy(option, "dataset_snapshot_download", name)
 
 
 def _copy(option: str, function: str, name: str, **settings: Any) -> str:
@@ -55,7 +68,8 @@ def _copy(option: str, function: str, name: str, **settings: Any) -> str:
         from modelscope.hub import snapshot_download
     except ImportError as error:
         raise ConfigError(
-            f"{option} {name}: --use-hf false asks ModelScope for it, and the package modelscope is not installed",
+            f"{option} {name}: ModelScope is asked for it (--use-hf false, or ms_hub_url in --dataset-info), and the "
+            "package modelscope is not installed",
             "pip install modelscope, or leave out --use-hf (and USE_HF) to ask the Hugging Face hub.",
         ) from error
     try:

@@ -7,6 +7,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from hashlib import blake2b
 from typing import Any, BinaryIO, Protocol, TypeVar, cast
 
@@ -68,6 +69,12 @@ class Hashed:
 
     def __init__(self, file: BinaryIO, path: str) -> None:
         self._file, self._path, self._digest = file, path, blake2b(digest_size=16)
+        self._head: bytes | None = None
+
+    def take_head(self) -> bytes:
+        """What was read first, which is not held any longer then."""
+        head, self._head = self._head or b"", b""
+        return head
 
     def read(self, size: int = -1) -> bytes:
         """Read a line like a binary file.
@@ -79,6 +86,8 @@ class Hashed:
             data = self._file.read(size)
         except OSError as error:
             raise _unreadable(self._path, error) from error
+        if self._head is None:
+            self._head = data
         self._digest.update(data)
         return data
 
@@ -140,6 +149,23 @@ class TextReader:
     def close(self) -> None:
         """Let go of the file."""
         self._file.close()
+
+
+def read_text(source: Source, start: int, stop: int) -> bytes:
+    """Bytes [start, stop) of a text.
+
+    Raises:
+        DataError: if the file is no longer what was scanned.
+        StorageError: if it cannot be read.
+    """
+    is_most = source.compression is None and 2 * (stop - start) > source.size > 0
+    if is_most and not storage.is_remote(source.path):
+        # Small files come in thousands, one after the other: there is nothing to keep open.
+        with suppress(StorageError):  # said below
+            data = storage.read_bytes(source.path)
+            if len(data) == source.size:
+                return data[start:stop]
+    return opened(source, TextReader).read(start, stop)
 
 
 R = TypeVar("R", bound=Reader)

@@ -26,7 +26,7 @@ class JsonProblem(ValueError):
 
     Args:
         reason: ``invalid_json``, ``invalid_text`` or ``duplicate_keys``, as in ``dropped.jsonl``.
-        detail: for a person.
+        detail: explanation for the user.
     """
 
     def __init__(self, reason: str, detail: str) -> None:

@@ -7,15 +7,15 @@ from itertools import repeat
 from typing import Any
 
 from packtool.rows.boundary import held, unexpected
-from packtool.rows.json_array import elements_of, read_elements
-from packtool.rows.lines import numbered_lines, read_texts, too_large
+from packtool.rows.json_array import elements_of
+from packtool.rows.lines import numbered_lines, read_texts, text_of, too_large
 from packtool.rows.parsing import JsonProblem, parse_json
 from packtool.rows.records import read_records
 from packtool.rows.sample import Dropped
-from packtool.rows.source import Block, Kind, Row, Source
+from packtool.rows.source import FileFormat, Row, RowBlock, Source
 
 
-def read_block(source: Source, block: Block) -> Iterator[Row]:
+def read_block(source: Source, block: RowBlock) -> Iterator[Row]:
     """(row number, parsed row) of each row, in order; a row that cannot be parsed comes as ``Dropped``.
 
     A row that was picked several times comes several times.
@@ -24,7 +24,12 @@ def read_block(source: Source, block: Block) -> Iterator[Row]:
         DataError: if the file is no longer what was scanned.
         StorageError: if it cannot be read.
     """
-    rows = _READ[source.kind](source, block)
+    if source.kind in _PARSE:
+        rows = parse_block(source, block, text_of(source, block))
+    else:
+        from packtool.rows.tables import read_table_rows  # here, because text needs no pyarrow
+
+        rows = read_table_rows(source, block)
     if block.picks is None:
         yield from rows
         return
@@ -35,8 +40,17 @@ def read_block(source: Source, block: Block) -> Iterator[Row]:
         yield from repeat(row, count)
 
 
-def _array(source: Source, block: Block) -> Iterator[Row]:
-    if (data := read_elements(source, block)) is None:
+def parse_block(source: Source, block: RowBlock, data: bytes | None) -> Iterator[Row]:
+    """All rows of a block of text, as ``read_block``.
+
+    Args:
+        data: its bytes; None for one row that is too large to be held.
+    """
+    return _PARSE[source.kind](source, block, data)
+
+
+def _array(source: Source, block: RowBlock, data: bytes | None) -> Iterator[Row]:
+    if data is None:
         yield block.first_row, too_large(source, block.first_row)
         return
     try:
@@ -51,8 +65,8 @@ def _array(source: Source, block: Block) -> Iterator[Row]:
         yield number, held(source.label, number, _parsed, source, number, text)
 
 
-def _lines(source: Source, block: Block) -> Iterator[Row]:
-    for number, line in numbered_lines(source, block):
+def _lines(source: Source, block: RowBlock, data: bytes | None) -> Iterator[Row]:
+    for number, line in numbered_lines(source, block, data):
         try:  # as ``held`` does, without the price of a call
             row = _parsed(source, number, line)
         except BaseException as error:
@@ -75,18 +89,10 @@ def _object(source: Source, row: int, value: Any) -> dict[str, Any] | Dropped:
     return Dropped(source.label, row, "invalid_row", f"a {type(value).__name__}, not an object")
 
 
-def _table(source: Source, block: Block) -> Iterator[Row]:
-    from packtool.rows.tables import read_table_rows  # here, because text needs no pyarrow
-
-    return read_table_rows(source, block)
-
-
-_READ: dict[Kind, Callable[[Source, Block], Iterator[Row]]] = {
+_PARSE: dict[FileFormat, Callable[[Source, RowBlock, bytes | None], Iterator[Row]]] = {
     "json": _array,
     "jsonl": _lines,
     "csv": read_records,
     "tsv": read_records,
     "txt": read_texts,
-    "parquet": _table,
-    "arrow": _table,
 }

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator
 
 from packtool.config.rows import MAX_ROW_BYTES
 from packtool.errors import DataError
-from packtool.rows.lines import LongLine, chunks_of_lines, too_large, was_passed_over
-from packtool.rows.opened import Hashed, TextReader, opened
+from packtool.rows.lines import LongLine, chunks_of_lines, too_large
+from packtool.rows.opened import Hashed
 from packtool.rows.sample import Dropped
-from packtool.rows.source import BLOCK_ROWS, Block, Row, Source
+from packtool.rows.source import BLOCK_ROWS, Row, RowBlock, Source
 
 _BLOCK_BYTES = 1 << 23
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
@@ -33,7 +33,7 @@ _Line = bytes | LongLine
 
 def find_records(
     path: str, file: Hashed, kind: str, longest: int = MAX_ROW_BYTES
-) -> tuple[tuple[str, ...], Iterator[Block]]:
+) -> tuple[tuple[str, ...], Iterator[RowBlock]]:
     """Column names, and blocks of up to 64 records and 8 MiB, but for longer ones; a broken record is a block alone.
 
     Args:
@@ -53,12 +53,11 @@ def find_records(
     return (), iter(())
 
 
-def read_records(source: Source, block: Block) -> Iterator[Row]:
+def read_records(source: Source, block: RowBlock, data: bytes | None) -> Iterator[Row]:
     """(record number, {column: text}) of a block; a broken record comes as ``Dropped``."""
-    if was_passed_over(source, block):
+    if data is None:
         yield block.first_row, too_large(source, block.first_row)
         return
-    data = opened(source, TextReader).read(block.start, block.stop)
     number = block.first_row
     for _, fields in _records(io.BytesIO(data), source.kind, source.max_row_bytes):
         if not fields:
@@ -79,20 +78,20 @@ def _row(source: Source, number: int, fields: list[str] | str) -> dict[str, str]
         return Dropped(source.label, number, "invalid_text", str(error))
 
 
-def _blocks(found: Iterator[tuple[int, list[str] | str]], at: int) -> Iterator[Block]:
+def _blocks(found: Iterator[tuple[int, list[str] | str]], at: int) -> Iterator[RowBlock]:
     start, first, rows = at, 0, 0
     for num_bytes, fields in found:
         broken = isinstance(fields, str)
         if broken and rows:
-            yield Block(start, at, first, rows)
+            yield RowBlock(start, at, first, rows)
             start, first, rows = at, first + rows, 0
         at += num_bytes
         rows += bool(fields)  # a blank line is no record
         if rows and (broken or rows == BLOCK_ROWS or at - start >= _BLOCK_BYTES):
-            yield Block(start, at, first, rows)
+            yield RowBlock(start, at, first, rows)
             start, first, rows = at, first + rows, 0
     if rows:
-        yield Block(start, at, first, rows)
+        yield RowBlock(start, at, first, rows)
 
 
 def _lines_of(path: str, file: Hashed, longest: int) -> Iterator[_Line]:

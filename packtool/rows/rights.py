@@ -18,7 +18,7 @@ ALLOWED_BY = (
     "rows name media outside of their folder; --media-root DIR allows that folder (or bucket, or server), "
     "--media-access local any file of this machine, and any everything else too"
 )
-_BUCKETS = frozenset({"s3:", "oss:", "memory:"})
+_BUCKETS = frozenset({"s3:", "oss:"})
 DEFAULT_MAX_BYTES = 4 * 10**9
 DEFAULT_MAX_IMAGE_BYTES = 500 * 10**6
 
@@ -62,7 +62,7 @@ class MediaRights:
         )
 
     def most_bytes(self, is_image: bool) -> int:
-        """Largest file."""
+        """Bytes of the largest file that may be read."""
         return self.max_bytes or (DEFAULT_MAX_IMAGE_BYTES if is_image else DEFAULT_MAX_BYTES)
 
 

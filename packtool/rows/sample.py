@@ -88,7 +88,7 @@ class Dropped:
     """A row that was left out, and why. Every row that goes in comes out encoded or as one of these.
 
     Args:
-        detail: for a person; what it quotes of the row is cut after 1,000 characters, and can always be written.
+        detail: explanation for the user; what it quotes of the row ends after 1,000 characters, and can be written.
     """
 
     source: str

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from packtool.rows.source import Blocks
+from packtool.rows.source import RowBlocks
 
 _CHUNK_BLOCKS = 4096
 # numpy's hypergeometric draws know no more.
 _MOST_ROWS = 10**9
 
 
-def draw(sources: Sequence[Blocks], num_rows: int, seed: Sequence[int]) -> list[Blocks]:
+def draw(sources: Sequence[RowBlocks], num_rows: int, seed: Sequence[int]) -> list[RowBlocks]:
     """Take ``num_rows`` rows of all sources together, each alike likely and without replacement.
 
     More rows than there are: each is taken ``num_rows // rows`` times, and the rest is drawn. The choice is first how

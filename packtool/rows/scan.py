@@ -6,6 +6,7 @@ Nothing is kept of the rows but one entry for each block of them; a source of an
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -13,29 +14,31 @@ from itertools import groupby, islice
 
 from packtool import storage
 from packtool.errors import ConfigError, DataError
+from packtool.rows.file_formats import KNOWN, format_of
 from packtool.rows.forms import check_first_rows
-from packtool.rows.forms.columns import Layout, detect
+from packtool.rows.forms.known import RowLayout, detect
 from packtool.rows.json_array import find_elements
-from packtool.rows.kinds import KNOWN, kind_of
 from packtool.rows.lines import find_lines
 from packtool.rows.opened import Hashed, close_readers, open_text
-from packtool.rows.read import read_block
+from packtool.rows.read import parse_block, read_block
 from packtool.rows.records import find_records
 from packtool.rows.sampling import draw
-from packtool.rows.source import Block, Blocks, ScannedSource, Source, SourceSpec
+from packtool.rows.source import RowBlock, RowBlocks, ScannedSource, Source, SourceSpec
 
 _FIRST_BYTES = 4096
 _FIRST_BLOCKS = 4
+# A text in which a mark of a medium (<image>) may stand, as it is or as JSON may spell it.
+_MAY_BE_MARKED = re.compile(rb"<|u003[cC]")
 
 
 def scan_sources(
-    specs: Sequence[SourceSpec], seed: int, note: Callable[[str], None] = lambda line: None
+    specs: Sequence[SourceSpec], seed: int, found_one: Callable[[ScannedSource], None] = lambda found: None
 ) -> list[ScannedSource]:
     """Scan all sources, and draw the samples that were asked for.
 
     Args:
         seed: of the samples.
-        note: told of each source as it is found.
+        found_one: told of each source as it is found, before samples are drawn.
 
     Raises:
         DataError: if one is missing, broken or of no known kind or form.
@@ -43,10 +46,8 @@ def scan_sources(
     """
     scanned = []
     for spec in specs:
-        found = _scan(spec)
-        form = "" if found.source.form in (None, "messages") else f", {found.source.form}"
-        note(f"{found.source.label}: {found.num_rows:,} rows, {found.size / 1e6:,.1f} MB{form}")
-        scanned.append(found)
+        scanned.append(_scan(spec))
+        found_one(scanned[-1])
     sampled: list[ScannedSource] = []
     for _, members in groupby(scanned, key=lambda found: found.spec.group):
         sampled += _sampled(list(members), seed)
@@ -63,7 +64,7 @@ def scan(spec: SourceSpec, seed: int = 42) -> ScannedSource:
     return scan_sources([spec], seed)[0]
 
 
-def follow(spec: SourceSpec) -> tuple[Source, Iterator[Block]]:
+def follow(spec: SourceSpec) -> tuple[Source, Iterator[RowBlock]]:
     """A source and its blocks as they are found, front to back, with only the first of them read at once.
 
     Raises:
@@ -78,7 +79,7 @@ def follow(spec: SourceSpec) -> tuple[Source, Iterator[Block]]:
     finder = _Finder.of(_source(spec))
     source = finder.source
     first = list(islice(finder.blocks, _FIRST_BLOCKS))
-    if (form := _form(spec, source, first)) is not None:
+    if (form := _form(spec, source, first, finder.take_head())) is not None:
         source = replace(source, form=form.form, columns=form.columns)
     return source, finder.then_close(first)
 
@@ -96,24 +97,24 @@ def _scan(spec: SourceSpec) -> ScannedSource:
     source = _source(spec)
     finder = _Finder.of(source)
     with closing(finder):
-        blocks, source = Blocks.of(finder.blocks), finder.source
+        blocks, source = RowBlocks.of(finder.blocks), finder.source
         digest = finder.digest()
-    if (form := _form(spec, source, blocks)) is not None:
+    if (form := _form(spec, source, blocks, finder.take_head())) is not None:
         source = replace(source, form=form.form, columns=form.columns)
     return ScannedSource(spec, source, source.size, source.modified, digest, blocks)
 
 
 def _source(spec: SourceSpec) -> Source:
     shown = storage.masked(spec.path)
-    if not storage.exists(spec.path):
+    state = storage.find(spec.path)
+    if state is None:
+        if storage.is_directory(spec.path):
+            raise DataError(f"--dataset {shown} is a directory", "Give the files in it.")
         raise DataError(f"--dataset {shown}: there is no such file", "Check the path.")
-    if storage.is_directory(spec.path):
-        raise DataError(f"--dataset {shown} is a directory", "Give the files in it.")
-    found = kind_of(spec.path)
+    found = format_of(spec.path)
     if found is None:
         raise DataError(f"--dataset {shown}: its name says no kind of rows", f"Known are {KNOWN}.")
     kind, compression = found
-    state = storage.stat(spec.path)
     source = Source(
         path=spec.path,
         kind=kind,
@@ -153,12 +154,14 @@ class _Finder:
         source: with what the file's head says.
         blocks: as they are found.
         digest: of the content, once all blocks are.
+        take_head: the text that it begins with, as far as that is at hand; once.
         close: lets go of the file.
     """
 
     source: Source
-    blocks: Iterator[Block]
+    blocks: Iterator[RowBlock]
     digest: Callable[[], str]
+    take_head: Callable[[], bytes]
     close: Callable[[], None]
 
     @classmethod
@@ -167,7 +170,7 @@ class _Finder:
             from packtool.rows.tables import find_table_rows  # here, because text needs no pyarrow
 
             digest, rows = find_table_rows(source)
-            return cls(source, rows, lambda: digest, lambda: None)
+            return cls(source, rows, lambda: digest, bytes, lambda: None)
         file = open_text(source.path, source.compression)
         hashed = Hashed(file, source.label)
         try:
@@ -180,9 +183,9 @@ class _Finder:
         except BaseException:
             file.close()
             raise
-        return cls(source, found, lambda: hashed.digest, file.close)
+        return cls(source, found, lambda: hashed.digest, hashed.take_head, file.close)
 
-    def then_close(self, first: list[Block]) -> Iterator[Block]:
+    def then_close(self, first: list[RowBlock]) -> Iterator[RowBlock]:
         """The first blocks, which were taken already, and all others."""
         try:
             yield from first
@@ -191,17 +194,24 @@ class _Finder:
             self.close()
 
 
-def _form(spec: SourceSpec, source: Source, blocks: Iterable[Block]) -> Layout | None:
-    """The form of the first rows that can be parsed; None if none can."""
+def _form(spec: SourceSpec, source: Source, blocks: Iterable[RowBlock], head: bytes) -> RowLayout | None:
+    """The form of the first rows that can be parsed; None if none can.
+
+    Args:
+        head: the text that the file begins with: what lies in it is not read again.
+    """
     if source.kind == "txt":
         return detect([{"text": ""}], (), None, source.label)
     try:
         for block in blocks:
-            rows = [row for _, row in read_block(source, block) if isinstance(row, dict)]
+            text = head[block.start : block.stop] if block.stop <= len(head) else None
+            found = read_block(source, block) if text is None else parse_block(source, block, text)
+            rows = [row for _, row in found if isinstance(row, dict)]
             if rows:
-                found = detect(rows, spec.columns, spec.formatting, source.label)
-                check_first_rows(rows, replace(source, form=found.form, columns=found.columns))
-                return found
+                form = detect(rows, spec.columns, spec.formatting, source.label)
+                if text is None or _MAY_BE_MARKED.search(text):
+                    check_first_rows(rows, replace(source, form=form.form, columns=form.columns))
+                return form
     finally:
         close_readers()  # workers have their own
     return None

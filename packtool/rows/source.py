@@ -17,7 +17,7 @@ from packtool.constants import TRAIN_SPLIT
 from packtool.rows.rights import MediaRights, rights_of_rows
 from packtool.rows.sample import Dropped
 
-Kind = Literal["json", "jsonl", "csv", "tsv", "txt", "parquet", "arrow"]
+FileFormat = Literal["json", "jsonl", "csv", "tsv", "txt", "parquet", "arrow"]
 Compression = Literal["gzip", "zstd"]
 Pairs = tuple[tuple[str, str], ...]
 Row = tuple[int, dict[str, Any] | Dropped]
@@ -67,18 +67,14 @@ class SourceSpec:
     @property
     def settings(self) -> str:
         """What of it, beside the file, decides the samples, as one line of JSON; empty where nothing was asked for."""
-        told = {
-            field.name: value
-            for field in _SETTINGS
-            if (value := getattr(self, field.name)) != field.default and field.name not in _SAY_NOTHING
-        }
+        told = {name: value for name, default in _SETTINGS if (value := getattr(self, name)) != default}
         if self.num_sampled is None:
             told.pop("group", None)
         return json.dumps(told, sort_keys=True) if told else ""
 
 
 # Looked up once: there may be many thousand sources.
-_SETTINGS = fields(SourceSpec)
+_SETTINGS = tuple((field.name, field.default) for field in fields(SourceSpec) if field.name not in _SAY_NOTHING)
 
 
 @dataclass(frozen=True)
@@ -98,7 +94,7 @@ class Source:
     """
 
     path: str
-    kind: Kind = "jsonl"
+    kind: FileFormat = "jsonl"
     compression: Compression | None = None
     size: int = -1
     modified: str = ""
@@ -129,7 +125,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Block:
+class RowBlock:
     """Neighbouring rows of one source.
 
     Args:
@@ -147,37 +143,38 @@ class Block:
     picks: tuple[int, ...] | None = None
 
 
-class Blocks(Sequence[Block]):
-    """Blocks of one source in a few bytes each.
+class RowBlocks(Sequence[RowBlock]):
+    """RowBlocks of one source in a few bytes each.
 
     Args:
         columns: int64 (number of blocks, 4): start, stop, first_row, num_rows.
         picks: int16, those of all blocks in a row, or None if all rows are taken; ``num_rows`` says how many are whose.
+
+    Attributes:
+        num_rows: that come out of all of them.
     """
 
-    def __init__(self, columns: np.ndarray, picks: np.ndarray | None = None) -> None:
+    def __init__(self, columns: np.ndarray, picks: np.ndarray | None = None, num_rows: int | None = None) -> None:
         self._columns, self._picks = columns, picks
+        self.num_rows = int(columns[:, 3].sum()) if num_rows is None else num_rows
         self._ends = np.cumsum(columns[:, 3]) if picks is not None else None
 
     @classmethod
-    def of(cls, blocks: Iterator[Block]) -> Blocks:
+    def of(cls, blocks: Iterator[RowBlock]) -> RowBlocks:
         """Take blocks as they are found; they have no picks yet."""
-        flat = array("q")
+        flat, num_rows = array("q"), 0
         for block in blocks:
             flat.extend((block.start, block.stop, block.first_row, block.num_rows))
-        return cls(np.frombuffer(flat, np.int64).reshape(-1, 4) if flat else np.zeros((0, 4), np.int64))
-
-    @property
-    def num_rows(self) -> int:
-        """Rows that come out of all of them."""
-        return int(self._columns[:, 3].sum())
+            num_rows += block.num_rows
+        columns = np.frombuffer(flat, np.int64).reshape(-1, 4) if flat else np.zeros((0, 4), np.int64)
+        return cls(columns, num_rows=num_rows)
 
     @property
     def rows_of_each(self) -> np.ndarray:
         """Rows that come out of each block, int64."""
         return self._columns[:, 3]
 
-    def picked(self, counts: np.ndarray, picks: np.ndarray) -> Blocks:
+    def picked(self, counts: np.ndarray, picks: np.ndarray) -> RowBlocks:
         """The same blocks with a choice of their rows; blocks of which nothing is taken are left out.
 
         Args:
@@ -186,25 +183,25 @@ class Blocks(Sequence[Block]):
         """
         columns = self._columns.copy()
         columns[:, 3] = counts
-        return Blocks(columns[counts > 0], picks.astype(np.int16))
+        return RowBlocks(columns[counts > 0], picks.astype(np.int16))
 
     def __len__(self) -> int:
         return len(self._columns)
 
     @overload
-    def __getitem__(self, at: int) -> Block: ...
+    def __getitem__(self, at: int) -> RowBlock: ...
     @overload
-    def __getitem__(self, at: slice) -> Blocks: ...
-    def __getitem__(self, at: int | slice) -> Block | Blocks:
+    def __getitem__(self, at: slice) -> RowBlocks: ...
+    def __getitem__(self, at: int | slice) -> RowBlock | RowBlocks:
         if isinstance(at, slice):
             low, high, step = at.indices(len(self))
             assert step == 1, "blocks stay neighbours"
             high = max(low, high)
-            return Blocks(self._columns[low:high], self._picks_of(low, high))
+            return RowBlocks(self._columns[low:high], self._picks_of(low, high))
         at = range(len(self))[at]
         start, stop, first_row, num_rows = self._columns[at].tolist()
         picks = self._picks_of(at, at + 1)
-        return Block(start, stop, first_row, num_rows, None if picks is None else tuple(picks.tolist()))
+        return RowBlock(start, stop, first_row, num_rows, None if picks is None else tuple(picks.tolist()))
 
     def _picks_of(self, low: int, high: int) -> np.ndarray | None:
         if self._picks is None or self._ends is None:
@@ -213,7 +210,7 @@ class Blocks(Sequence[Block]):
         return self._picks[bounds[0] : bounds[1]]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Blocks) and list(self) == list(other)
+        return isinstance(other, RowBlocks) and list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -235,11 +232,11 @@ class ScannedSource:
     size: int
     modified: str
     digest: str
-    blocks: Blocks
+    blocks: RowBlocks
 
     @property
     def path(self) -> str:
-        """File or URL."""
+        """The file or URL that the rows are read from."""
         return self.spec.path
 
     @property

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from packtool import storage
 from packtool.config.export import ExportConfig
 from packtool.constants import MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT
-from packtool.errors import ConfigError, DataError
-from packtool.rows.dataset_info import DatasetInfo
-from packtool.rows.forms.columns import did_you_mean
+from packtool.errors import ConfigError, DataError, did_you_mean
+from packtool.rows.dataset_info import DatasetInfo, Entry
+from packtool.rows.file_formats import KNOWN, format_of
 from packtool.rows.hub import PREFIX, hub_files, hub_id
-from packtool.rows.kinds import KNOWN, kind_of
+from packtool.rows.modelscope import copy_of_rows
 from packtool.rows.source import Pairs, SourceSpec
 
 _SAMPLE = re.compile(r"(.+)#(\d+)", re.DOTALL)
@@ -36,7 +36,7 @@ def sources_of(config: ExportConfig) -> list[SourceSpec]:
         DataError: if there is no such thing, or it holds no files of rows.
         StorageError: if that cannot be found out.
     """
-    info = DatasetInfo(config.dataset_info) if config.dataset_info else None
+    info = DatasetInfo(config.dataset_info, config.use_hf is False) if config.dataset_info else None
     plain = SourceSpec(
         "",
         columns=_columns(config.columns),
@@ -51,35 +51,49 @@ def sources_of(config: ExportConfig) -> list[SourceSpec]:
     named += [(name, "--val-dataset", VAL_SPLIT) for name in config.val_dataset]
     specs = []
     for group, (name, option, split) in enumerate(named):
-        spec = replace(plain, name=name, split=split, group=group)
-        specs += list(_specs(spec, option, info))
+        paths, own = _paths(name, option, info, plain)
+        specs += [replace(plain, path=path, name=name, split=split, group=group, **own) for path in paths]
     return specs
 
 
-def _specs(spec: SourceSpec, option: str, info: DatasetInfo | None) -> Iterator[SourceSpec]:
-    name = spec.name
+def _paths(given: str, option: str, info: DatasetInfo | None, plain: SourceSpec) -> tuple[list[str], dict[str, Any]]:
+    """The files that one argument names, and what their specs have of their own."""
+    name, own = given, dict[str, Any]()
     sample = _SAMPLE.fullmatch(name)
     if sample and not (info and name in info.names) and not _exists(name):
         name, count = sample[1], int(sample[2])
         if count < 1:
-            raise ConfigError(f"{option} {spec.name}: a sample of no rows", "Give a number of at least 1 behind the #.")
-        spec = replace(spec, num_sampled=count)
+            raise ConfigError(f"{option} {given}: a sample of no rows", "Give a number of at least 1 behind the #.")
+        own["num_sampled"] = count
     entry = info.get(name) if info else None
     if entry is None:
-        paths = _files(name, option, info)
-    else:
-        spec = replace(
-            spec,
-            num_sampled=spec.num_sampled or entry.num_samples,
-            columns=spec.columns or entry.columns,
-            tags=entry.tags,
-            formatting=entry.formatting,
-            loss_scale=entry.loss_scale,
-            system=entry.system or spec.system,
+        return _files(name, option, info), own
+    own = {
+        "num_sampled": entry.num_samples,
+        "columns": plain.columns or entry.columns,
+        "tags": entry.tags,
+        "formatting": entry.formatting,
+        "loss_scale": entry.loss_scale,
+        "system": entry.system or plain.system,
+        **own,
+    }
+    return _named_files(entry, option, name), own
+
+
+def _named_files(entry: Entry, option: str, name: str) -> list[str]:
+    """The files of a set of ``--dataset-info``, of its sub-directory ``folder`` if it names one."""
+    if entry.hub is not None:
+        place = copy_of_rows(f"{option} {name}:", entry.place) if entry.hub == "ms" else entry.place
+        return hub_files(place, entry.subset, entry.split, entry.folder)
+    if entry.folder is None:
+        return _files(entry.place, option, None)
+    if not storage.is_directory(entry.place):
+        raise DataError(
+            f"{option} {name}: --dataset-info gives it the folder {entry.folder!r}, and {storage.masked(entry.place)} "
+            "is no directory that could hold one",
+            "Leave out folder, or name a directory as file_name.",
         )
-        paths = hub_files(entry.hub_id) if entry.hub_id else _files(entry.path or "", option, None)
-    for path in paths:
-        yield replace(spec, path=path)
+    return _files(storage.join(entry.place, entry.folder), option, None)
 
 
 def _exists(name: str) -> bool:
@@ -97,7 +111,7 @@ def _files(name: str, option: str, info: DatasetInfo | None) -> list[str]:
             raise DataError(f"{option} {shown}: no file of rows fits", f"Known are {KNOWN}.")
         return found
     identifier = None if storage.is_remote(name) and not name.startswith(PREFIX) else hub_id(name)
-    if identifier is not None and (name.startswith(PREFIX) or kind_of(name) is None):
+    if identifier is not None and (name.startswith(PREFIX) or format_of(name) is None):
         return hub_files(identifier)
     hint = did_you_mean(name, info.names) if info else ""
     raise DataError(f"{option} {shown}: there is no such file{hint}", "Check the path.")
@@ -106,7 +120,7 @@ def _files(name: str, option: str, info: DatasetInfo | None) -> list[str]:
 def _matched(path: str, option: str) -> list[str]:
     if storage.is_directory(path):
         return _folder(path, option)
-    return [path] if kind_of(path) and not storage.name(path).startswith(".") else []
+    return [path] if format_of(path) and not storage.name(path).startswith(".") else []
 
 
 def _folder(folder: str, option: str) -> list[str]:
@@ -122,7 +136,7 @@ def _folder(folder: str, option: str) -> list[str]:
     if _STATE_NAME in names and _ABOUT[0] in names:
         return _saved(folder, option)
     paths = list(storage.walk(folder))
-    files = [path for path in paths if kind_of(path) and not _is_hidden(folder, path) and not _is_about(path)]
+    files = [path for path in paths if format_of(path) and not _is_hidden(folder, path) and not _is_about(path)]
     if not files:
         seen = ", ".join(path[len(folder) :].lstrip("/\\") for path in paths[:8]) or "nothing"
         raise DataError(f"{option} {shown}: no files of rows in it, but {seen}", f"Known are {KNOWN}.")

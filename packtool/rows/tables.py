@@ -16,7 +16,7 @@ from packtool.rows.boundary import held
 from packtool.rows.lines import too_large
 from packtool.rows.opened import Hashed, changed, open_text, opened
 from packtool.rows.sample import Dropped
-from packtool.rows.source import BLOCK_ROWS, Block, Row, Source
+from packtool.rows.source import BLOCK_ROWS, Row, RowBlock, Source
 
 _BATCH_BYTES = 1 << 23
 _MOST_BATCH_ROWS = 1024
@@ -24,7 +24,7 @@ _COPY_BYTES = 1 << 22
 _ARROW_FILE_MAGIC = b"ARROW1"
 
 
-def find_table_rows(source: Source) -> tuple[str, Iterator[Block]]:
+def find_table_rows(source: Source) -> tuple[str, Iterator[RowBlock]]:
     """Digest, and blocks of 64 rows.
 
     Raises:
@@ -37,12 +37,12 @@ def find_table_rows(source: Source) -> tuple[str, Iterator[Block]]:
     finally:
         reader.close()
     return _digest(source, num_rows, schema), (
-        Block(start, min(start + BLOCK_ROWS, num_rows), start, min(BLOCK_ROWS, num_rows - start))
+        RowBlock(start, min(start + BLOCK_ROWS, num_rows), start, min(BLOCK_ROWS, num_rows - start))
         for start in range(0, num_rows, BLOCK_ROWS)
     )
 
 
-def read_table_rows(source: Source, block: Block) -> Iterator[Row]:
+def read_table_rows(source: Source, block: RowBlock) -> Iterator[Row]:
     """(row number, row) of a block.
 
     Keys of nested values that are null are left out: these formats cannot tell them from keys that a row never had.
@@ -90,7 +90,7 @@ class _Table(Protocol):
         """Where ``batches`` begins that is to reach a row."""
 
     def batches(self, row: int) -> Iterator[pa.RecordBatch]:
-        """From there on."""
+        """Record batches from there on."""
 
 
 class TableReader:

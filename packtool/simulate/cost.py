@@ -16,7 +16,8 @@ lose by being sharded, besides ``communication``: in each layer keys and values 
 and their gradients scattered, each fixed below a size and linear above. Local work hides it (Skrull, arXiv 2505.19609,
 section 3). Gradients and weights travel once a step, in the open.
 
-Left out: the optimizer's own time, loading, stragglers, congestion, and padding inside kernels.
+Left out: towers of pictures and sounds, the optimizer's own time, loading, stragglers, congestion, and padding inside
+kernels.
 """
 
 from __future__ import annotations
@@ -60,11 +61,11 @@ class Constants:
 
 
 @dataclass(frozen=True, eq=False)
-class Schedule:
+class SimulatedSchedule:
     """K sequences in C micro-batches of some steps: what every strategy comes to.
 
     Args:
-        num_sharing: N, ranks that share a micro-batch.
+        sequence_parallel_size: N, ranks that share a micro-batch.
         num_groups: data-parallel ranks, of N devices each.
         num_steps: S.
         samples: int64 (K,), which sequences.
@@ -74,7 +75,7 @@ class Schedule:
         cell_steps, cell_groups: int64 (C,), step and data-parallel rank of each micro-batch, by step and then by rank.
     """
 
-    num_sharing: int
+    sequence_parallel_size: int
     num_groups: int
     num_steps: int
     samples: Int64Array
@@ -86,7 +87,7 @@ class Schedule:
 
     @property
     def num_cells(self) -> int:
-        """C."""
+        """The number C of micro-batches, over all steps and groups."""
         return len(self.cell_steps)
 
 
@@ -104,7 +105,7 @@ class Timing:
         synchronisation: seconds of gradients and weights, once a step.
     """
 
-    schedule: Schedule
+    schedule: SimulatedSchedule
     local: Seconds
     sharded: Seconds
     communication: Seconds
@@ -127,7 +128,7 @@ class Timing:
     @cached_property
     def shares(self) -> dict[str, float]:
         """What the devices' time goes to, over all steps; the shares add up to 1."""
-        total = float(self.step_seconds.sum()) * self.schedule.num_groups * self.schedule.num_sharing
+        total = float(self.step_seconds.sum()) * self.schedule.num_groups * self.schedule.sequence_parallel_size
         found = {
             "local": float(self.local.sum()),
             "sharded": float(self.sharded.sum()),
@@ -156,7 +157,7 @@ class Timing:
 
     @cached_property
     def step_seconds(self) -> Seconds:
-        """(S,)."""
+        """Seconds of each step, (S,): the slowest group, and the synchronisation."""
         return self.group_seconds.max(axis=1) + self.synchronisation
 
     @cached_property
@@ -195,24 +196,26 @@ class Machine:
     constants: Constants = Constants()
     recompute: bool = False
 
-    def time(self, schedule: Schedule) -> Timing:
+    def time(self, schedule: SimulatedSchedule) -> Timing:
         """Times and memory of every micro-batch on every rank."""
-        num_sharing, num_cells = schedule.num_sharing, schedule.num_cells
+        sequence_parallel_size, num_cells = schedule.sequence_parallel_size, schedule.num_cells
         local = schedule.places != SHARDED
-        key = schedule.cells * num_sharing + np.where(local, schedule.places, 0)
+        key = schedule.cells * sequence_parallel_size + np.where(local, schedule.places, 0)
 
         def on_ranks(values: npt.NDArray[Any]) -> Seconds:
-            return _sums(key[local], values[local], num_cells * num_sharing).reshape(num_cells, num_sharing)
+            return _sums(key[local], values[local], num_cells * sequence_parallel_size).reshape(
+                num_cells, sequence_parallel_size
+            )
 
         def on_all(values: npt.NDArray[Any]) -> Seconds:
             return _sums(schedule.cells[~local], values[~local], num_cells)[:, None]
 
-        own, shards = on_ranks(schedule.tokens), on_all(schedule.tokens) / num_sharing
+        own, shards = on_ranks(schedule.tokens), on_all(schedule.tokens) / sequence_parallel_size
         tokens = own + shards
         linear = np.divide(self.linear_seconds(tokens), tokens, out=np.zeros_like(tokens), where=tokens > 0)
         own_seconds = linear * own + on_ranks(self.attention_seconds(schedule.tokens, 1))
-        shard_seconds = linear * shards + on_all(self.attention_seconds(schedule.tokens, num_sharing))
-        communication = self.communication_seconds(shards[:, 0] * num_sharing, num_sharing)
+        shard_seconds = linear * shards + on_all(self.attention_seconds(schedule.tokens, sequence_parallel_size))
+        communication = self.communication_seconds(shards[:, 0] * sequence_parallel_size, sequence_parallel_size)
         ranks = np.maximum(communication[:, None], own_seconds) + shard_seconds
         ranks = np.where(tokens > 0, np.maximum(ranks, self.launch_seconds), ranks)
         return Timing(
@@ -221,15 +224,20 @@ class Machine:
             sharded=shard_seconds,
             communication=communication,
             ranks=ranks,
-            memory=self.memory_bytes(tokens) + shards * num_sharing * self.sizes.kv_bytes,
+            memory=self.memory_bytes(tokens) + shards * sequence_parallel_size * self.sizes.kv_bytes,
             tokens=tokens,
             synchronisation=2 * self.hardware.collective_seconds(self.sizes.gradient_bytes, self.world_size),
         )
 
     @property
     def passes(self) -> float:
-        """Work in units of one forward and backward pass."""
+        """Matrix products in units of one forward and backward pass."""
         return 4 / 3 if self.recompute else 1.0
+
+    @property
+    def attention_passes(self) -> float:
+        """Attention in units of one forward and backward pass, the latter two and a half times the former."""
+        return 4.5 / 3.5 if self.recompute else 1.0
 
     @property
     def token_flops(self) -> float:
@@ -242,31 +250,39 @@ class Machine:
         seconds = (tokens + self.constants.matmul_half_tokens) * (self.passes * self.token_flops / speed)
         return np.where(tokens > 0, seconds, 0.0)
 
-    def attention_seconds(self, lengths: npt.NDArray[Any], num_sharing: int) -> Seconds:
+    def attention_seconds(self, lengths: npt.NDArray[Any], sequence_parallel_size: int) -> Seconds:
         """Time of each sequence's attention on one of the ranks that share it."""
         speed = self.hardware.peak * self.hardware.attention_share
         queries = np.asarray(lengths, dtype=np.float64)
-        work = queries * (queries / num_sharing + self.constants.attention_half_tokens)
-        return work * (self.passes * self.sizes.cost.per_square / speed)
+        work = queries * (queries / sequence_parallel_size + self.constants.attention_half_tokens)
+        return work * (self.attention_passes * self.sizes.cost.per_square / speed)
 
-    def communication_seconds(self, tokens: npt.NDArray[Any], num_sharing: int) -> Seconds:
+    def communication_seconds(self, tokens: npt.NDArray[Any], sequence_parallel_size: int) -> Seconds:
         """Time to exchange K, V and their gradients in all layers, for so many sharded tokens over all ranks."""
-        times = self.step_time(num_sharing)
-        if num_sharing == 1:
+        times = self.step_time(sequence_parallel_size)
+        if sequence_parallel_size == 1:
             return np.zeros(len(tokens))
         moved = tokens * times.kv_bytes_per_token / times.bytes_per_second
         return np.where(tokens > 0, times.num_collectives * np.maximum(times.fixed_seconds, moved), 0.0)
 
-    def step_time(self, num_sharing: int) -> StepTime:
-        """What Skrull's planner is told of this machine: the same links, and the speed of long sequences."""
-        hardware = self.hardware
+    def step_time(self, sequence_parallel_size: int) -> StepTime:
+        """What Skrull's planner is told of this machine: the same links, speeds and launches."""
+        hardware, square = self.hardware, self.sizes.cost.per_square
         gathers = 3 + self.recompute  # forward, backward, gradients; and forward once more
+        speed = hardware.peak * hardware.matmul_share / self.passes
+        slower = speed / (hardware.peak * hardware.attention_share / self.attention_passes)
         return StepTime(
-            flops_per_second=hardware.peak * hardware.matmul_share / self.passes,
+            flops_per_second=speed,
             num_collectives=gathers * self.sizes.num_layers,
             kv_bytes_per_token=float(self.sizes.kv_bytes),
-            fixed_seconds=hardware.collective_seconds(1.0, num_sharing),
-            bytes_per_second=hardware.bytes_per_second(num_sharing) if num_sharing > 1 else float("inf"),
+            fixed_seconds=hardware.collective_seconds(1.0, sequence_parallel_size),
+            bytes_per_second=hardware.bytes_per_second(sequence_parallel_size)
+            if sequence_parallel_size > 1
+            else float("inf"),
+            square_flops=square * (slower - 1),
+            query_flops=square * slower * self.constants.attention_half_tokens,
+            launch_seconds=self.launch_seconds,
+            device=hardware.name,
         )
 
     @property
@@ -285,12 +301,12 @@ class Machine:
         """Bytes of a device's memory that training can fill."""
         return self.hardware.memory_gb * 1e9 * self.constants.usable_memory
 
-    def largest_bucket(self, num_sharing: int) -> int:
+    def largest_bucket(self, sequence_parallel_size: int) -> int:
         """Tokens that fit on a device, with keys and values of a layer gathered from all that share; below 1 if none.
 
         In whole thousands where there are as many.
         """
         left = self.usable_bytes - self.sizes.state_bytes(self.world_size)
-        gathered = self.sizes.kv_bytes * num_sharing if num_sharing > 1 else 0
+        gathered = self.sizes.kv_bytes * sequence_parallel_size if sequence_parallel_size > 1 else 0
         tokens = int(left // (self.sizes.token_bytes(recompute=self.recompute) + gathered))
         return tokens // 1000 * 1000 if tokens >= 1000 else tokens

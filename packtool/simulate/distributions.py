@@ -13,10 +13,11 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from packtool.plan.shuffle import RandomStream
+
 DistributionName = Literal["wikipedia", "lmsys", "chatqa2"]
 SHORTEST = 64
 _K = 1024
-_STREAM = 12
 
 POINTS: dict[DistributionName, tuple[tuple[float, int], ...]] = {
     "wikipedia": (
@@ -58,4 +59,4 @@ def quantiles(name: DistributionName, shares: npt.NDArray[np.float64]) -> npt.ND
 
 def draw(name: DistributionName, num: int, *, seed: int) -> npt.NDArray[np.int64]:
     """int64 (num,): lengths, always the same for a seed; more of them begin with the same ones."""
-    return quantiles(name, np.random.default_rng([seed, _STREAM]).random(num))
+    return quantiles(name, np.random.default_rng([seed, RandomStream.SIMULATED_LENGTHS]).random(num))

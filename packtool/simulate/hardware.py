@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +82,7 @@ class Hardware:
 
     @property
     def peak(self) -> float:
-        """FLOP/s."""
+        """Peak FLOP/s of a GPU."""
         return self.peak_tflops * 1e12
 
     def collective_seconds(self, num_bytes: float, num_ranks: int) -> float:
@@ -109,13 +109,52 @@ class Hardware:
         return self.link_share * 1e9 / max(inside, between)
 
 
+PEAK_TFLOPS: dict[str, float] = {
+    "B200": 2250,
+    "H200": 989,
+    "H100": 989,
+    "H800": 989,
+    "H20": 148,
+    "A100": 312,
+    "A800": 312,
+    "L40S": 362,
+    "L20": 119.5,
+    "A10": 125,
+    "RTX 4090": 165.2,
+    "RTX 3090": 71,
+    "V100": 125,
+    "910B": 313,
+}
+"""TFLOP/s of dense bfloat16 (float16 where there is none) matrix products, by what a device's name has in it."""
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """Peak dense TFLOP/s in 16 bits of a device by the name that its driver gives it, or None if it is not known."""
+    return next((peak for name, peak in PEAK_TFLOPS.items() if name in device_name), None)
+
+
+_DEFAULT = "h100"
+# The preset that comes nearest to a device, by a word of its name; H800 and A800 have slower links.
+_BY_NAME = {"H200": "h200", "H100": "h100", "H800": "h100", "A100": "a100", "A800": "a100", "910B": "910b"}
+
+
+def nearest_preset(device_names: Sequence[str]) -> Hardware:
+    """The preset for the first device that there is one for; that of an H100 where there is none.
+
+    Args:
+        device_names: as their drivers tell them.
+    """
+    found = (preset for name in device_names for word, preset in _BY_NAME.items() if word in name.upper())
+    return PRESETS[next(found, _DEFAULT)]
+
+
 PRESETS = {
     # NVIDIA H100 Tensor Core GPU data sheet, SXM5: 1,979 TFLOP/s with sparsity, 80 GB, 3.35 TB/s, NVLink 900 GB/s both
     # ways; DGX H100 user guide: a ConnectX-7 of 400 Gb/s for each GPU. Attention: Shah et al. 2024, "FlashAttention-3",
     # abstract: FlashAttention-2 reaches 35 % of an H100. Matrix products: 8192^3 was measured at 788 TFLOP/s (H200).
     "h100": Hardware(
         name="H100 SXM 80 GB",
-        peak_tflops=989,
+        peak_tflops=PEAK_TFLOPS["H100"],
         memory_gb=80,
         hbm_gb_per_s=3350,
         intra_node_gb_per_s=450,
@@ -125,7 +164,7 @@ PRESETS = {
     # NVIDIA H200 Tensor Core GPU data sheet, SXM: the H100's arithmetic and links, 141 GB at 4.8 TB/s.
     "h200": Hardware(
         name="H200 SXM 141 GB",
-        peak_tflops=989,
+        peak_tflops=PEAK_TFLOPS["H200"],
         memory_gb=141,
         hbm_gb_per_s=4800,
         intra_node_gb_per_s=450,
@@ -136,7 +175,7 @@ PRESETS = {
     # a ConnectX-6 of 200 Gb/s for each GPU. Attention: Dao 2023, "FlashAttention-2": backward up to 63 % of an A100.
     "a100": Hardware(
         name="A100 SXM 80 GB",
-        peak_tflops=312,
+        peak_tflops=PEAK_TFLOPS["A100"],
         memory_gb=80,
         hbm_gb_per_s=2039,
         intra_node_gb_per_s=300,
@@ -147,7 +186,7 @@ PRESETS = {
     # of 200 Gb/s for each. Bandwidth of the memory as commonly reported; no efficiency is published: defaults.
     "910b": Hardware(
         name="Ascend 910B3 64 GB",
-        peak_tflops=313,
+        peak_tflops=PEAK_TFLOPS["910B"],
         memory_gb=64,
         hbm_gb_per_s=1600,
         intra_node_gb_per_s=196,

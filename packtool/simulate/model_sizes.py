@@ -75,7 +75,7 @@ class ModelSizes:
         A layer keeps, in units of one token's numbers: two residuals, two norms' results and the attention's output
         projected (5 h); queries before and after RoPE and the attention's result (3 q); keys twice and values (3 kv);
         gate, up, the activated gate and the product (4 i, of the experts that a token visits). Scores are not kept
-        (flash attention), logits neither (they are made some targets at a time, see ``train.head_loss``).
+        (flash attention), logits neither (they are made some targets at a time, see ``train.model.head_loss``).
 
         Raises:
             KeyError: if the configuration names no hidden size or number of layers.

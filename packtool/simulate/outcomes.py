@@ -13,11 +13,9 @@ from packtool.config.simulate import StrategyName
 from packtool.errors import DataError
 from packtool.plan.balance import imbalance
 from packtool.plan.pack_plan import Int32Array
-from packtool.plan.shuffle import seeded_order
+from packtool.plan.shuffle import RandomStream, seeded_order
 from packtool.simulate.cost import Timing
 from packtool.simulate.strategies import TITLES, SimulateOptions, schedule
-
-_ORDER = 14  # a stream of random numbers, see ``plan.packing``
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +47,7 @@ class Outcome:
 
     @property
     def num_steps(self) -> int:
-        """S."""
+        """The number S of optimizer steps."""
         return self.timing.schedule.num_steps
 
     @property
@@ -99,13 +97,13 @@ def arrange(lengths: npt.NDArray[np.integer[Any]], options: SimulateOptions) -> 
     """
     if len(lengths) and int(lengths.min()) < 1:
         raise DataError(f"{int(np.count_nonzero(lengths < 1)):,} samples have no tokens.", "Remove them.")
-    order = seeded_order(len(lengths), seed=options.seed, epoch=0, stream=_ORDER)
+    order = seeded_order(len(lengths), seed=options.seed, epoch=0, stream=RandomStream.SIMULATED_ORDER)
     shuffled = lengths[order]
     kept = shuffled[shuffled <= options.longest].astype(np.int32)
     if not len(kept):
         raise DataError(
             f"No sample is left to simulate: of {len(lengths):,}, none has at most {options.longest:,} tokens, which "
-            f"{options.num_sharing} x {options.bucket_size:,} can hold.",
+            f"{options.sequence_parallel_size} x {options.bucket_size:,} can hold.",
             "Raise --bucket-size or --sequence-parallel-size.",
         )
     return kept, len(lengths) - len(kept)

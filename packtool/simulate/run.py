@@ -14,13 +14,15 @@ import numpy.typing as npt
 
 from packtool import storage
 from packtool.cache.reader import CacheReader
+from packtool.config.settings import part_of
 from packtool.config.simulate import BASELINE, SimulateConfig, StrategyName
 from packtool.config.yaml_values import parse_yaml
 from packtool.errors import ConfigError, DataError
+from packtool.launch.devices import gpu_names
 from packtool.progress import Progress
 from packtool.simulate.cost import Machine
 from packtool.simulate.distributions import draw, quantiles
-from packtool.simulate.hardware import PRESETS, Hardware
+from packtool.simulate.hardware import PRESETS, Hardware, nearest_preset
 from packtool.simulate.lengths import names_of, read_lengths
 from packtool.simulate.model_sizes import PRESETS as MODELS
 from packtool.simulate.model_sizes import ModelSizes
@@ -71,7 +73,7 @@ class Simulation:
             "left_out": self.num_left_out,
             "model": self.model,
             "world_size": options.machine.world_size,
-            "sequence_parallel_size": options.num_sharing,
+            "sequence_parallel_size": options.sequence_parallel_size,
             "bucket_size": options.bucket_size,
             "packing_length": options.packing_length,
             "sequences_per_step": options.sequences_per_step,
@@ -141,16 +143,14 @@ def _options(config: SimulateConfig, machine: Machine, model: str) -> SimulateOp
         )
     num_groups = config.world_size // config.sequence_parallel_size
     per_step = num_groups * config.sequences_per_rank
-    return SimulateOptions(
+    return part_of(
+        SimulateOptions,
+        config,
         machine=machine,
-        num_sharing=config.sequence_parallel_size,
+        sequence_parallel_size=config.sequence_parallel_size,
         bucket_size=bucket_size,
         packing_length=min(config.packing_length or bucket_size, bucket_size),
-        sequences_per_rank=config.sequences_per_rank,
-        rows=config.padded_batch_size,
-        shared_rows=config.shared_batch_size,
         num_steps=config.steps or min(max(_SEQUENCES // per_step, _FEWEST_STEPS), _MOST_STEPS),
-        seed=config.seed,
     )
 
 
@@ -201,13 +201,15 @@ def _model_config(model: str) -> Mapping[str, Any]:
     return config
 
 
-def read_hardware(name: str) -> Hardware:
-    """A preset, or a machine from a YAML or JSON file.
+def read_hardware(name: str | None) -> Hardware:
+    """A preset, or a machine from a YAML or JSON file; None is what there is here, or an H100.
 
     Raises:
         ConfigError: if it is neither, or the file's fields are wrong.
         StorageError: if the file cannot be read.
     """
+    if name is None:
+        return nearest_preset(gpu_names())
     if name.lower() in PRESETS:
         return PRESETS[name.lower()]
     if not name.endswith((".yaml", ".yml", ".json")):

@@ -1,9 +1,9 @@
 """What the planners make of the same sequences, one strategy each, as schedules that can be timed.
 
-Nothing is imitated: sequences are packed by ``pack``, dealt by ``deal_packs`` and placed by ``schedule_step``, as for
-training. Strategies that keep to a global batch (plain, context parallel, sorted, Skrull) see the same sequences in the
-same steps, sorted batches excepted, which exchange them between steps. Packed strategies fill every rank of a step, so
-a step of theirs holds more sequences where these are short; they are compared by tokens a second.
+Nothing is imitated: sequences are packed by ``pack``, assigned by ``assign_packs`` and placed by ``schedule_step``, as
+for training. Strategies that keep to a global batch (plain, context parallel, sorted, Skrull) see the same sequences in
+the same steps, sorted batches excepted, which exchange them between steps. Packed strategies fill every rank of a step,
+so a step of theirs holds more sequences where these are short; they are compared by tokens a second.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import TypeVar
 import numpy as np
 
 from packtool.config.packing import Balance
-from packtool.config.simulate import StrategyName
-from packtool.plan.epoch import PlanOptions, deal_packs, group_by_length
+from packtool.config.simulate import StrategyName, StrategyOptions
+from packtool.plan.epoch import PlanOptions, assign_packs, group_by_length
 from packtool.plan.pack_plan import Int32Array, PackPlan, offsets_of, with_packs_in_order
 from packtool.plan.packing import pack, pack_singletons
-from packtool.plan.shuffle import seeded_order
+from packtool.plan.shuffle import RandomStream, seeded_order
 from packtool.plan.skrull import SHARDED, MicroBatch, schedule_step
 from packtool.plan.steps import StepPlan
-from packtool.simulate.cost import Int64Array, Machine, Schedule
+from packtool.simulate.cost import Int64Array, Machine, SimulatedSchedule
 
 TITLES: dict[StrategyName, str] = {
     "padded": "padded",
@@ -36,39 +36,30 @@ TITLES: dict[StrategyName, str] = {
 """Every strategy, in the order of the table."""
 
 _Integers = TypeVar("_Integers", Int32Array, Int64Array)
-_LONG_ORDER = 13  # a stream of random numbers, see ``plan.packing``
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulateOptions:
-    """What is simulated.
+class SimulateOptions(StrategyOptions):
+    """What is simulated: the options as they were declared, and what they come to.
 
     Args:
         machine: model and devices.
-        num_sharing: N, ranks that share a micro-batch, where any do; divides the devices.
+        sequence_parallel_size: N, ranks that share a micro-batch, where any do; divides the devices.
         bucket_size: C, tokens that a device may hold at a time; more is out of memory.
         packing_length: tokens of a pack, on each device.
-        sequences_per_rank: of a global batch, for each N devices.
-        rows: of a padded micro-batch on one device.
-        shared_rows: sequences of a micro-batch that N ranks share, padded to the longest.
         num_steps: to simulate, where there are as many.
-        seed: of packing and order.
     """
 
     machine: Machine
-    num_sharing: int
+    sequence_parallel_size: int
     bucket_size: int
     packing_length: int
-    sequences_per_rank: int = 64
-    rows: int = 4
-    shared_rows: int = 1
     num_steps: int = 8
-    seed: int = 42
 
     @property
     def num_groups(self) -> int:
         """Data-parallel ranks of N devices each."""
-        return self.machine.world_size // self.num_sharing
+        return self.machine.world_size // self.sequence_parallel_size
 
     @property
     def sequences_per_step(self) -> int:
@@ -78,19 +69,19 @@ class SimulateOptions:
     @property
     def alignment(self) -> int:
         """Tokens that a sharded sequence is padded to a multiple of: two chunks a rank, so that all have equal work."""
-        return 2 * self.num_sharing if self.num_sharing > 1 else 1
+        return 2 * self.sequence_parallel_size if self.sequence_parallel_size > 1 else 1
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence that any strategy could train."""
-        return max(self.bucket_size * self.num_sharing // self.alignment * self.alignment, self.bucket_size)
+        return max(self.bucket_size * self.sequence_parallel_size // self.alignment * self.alignment, self.bucket_size)
 
     def sequences_wanted(self, typical: Int64Array) -> int:
         """So many like the typical ones (tokens of each) that every strategy has its number of full steps."""
         most = self.sequences_per_step
         for num_groups, capacity in (
             (self.machine.world_size, self.packing_length),
-            (self.num_groups, self.packing_length * self.num_sharing),
+            (self.num_groups, self.packing_length * self.sequence_parallel_size),
         ):
             # What is longer than a pack takes one of its own.
             mean = float(np.minimum(typical, capacity).mean())
@@ -103,7 +94,7 @@ class SimulateOptions:
         return max(1, round(mean_tokens * self.sequences_per_step / (num_groups * capacity)))
 
 
-def schedule(name: StrategyName, lengths: Int32Array, options: SimulateOptions) -> Schedule:
+def schedule(name: StrategyName, lengths: Int32Array, options: SimulateOptions) -> SimulatedSchedule:
     """What a strategy makes of sequences.
 
     Args:
@@ -115,20 +106,20 @@ def schedule(name: StrategyName, lengths: Int32Array, options: SimulateOptions) 
     return _STRATEGIES[name](lengths, options)
 
 
-def _padded(lengths: Int32Array, options: SimulateOptions) -> Schedule:
+def _padded(lengths: Int32Array, options: SimulateOptions) -> SimulatedSchedule:
     world_size = options.machine.world_size
-    rows = min(options.rows, max(1, options.sequences_per_step // world_size))
+    rows = min(options.padded_batch_size, max(1, options.sequences_per_step // world_size))
     micro_batches = max(1, round(options.sequences_per_step / (world_size * rows)))
     return _in_rows(lengths, options, world_size, rows, micro_batches)
 
 
-def _context_parallel(lengths: Int32Array, options: SimulateOptions, is_sorted: bool = False) -> Schedule:
-    rows = min(options.shared_rows, options.sequences_per_rank)
+def _context_parallel(lengths: Int32Array, options: SimulateOptions, is_sorted: bool = False) -> SimulatedSchedule:
+    rows = min(options.shared_batch_size, options.sequences_per_rank)
     micro_batches = max(1, round(options.sequences_per_rank / rows))
     return _in_rows(lengths, options, options.num_groups, rows, micro_batches, is_sorted)
 
 
-def _sorted(lengths: Int32Array, options: SimulateOptions) -> Schedule:
+def _sorted(lengths: Int32Array, options: SimulateOptions) -> SimulatedSchedule:
     return _context_parallel(lengths, options, is_sorted=True)
 
 
@@ -139,32 +130,34 @@ def _in_rows(
     rows: int,
     micro_batches: int,
     is_sorted: bool = False,
-) -> Schedule:
+) -> SimulatedSchedule:
     """Micro-batches of so many rows in the order in which they come, or sorted."""
     part = lengths[: options.num_steps * num_groups * rows * micro_batches]
     plan_options = _plan_options(options, num_groups, micro_batches, options.longest, "none")
-    plan_options = replace(plan_options, packs_per_micro_batch=rows, packing=False)
+    plan_options = replace(plan_options, per_device_train_batch_size=rows, packing=False)
     packs = pack_singletons(part, options.longest, seed=options.seed, shuffle=False)
     if is_sorted:
         packs = group_by_length(packs, plan_options.packs_per_step)
-    return _of_steps(packs, deal_packs(packs, part, plan_options).steps, plan_options, options)
+    return _of_steps(packs, assign_packs(packs, part, plan_options).steps, plan_options, options)
 
 
-def _packed(lengths: Int32Array, options: SimulateOptions, balance: Balance = "none") -> Schedule:
+def _packed(lengths: Int32Array, options: SimulateOptions, balance: Balance = "none") -> SimulatedSchedule:
     return _in_packs(lengths, options, options.machine.world_size, options.packing_length, balance)
 
 
-def _packed_balanced(lengths: Int32Array, options: SimulateOptions) -> Schedule:
+def _packed_balanced(lengths: Int32Array, options: SimulateOptions) -> SimulatedSchedule:
     return _packed(lengths, options, "window")
 
 
-def _packed_shared(lengths: Int32Array, options: SimulateOptions) -> Schedule:
-    return _in_packs(lengths, options, options.num_groups, options.packing_length * options.num_sharing, "window")
+def _packed_shared(lengths: Int32Array, options: SimulateOptions) -> SimulatedSchedule:
+    return _in_packs(
+        lengths, options, options.num_groups, options.packing_length * options.sequence_parallel_size, "window"
+    )
 
 
 def _in_packs(
     lengths: Int32Array, options: SimulateOptions, num_groups: int, capacity: int, balance: Balance
-) -> Schedule:
+) -> SimulatedSchedule:
     """Packs of sequences; one that is longer than a pack is a pack of its own, and out of memory."""
     if num_groups < options.machine.world_size:
         # Sharded sequences need room for their alignment, too.
@@ -175,16 +168,16 @@ def _in_packs(
     part = lengths[: int(np.searchsorted(tokens, wanted)) + 1]
     plan_options = _plan_options(options, num_groups, micro_batches, capacity, balance)
     fitting = np.flatnonzero(part <= capacity).astype(np.int64)
-    packs = pack(part[fitting], plan_options.pack_options, seed=options.seed)
+    packs = pack(part[fitting], capacity, plan_options, seed=options.seed)
     packs = PackPlan(fitting[packs.samples], packs.offsets, packs.lengths, capacity)
     longer = np.flatnonzero(part > capacity).astype(np.int64)
     if len(longer):
         samples = np.concatenate((packs.samples, longer))
         sizes = np.append(np.diff(packs.offsets), np.ones(len(longer), dtype=np.int64))
         packs = PackPlan(samples, offsets_of(sizes), part[samples], capacity)
-        order = seeded_order(packs.num_packs, seed=options.seed, epoch=0, stream=_LONG_ORDER)
+        order = seeded_order(packs.num_packs, seed=options.seed, epoch=0, stream=RandomStream.SIMULATED_LONG_PACKS)
         packs = with_packs_in_order(packs, order)
-    return _of_steps(packs, deal_packs(packs, part, plan_options).steps, plan_options, options)
+    return _of_steps(packs, assign_packs(packs, part, plan_options).steps, plan_options, options)
 
 
 def _plan_options(
@@ -200,7 +193,9 @@ def _plan_options(
     )
 
 
-def _of_steps(packs: PackPlan, steps: StepPlan, plan_options: PlanOptions, options: SimulateOptions) -> Schedule:
+def _of_steps(
+    packs: PackPlan, steps: StepPlan, plan_options: PlanOptions, options: SimulateOptions
+) -> SimulatedSchedule:
     """The first full steps of a plan: packs (or rows) of a micro-batch on one device, or sharded over a group."""
     num_full = packs.num_packs // plan_options.packs_per_step
     num_steps = min(max(num_full, 1), options.num_steps, steps.num_steps)
@@ -215,10 +210,10 @@ def _of_steps(packs: PackPlan, steps: StepPlan, plan_options: PlanOptions, optio
     per_step = np.diff(steps.step_offsets)[:num_steps]
     cell_steps = np.repeat(np.arange(num_steps), per_step)
     in_step = np.arange(num_cells) - steps.step_offsets[cell_steps]
-    num_sharing = options.machine.world_size // plan_options.world_size
-    shares = num_sharing > 1
-    return Schedule(
-        num_sharing=num_sharing,
+    sequence_parallel_size = options.machine.world_size // plan_options.world_size
+    shares = sequence_parallel_size > 1
+    return SimulatedSchedule(
+        sequence_parallel_size=sequence_parallel_size,
         num_groups=plan_options.world_size,
         num_steps=num_steps,
         samples=taken.samples,
@@ -240,21 +235,23 @@ def skrull_steps(lengths: Int32Array, options: SimulateOptions) -> list[list[lis
             part,
             options.machine.sizes.cost(part, part**2, target_tokens=part),
             num_ranks=options.num_groups,
-            context_parallel=options.num_sharing,
+            sequence_parallel_size=options.sequence_parallel_size,
             bucket_size=options.bucket_size,
             alignment=options.alignment,
-            times=options.machine.step_time(options.num_sharing),
+            times=options.machine.step_time(options.sequence_parallel_size),
         )
         first = step * per_step
         found.append([[MicroBatch(batch.samples + first, batch.places) for batch in rank] for rank in ranks])
     return found
 
 
-def _skrull(lengths: Int32Array, options: SimulateOptions) -> Schedule:
+def _skrull(lengths: Int32Array, options: SimulateOptions) -> SimulatedSchedule:
     return schedule_of(skrull_steps(lengths, options), lengths, options)
 
 
-def schedule_of(steps: list[list[list[MicroBatch]]], lengths: Int32Array, options: SimulateOptions) -> Schedule:
+def schedule_of(
+    steps: list[list[list[MicroBatch]]], lengths: Int32Array, options: SimulateOptions
+) -> SimulatedSchedule:
     """Micro-batches of each step and data-parallel rank as a schedule."""
     cells = [
         (step, group, batch)
@@ -267,8 +264,8 @@ def schedule_of(steps: list[list[list[MicroBatch]]], lengths: Int32Array, option
     places = np.concatenate([nothing, *(batch.places for _, _, batch in cells)])
     sizes = np.array([len(batch.samples) for _, _, batch in cells], dtype=np.int64)
     tokens: Int64Array = lengths[samples].astype(np.int64)
-    return Schedule(
-        num_sharing=options.num_sharing,
+    return SimulatedSchedule(
+        sequence_parallel_size=options.sequence_parallel_size,
         num_groups=options.num_groups,
         num_steps=len(steps),
         samples=samples,
@@ -284,7 +281,7 @@ def _aligned(tokens: _Integers, alignment: int) -> _Integers:
     return -(-tokens // alignment) * alignment
 
 
-_STRATEGIES: dict[StrategyName, Callable[[Int32Array, SimulateOptions], Schedule]] = {
+_STRATEGIES: dict[StrategyName, Callable[[Int32Array, SimulateOptions], SimulatedSchedule]] = {
     "padded": _padded,
     "packed": _packed,
     "packed-balanced": _packed_balanced,

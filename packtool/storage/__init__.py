@@ -1,4 +1,4 @@
-"""Where files lie: this machine, ``s3://``, ``oss://``, ``http(s)://`` (to read) and ``memory://`` (for tests).
+"""Where files lie: this machine, ``s3://``, ``oss://`` and, to read, ``http(s)://``.
 
 Everything that export and train read or write of caches, rows and media goes through here; nothing else imports
 fsspec, and here too it is imported only when a remote path turns up. Paths are joined with ``join`` wherever they may
@@ -25,7 +25,7 @@ from packtool.storage.health import failed, forget_failures, retries_for, worked
 from packtool.storage.local import LocalStore
 from packtool.storage.options import StorageOptions, set_options
 from packtool.storage.options import options as options
-from packtool.storage.paths import is_remote, join, masked, name, normalize, parent, scheme_of, scrubbed
+from packtool.storage.paths import absolute, is_remote, join, masked, name, normalize, parent, scheme_of, scrubbed
 from packtool.storage.store import Bounds, FileState, LedElsewhere, Store, TooLarge
 
 __all__ = [
@@ -37,11 +37,13 @@ __all__ = [
     "LedElsewhere",
     "StorageOptions",
     "TooLarge",
+    "absolute",
     "configure",
     "discard_unfinished",
     "entries",
     "exists",
     "failed",
+    "find",
     "glob",
     "is_directory",
     "is_remote",
@@ -101,10 +103,6 @@ def _store_of(path: str) -> tuple[Store, str]:
 
 def _new_store(scheme: str) -> Store:
     # Here, because runs on local files need none of it.
-    if scheme == "memory":
-        from packtool.storage.memory import MemoryStore
-
-        return MemoryStore()
     if scheme == "http":
         from packtool.storage.http import HttpStore
 
@@ -148,16 +146,25 @@ def is_directory(path: str) -> bool:
     return store.is_directory(path)
 
 
+def find(path: str) -> FileState | None:
+    """Size and last change of a file; None if there is none, or a directory.
+
+    Raises:
+        StorageError: if it cannot be looked at.
+    """
+    store, path = _store_of(path)
+    return store.find(path)
+
+
 def stat(path: str) -> FileState:
     """Size and last change.
 
     Raises:
         StorageError: if there is no such file, or it cannot be looked at.
     """
-    store, path = _store_of(path)
-    state = store.find(path)
+    state = find(path)
     if state is None:
-        what = "is a directory" if store.is_directory(path) else "no such file or directory"
+        what = "is a directory" if is_directory(path) else "no such file or directory"
         raise StorageError(f"{masked(path)}: {what}", "Check the path.")
     return state
 

@@ -1,4 +1,4 @@
-"""What went wrong at a remote place: whether it may pass, and what to tell a person."""
+"""What went wrong at a remote place: whether it may pass, and what to tell the user."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def is_passing(error: BaseException) -> bool:
 
 
 def storage_error(path: str, operation: str, error: BaseException) -> RemoteError:
-    """The error for a person, without secrets.
+    """The error for the user, without secrets.
 
     Args:
         path: the place.
@@ -98,7 +98,7 @@ def _fault(error: BaseException) -> RemoteFault:
 
 
 def _explained(path: str, error: BaseException) -> tuple[str, str]:
-    """Cause and remedy."""
+    """The cause and the remedy, a sentence each."""
     text = scrubbed(" ".join(str(error).split()), os.environ) or type(error).__name__
     scheme, code, kind = scheme_of(path), code_of(error), type(error).__name__
     bucket = masked(path).partition("://")[2].partition("/")[0]

@@ -165,7 +165,7 @@ class HttpStore:
             raise
 
     def is_directory(self, path: str) -> bool:
-        """Never."""
+        """Always False: web servers list no directories."""
         return False
 
     def open_read(self, path: str, first_block: int, bounds: Bounds | None = None) -> BinaryIO:
@@ -212,35 +212,35 @@ class HttpStore:
         return session.get(_url(path), headers={"Range": wanted} if wanted else {}, trace_request_ctx=bounds)
 
     def entries(self, path: str) -> dict[str, FileState | None]:
-        """Not possible."""
+        """Raise a StorageError: web servers are only read from."""
         raise StorageError(f"{masked(path)}: a web server lists no files", "Name the files, or use s3:// or oss://.")
 
     def list_names(self, path: str) -> list[str]:
-        """Not possible."""
+        """Raise a StorageError: web servers are only read from."""
         return list(self.entries(path))
 
     def walk(self, path: str) -> Iterator[str]:
-        """Not possible."""
+        """Raise a StorageError: web servers are only read from."""
         return iter(self.entries(path))
 
     def make_directory(self, path: str) -> None:
-        """Not possible."""
+        """Raise a StorageError: web servers are only read from."""
         _refuse(path)
 
     def publish(self, path: str, data: bytes) -> None:
-        """Not possible."""
+        """Raise a StorageError: web servers are only read from."""
         _refuse(path)
 
     def publish_new(self, path: str, data: bytes) -> bool:
-        """Not possible."""
+        """Raise a StorageError: web servers are only read from."""
         _refuse(path)
 
     def writer(self, path: str) -> NoReturn:
-        """Not possible."""
+        """Raise a StorageError: web servers are only read from."""
         _refuse(path)
 
     def remove(self, path: str) -> None:
-        """Not possible."""
+        """Raise a StorageError: web servers are only read from."""
         _refuse(path)
 
     def discard_unfinished(self, path: str) -> None:

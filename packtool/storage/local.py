@@ -199,7 +199,7 @@ class LocalWriter:
 
 
 def local_error(path: str, error: OSError | ValueError) -> StorageError:
-    """What the operating system said, for a person."""
+    """What the operating system said, in words for the user."""
     said = error.strerror if isinstance(error, OSError) else None
     return StorageError(f"{path}: {said or error}", "Check the path, its permissions and the free space.")
 

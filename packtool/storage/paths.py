@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from packtool.errors import StorageError
 
-REMOTE_SCHEMES = ("s3", "oss", "http", "https", "memory")
+REMOTE_SCHEMES = ("s3", "oss", "http", "https")
 _SAME = {"s3a": "s3", "s3n": "s3"}
 
 # Two letters at least, so that a drive is no scheme. One slash is enough: shells and path functions eat the second.
@@ -57,7 +57,7 @@ def normalize(path: str) -> str:
         return slash + tail.lstrip("/")
     scheme = scheme_of(path)
     if scheme not in REMOTE_SCHEMES:
-        known = ", ".join(f"{name}://" for name in REMOTE_SCHEMES if name != "memory")
+        known = ", ".join(f"{name}://" for name in REMOTE_SCHEMES)
         raise StorageError(
             f"{masked(path)}: {match[1]}:// is none of the places that can be reached: {known}, this machine's paths",
             "Copy the data here first, or mount the bucket.",
@@ -110,6 +110,11 @@ def name(path: str) -> str:
 
 def _without_query(url: str) -> str:
     return re.split(r"[?#]", url, maxsplit=1)[0] if url.startswith("http") else url
+
+
+def absolute(path: str) -> str:
+    """The path as it is called from any folder of this machine; a URL stays as it is."""
+    return path if os.path.isabs(path) or is_remote(path) else os.path.abspath(normalize(path))
 
 
 def masked(path: str) -> str:

@@ -48,7 +48,7 @@ def result_of(future: Future[T]) -> T:
 
 
 def answer(path: str, operation: str, work: Coroutine[Any, Any, T]) -> T:
-    """The same with a StorageError, naming path and operation, for whatever goes wrong."""
+    """Wait for a result; whatever goes wrong becomes a StorageError that names path and operation."""
     try:
         return wait(work)
     except StorageError:
@@ -122,7 +122,7 @@ class RemoteReader(io.RawIOBase):
         self._ahead: tuple[int, Future[Range]] | None = None
 
     def readable(self) -> bool:
-        """It is."""
+        """Always True."""
         return True
 
     def seekable(self) -> bool:
@@ -130,7 +130,7 @@ class RemoteReader(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        """Position in bytes."""
+        """The position in bytes."""
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:

@@ -117,7 +117,7 @@ def _needs_path_style(endpoint: str) -> bool:
 
 
 def split(path: str) -> tuple[str, str]:
-    """Bucket and key."""
+    """The bucket and the key of a path."""
     bucket, _, key = path.partition("://")[2].partition("/")
     return bucket, key
 

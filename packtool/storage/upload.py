@@ -78,7 +78,7 @@ class S3Writer:
         return len(view)
 
     def commit(self) -> FileState:
-        """Finish the object."""
+        """Finish the upload: the object appears under its name, whole."""
         if self._ended:
             raise StorageError(f"{self._path}: committed after its end")
         self._guarded(self._finish)

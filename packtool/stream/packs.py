@@ -17,9 +17,11 @@ import numpy as np
 
 from packtool.cache.shard import num_targets
 from packtool.config.export import EncodeSpec
+from packtool.config.packing import IntervalOptions, PackOptions
 from packtool.encode.encoded import EncodedSample
 from packtool.errors import RowError
-from packtool.plan.packing import PackOptions, PackPlan, pack
+from packtool.plan.packing import PackPlan, pack
+from packtool.plan.shuffle import RandomStream
 from packtool.rows.sample import Dropped
 from packtool.rows.source import BLOCK_ROWS, SourceSpec
 from packtool.stream.reading import blocks_of_rank
@@ -29,29 +31,25 @@ from packtool.stream.workers import EncodedBlock, encoded_blocks
 _FULL = 0.98
 _MOST_HELD_BACK = 2  # packs
 _SHARE_HELD_BACK = 0.25  # of the samples
-_STREAM = 12  # of random numbers; see packtool.plan.packing
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamOptions:
-    """What decides the packs of a stream.
+class StreamOptions(PackOptions, IntervalOptions):
+    """What decides the packs of a stream: the options as they were declared, and what they come to.
 
     Args:
-        pack: of one interval.
-        interval: samples that are packed at a time.
-        shuffle_buffer_size: samples from which the next one is drawn; 1 keeps the order.
-        num_proc: worker processes; they change nothing.
+        packing_length: tokens that a pack may hold.
         num_epochs: times that all rows are read.
+        seed: of packing and order.
+        dataset_num_proc: worker processes; they change nothing.
         strict: the first row that cannot be used is an error.
     """
 
-    pack: PackOptions
-    interval: int = 1000
-    shuffle_buffer_size: int = 1000
-    num_proc: int = 1
-    num_epochs: int = 1
-    seed: int = 42
-    strict: bool = False
+    packing_length: int
+    num_epochs: int
+    seed: int
+    dataset_num_proc: int
+    strict: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +120,7 @@ class PackStream:
             list(self._start.shuffled),
             Counter(self._start.dropped),
         )
-        self._random = np.random.default_rng((options.seed, rank, _STREAM))
+        self._random = np.random.default_rng((options.seed, rank, RandomStream.SHUFFLE_BUFFER))
         if self._start.random is not None:
             self._random.bit_generator.state = self._start.random
         # Where the next sample comes from: a place, and samples of the block behind it that were taken already.
@@ -138,9 +136,9 @@ class PackStream:
         packs_done = self._start.packs_done
         while True:
             before = self._state()
-            new = list(islice(samples, self._options.interval - len(self._held.carried)))
+            new = list(islice(samples, self._options.packing_interval - len(self._held.carried)))
             waiting = [*self._held.carried, *new]
-            ended = len(waiting) < self._options.interval
+            ended = len(waiting) < self._options.packing_interval
             if not waiting:
                 return
             plan = self._packed(waiting)
@@ -156,7 +154,8 @@ class PackStream:
     def _packed(self, samples: Sequence[EncodedSample]) -> PackPlan:
         lengths = np.array([sample.length for sample in samples], np.int32)
         media = np.array([sample.num_media_tokens for sample in samples], np.int32)
-        return pack(lengths, self._options.pack, seed=self._options.seed, epoch=self._held.interval, media_tokens=media)
+        options, interval = self._options, self._held.interval
+        return pack(lengths, options.packing_length, options, seed=options.seed, epoch=interval, media_tokens=media)
 
     def _state(self) -> StreamState:
         held = self._held
@@ -195,7 +194,7 @@ class PackStream:
         """All samples of this rank from the start on, in the order of their rows."""
         if self._ended:
             return
-        skipped, most = self._num_taken, self._options.pack.max_media_tokens
+        skipped, most = self._num_taken, self._options.max_media_tokens_per_pack
         for block in self._blocks():
             self._place = block.place
             if not skipped:
@@ -218,12 +217,12 @@ class PackStream:
             world_size=self._world_size,
             num_epochs=options.num_epochs,
             seed=options.seed,
-            shuffle=options.pack.shuffle,
+            shuffle=options.shuffle,
             start=self._place,
         )
         # While the packs of an interval are trained, the samples of the next one are made.
-        ahead = 2 * options.num_proc + -(-options.interval // BLOCK_ROWS)
-        return encoded_blocks(blocks, self._spec, num_proc=options.num_proc, num_ahead=ahead)
+        ahead = 2 * options.dataset_num_proc + -(-options.packing_interval // BLOCK_ROWS)
+        return encoded_blocks(blocks, self._spec, num_proc=options.dataset_num_proc, num_ahead=ahead)
 
     def _note(self, dropped: Sequence[Dropped]) -> None:
         for item in dropped:
@@ -236,9 +235,9 @@ class PackStream:
 def _held_back(plan: PackPlan, options: StreamOptions) -> list[int]:
     """Packs that wait for the next interval: the emptiest, if they are not full; where order is kept, the last."""
     tokens = plan.tokens_per_pack()
-    keeps_order = options.pack.algorithm == "sequential" or not options.pack.shuffle
+    keeps_order = options.packing_algorithm == "sequential" or not options.shuffle
     emptiest = np.argsort(tokens, kind="stable")[:_MOST_HELD_BACK].tolist()
-    room = int(_SHARE_HELD_BACK * options.interval)
+    room = int(_SHARE_HELD_BACK * options.packing_interval)
     found = []
     for number in [plan.num_packs - 1] if keeps_order else emptiest:
         room -= len(plan.pack(number))

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 
 from packtool import storage
+from packtool.plan.shuffle import RandomStream
 from packtool.rows.scan import follow
-from packtool.rows.source import Block, Source, SourceSpec
+from packtool.rows.source import RowBlock, Source, SourceSpec
 
 MOST_OPEN = 8
 """Files that are read side by side, so that a batch holds rows of several."""
-
-_STREAM = 11  # of random numbers; see packtool.plan.packing
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class PlacedBlock:
 
     place: Place
     source: Source
-    block: Block
+    block: RowBlock
 
 
 def blocks_of_rank(
@@ -83,7 +82,7 @@ def blocks_of_rank(
 
 
 def _epoch(specs: Sequence[SourceSpec], epoch: int, start: Place, seed: int, shuffle: bool) -> Iterator[PlacedBlock]:
-    random = np.random.default_rng((seed, epoch, _STREAM))
+    random = np.random.default_rng((seed, epoch, RandomStream.FILE_ORDER))
     order = random.permutation(len(specs)).tolist() if shuffle else list(range(len(specs)))
     if start.random is not None:
         random.bit_generator.state = start.random
@@ -104,7 +103,7 @@ class _OpenFiles:
 
     def __init__(self, specs: Sequence[SourceSpec], most_open: int) -> None:
         self._specs, self._most_open = specs, most_open
-        self._files: dict[int, tuple[Source, Iterator[Block]]] = {}
+        self._files: dict[int, tuple[Source, Iterator[RowBlock]]] = {}
         self._taken: dict[int, int] = {}
         self._weights: dict[int, int] = {}
         self.opened = 0
@@ -129,7 +128,7 @@ class _OpenFiles:
         """The blocks taken so far, in the form of ``Place``."""
         return [[number, self._taken[number]] for number in sorted(self._files)]
 
-    def take(self, random: np.random.Generator) -> tuple[Source, Block] | None:
+    def take(self, random: np.random.Generator) -> tuple[Source, RowBlock] | None:
         """The next block of one of the open files; None if the one that was drawn has ended."""
         numbers = sorted(self._files)
         number = numbers[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -13,16 +12,15 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
-from packtool.cache.pool import PipeWorker, end_with_parent, portable
 from packtool.config.export import EncodeSpec
 from packtool.encode.blocks import encode_samples, samples_of
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
 from packtool.encode.model_files import ModelFiles
-from packtool.errors import PacktoolError
-from packtool.launch.worker import begin_worker
+from packtool.errors import PacktoolError, StoreDownError
+from packtool.launch.worker import PipeWorker, begin_worker, end_with_parent, portable, tokenize_in_one_thread
 from packtool.rows.sample import Dropped
-from packtool.rows.source import Block, Source
+from packtool.rows.source import RowBlock, Source
 from packtool.stream.reading import Place, PlacedBlock
 
 _Encoded = tuple[list[EncodedSample], list[Dropped]]
@@ -83,7 +81,7 @@ def encoded_blocks(
         threads.shutdown(wait=True, cancel_futures=True)
 
 
-def _ask(idle: SimpleQueue[PipeWorker], source: Source, block: Block) -> _Encoded:
+def _ask(idle: SimpleQueue[PipeWorker], source: Source, block: RowBlock) -> _Encoded:
     """Have a block encoded by the next worker that is free; in a thread of its own.
 
     Raises:
@@ -101,17 +99,18 @@ def _ask(idle: SimpleQueue[PipeWorker], source: Source, block: Block) -> _Encode
         ) from None
     finally:
         idle.put(worker)
+    if isinstance(told, StoreDownError):
+        raise told.going_on("--resume-from-checkpoint true goes on from the newest checkpoint, if there is one.")
     if isinstance(told, BaseException):
         raise told
     return told
 
 
 def _work(spec: EncodeSpec, pipe: Connection) -> None:
-    """A worker's life."""
+    """Encode blocks as they come, until the pipe closes: the main function of a worker process."""
     begin_worker()
     threading.Thread(target=end_with_parent, daemon=True).start()
-    # The workers are the parallelism.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    tokenize_in_one_thread()
     with suppress(EOFError, OSError):  # nobody asks or listens any more
         try:
             encoder = Encoder(spec, ModelFiles.load(spec.model, spec.chat_template))
@@ -127,7 +126,7 @@ def _work(spec: EncodeSpec, pipe: Connection) -> None:
             pipe.send(told)
 
 
-def _encode(encoder: Encoder, source: Source, block: Block) -> _Encoded:
+def _encode(encoder: Encoder, source: Source, block: RowBlock) -> _Encoded:
     samples: list[EncodedSample] = []
     dropped: list[Dropped] = []
     group = list(samples_of(source, [block], may_hold_secrets=False))

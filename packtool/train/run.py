@@ -8,12 +8,11 @@ from packtool.config.train import TrainConfig
 from packtool.launch.world import World
 from packtool.progress import Progress, SilentProgress
 from packtool.simulate.run import read_hardware
-from packtool.train.loop.result import TrainResult, plan_lines, settings_lines, stream_lines
-from packtool.train.prepare.cached import PreparedRun, prepare_run
 from packtool.train.prepare.from_rows import with_cache
 from packtool.train.prepare.recompute import recomputing_lines, with_recomputing
-from packtool.train.prepare.sequence_parallel import sharing_lines
-from packtool.train.prepare.streamed import PreparedStream, prepare_stream
+from packtool.train.prepare.result import TrainResult, settings_lines
+from packtool.train.prepare.run import prepare_run
+from packtool.train.prepare.sequence_parallel import sequence_parallel_lines
 
 
 def train(config: TrainConfig, progress: Progress, world: World | None = None) -> TrainResult:
@@ -30,7 +29,7 @@ def train(config: TrainConfig, progress: Progress, world: World | None = None) -
     Raises:
         ConfigError, DataError, MismatchError: before the first step, except for a picture that turns out to be gone.
     """
-    world = (world or World.from_environment()).shared_by(config.num_sharing)
+    world = (world or World.from_environment()).shared_by(config.sequence_parallel_ranks)
     progress = progress if world.is_first else SilentProgress()
     world.check_shards(config)
     hardware = None if config.hardware is None else read_hardware(config.hardware)
@@ -42,25 +41,20 @@ def train(config: TrainConfig, progress: Progress, world: World | None = None) -
         from packtool.train.model.bucket import with_bucket
 
         config = with_bucket(config, world, progress)
-    run: PreparedRun | PreparedStream
-    if config.streaming:
-        run = prepare_stream(config, world)
-        result, lines = TrainResult.expected(run), stream_lines(run)
-    else:
-        run = prepare_run(config, world)
-        result = TrainResult.planned(run.schedule, world, run.config.output_dir, run.start)
-        result = dataclasses.replace(result, resumed_from=run.checkpoint)
-        lines = plan_lines(run.schedule, result)
-    for line in (*settings_lines(run.config), *lines, *notes, *sharing_lines(run.world, run.axes), *run.notes):
+    run = prepare_run(config, world)
+    result = run.expected()
+    lines = (*settings_lines(run.config), *run.lines(result), *notes, *sequence_parallel_lines(run.world, run.axes))
+    for line in (*lines, *run.notes):
         progress.note(line)
     # From here on torch and transformers are needed; mistakes of the user should have been told by now.
     from packtool.train.loop.execute import execute, load_spec, preview
 
     spec = load_spec(run)
     if config.dry_run:
-        estimate = preview(run, spec)
+        estimate, precision = preview(run, spec)
         trained, parameters = estimate.num_trainable, estimate.num_parameters
-        progress.note(f"parameters: {parameters:,}, of them trained: {trained:,} ({config.train_type})")
+        for line in (*precision, f"parameters: {parameters:,}, of them trained: {trained:,} ({config.train_type})"):
+            progress.note(line)
         progress.note(estimate.sentence())
         if hardware is not None:
             progress.note(estimate.sentence_on(hardware))
@@ -68,6 +62,6 @@ def train(config: TrainConfig, progress: Progress, world: World | None = None) -
             result, num_parameters=estimate.num_parameters, num_trainable_parameters=estimate.num_trainable
         )
     if run.start >= run.schedule.num_steps:
-        progress.note(f"{run.checkpoint} is the end of this run already: there is nothing left to train")
-        return dataclasses.replace(result, checkpoint=run.checkpoint)
+        progress.note(f"{result.resumed_from} is the end of this run already: there is nothing left to train")
+        return dataclasses.replace(result, checkpoint=result.resumed_from)
     return execute(run, spec, result, progress)

@@ -1,4 +1,4 @@
-"""One call of the vision tower for pictures and videos: the numbers and gradients of two calls."""
+"""One call of the vision tower for pictures and videos, merged by index: the numbers of transformers' own way."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from packtool.attention.features import look_once
-from tests.batch.reduced import IMAGE_PAD, VISION_END, VISION_MODELS, VISION_START, reduced_model
+from packtool.attention.features import look_once, own_features
+from packtool.attention.register import route_towers
+from packtool.batch.tower_inputs import tower_inputs
+from tests.batch.reduced import IMAGE_PAD, VISION_END, VISION_MODELS, VISION_START, reduced_model, reduced_spec
 
 VIDEO_PAD = 93
 TOKENS = [5, VISION_START, *[IMAGE_PAD] * 2, VISION_END, 7, VISION_START, *[VIDEO_PAD] * 4, VISION_END, 8, 9]
 
 
-def inputs_for(model: PreTrainedModel, kinds: set[str]) -> dict[str, Any]:
+def inputs_for(model: PreTrainedModel, name: str, kinds: set[str]) -> dict[str, Any]:
     """Two pictures of a token each and a video of four, or some of them."""
     vision = model.config.vision_config
     patch_dim = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
@@ -30,15 +32,15 @@ def inputs_for(model: PreTrainedModel, kinds: set[str]) -> dict[str, Any]:
     if "video" in kinds:
         given["pixel_values_videos"] = torch.randn(16, patch_dim, generator=random)
         given["video_grid_thw"] = torch.tensor([[2, 2, 4]])
-    return given
+    return given | {"towers": tower_inputs(reduced_spec(name), given, given["input_ids"])}
 
 
-def looks_and_gradients(model: PreTrainedModel, kinds: set[str]) -> tuple[int, Tensor, dict[str, Tensor]]:
+def looks_and_gradients(model: PreTrainedModel, name: str, kinds: set[str]) -> tuple[int, Tensor, dict[str, Tensor]]:
     """Calls of the tower, logits, and gradients of their squares."""
     calls: list[int] = []
     tower: Any = model.model.visual  # type: ignore[union-attr]  # a model that sees
     handle = tower.register_forward_pre_hook(lambda *_: calls.append(1))
-    logits = model(**inputs_for(model, kinds)).logits
+    logits = model(**inputs_for(model, name, kinds)).logits
     logits.square().mean().backward()
     handle.remove()
     return len(calls), logits.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -49,15 +51,28 @@ def looks_and_gradients(model: PreTrainedModel, kinds: set[str]) -> tuple[int, T
 def test_one_call_computes_what_two_do(name: str, kinds: set[str]) -> None:
     model = reduced_model(name, packed=False)
     other = copy.deepcopy(model)
-    look_once(model)
-    look_once(model)
-    looks, logits, gradients = looks_and_gradients(model, kinds)
-    _, expected, others = looks_and_gradients(other, kinds)
+    for _ in range(2):  # once is enough, twice does no harm
+        look_once(model)
+        route_towers(model)
+    looks, logits, gradients = looks_and_gradients(model, name, kinds)
+    _, expected, others = looks_and_gradients(other, name, kinds)
     assert looks == bool(kinds)
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
     assert gradients.keys() == others.keys()
     for key, gradient in gradients.items():
         torch.testing.assert_close(gradient, others[key], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", VISION_MODELS)
+def test_transformers_own_way_can_be_had_for_a_while(name: str) -> None:
+    model = reduced_model(name, packed=False)
+    look_once(model)
+    with own_features(model):
+        looks, expected, _ = looks_and_gradients(model, name, {"image", "video"})
+    assert looks == 2
+    looks, logits, _ = looks_and_gradients(model, name, {"image", "video"})
+    assert looks == 1
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", VISION_MODELS)
@@ -68,7 +83,7 @@ def test_a_copy_looks_with_its_own_tower(name: str) -> None:
     with torch.no_grad():
         for parameter in changed.model.visual.parameters():  # type: ignore[union-attr]
             parameter.mul_(1.5)
-    given = inputs_for(model, {"image", "video"})
+    given = inputs_for(model, name, {"image", "video"})
     with torch.no_grad():
         before, other = model(**given).logits, changed(**given).logits
         assert not torch.allclose(before, other)
@@ -76,12 +91,12 @@ def test_a_copy_looks_with_its_own_tower(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", VISION_MODELS)
-def test_features_can_be_asked_for_outside_of_a_forward_pass(name: str) -> None:
-    """As transformers' generation does; also after a pass that broke off before its tower."""
+def test_a_pass_that_broke_off_leaves_nothing_behind(name: str) -> None:
     model: Any = reduced_model(name, packed=False)
-    expected = model.get_video_features(*list(inputs_for(model, {"video"}).values())[-2:]).pooler_output
     look_once(model)
-    with pytest.raises((TypeError, ValueError)):
-        model.model(**inputs_for(model, {"image", "video"}) | {"input_ids": None})
-    found = model.get_video_features(*list(inputs_for(model, {"video"}).values())[-2:]).pooler_output
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    given = inputs_for(model, name, {"image", "video"})
+    with torch.no_grad():
+        expected = model(**inputs_for(model, name, set())).logits
+        with pytest.raises(AttributeError):
+            model(**given | {"position_ids": "none"})
+        assert torch.equal(model(**inputs_for(model, name, set())).logits, expected)

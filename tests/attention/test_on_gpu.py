@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from packtool.attention.choose import KERNELS, choose
-from packtool.attention.parallel.blocks import CudaFlashBlocks, choose_blocks
+from packtool.attention.parallel.blocks import CudaFlashBlockKernel, choose_blocks
 from packtool.attention.varlen import Varlen
 from tests.attention.against_reference import HEADS, LENGTHS, check_kernel, random_heads
 from tests.attention.parallel.against_formulas import SHAPES, largest_error
@@ -39,7 +39,7 @@ def test_auto_takes_more_than_sdpa() -> None:
 def test_blocks_of_shared_rows_equal_the_formulas(
     shape: tuple[list[int], list[int] | None, int | None], heads: tuple[int, int]
 ) -> None:
-    assert largest_error(CudaFlashBlocks(), shape, heads, torch.bfloat16, GPU) < 4e-2
+    assert largest_error(CudaFlashBlockKernel(), shape, heads, torch.bfloat16, GPU) < 4e-2
 
 
 def test_auto_takes_flash_blocks() -> None:

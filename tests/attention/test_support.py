@@ -84,7 +84,7 @@ def test_others_are_refused_with_the_reason_and_the_remedy(config: PreTrainedCon
     with pytest.raises(UnsupportedModelError, match=reason) as error:
         refuse_unsupported(config)
     assert error.value.exit_code == EXIT_MISMATCH
-    assert error.value.remedy
+    assert "--packing false" in str(error.value.remedy) or reason == "no class"
 
 
 def _forward_without_boundaries(self: Any, hidden_states: Any, position_embeddings: Any, **kwargs: Any) -> Any:

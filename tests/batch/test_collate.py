@@ -174,6 +174,10 @@ def test_moving_keeps_everything(kind: type, vision: InputSpec) -> None:
         if field.name == "media":
             assert before.keys() == after.keys() == {"pixel_values", "image_grid_thw"}
             assert all(tensor.device.type == "meta" for tensor in after.values())
+        elif field.name == "towers":
+            assert before.keys() == after.keys() == {"vision"}
+            tensors = [value for value in after["vision"].arguments.values() if isinstance(value, torch.Tensor)]
+            assert all(value.device.type == "meta" for value in (*tensors, *after["vision"].positions.values()))
         elif isinstance(before, torch.Tensor):
             assert after.device.type == "meta"
             assert after.shape == before.shape

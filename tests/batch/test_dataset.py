@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtool.batch.batch import Batch, PackedBatch, PaddedBatch
-from packtool.batch.dataset import PlannedMicroBatches, load_micro_batches
+from packtool.batch.dataset import MicroBatches, load_micro_batches
+from packtool.batch.micro_batch import MicroBatch, planned_steps
 from packtool.encode.encoded import EncodedSample
 from packtool.errors import DataError
 from packtool.plan.epoch import EpochPlan, PlanOptions, plan_epoch
@@ -37,7 +38,14 @@ class Samples:
     def plan(self, **options: Any) -> EpochPlan:
         lengths = np.array([sample.length for sample in self.samples], np.int32)
         targets = np.array([(sample.labels[1:] != -100).sum() for sample in self.samples], np.int32)
-        return plan_epoch(lengths, targets, PlanOptions(max_length=64, packing_length=64, **options), seed=0)
+        return plan_epoch(
+            lengths, targets, PlanOptions(max_length=64, packing_length=64, balance="none", **options), seed=0
+        )
+
+
+def planned(plan: EpochPlan, rank: int = 0) -> list[MicroBatch]:
+    """The micro-batches of one rank, one step after the other."""
+    return [micro_batch for step in planned_steps(plan, rank) for micro_batch in step]
 
 
 def documents(batch: Batch) -> list[list[int]]:
@@ -66,36 +74,43 @@ def test_every_sample_once_where_the_plan_says_and_targets_as_it_says(
         packing=packing,
         world_size=world_size,
         gradient_accumulation_steps=accumulation,
-        packs_per_micro_batch=per_batch,
+        per_device_train_batch_size=per_batch,
     )
     seen: list[list[int]] = []
     targets = np.zeros(plan.steps.num_steps, np.int64)
     for rank in range(world_size):
-        dataset = PlannedMicroBatches(reader, plan, rank=rank, spec=spec, packing=packing)
+        dataset, wanted = MicroBatches(reader.sample, spec, packing=packing), planned(plan, rank)
         places = [(s, m) for s in range(plan.steps.num_steps) for m in range(plan.steps.num_micro_batches(s))]
-        assert len(dataset) == len(places)
+        assert len(wanted) == len(places)
         for index, (step, micro_batch) in enumerate(places):
-            batch = dataset[index]
+            batch = dataset[wanted[index]]
             assert isinstance(batch, PackedBatch if packing else PaddedBatch)
-            planned = [int(p) for pack in plan.samples(step, rank, micro_batch) for p in pack]
-            assert documents(batch) == [reader.samples[position].input_ids.tolist() for position in planned]
+            positions = [int(p) for pack in plan.samples(step, rank, micro_batch) for p in pack]
+            assert documents(batch) == [reader.samples[position].input_ids.tolist() for position in positions]
             seen += documents(batch)
             targets[step] += batch.num_target_tokens
     assert sorted(seen) == sorted(sample.input_ids.tolist() for sample in reader.samples)
     assert targets.tolist() == [plan.steps.target_tokens(step) for step in range(plan.steps.num_steps)]
 
 
-def test_beyond_the_end_is_an_index_error() -> None:
-    reader = Samples.of_lengths([3, 4])
-    dataset = PlannedMicroBatches(reader, reader.plan(), rank=0, spec=reduced_spec("qwen3"))
-    for index in (-1, len(dataset)):
-        with pytest.raises(IndexError):
-            dataset[index]
+def test_later_steps_are_what_they_are_without_those_before() -> None:
+    reader = Samples.of_lengths([60, 40, 30, 20, 50, 61])
+    plan = reader.plan(world_size=2, gradient_accumulation_steps=2)
+    sees = np.array([True, False, False, False, False, True])
+    whole = list(planned_steps(plan, 1, {"vision": sees}))
+    assert {batch.towers for step in whole for batch in step} == {frozenset(), frozenset({"vision"})}
+    for first in range(plan.steps.num_steps + 1):
+        rest = list(planned_steps(plan, 1, {"vision": sees}, first=first))
+        assert [[vars(batch) for batch in step] for step in rest] == [
+            [vars(batch) for batch in step] for step in whole[first:]
+        ]
 
 
 def contents(batch: Any) -> dict[str, Any]:
     """All of a batch, its media each by itself."""
     fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    for tower, inputs in fields.pop("towers").items():
+        fields |= {f"{tower} {name}": value for name, value in (*inputs.arguments.items(), *inputs.positions.items())}
     return {**fields.pop("media"), **fields}
 
 
@@ -105,9 +120,9 @@ def test_workers_change_nothing(num_workers: int, start: int, tmp_path: Path) ->
     save_image_processor("qwen3_vl", str(tmp_path))
     spec = reduced_spec("qwen3_vl", str(tmp_path))
     reader = Samples([make_sample(30, ((40, 32),) * (n % 3), seed=n, limits=spec.limits.image) for n in range(8)])
-    dataset = PlannedMicroBatches(reader, reader.plan(), rank=0, spec=spec)
-    expected = [dataset[index] for index in range(start, len(dataset))]
-    found = list(load_micro_batches(dataset, range(start, len(dataset)), num_workers=num_workers))
+    dataset, wanted = MicroBatches(reader.sample, spec), planned(reader.plan())[start:]
+    expected = [dataset[micro_batch] for micro_batch in wanted]
+    found = list(load_micro_batches(dataset, wanted, num_workers=num_workers))
     assert len(found) == len(expected)
     for batch, other in zip(found, expected, strict=True):
         for name, wanted in contents(other).items():
@@ -117,9 +132,9 @@ def test_workers_change_nothing(num_workers: int, start: int, tmp_path: Path) ->
 
 def test_it_can_be_sent_to_other_processes() -> None:
     reader = Samples.of_lengths([3, 4, 40, 50])
-    dataset = PlannedMicroBatches(reader, reader.plan(), rank=0, spec=reduced_spec("qwen3"))
-    copy = pickle.loads(pickle.dumps(dataset))
-    first, second = dataset[1], copy[1]
+    dataset, wanted = MicroBatches(reader.sample, reduced_spec("qwen3")), planned(reader.plan())
+    copy, same = pickle.loads(pickle.dumps((dataset, wanted)))
+    first, second = dataset[wanted[1]], copy[same[1]]
     assert isinstance(first, PackedBatch)
     assert isinstance(second, PackedBatch)
     assert torch.equal(first.input_ids, second.input_ids)
@@ -134,8 +149,7 @@ def test_an_error_arrives_with_its_type_and_remedy_when_its_turn_comes(num_worke
     spec = reduced_spec("qwen3_vl")
     plan = reader.plan()
     position = [int(plan.samples(step, 0, 0)[0][0]) for step in range(3)].index(1)
-    dataset = PlannedMicroBatches(reader, plan, rank=0, spec=spec)
-    batches = load_micro_batches(dataset, range(len(dataset)), num_workers=num_workers)
+    batches = load_micro_batches(MicroBatches(reader.sample, spec), planned(plan), num_workers=num_workers)
     for _ in range(position):
         next(batches)
     with pytest.raises(DataError, match=r"row 1 of reduced\.jsonl: 1 image tokens") as caught:
@@ -146,8 +160,8 @@ def test_an_error_arrives_with_its_type_and_remedy_when_its_turn_comes(num_worke
 
 def test_loading_draws_no_random_numbers_of_torch() -> None:
     reader = Samples.of_lengths([3, 4])
-    dataset = PlannedMicroBatches(reader, reader.plan(), rank=0, spec=reduced_spec("qwen3"))
+    dataset, wanted = MicroBatches(reader.sample, reduced_spec("qwen3")), planned(reader.plan())
     before = torch.random.get_rng_state()
-    list(load_micro_batches(dataset, range(len(dataset))))
-    list(load_micro_batches(dataset, range(len(dataset)), num_workers=1))
+    list(load_micro_batches(dataset, wanted))
+    list(load_micro_batches(dataset, wanted, num_workers=1))
     assert torch.equal(torch.random.get_rng_state(), before)

@@ -59,7 +59,7 @@ def test_restored_is_what_was_removed(lengths: list[int], room: int, side: str, 
 @settings(max_examples=60, deadline=None)
 @given(lengths=LENGTHS, side=SIDES, align_to=ALIGNMENTS, seed=st.integers(0, 9))
 def test_removed_is_what_was_restored(lengths: list[int], side: str, align_to: int, seed: int) -> None:
-    """The other way round: from a packed row to rows and back."""
+    """The other way round: from a packed sequence to rows and back."""
     ids, labels, mask = padded_batch(lengths, max(lengths), side, seed)
     packed = remove_padding(ids, labels, mask, align_to=align_to)
     place = packed.seqlens, packed.cu_seqlens, max(lengths)
@@ -153,7 +153,7 @@ def test_wrong_inputs_are_refused() -> None:
         remove_padding(ids, ids[:, :2], ids)
     packed = remove_padding(ids, ids, ids)
     place = packed.seqlens, packed.cu_seqlens
-    with pytest.raises(ValueError, match="one packed row"):
+    with pytest.raises(ValueError, match="one packed sequence"):
         restore_padding(ids, *place, 3)
     with pytest.raises(ValueError, match="too short for a row of 3"):
         restore_padding(packed.input_ids, *place, 2)

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packtool.batch.shard import SHARDED, Cut, Deal, deal, route_features, share_out
+from packtool.batch.shard import SHARDED, Cut, TokenAssignment, assign_tokens, route_features
 
 sizes = st.sampled_from([(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 3), (3, 2), (8, 1)])
 documents = st.lists(st.tuples(st.integers(1, 60), st.booleans()), min_size=1, max_size=12)
@@ -29,11 +29,11 @@ def row(given_documents: list[tuple[int, bool]], cut: Cut) -> tuple[list[int], l
 def test_every_token_is_on_one_rank(given_documents: list[tuple[int, bool]], size: tuple[int, int]) -> None:
     cut = Cut(*size)
     lengths, places = row(given_documents, cut)
-    dealt = deal(lengths, places, cut)
-    assert np.sort(np.concatenate(dealt.index)).tolist() == list(range(sum(lengths)))
-    for rank, index in enumerate(dealt.index):
-        assert (dealt.holder[index] == rank).all()
-        assert (dealt.slot[index] == np.arange(len(index))).all()
+    assigned = assign_tokens(lengths, places, cut)
+    assert np.sort(np.concatenate(assigned.index)).tolist() == list(range(sum(lengths)))
+    for rank, index in enumerate(assigned.index):
+        assert (assigned.holder[index] == rank).all()
+        assert (assigned.slot[index] == np.arange(len(index))).all()
         # What is local comes first, and of what is sharded every rank has as much.
         own = sum(length for length, place in zip(lengths, places, strict=True) if place == rank)
         sharded = sum(length for length, place in zip(lengths, places, strict=True) if place == SHARDED)
@@ -47,7 +47,7 @@ def test_zigzag_gives_every_rank_of_a_ring_the_same_work(lengths: list[int], rin
     cut = Cut(ring, 1)
     padded = [-(-length // cut.multiple) * cut.multiple for length in lengths]
     positions = np.concatenate([np.arange(length) for length in padded])
-    index = deal(padded, [SHARDED] * len(padded), cut).index
+    index = assign_tokens(padded, [SHARDED] * len(padded), cut).index
     # A query at position p sees p + 1 keys.
     assert len({int((positions[held] + 1).sum()) for held in index}) == 1
 
@@ -68,19 +68,19 @@ def test_features_arrive_where_their_tokens_are(
 ) -> None:
     cut = Cut(*size)
     lengths, places = row(given_documents, cut)
-    dealt = deal(lengths, places, cut)
+    assigned = assign_tokens(lengths, places, cut)
     generator = np.random.default_rng(sum(lengths))
     positions = np.flatnonzero(generator.random(sum(lengths)) < 0.4)
     owners = generator.integers(0, cut.size, len(positions))
-    arrived = _exchanged(positions, owners, dealt, cut.size)
-    for rank, index in enumerate(dealt.index):
+    arrived = _exchanged(positions, owners, assigned, cut.size)
+    for rank, index in enumerate(assigned.index):
         wanted = [position for position in index.tolist() if position in set(positions.tolist())]
         assert arrived[rank] == wanted
 
 
-def _exchanged(positions: np.ndarray, owners: np.ndarray, dealt: Deal, size: int) -> list[list[int]]:
+def _exchanged(positions: np.ndarray, owners: np.ndarray, assigned: TokenAssignment, size: int) -> list[list[int]]:
     """The exchange of all ranks in one process; a feature is the position of its token."""
-    routes = [route_features(positions, owners, dealt, rank, size) for rank in range(size)]
+    routes = [route_features(positions, owners, assigned, rank, size) for rank in range(size)]
     sent = [
         np.split(positions[owners == rank][route.send_order.numpy()], np.cumsum(route.send_counts)[:-1])
         for rank, route in enumerate(routes)
@@ -91,12 +91,3 @@ def _exchanged(positions: np.ndarray, owners: np.ndarray, dealt: Deal, size: int
         assert tuple(map(len, came)) == route.receive_counts
         arrived.append(np.concatenate(came)[route.receive_order.numpy()].tolist())
     return arrived
-
-
-@given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 8))
-def test_media_are_shared_out_evenly(weights: list[int], size: int) -> None:
-    owners = share_out(weights, size)
-    loads = np.bincount(owners, weights=weights, minlength=size) if weights else np.zeros(size)
-    # The heaviest rank was the lightest when it got its last, so it is over the mean by less than one thing.
-    assert loads.max() <= loads.mean() + max(weights, default=0)
-    assert share_out(weights, size).tolist() == owners.tolist()

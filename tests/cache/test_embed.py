@@ -13,7 +13,7 @@ from packtool.cache import embed, task
 from packtool.cache.reader import CacheReader
 from packtool.cache.summary import ExportSummary
 from packtool.encode.blocks import encode_samples
-from packtool.errors import MismatchError, RowError, StorageError
+from packtool.errors import MismatchError, RowError, StoreDownError
 from packtool.progress import SilentProgress
 
 Export = Callable[..., ExportSummary]
@@ -75,10 +75,10 @@ def test_a_store_that_is_down_stops_the_export(
     run_export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def down(*given: Any) -> Any:
-        raise StorageError("http://h: 100 media in a row could not be had")
+        raise StoreDownError("http://h: 100 media in a row could not be had", "Look at it.")
 
     monkeypatch.setattr(embed, "open_medium", down)
-    with pytest.raises(StorageError, match="in a row"):
+    with pytest.raises(StoreDownError, match=r"in a row could not be had\nLook at it. What was finished is kept: run"):
         run_export(media="embed")
     with pytest.raises(MismatchError, match="no finished cache"):
         CacheReader.open([str(tmp_path / "cache")])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -19,14 +20,19 @@ import pytest
 
 from packtool import storage
 from packtool.cache import export as export_module
+from packtool.cache import pool
 from packtool.cache.manifest import Manifest
 from packtool.cache.reader import CacheReader
 from packtool.cache.summary import ExportSummary
+from packtool.cli.main import run
 from packtool.config.export import ExportConfig
 from packtool.errors import ConfigError, DataError, MismatchError, RowError, StorageError
 from packtool.progress import SilentProgress
+from packtool.rows import scan as scan_module
 from packtool.storage import local as local_storage
 from tests.cache.conftest import Told, tree
+from tests.forked import started
+from tests.waiting import PATIENCE_S, wait_for
 
 Export = Callable[..., ExportSummary]
 
@@ -155,6 +161,29 @@ def test_small_files_share_shards(run_export: Export, rows: Path, tmp_path: Path
     np.testing.assert_array_equal(many.index.length, one.index.length)
     for position in range(0, len(one), 41):
         np.testing.assert_array_equal(many.sample(position).labels, one.sample(position).labels)
+
+
+def test_workers_begin_while_many_files_are_looked_through(
+    run_export: Export, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    begin, scan = pool.Workers.begin, scan_module._scan
+    monkeypatch.setattr(pool.Workers, "begin", lambda self: told.append("begin") or begin(self))
+    monkeypatch.setattr(scan_module, "_scan", lambda spec: told.append("file") or scan(spec))
+    lines = rows.read_text().splitlines(keepends=True)
+    paths = [str(tmp_path / f"{name}.jsonl") for name in "abc"]
+    for i, path in enumerate(paths):
+        Path(path).write_text("".join(lines[80 * i : 80 * i + 80]))
+    run_export("few", dataset=tuple(paths[:1]), dataset_num_proc=2)  # of 80 rows, at 50 in a shard
+    assert told == ["file"]
+    told.clear()
+    run_export("many", dataset=tuple(paths), dataset_num_proc=2)
+    assert told == ["file", "file", "begin", "file"]
+    assert not multiprocessing.active_children()
+    Path(paths[2]).write_text('{"unknown": 1}\n')
+    with pytest.raises(DataError, match=r"c\.jsonl: the form of its rows is not recognised"):
+        run_export("broken", dataset=tuple(paths), dataset_num_proc=2)
+    assert not multiprocessing.active_children()  # those that had begun for nothing have ended
 
 
 class _Told(SilentProgress):
@@ -310,39 +339,37 @@ def test_the_manifest_is_written_last(run_export: Export, tmp_path: Path, monkey
     assert order[-1] == str(tmp_path / "cache" / "packtool.json")
 
 
+def _words(model: Path, rows: Path, output: Path) -> list[str]:
+    words = ["export", "--model", str(model), "--dataset", str(rows), "--output-dir", str(output)]
+    return [*words, "--max-length", "200", "--rows-per-shard", "20"]
+
+
 def _command(model: Path, rows: Path, output: Path) -> list[str]:
-    command = [sys.executable, "-m", "packtool", "export", "--model", str(model), "--dataset", str(rows)]
-    return [*command, "--output-dir", str(output), "--max-length", "200", "--rows-per-shard", "20"]
+    return [sys.executable, "-m", "packtool", *_words(model, rows, output)]
 
 
 def test_killed_at_twenty_random_moments(model: Path, rows: Path, tmp_path: Path) -> None:
     """``kill -9`` at any moment: the same command goes on, and ends with the same bytes."""
-    subprocess.run(_command(model, rows, tmp_path / "whole"), check=True, capture_output=True, timeout=60)
+    assert run(_words(model, rows, tmp_path / "whole")) == 0
     whole = tree(tmp_path / "whole")
     dice = random.Random(0)
     round_number = moments_inside = 0
     for _ in range(20):
         output = tmp_path / f"killed{round_number}"
-        command = [*_command(model, rows, output), "--dataset-num-proc", str(dice.choice((1, 2)))]
-        process = subprocess.Popen(
-            command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
-        )
-        if dice.random() < 0.8:  # from the first file on; else at any time
-            deadline = time.monotonic() + 30
-            while not output.exists() and process.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.005)
-        time.sleep(dice.uniform(0.0, 0.8))
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        words = [*_words(model, rows, output), "--dataset-num-proc", str(dice.choice((1, 2)))]
+        with started(run, words) as process:
+            if dice.random() < 0.8:  # from the first file on; else at any time
+                wait_for(lambda output=output, process=process: output.exists() or not process.is_alive())
+            time.sleep(dice.uniform(0.0, 0.4))
         if (output / "packtool.json").exists():
             # Killed behind its end: nothing may be missing, and another one begins.
             round_number += 1
         elif output.exists():
             moments_inside += 1
-    assert moments_inside >= 5, "the moments must lie inside the work"
+    assert moments_inside, "no moment was inside the work"
     for number in range(round_number + 1):
         output = tmp_path / f"killed{number}"
-        subprocess.run(_command(model, rows, output), check=True, capture_output=True, timeout=60)
+        assert run(_words(model, rows, output)) == 0
         assert tree(output) == whole
 
 
@@ -351,14 +378,12 @@ def test_a_dead_worker_ends_the_run(tmp_path: Path, model: Path, rows: Path) -> 
     big.write_text(rows.read_text() * 40)
     command = [*_command(model, big, tmp_path / "dead"), "--dataset-num-proc", "2"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
     marker = tmp_path / "dead" / ".tasks" / "00000.json"
-    while not marker.exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_for(marker.exists, lambda: process.poll() is not None)
     workers = [child for child in psutil.Process(process.pid).children() if "spawn_main" in " ".join(child.cmdline())]
     assert workers, "no worker was seen"
     workers[0].kill()
-    _, told = process.communicate(timeout=30)
+    _, told = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     assert "a worker process died" in told
     assert "Run the same command again" in told
@@ -370,11 +395,9 @@ def test_ctrl_c_ends_at_once_and_says_how_to_go_on(model: Path, rows: Path, tmp_
     command = [*_command(model, big, tmp_path / "stopped"), "--dataset-num-proc", "2"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     marker = tmp_path / "stopped" / ".tasks" / "00000.json"
-    deadline = time.monotonic() + 60
-    while not marker.exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_for(marker.exists, lambda: process.poll() is not None)
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=30)
+    _, told = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
     assert "goes on" in told
     assert "Traceback" not in told
@@ -386,11 +409,9 @@ def test_sigterm_ends_like_ctrl_c_and_frees_the_directory(model: Path, rows: Pat
     command = [*_command(model, big, tmp_path / "stopped"), "--dataset-num-proc", "2"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     marker = tmp_path / "stopped" / ".tasks" / "00000.json"
-    deadline = time.monotonic() + 60
-    while not marker.exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_for(marker.exists, lambda: process.poll() is not None)
     process.send_signal(signal.SIGTERM)
-    _, told = process.communicate(timeout=30)
+    _, told = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 143
     assert "goes on" in told
     assert "resource_tracker" not in told
@@ -408,7 +429,7 @@ def test_tasks_do_not_depend_on_anything_but_rows_and_settings(run_export: Expor
 
 
 def _python(code: str, *arguments: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -523,11 +544,11 @@ def test_memory_does_not_grow_with_the_rows(model: Path, tmp_path: Path) -> None
     """Ten times the rows in the same memory, all processes together."""
     line = json.dumps({"messages": [{"role": "user", "content": "q" * 50}, {"role": "assistant", "content": "a" * 50}]})
     peaks = []
-    for count in (2_000, 20_000):
+    for count in (1_000, 10_000):
         rows = tmp_path / f"{count}.jsonl"
         rows.write_text((line + "\n") * count)
         command = [*_command(model, rows, tmp_path / f"cache{count}"), "--dataset-num-proc", "2"]
-        command[command.index("--rows-per-shard") + 1] = "1000"
+        command[command.index("--rows-per-shard") + 1] = "500"
         process = psutil.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         peak = 0
         while process.poll() is None:
@@ -536,10 +557,10 @@ def test_memory_does_not_grow_with_the_rows(model: Path, tmp_path: Path) -> None
                 peak = max(peak, sum(one.memory_info().rss for one in family))
             except psutil.NoSuchProcess:
                 pass
-            time.sleep(0.02)
+            time.sleep(0.05)
         assert process.returncode == 0
         peaks.append(peak)
-    assert peaks[1] < peaks[0] + 60e6, peaks
+    assert peaks[1] < peaks[0] + 30e6, peaks
 
 
 def test_media_in_a_store_are_measured_and_embedded_without_secrets(

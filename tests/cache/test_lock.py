@@ -26,6 +26,7 @@ from packtool.errors import MismatchError
 from packtool.progress import SilentProgress
 from packtool.storage import AtomicFile
 from tests.cache.conftest import tree
+from tests.waiting import PATIENCE_S
 
 Run = Callable[..., ExportSummary]
 LOSSES = ("default", "all")
@@ -272,10 +273,10 @@ def test_one_of_many_takes_a_directory(tmp_path: Path) -> None:
         try:
             with DirectoryLock(directory):
                 inside.append(1)
-                barrier.wait(10)
+                barrier.wait(PATIENCE_S)
         except MismatchError:
             refused.append(1)
-            barrier.wait(10)
+            barrier.wait(PATIENCE_S)
 
     threads = [threading.Thread(target=take) for _ in range(8)]
     for thread in threads:

@@ -10,6 +10,7 @@ import pytest
 
 from packtool.cache.summary import ExportSummary
 from tests.cache.conftest import tree
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 
@@ -19,7 +20,7 @@ def exported(model: Path, rows: Path, output: Path, *more: str) -> subprocess.Co
     command = [sys.executable, "-m", "packtool", "export", "--model", str(model), "--dataset", str(rows)]
     command += ["--output-dir", str(output), "--max-length", "200", "--rows-per-shard", "50"]
     command += ["--executor", "ray", "--dataset-num-proc", "2", *more]
-    return subprocess.run(command, capture_output=True, text=True, timeout=180)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 def test_a_cluster_writes_the_same_bytes(

@@ -113,7 +113,7 @@ def _read_all(arguments: tuple[str, str]) -> int:
 def test_processes_of_a_machine_download_once(
     remote: str, copies: LocalCopies, through_proxy: Through, cache: Path, method: str
 ) -> None:
-    proxy = through_proxy(timeout=10.0)
+    proxy = through_proxy()
     local = CacheReader.open([str(cache)])
     with multiprocessing.get_context(method).Pool(3) as pool:
         sums = pool.map(_read_all, [(remote, copies.directory)] * 3, chunksize=1)
@@ -212,7 +212,7 @@ def test_a_cache_that_cannot_fit_is_refused(remote: str, copies: LocalCopies, mo
 def test_everything_arrives_through_broken_connections(
     remote: str, copies: LocalCopies, through_proxy: Through, cache: Path
 ) -> None:
-    proxy = through_proxy(share=0.5, seed=5)
+    proxy = through_proxy(timeout=1.0, share=0.5, seed=5)
     reader = CacheReader.open([remote], copies=copies)
     thread = reader.prefetch()
     assert thread is not None

@@ -4,11 +4,11 @@ import re
 
 import pytest
 
-from packtool.cli.arguments import Kind, rewrite
+from packtool.cli.arguments import ArgumentKind, rewrite
 from packtool.cli.debug import asks_for_debug
 from packtool.errors import ConfigError
 
-KINDS: dict[str, Kind] = {
+KINDS: dict[str, ArgumentKind] = {
     "--packing": "flag",
     "--json": "switch",
     "--max-length": "single",
@@ -76,6 +76,7 @@ def test_values_keep_their_underscores_and_spaces() -> None:
         ("train --model debug", False),
     ],
 )
-def test_debug_takes_the_words_of_people(given: str, asked: bool) -> None:
-    assert asks_for_debug(given.split(), {}) is asked
-    assert asks_for_debug(given.split(), {"PACKTOOL_LOG_LEVEL": "debug"})
+def test_debug_takes_the_words_of_people(given: str, asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asks_for_debug(given.split()) is asked
+    monkeypatch.setenv("PACKTOOL_LOG_LEVEL", "debug")
+    assert asks_for_debug(given.split())

@@ -13,7 +13,7 @@ from packtool.cache.plan_file import PlanInfo, SavedPlan, write_plan
 from packtool.cache.reader import CacheReader
 from packtool.cli.main import run
 from packtool.plan.packing import pack_best_fit
-from packtool.report.inspect import histogram_lines
+from packtool.report.tables import histogram_lines
 from tests.cache.conftest import model as model
 from tests.cache.conftest import rows as rows
 from tests.cache.conftest import run_export as run_export

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,8 @@ from packtool.config.export import ExportConfig
 from packtool.config.settings import option_names
 from packtool.config.train import TrainConfig
 from packtool.errors import EXIT_INTERRUPTED, EXIT_MISMATCH, EXIT_USAGE
+from tests.forked import started
+from tests.waiting import PATIENCE_S, wait_for
 
 EXPORT = ["export", "--model", "m", "--output-dir", "o", "--max-length", "9"]
 
@@ -40,6 +44,12 @@ def test_help_names_every_option(command: str, settings: type, capsys: pytest.Ca
     for field in dataclasses.fields(settings):
         for name in option_names(field) if field.metadata["flag"] else ():
             assert name in told
+
+
+def test_help_says_where_the_documentation_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    page = capsys.readouterr().out.split("Documentation:")[1].strip()
+    assert Path(page).read_text().startswith("# packtool")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,37 +110,23 @@ def test_settings_from_a_file_and_one_json_document(tmp_path: Path, capsys: pyte
 
 
 def test_ctrl_c_while_training_says_how_to_go_on(tmp_path: Path) -> None:
-    import os
-    import signal
-    import time
-
     from packtool.demo.model import make_model
     from packtool.demo.world import make_rows
 
     make_model(str(tmp_path / "model"), 0)
-    make_rows(str(tmp_path / "data"), 200, 0)
+    make_rows(str(tmp_path / "data"), 40, 0)
     export = ["export", "--model", f"{tmp_path}/model", "--dataset", f"{tmp_path}/data/train.json"]
     assert run([*export, "--max-length", "256", "--output-dir", f"{tmp_path}/cache"]) == 0
     train = ["train", "--model", f"{tmp_path}/model", "--cached-dataset", f"{tmp_path}/cache", "--packing", "true"]
-    train += [
-        "--packing-length",
-        "256",
-        "--save-steps",
-        "1",
-        "--num-train-epochs",
-        "50",
-        "--output-dir",
-        f"{tmp_path}/o",
-    ]
-    command = [sys.executable, "-m", "packtool", *train]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    deadline = time.monotonic() + 90
-    while not (tmp_path / "o" / "checkpoint-1" / "packtool_state.json").exists() and time.monotonic() < deadline:
-        assert process.poll() is None
-        time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGINT)
-    _, told = process.communicate(timeout=60)
-    assert process.returncode == EXIT_INTERRUPTED
+    train += ["--packing-length", "256", "--save-steps", "1", "--num-train-epochs", "500"]
+    train += ["--output-dir", f"{tmp_path}/o"]
+    state = tmp_path / "o" / "checkpoint-1" / "packtool_state.json"
+    with started(run, train, told=tmp_path / "told.txt") as process:
+        wait_for(state.exists, lambda: not process.is_alive())
+        os.killpg(process.pid or 0, signal.SIGINT)
+        process.join(PATIENCE_S)
+    told = (tmp_path / "told.txt").read_text()
+    assert process.exitcode == EXIT_INTERRUPTED, told
     assert "--resume-from-checkpoint true" in told
     assert "Traceback" not in told
 
@@ -150,9 +146,9 @@ def test_an_interrupt_ends_with_130_whatever_the_teardown_does(crashes: bool, tm
         "main.run = run\n"
         "main.main([])\n"
     )
-    import os
-
     path = os.pathsep.join([str(tmp_path), *sys.path])
     command = [sys.executable, "-m", "interrupted"]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert (done.returncode, done.stdout.strip()) == (EXIT_INTERRUPTED, "seen to")

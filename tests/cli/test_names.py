@@ -32,7 +32,7 @@ EXPORT = ["export", "--model", "m", "--output-dir", "o", "--max-length", "9", "-
         ("train --load_in_4bit true", "quantized"),
         ("train --rows-per-shard 9", "an option of packtool export"),
         ("train --packin_length 9", "No such option: --packin-length; did you mean --packing-length?"),
-        ("export --packing true", "give --packing true to packtool train"),
+        ("export --packing true", "leave it out, for packtool train packs"),
         ("export --num_train_epochs 3", "an option of packtool train"),
         ("plan --set sequence_len=3", "'sequence_len' (axolotl) is --max-length here"),
         ("plan --set packin_length=3", "did you mean --packing-length?"),

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -76,20 +73,14 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def shell(work: Path, script: str) -> subprocess.CompletedProcess[str]:
-    environ = {**os.environ, "WORK": str(work), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script], env=environ, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
-
-
-def test_the_long_scripts(work: Path) -> None:
-    told = shell(work, EXPORT_SCRIPT).stdout
+def test_the_long_scripts(work: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WORK", str(work))
+    run_here(EXPORT_SCRIPT)
+    told = capfd.readouterr().out
     assert "rows in" in told
     assert " 60" in told
-    told = shell(work, TRAIN_SCRIPT).stderr
+    run_here(TRAIN_SCRIPT)
+    told = capfd.readouterr().err
     for part in ("packing length: 10,240", "packing processes: 4", "2 processes", "samples a pack, fill"):
         assert part in told
     result = json.loads((work / "output" / "qwen3_vl_packed" / "packtool_train.json").read_text())

@@ -116,10 +116,10 @@ def test_the_page(world_size: str, tmp_path: Path, capsys: pytest.CaptureFixture
     tags = Tags()
     tags.feed(text)
     assert not tags.open
-    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+    assert "http" not in text
     assert text.count('class="timeline"') == len(STRATEGIES)
     assert ("slowest" in text) == (world_size == "1024")
-    for told in ("Skrull", "Time for the same tokens", "communication in the open", "What the times rest on"):
+    for told in ("Skrull", "Time for the same tokens", "exposed communication", "What the times rest on"):
         assert told in text
     assert len(text) < 3e6
 
@@ -131,7 +131,7 @@ def test_bars_are_to_scale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     found = simulated(capsys, *words)["strategies"]
     slow = [one for one in found if one["out_of_memory_steps"] and one["speedup"] < 0.9]
     assert len(slow) >= 2
-    bars = re.findall(r"<span class='bars[^>]*>(.*?)</span>", path.read_text())
+    bars = re.findall('<span class="bar-parts[^>]*>(.*?)</span>', path.read_text())
     lengths = [sum(map(float, re.findall(r"width:([\d.]+)%", bar))) for bar in bars]
     assert max(lengths) == pytest.approx(100, abs=0.1)
     for one, length in zip(found, lengths, strict=True):

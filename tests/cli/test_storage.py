@@ -45,7 +45,7 @@ def test_export_to_a_bucket_and_planning_from_it(
     rows = [json.dumps({"messages": [*turns[:1], {**turns[1], "content": "that. " * i}]}) for i in range(1, 20)]
     storage.publish(f"{bucket}/data/rows.jsonl", "\n".join(rows).encode())
     assert _export(world, str(tmp_path / "here"), "--dataset", f"{bucket}/data/rows.jsonl") == 0
-    proxy = through_proxy(share=0.15, seed=1)
+    proxy = through_proxy(timeout=1.0, share=0.15, seed=1)
     there = f"{bucket}/out/cache"
     capsys.readouterr()
     more = ["--dataset", f"{bucket}/data/rows.jsonl".replace("s3://", "s3:/"), "--dataset-num-proc", "2", "--json"]

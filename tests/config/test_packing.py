@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from packtool.config.settings import resolve
+from packtool.config.packing import PackOptions
+from packtool.config.settings import part_of, resolve
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
-from packtool.plan.packing import PackOptions
 from packtool.plan.skrull_steps import SkrullOptions
+from packtool.stream.packs import StreamOptions
 from packtool.train.prepare.planner import plan_options
 
 TRAIN = {"model": "m", "cached_dataset": ("c",), "output_dir": "o", "packing": "true"}
@@ -34,20 +35,23 @@ def test_all_reach_the_packer() -> None:
             "shuffle": "false",
         },
     )
-    options = plan_options(config, packing=True, max_length=1024, world_size=1).pack_options
-    assert options == PackOptions(
-        capacity=4096,
-        algorithm="sequential",
-        num_proc=3,
-        window=5000,
-        batch_size=500,
-        look_ahead=7,
-        max_samples=9,
-        max_media_tokens=2048,
-        shuffle=False,
-    )
-    plain = plan_options(resolve(TrainConfig, TRAIN), packing=True, max_length=1024, world_size=1).pack_options
-    assert plain == PackOptions(capacity=1024)
+    options = plan_options(config, max_length=1024, world_size=1)
+    stream = part_of(StreamOptions, config, packing_length=4096, num_epochs=1)
+    for packer in (options, stream):
+        assert part_of(PackOptions, packer) == PackOptions(
+            packing_algorithm="sequential",
+            packing_num_proc=3,
+            packing_window=5000,
+            packing_batch_size=500,
+            look_ahead=7,
+            max_samples_per_pack=9,
+            max_media_tokens_per_pack=2048,
+            shuffle=False,
+        )
+    assert (options.max_length, options.packing_length) == (1024, 4096)
+    plain = plan_options(resolve(TrainConfig, TRAIN), max_length=1024, world_size=1)
+    assert plain.packing_length == 1024
+    assert part_of(PackOptions, plain) == PackOptions()
 
 
 @pytest.mark.parametrize(
@@ -55,10 +59,8 @@ def test_all_reach_the_packer() -> None:
     [
         ({"packing_algorithm": "worst_fit"}, ("worst_fit", "best_fit", "sequential")),
         ({"packing_algorithm": "binpacking", "max_samples_per_pack": "3"}, ("binpacking", "--max-samples-per-pack")),
-        (
-            {"packing_algorithm": "first_fit", "max_media_tokens_per_pack": "3"},
-            ("first_fit", "--max-media-tokens-per-pack"),
-        ),
+        ({"packing_algorithm": "binpacking", "max_media_tokens_per_pack": "3"}, ("--max-media-tokens-per-pack",)),
+        ({"packing_algorithm": "first_fit"}, ("first_fit", "best_fit")),
         ({"packing_window": "0"}, ("--packing-window",)),
         ({"look_ahead": "-1"}, ("--look-ahead",)),
         ({"bucket_size": "8192"}, ("--bucket-size goes with --schedule skrull",)),
@@ -84,11 +86,9 @@ def test_mistakes(given: dict[str, Any], words: tuple[str, ...]) -> None:
 def test_skrull_reaches_the_planner() -> None:
     config = resolve(TrainConfig, {**TRAIN, **SKRULL, "packing": "false", "sequence_parallel_size": "4"})
     assert config.removes_padding
-    options = plan_options(config, packing=False, max_length=1024, world_size=1)
-    assert options.skrull == SkrullOptions(bucket_size=8192, context_parallel=4, alignment=8)
-    assert plan_options(resolve(TrainConfig, TRAIN), packing=True, max_length=1024, world_size=1).skrull is None
+    options = plan_options(config, max_length=1024, world_size=1)
+    assert options.skrull == SkrullOptions(bucket_size=8192, sequence_parallel_size=4, alignment=8)
+    assert plan_options(resolve(TrainConfig, TRAIN), max_length=1024, world_size=1).skrull is None
     auto = resolve(TrainConfig, {**TRAIN, **SKRULL, "bucket_size": "auto"})
     with pytest.raises(ConfigError, match="--bucket-size auto is not known here"):
-        plan_options(auto, packing=True, max_length=1024, world_size=1)
-    found = plan_options(auto, packing=True, max_length=1024, world_size=1, bucket_size=999).skrull
-    assert found == SkrullOptions(bucket_size=999, context_parallel=1, alignment=2)
+        plan_options(auto, max_length=1024, world_size=1)

@@ -24,7 +24,7 @@ from packtool.config.parallel import ParallelOptions, parallel_problems
 )
 def test_what_goes_together(options: dict[str, Any], size: int) -> None:
     given = ParallelOptions(**options)
-    assert given.num_sharing == size
+    assert given.sequence_parallel_ranks == size
     assert parallel_problems(given) == []
 
 
@@ -47,7 +47,7 @@ def test_what_does_not(options: dict[str, Any], told: str) -> None:
 
 def test_rows_with_padding_and_kernels_without_blocks() -> None:
     shared = ParallelOptions(sequence_parallel_size=2)
-    assert "--packing true" in parallel_problems(shared, removes_padding=False)[0]
+    assert "--packing false" in parallel_problems(shared, removes_padding=False)[0]
     assert "--attn-impl flex" in parallel_problems(shared, attn_impl="flex")[0]
     assert parallel_problems(ParallelOptions(), removes_padding=False, attn_impl="flex") == []
 
@@ -55,7 +55,7 @@ def test_rows_with_padding_and_kernels_without_blocks() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["train", "--output-dir", "o"], "--packing true"),
+        (["train", "--output-dir", "o", "--packing", "false"], "--packing false"),
         (["train", "--output-dir", "o", "--packing", "--attn-impl", "flash_attention_2"], "--attn-impl flash"),
         (["train", "--output-dir", "o", "--packing", "--on-bad-media", "skip"], "--on-bad-media skip"),
         (["eval", "--output", "e.parquet", "--attn-impl", "flex"], "--attn-impl flex"),

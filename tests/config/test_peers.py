@@ -10,12 +10,11 @@ import torch
 from transformers import TrainingArguments
 
 from packtool.cli.main import _SETTINGS
-from packtool.config.peers import EVERY_COMMAND, STATUSES, find, peer_names
+from packtool.config.peers import EVERY_COMMAND, SET_TOO, STATUSES, find, peer_names, reason_against
 from packtool.config.settings import option_names
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
 from packtool.train.loop.arguments import training_arguments
-from packtool.train.loop.trainer_fields import reason_against
 
 # By command, with dashes; and what other places read.
 NAMES = {
@@ -32,7 +31,8 @@ def test_every_line_has_a_known_status_and_says_why() -> None:
     for entry in ENTRIES:
         assert entry.status in STATUSES, entry
         assert entry.why or entry.status in ("same", "set", "renamed"), entry
-        assert (entry.here == "-") == (entry.status != "renamed"), entry
+        assert (entry.here in ("-", SET_TOO)) == (entry.status != "renamed"), entry
+        assert entry.here != SET_TOO or entry.tool == "transformers", entry
         assert entry.command in (EVERY_COMMAND, *NAMES), entry
         assert entry.is_variable == entry.name.isupper(), entry
 
@@ -59,7 +59,7 @@ def test_what_has_another_name_has_that_name() -> None:
 
 
 def test_options_that_a_sentence_names_exist() -> None:
-    known = set().union(*NAMES.values()) | {"--set", "--config", "--use-hf"}
+    known = set().union(*NAMES.values()) | {"--set", "--config", "--json"}
     for entry in ENTRIES:
         for name in re.findall(r"--[a-z][a-z0-9-]+", entry.why):
             assert name in known, entry
@@ -80,12 +80,16 @@ def test_every_field_of_training_arguments_is_there() -> None:
 
 
 def test_fields_that_set_can_give_are_those_that_are_let_through() -> None:
-    statuses = {entry.name: entry.status for entry in ENTRIES if entry.tool == "transformers"}
-    for field in dataclasses.fields(TrainingArguments):
-        if statuses[field.name] == "set":
-            assert reason_against(field.name) is None, field.name
-        elif statuses[field.name] in ("renamed", "unsupported"):
-            assert reason_against(field.name) is not None, field.name
+    for entry in ENTRIES:
+        if entry.tool == "transformers":
+            can_be_set = entry.status == "set" or entry.here == SET_TOO
+            assert (reason_against(entry.name) is None) == can_be_set, entry
+    assert reason_against("seed") == "--seed decides it"
+    assert reason_against("data_seed") == "--seed decides it: one seed draws packs and order"
+    assert reason_against("label_smoothing_factor") == (
+        "the loss is the cross-entropy of the targets; --loss-scale weights them"
+    )
+    assert reason_against("a field of tomorrow") is None
 
 
 @pytest.mark.parametrize("field", ["save_strategy", "load_best_model_at_end", "bf16"])

@@ -10,8 +10,9 @@ from packtool.cli.arguments import rewrite
 from packtool.cli.main import _SETTINGS
 from packtool.config import settings
 from packtool.config.export import ExportConfig
+from packtool.config.packing import PackOptions
 from packtool.config.plan import PlanConfig
-from packtool.config.settings import FALSE_WORDS, TRUE_WORDS, resolve, unit_of, value_type
+from packtool.config.settings import FALSE_WORDS, TRUE_WORDS, bound_problems, part_of, resolve, unit_of, value_type
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
 
@@ -181,3 +182,23 @@ def test_values_of_other_tools_mean_what_they_mean_there() -> None:
     asked = resolve(TrainConfig, {**TRAIN, "lr_scheduler_kwargs": '{"min_lr": 1e-6}'}).lr_scheduler_kwargs
     assert asked == {"min_lr": 1e-6}
     assert "no JSON object" in problems_of(TrainConfig, {**TRAIN, "lr_scheduler_kwargs": "min_lr=1"})
+    assert "sdpa computes the same" in problems_of(TrainConfig, {**TRAIN, "attn_impl": "eager"})
+
+
+def test_a_part_of_the_options_is_taken_by_name() -> None:
+    config = resolve(
+        TrainConfig, {"model": "m", "dataset": ("d",), "output_dir": "o", "max_length": 9, "look_ahead": 3}
+    )
+    part = part_of(ExportConfig, config, output_dir="cache", dry_run=True)
+    assert (part.model, part.dataset, part.max_length, part.output_dir, part.dry_run) == ("m", ("d",), 9, "cache", True)
+    assert config.truncation_strategy is None
+    assert part.truncation_strategy == ExportConfig.truncation_strategy  # None says nothing
+    assert part_of(PackOptions, config) == PackOptions(look_ahead=3)
+
+
+def test_bounds_hold_for_objects_made_without_resolve() -> None:
+    assert not bound_problems(PackOptions())
+    assert bound_problems(PackOptions(packing_window=0, look_ahead=-1)) == [
+        "--packing-window: 0 is below 1, the least allowed",
+        "--look-ahead: -1 is below 0, the least allowed",
+    ]

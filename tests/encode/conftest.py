@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from packtool.config.export import EncodeSpec
+from packtool.encode import encoder as encoder_module
 from packtool.encode.encoder import Encoder
 from packtool.encode.model_files import ModelFiles
 
@@ -23,6 +24,23 @@ def encoder_for(directory: Path, **spec: Any) -> Encoder:
     """An encoder for a model directory."""
     settings = {"model": str(directory), "max_length": 1_000_000, **spec}
     return Encoder(EncodeSpec(**settings), ModelFiles.load(str(directory)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _vocabularies_are_read_once() -> Iterator[None]:
+    """Encoders of the same files share a tokenizer: most tests' time would go into reading the real ones again."""
+    read, known = encoder_module._tokenizer, dict[tuple[str, ...], Tokenizer]()
+
+    def read_once(files: ModelFiles) -> Tokenizer:
+        # Template and configuration decide which tokens an encoder marks as special.
+        asked = (files.tokenizer_json, files.chat_template, json.dumps(files.config))
+        if asked not in known:
+            known[asked] = read(files)
+        return known[asked]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoder_module, "_tokenizer", read_once)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import importlib
+import pkgutil
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtool.config.rows import ImageOptions
-from packtool.encode.families import is_multimodal
+from packtool.encode import families
+from packtool.encode.families import FAMILIES, is_multimodal
 from packtool.encode.families.qwen_vl import image_limits
 from packtool.encode.families.resize import smart_resize
 from packtool.errors import ConfigError
@@ -41,3 +45,11 @@ def test_who_takes_more_than_text() -> None:
     assert not is_multimodal({"model_type": "llama"})
     assert is_multimodal({"model_type": "qwen3_vl"})
     assert is_multimodal({"model_type": "internvl", "vision_config": {}})
+
+
+def test_every_familys_file_is_registered() -> None:
+    names = (module.name for module in pkgutil.iter_modules(families.__path__, families.__name__ + "."))
+    records = [vars(importlib.import_module(name)).get("FAMILY") for name in names]
+    assert [record for record in records if record is not None and record not in FAMILIES] == []
+    claimed = [model_type for family in FAMILIES for model_type in family.model_types]
+    assert len(claimed) == len(set(claimed))

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from packtool.encode import encoder as encoder_module
 from packtool.encode.least_tokens import LeastTokens
 from packtool.encode.words import WordTokenizer
 from packtool.errors import RowError
@@ -102,3 +103,53 @@ def test_a_hopeless_text_is_not_tokenized(small_model: Any, monkeypatch: pytest.
     assert dropped.reason == "over_max_length"
     assert dropped.detail.startswith("at least ")
     assert int(dropped.detail.split()[2]) > 100
+
+
+@settings(deadline=None, max_examples=60)
+@given(text=TEXTS, times=st.integers(1, 9), num=st.integers(1, 50))
+def test_the_ends_of_a_text_are_those_of_its_tokens(text: str, times: int, num: int) -> None:
+    _, tokenizer = bound_of("words")
+    words = WordTokenizer.of(tokenizer)
+    assert words is not None
+    whole, found = words.encode(text * times), words.ends(text * times, num)
+    if whole is None:
+        assert found is None
+        return
+    assert found is not None
+    ids, between = found
+    assert len(ids) + between == len(whole)
+    assert ids[:num] == whole[:num]
+    assert ids[-num:] == whole[-num:]
+
+
+@pytest.mark.parametrize("strategy", ["left", "right"])
+@settings(
+    deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+@given(sizes=st.lists(st.integers(0, 300), min_size=1, max_size=4))
+def test_what_truncation_cuts_is_not_held(
+    strategy: str, sizes: list[int], small_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = small_model(CHATML, CONTROL)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PATTERN), "isolated"), bytes_only])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    encoder = encoder_for(folder, max_length=10, truncation_strategy=strategy)
+    texts = [f"a{size} " * size for size in sizes]
+    outcomes, longest = [], []
+    join = encoder_module.join
+    with monkeypatch.context() as patch:
+        patch.setattr(encoder_module, "join", lambda *given: longest.append(max(map(len, given[1]))) or join(*given))
+        for _ in range(2):
+            found = encode(encoder, *texts)
+            told = (found.reason, found.detail) if isinstance(found, Dropped) else found
+            outcomes.append(
+                (told.input_ids.tolist(), told.labels.tolist(), told.turns.tolist(), told.num_truncated)
+                if not isinstance(told, tuple)
+                else told
+            )
+            patch.setattr(encoder, "_ends", lambda prepared: {})
+    assert outcomes[0] == outcomes[1]
+    if max(sizes) > 100:
+        assert longest[0] < 200 < longest[1]

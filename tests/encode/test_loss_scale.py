@@ -1,21 +1,32 @@
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from packtool.cache.export import identity_of
+from packtool.config.export import ExportConfig
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
-from packtool.encode.loss_scale import parse_loss_scale
+from packtool.encode.families import MediaLimits
+from packtool.encode.loss_scale import is_hybrid_thinking, loss_scale_of, parse_loss_scale
+from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError
 from packtool.rows.sample import Sample, Turn
-from tests.encode.conftest import encoder_for
+from tests.encode.conftest import ModelMaker, encoder_for
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# Without a switch; thinking when nothing is said (Qwen3); the prompt opens the thoughts itself (Qwen3.5).
+SWITCH = "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n"
+QWEN3 = CHATML.replace("assistant\n{% endif %}", f"assistant\n{SWITCH}{{% endif %}}{{% endif %}}")
+QWEN3_5 = QWEN3.replace("</think>\n\n{% endif %}", "</think>\n\n{% else %}<think>\n{% endif %}")
+EMPTY = "<think>\n\n</think>\n\n"
 
 
 @pytest.fixture
@@ -24,8 +35,6 @@ def model(small_model: Any) -> str:
 
 
 def encoded(model: str, *turns: Turn, scale: str = "default", own: str | None = None) -> EncodedSample:
-    from pathlib import Path
-
     encoder: Encoder = encoder_for(Path(model), loss_scale=scale)
     (found,) = encoder.encode([Sample(turns, (), "rows.jsonl", 0, loss_scale=own)])
     assert isinstance(found, list), found
@@ -123,10 +132,70 @@ def test_names_that_are_not_known(model: str) -> None:
 
 
 def test_texts_for_pretraining_are_trained_whole(model: str) -> None:
-    from pathlib import Path
-
     encoder = encoder_for(Path(model))
     (found,) = encoder.encode([Sample((Turn("assistant", "some <|im_end|> text"),), (), "t.txt", 0, is_text=True)])
     assert isinstance(found, list)
     np.testing.assert_array_equal(found[0].labels, found[0].input_ids)
     assert (found[0].input_ids < 256).all()  # control tokens in a text are text
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "expected"),
+    [
+        (CHATML, f"{EMPTY}yes", f"{EMPTY}yes#"),
+        (QWEN3, f"{EMPTY}yes", "yes#"),
+        (QWEN3, "<think></think>yes", "yes#"),
+        (QWEN3, "<think>\nhm\n</think>\n\nyes", "<think>\nhm\n</think>\n\nyes#"),
+        (QWEN3, f"no {EMPTY}yes", f"no {EMPTY}yes#"),
+        # The generation prompt ends with "<think>\n", so what the model says begins behind it.
+        (QWEN3_5, f"{EMPTY}yes", "yes#"),
+        (QWEN3_5, "<think>\nhm\n</think>\n\nyes", "hm\n</think>\n\nyes#"),
+    ],
+)
+@pytest.mark.parametrize("loss", [None, True])
+def test_empty_thoughts_of_hybrid_models_carry_no_loss(
+    small_model: ModelMaker, template: str, answer: str, expected: str, loss: bool | None
+) -> None:
+    model = str(small_model(template, ["<|im_start|>", "<|im_end|>"]))
+    turns = (Turn("user", "?"), Turn("assistant", answer, loss=loss))
+    sample = encoded(model, *turns)
+    assert trained(sample) == expected
+    assert sample.loss_scale is None
+    assert trained(encoded(model, *turns, own="last_round")) == expected
+    kept = encoded(model, *turns, scale="default+keep_empty_think")
+    assert trained(kept) in (f"{answer}#", f"{answer}#".removeprefix("<think>\n"))
+    remarks = encoder_for(Path(model)).remarks
+    assert any("default+keep_empty_think trains it" in line for line in remarks) == (template != CHATML)
+
+
+def test_the_templates_of_real_models_and_the_rule_of_ms_swift(text_model: ModelMaker, realdata: Path) -> None:
+    """Qwen3's template writes an empty block before each last answer without thoughts."""
+    hybrid = {
+        name: is_hybrid_thinking(ModelFiles.load(str(text_model(name))))
+        for name in ("text-qwen3", "text-qwen3_instruct_2507", "text-qwen2_5")
+    }
+    assert hybrid == {"text-qwen3": True, "text-qwen3_instruct_2507": False, "text-qwen2_5": False}
+    for name in ("qwen2.5-vl", "qwen3-vl", "qwen3-omni"):
+        assert not is_hybrid_thinking(ModelFiles.load(str(realdata / "tokenizers" / name)))
+    model = text_model("text-qwen3")
+    tokenizer = encoder_for(model)._pieces._tokenizer
+    for answer in ("Yes.", "<think>\nHm.\n</think>\n\nYes.", f"{EMPTY}Yes."):
+        rendered = answer if answer.startswith("<think>") else EMPTY + answer
+        sample = encoded(str(model), Turn("user", "?"), Turn("assistant", answer))
+        said = tokenizer.decode(sample.labels[sample.labels != -100].tolist(), skip_special_tokens=False)
+        assert said == re.sub(r"^<think>\s*</think>\s*", "", rendered) + "<|im_end|>"
+
+
+def test_caches_are_told_apart_where_their_labels_differ(small_model: ModelMaker) -> None:
+    def recorded(template: str, loss_scale: str) -> str:
+        model = str(small_model(template, ["<|im_start|>", "<|im_end|>"]))
+        config = ExportConfig(model=model, max_length=9, dataset=("a",), output_dir="b", loss_scale=loss_scale)
+        return str(identity_of(config, ModelFiles.load(model), MediaLimits()).spec["loss_scale"])
+
+    assert recorded(CHATML, "default") == "default"
+    assert recorded(QWEN3, "default") == "default+ignore_empty_think"
+    assert recorded(QWEN3, "default+keep_empty_think") == "default+keep_empty_think"
+    assert loss_scale_of("last_round_with_ignore_empty_think", True) == "last_round_with_ignore_empty_think"
+    assert loss_scale_of("hermes", True) == "hermes+ignore_empty_think"
+    with pytest.raises(ConfigError, match="exclude each other"):
+        parse_loss_scale("ignore_empty_think+keep_empty_think")

@@ -16,6 +16,7 @@ from packtool.encode.families.processor import _special_tokens, _split
 from packtool.errors import ConfigError
 from packtool.media.load import load_image
 from packtool.rows.sample import Dropped, MediaRef, Sample, Turn
+from scripts._reduced_model import cut_tokenizer
 from tests.encode.conftest import encoder_for
 
 FAMILIES = ("internvl", "llava_onevision", "gemma3", "llava_next", "idefics3")
@@ -87,9 +88,11 @@ def model_of(family: str, realdata: Path, folder: Path) -> tuple[Path, Any]:
     target = folder / family
     source = folder / "tokenizer"
     if not source.exists():
+        # The first merges of a real tokenizer: its whole vocabulary would be read several times for each family.
         shutil.copytree(realdata / "tokenizers" / "qwen3-vl", source)
         for path in (source, *source.iterdir()):
             path.chmod(0o755)
+        cut_tokenizer(source)
         settings = json.loads((source / "tokenizer_config.json").read_text())
         settings.pop("processor_class", None)
         (source / "tokenizer_config.json").write_text(json.dumps(settings))

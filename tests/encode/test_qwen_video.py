@@ -15,7 +15,6 @@ from transformers import AutoVideoProcessor
 
 from packtool.config.rows import MediaOptions
 from packtool.encode.families.qwen_video import video_grid, video_limits
-from packtool.encode.families.qwen_vl import QWEN3_TYPES
 
 PATCHES = {"temporal_patch_size": 2, "merge_size": 2, "size": {"shortest_edge": 784, "longest_edge": 40000}}
 PICTURES = {"plain": "Qwen2VLImageProcessor", "fast": "Qwen2VLImageProcessorFast", "unnamed": None}
@@ -64,7 +63,7 @@ def test_grids_are_the_processors(folder: Path, **drawn: Any) -> None:
     place = drawn["model_type"], drawn["patch_size"], drawn["pictures"], videos
     found, theirs = processor(folder, *place)
     options = MediaOptions(video_total_pixels=drawn["total"], video_max_pixels=drawn["most"])
-    limits = video_limits(found, options, is_qwen3=drawn["model_type"] in QWEN3_TYPES)
+    limits = video_limits(found, options, is_qwen3=drawn["model_type"] == "qwen3_vl")
     least, most = limits.bounds(drawn["frames"])
     pixels = torch.zeros(drawn["frames"], 3, drawn["height"], drawn["width"], dtype=torch.uint8)
     given = {"do_sample_frames": False, "cap_pixels_per_frame": False, "return_tensors": "pt"}

@@ -77,3 +77,12 @@ def test_a_truncated_samples_first_token_is_no_target() -> None:
     choice = TargetChoice.of_config("all", {})
     assert choice(sample()).labels[0] == 10
     assert choice(sample(num_truncated=3)).labels[0] == -100
+
+
+def test_what_a_rule_left_out_stays_out() -> None:
+    """An empty thinking block at the beginning of the last turn, 6, was no target of an export with such a rule."""
+    before = sample()
+    before.labels[6] = -100
+    assert (TargetChoice.of_config("last_round", {})(before).labels >= 0).nonzero()[0].tolist() == [6, 7]
+    choice = TargetChoice.of_config("last_round", {}, among_targets=True)
+    assert (choice(before).labels >= 0).nonzero()[0].tolist() == [7]

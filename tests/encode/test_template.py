@@ -20,6 +20,13 @@ MESSAGES = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "
         "{{ messages[0].content * 10**10 }}",
         "{{ 10**10 * messages[0].content }}",
         "{{ (messages|length) ** (10**10) }}",
+        "{% set n = namespace(x='ab') %}{% for i in range(900) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+        "{% set n = namespace(x='ab') %}{% for i in range(900) %}{% set n.x = n.x + n.x %}{% endfor %}",
+        "{% set n = namespace(x=[1]) %}{% for i in range(900) %}{% set n.x = n.x + n.x %}{% endfor %}",
+        "{% set n = namespace(x='ab') %}{% for i in range(900) %}{% set y %}{{ n.x }}{{ n.x }}{% endset %}"
+        "{% set n.x = y %}{% endfor %}",
+        "{% macro f(x) %}{{ f(x ~ x) }}{% endmacro %}{{ f('ab') }}",
+        "{% macro f(i) %}{% if i %}{{ f(i - 1) }}{{ f(i - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
         "{% for c in messages[0].content * 900 %}{% for c in messages[0].content * 900 %}{% endfor %}{% endfor %}",
     ],
 )
@@ -48,6 +55,14 @@ def test_every_rendering_has_its_own_rounds(monkeypatch: pytest.MonkeyPatch) -> 
         ("{% for m in nothing %}a{% else %}no{% endfor %}", "no"),
         ("{% for r in messages|map(attribute='role') %}{{ r }}{{ loop.revindex }}{% endfor %}", "user2assistant1"),
         ("{% for m in messages recursive %}{{ m.role[0] }}{% endfor %}", "ua"),
+        (
+            "{% set x = 'a' ~ 'b' %}{% set y %}{{ x }}c{% endset %}{% set z | upper %}{{ y }}{% endset %}{{ z }}",
+            "ABC",
+        ),
+        (
+            "{% macro f(x, y=2) %}{{ x }}{{ y }}{{ varargs }}{% endmacro %}{{ f(1) }}{{ f(3, 4, 5) }}",
+            "12()34(5,)",
+        ),
         ("{{ '-' * 3 }}{{ 2 * 3 }}{{ 2 ** 3 }}{{ 1.5 * 2 }}", "---683.0"),
     ],
 )

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packtool.errors import ConfigError
+from packtool.launch import torchrun
 from packtool.launch.processes import Processes, launch_command, launch_environment, launch_if_asked
+from tests.forked import started
+from tests.waiting import PATIENCE_S, wait_for
 
 ARGUMENTS = ["train", "--model", "a b", "--packing", "true"]
 ON_TWO_NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
@@ -135,20 +137,14 @@ def test_the_exit_code_is_that_of_the_process_that_failed_first(tmp_path: Path) 
             import os, sys, time
             if os.environ["RANK"] == "1":
                 sys.exit(int(sys.argv[1]))
-            time.sleep(60)
+            time.sleep(600)
         """)
     )
     options = ["--standalone", "--nproc-per-node", "2", str(script), "4"]
-    done = subprocess.run(
-        [sys.executable, "-m", "packtool.launch.torchrun", *options],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=Path(__file__).parents[1],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 4
-    assert "Traceback" not in done.stderr
+    with started(torchrun.run, options, told=tmp_path / "told.txt") as launcher:
+        launcher.join(PATIENCE_S)
+    assert launcher.exitcode == 4
+    assert "Traceback" not in (tmp_path / "told.txt").read_text()
 
 
 def test_a_rank_that_was_killed_is_named_and_ends_the_others(tmp_path: Path) -> None:
@@ -164,28 +160,22 @@ def test_a_rank_that_was_killed_is_named_and_ends_the_others(tmp_path: Path) -> 
             dist.all_reduce(torch.zeros(1))
         """)
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "packtool.launch.torchrun", "--standalone", "--nproc-per-node", "2", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=Path(__file__).parents[1],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 128 + 9
-    assert "rank 1 (process" in done.stderr
-    assert "was ended by SIGKILL (out of memory?)" in done.stderr
+    options = ["--standalone", "--nproc-per-node", "2", str(script)]
+    with started(torchrun.run, options, told=tmp_path / "told.txt") as launcher:
+        launcher.join(PATIENCE_S)
+    assert launcher.exitcode == 128 + 9
+    told = (tmp_path / "told.txt").read_text()
+    assert "rank 1 (process" in told
+    assert "was ended by SIGKILL (out of memory?)" in told
 
 
-def wait_until_gone(process: int, seconds: float = 20.0) -> bool:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        # One that nobody has asked for its exit code is gone, too.
-        stat = Path(f"/proc/{process}/stat")
-        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
-            return True
-        time.sleep(0.05)
-    return False
+def is_gone(process: int) -> bool:
+    """Whether a process has ended, even if nobody has asked how."""
+    stat = Path(f"/proc/{process}/stat")
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -196,9 +186,9 @@ def test_a_rank_ends_with_a_launcher_that_is_killed(platform: str) -> None:
         import os, sys, time
         from packtool.launch.processes import end_with_launcher
         sys.platform = {platform!r}
-        end_with_launcher(os.environ)
+        end_with_launcher()
         print(os.getpid(), flush=True)
-        time.sleep(60)
+        time.sleep(600)
     """
     launcher = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
     with subprocess.Popen(
@@ -211,17 +201,14 @@ def test_a_rank_ends_with_a_launcher_that_is_killed(platform: str) -> None:
         assert process.stdout is not None
         number = int(process.stdout.readline())
         process.kill()
-        assert wait_until_gone(number)
+        wait_for(lambda: is_gone(number))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_a_rank_whose_launcher_has_ended_before_does_not_begin() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         pass
-    script = (
-        "import os; from packtool.launch.processes import end_with_launcher; "
-        "end_with_launcher(os.environ); print('began')"
-    )
+    script = "import os; from packtool.launch.processes import end_with_launcher; end_with_launcher(); print('began')"
     done = subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,
@@ -235,7 +222,7 @@ def test_a_rank_whose_launcher_has_ended_before_does_not_begin() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_sigusr1_ends_the_launcher_and_its_ranks(tmp_path: Path) -> None:
     script = tmp_path / "sleeps.py"
-    script.write_text("import os, time; print(os.getpid(), flush=True); time.sleep(60)")
+    script.write_text("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
     with subprocess.Popen(
         [sys.executable, "-m", "packtool.launch.torchrun", "--standalone", "--nproc-per-node", "1", str(script)],
         stdout=subprocess.PIPE,
@@ -246,8 +233,8 @@ def test_sigusr1_ends_the_launcher_and_its_ranks(tmp_path: Path) -> None:
         assert process.stdout is not None
         number = int(process.stdout.readline())
         process.send_signal(signal.SIGUSR1)
-        assert process.wait(timeout=60) == 128 + signal.SIGUSR1
-        assert wait_until_gone(number)
+        assert process.wait(PATIENCE_S) == 128 + signal.SIGUSR1
+        wait_for(lambda: is_gone(number))
 
 
 def test_a_port_that_is_taken_is_told_in_two_lines() -> None:
@@ -259,7 +246,7 @@ def test_a_port_that_is_taken_is_told_in_two_lines() -> None:
         port = str(taken.getsockname()[1])
         command = [sys.executable, "-m", "packtool.launch.torchrun", "--nnodes", "1", "--nproc-per-node", "2"]
         command += ["--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", port, "--module", "json"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == ConfigError.exit_code
     assert port in done.stderr
     assert "MASTER_PORT" in done.stderr

@@ -28,50 +28,39 @@ def test_nonsense_is_refused(environ: dict[str, str]) -> None:
         World.from_environment(environ)
 
 
+STATE = RunState(
+    plan="abc",
+    cache="c",
+    seed=1,
+    train_type="full",
+    packing=True,
+    max_length=10,
+    packing_length=10,
+    world_size=2,
+    gradient_accumulation_steps=1,
+    per_device_train_batch_size=1,
+)
+
+
 @pytest.mark.parametrize("plan_of_rank_1", ["abc", "abd"])
 def test_ranks_that_planned_differently_are_told_apart(monkeypatch: pytest.MonkeyPatch, plan_of_rank_1: str) -> None:
     """The exchange itself happens in every test with two processes."""
-    state = RunState(
-        plan="abc",
-        cache="c",
-        seed=1,
-        train_type="full",
-        packing=True,
-        max_length=10,
-        packing_length=10,
-        world_size=2,
-        gradient_accumulation_steps=1,
-        per_device_train_batch_size=1,
-    )
 
-    def gather(found: list[Any], mine: dict[str, Any]) -> None:
+    def gather(found: list[Any], mine: dict[str, Any], **_: Any) -> None:
         found[:] = [mine, mine | {"plan": plan_of_rank_1}]
 
     monkeypatch.setattr("torch.distributed.all_gather_object", gather)
     if plan_of_rank_1 == "abc":
-        check_ranks_agree(state, World(0, 2))
+        check_ranks_agree(STATE, World(0, 2))
     else:
         with pytest.raises(MismatchError, match="plan: abc on rank 0, abd there"):
-            check_ranks_agree(state, World(0, 2))
+            check_ranks_agree(STATE, World(0, 2))
 
 
 def test_ranks_that_share_rows_differently_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = RunState(
-        plan="p",
-        cache="c",
-        seed=1,
-        train_type="full",
-        packing=True,
-        max_length=10,
-        packing_length=10,
-        world_size=2,
-        gradient_accumulation_steps=1,
-        per_device_train_batch_size=1,
-    )
-
-    def gather(found: list[Any], mine: dict[str, Any]) -> None:
+    def gather(found: list[Any], mine: dict[str, Any], **_: Any) -> None:
         found[:] = [mine, mine | {"sequence parallel": "ring over 2"}]
 
     monkeypatch.setattr("torch.distributed.all_gather_object", gather)
     with pytest.raises(MismatchError, match="sequence parallel: ulysses over 2 on rank 0, ring over 2 there"):
-        check_ranks_agree(state, World(0, 2), "ulysses over 2")
+        check_ranks_agree(STATE, World(0, 2), "ulysses over 2")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtool.plan.balance import deal_even, group_alike, imbalance
+from packtool.plan.balance import assign_evenly, group_alike, imbalance
 from packtool.plan.packing import pack_best_fit
 from packtool.plan.steps import plan_steps
 
@@ -21,7 +21,7 @@ def loads(costs: npt.NDArray[np.float64], hands: npt.NDArray[np.int64]) -> npt.N
 @given(st.integers(0, 5), st.integers(1, 6), st.integers(1, 6), st.integers(0, 1000))
 def test_every_pack_is_dealt_once_and_ranks_get_equally_many(steps: int, ranks: int, each: int, seed: int) -> None:
     costs = np.random.default_rng(seed).lognormal(0, 1, (steps, ranks * each))
-    hands = deal_even(costs, ranks)
+    hands = assign_evenly(costs, ranks)
     assert hands.shape == (steps, ranks, each)
     np.testing.assert_array_equal(
         np.sort(hands.reshape(costs.shape), axis=1), np.broadcast_to(np.arange(ranks * each), (steps, ranks * each))
@@ -31,7 +31,7 @@ def test_every_pack_is_dealt_once_and_ranks_get_equally_many(steps: int, ranks: 
 @pytest.mark.parametrize("seed", range(5))
 def test_close_to_the_best_dealing_there_is(seed: int) -> None:
     costs = np.random.default_rng(seed).lognormal(0, 0.5, (1, 8))
-    found = loads(costs, deal_even(costs, 2)).max()
+    found = loads(costs, assign_evenly(costs, 2)).max()
     best = min(
         max(costs[0, list(hand)].sum(), costs.sum() - costs[0, list(hand)].sum())
         for hand in itertools.combinations(range(8), 4)
@@ -42,10 +42,10 @@ def test_close_to_the_best_dealing_there_is(seed: int) -> None:
 def test_swapping_never_makes_a_step_worse_than_cards() -> None:
     costs = np.random.default_rng(0).lognormal(0, 0.4, (200, 32))
     cards = costs.reshape(200, 4, 8).sum(axis=1)
-    dealt = loads(costs, deal_even(costs, 8))
-    assert (dealt.max(axis=1) <= cards.max(axis=1) + 1e-9).all()
+    assigned = loads(costs, assign_evenly(costs, 8))
+    assert (assigned.max(axis=1) <= cards.max(axis=1) + 1e-9).all()
     # A step with one pack heavier than a rank's fair share cannot be even.
-    assert np.median(imbalance(dealt)) < 1.02 < 1.2 < np.median(imbalance(cards))
+    assert np.median(imbalance(assigned)) < 1.02 < 1.2 < np.median(imbalance(cards))
 
 
 def test_a_window_makes_packs_that_run_together_alike() -> None:

@@ -15,8 +15,8 @@ LENGTHS = lognormal_lengths(3000, median=1500, sigma=1.0)
 
 @pytest.mark.parametrize("batch_size", [1, 7, 1000, 5000])
 def test_each_sample_once(batch_size: int) -> None:
-    options = PackOptions(capacity=10240, algorithm="binpacking", batch_size=batch_size)
-    plan = pack(LENGTHS[:300], options, seed=0)
+    options = PackOptions(packing_algorithm="binpacking", packing_batch_size=batch_size)
+    plan = pack(LENGTHS[:300], 10240, options, seed=0)
     check(plan, LENGTHS[:300])
 
 
@@ -38,15 +38,16 @@ def test_nothing() -> None:
 def test_processes_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "_MANY", 0)
     options = [
-        PackOptions(capacity=10240, algorithm="binpacking", batch_size=10, num_proc=num_proc) for num_proc in (1, 2, 3)
+        PackOptions(packing_algorithm="binpacking", packing_batch_size=10, packing_num_proc=num_proc)
+        for num_proc in (1, 2, 3)
     ]
-    plans = [pack(LENGTHS, told, seed=3, epoch=1) for told in options]
+    plans = [pack(LENGTHS, 10240, told, seed=3, epoch=1) for told in options]
     assert len({plan.fingerprint for plan in plans}) == 1
 
 
 def test_every_epoch_has_new_companions() -> None:
     lengths = (np.arange(5000) * 37 % 97 + 1).astype(np.int32)
-    options = PackOptions(capacity=128, algorithm="binpacking")
-    first, second = (pack(lengths, options, seed=1, epoch=epoch) for epoch in (0, 1))
+    options = PackOptions(packing_algorithm="binpacking")
+    first, second = (pack(lengths, 128, options, seed=1, epoch=epoch) for epoch in (0, 1))
     assert first.num_packs == second.num_packs
     assert len(companions(first) & companions(second)) < 0.1 * first.num_packs

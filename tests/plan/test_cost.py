@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from packtool.plan.cost import CostModel
+from packtool.plan.cost import CostModel, Learning, Learns
 
 QWEN3_8B = {
     "model_type": "qwen3",
@@ -22,8 +24,8 @@ def test_a_dense_model_costs_six_flops_a_weight_and_token() -> None:
     weights = 36 * (4096 * 128 * (2 * 32 + 2 * 8) + 3 * 4096 * 12288)
     assert cost.per_token == 6 * weights
     assert cost.per_target_token == 6 * 4096 * 151936
-    # Half of 4 * heads * size for each pair of positions, forward, and twice that backward.
-    assert cost.per_square == 36 * 3 * 2 * 32 * 128
+    # Half of 4 * heads * size for each pair of positions, forward, and two and a half times that backward.
+    assert cost.per_square == 36 * 3.5 * 2 * 32 * 128
 
 
 def test_experts_count_as_often_as_they_are_visited() -> None:
@@ -35,21 +37,80 @@ def test_experts_count_as_often_as_they_are_visited() -> None:
 def test_only_full_attention_is_quadratic() -> None:
     types = ["linear_attention", "linear_attention", "full_attention", "sliding_attention"]
     mixed = {**QWEN3_8B, "num_hidden_layers": 4, "layer_types": types, "sliding_window": 512}
-    assert CostModel.of_config(mixed).per_square == 3 * 2 * 32 * 128
+    assert CostModel.of_config(mixed).per_square == 3.5 * 2 * 32 * 128
 
 
-def test_a_media_token_stands_for_several_patches() -> None:
-    vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 256, "spatial_merge_size": 2, "out_hidden_size": 128}
-    config = {"text_config": QWEN3_8B, "vision_config": vision}
-    per_patch = 2 * (2 * 4 * 64 * 64 + 2 * 2 * 64 * 256)
-    assert CostModel.of_config(config).per_media_token == 3 * (4 * per_patch + 2 * 256 * (256 + 128))
-    assert CostModel.of_config({"thinker_config": config}).per_media_token > 0
+# The tower of Qwen3-VL-8B.
+_TOWER = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "hidden_act": "gelu_pytorch_tanh",
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "out_hidden_size": 4096,
+    "deepstack_visual_indexes": [8, 16, 24],
+}
+VISION = {"text_config": QWEN3_8B, "vision_config": _TOWER}
+
+
+def test_a_large_picture_costs_more_than_small_ones_of_as_many_tokens() -> None:
+    cost = CostModel.of_config(VISION, Learning(towers="frozen", aligner="frozen"))
+    tokens = np.array([256, 1000, 5000])
+    # Measured with torch's counter on the real tower, from a reduced width: TFLOP of a forward pass.
+    assert cost.towers(tokens, (4 * tokens) ** 2) / 1e12 == pytest.approx([1.06, 5.61, 67.9], rel=0.005)
+    twenty = cost.towers(np.array(20 * 250), np.array(20 * 1000**2))
+    assert float(cost.towers(np.array(5000), np.array(20_000**2)) / twenty) == pytest.approx(3.3, rel=0.01)
+
+
+def test_a_frozen_tower_goes_forward_only_and_adapters_leave_weights_without_gradients() -> None:
+    ways: tuple[Learns, Learns] = ("full", "frozen")
+    full, frozen = (CostModel.of_config(VISION, Learning(towers=how, aligner=how)) for how in ways)
+    assert full.per_patch_square == 3.5 * frozen.per_patch_square
+    assert full.per_vision_token == pytest.approx(3 * frozen.per_vision_token, rel=0.01)  # no gradients of pixels
+    lora = CostModel.of_config(VISION, Learning(language="lora", towers="frozen", aligner="frozen", lora_rank=1))
+    assert lora.per_token == pytest.approx(frozen.per_token * 2 / 3, rel=0.01)
+    assert lora.per_target_token == frozen.per_target_token * 2 / 3
+    assert lora.per_square == frozen.per_square
+
+
+def test_below_what_learns_nothing_goes_backward() -> None:
+    first = CostModel.of_config(QWEN3_8B, Learning(language="frozen"))
+    behind = CostModel.of_config(VISION, Learning(language="frozen", towers="frozen"))
+    assert behind.per_token == 2 * first.per_token == 4 * sum(_weights())
+    assert behind.per_square == 3.5 * first.per_square
+
+
+def _weights() -> list[int]:
+    return [4096 * 128 * 80 + 3 * 4096 * 12288] * 36
+
+
+def test_recomputing_costs_a_forward_pass_more_of_what_goes_backward() -> None:
+    learning = Learning(towers="frozen", aligner="frozen")
+    again = dataclasses.replace(learning, recomputes_language=True, recomputes_towers=True)
+    model, hardware = CostModel.of_config(VISION, learning), CostModel.of_config(VISION, again)
+    assert hardware.per_token == model.per_token * 4 / 3
+    assert hardware.per_square == model.per_square * 4.5 / 3.5
+    assert hardware.per_target_token == model.per_target_token  # the head is no layer
+    assert hardware.per_vision_token == model.per_vision_token
+
+
+def test_a_tower_that_makes_all_pictures_one_size_costs_by_the_picture() -> None:
+    siglip = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 256, "patch_size": 14, "image_size": 56}
+    config = {"text_config": QWEN3_8B, "vision_config": siglip, "mm_tokens_per_image": 4}
+    cost = CostModel.of_config(config, Learning(towers="frozen", aligner="frozen"))
+    layers = 16 * 2 * (2 * (4 * 64 * 64 + 2 * 64 * 256) + 4 * 64 * 16)
+    embedding, projection = 16 * 2 * 3 * 14 * 14 * 64, 2 * 4 * (64 * 64 + 64 * 4096)
+    assert float(cost.towers(np.array(4), np.array(0))) == layers + embedding + projection
 
 
 def test_costs_add_up() -> None:
-    cost = CostModel(per_token=2, per_square=0.5, per_media_token=3, per_target_token=1)
-    found = cost(np.array([10, 20]), np.array([100, 200]), np.array([0, 5]), np.array([1, 2]))
-    assert found.tolist() == [20 + 50 + 1, 40 + 100 + 15 + 2]
+    cost = CostModel(2, 0.5, 1, per_vision_token=3, per_patch_square=0.25, per_audio_token=4)
+    towers = cost.towers(np.array([0, 5]), np.array([0, 400]), np.array([0, 6]))
+    assert towers.tolist() == [0, 15 + 100 + 24]
+    found = cost(np.array([10, 20]), np.array([100, 200]), np.array([1, 2]), towers)
+    assert found.tolist() == [20 + 50 + 1, 40 + 100 + 2 + 139]
 
 
 def test_a_config_without_sizes_is_an_error() -> None:

@@ -1,4 +1,4 @@
-"""The whole plan of an epoch: filtered, packed, dealt, summed up."""
+"""The whole plan of an epoch: filtered, packed, assigned, summed up."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from packtool.plan.skrull_steps import SkrullOptions, SkrullSteps, computed_toke
 from packtool.plan.steps import step_plan
 
 OPTIONS = PlanOptions(
+    balance="none",
     max_length=40,
     packing_length=64,
     packing_num_proc=4,
     world_size=2,
     gradient_accumulation_steps=3,
-    packs_per_micro_batch=1,
+    per_device_train_batch_size=1,
 )
 LENGTHS = ((np.arange(1000) * 37) % 50 + 1).astype(np.int32)  # 1 to 50, each twenty times
 TARGETS = (LENGTHS // 3).astype(np.int32)
@@ -74,17 +75,19 @@ def test_summary() -> None:
 
 def test_summary_without_packing() -> None:
     lengths = np.array([4, 4, 4, 4, 8], dtype=np.int32)
-    options = PlanOptions(max_length=8, packing_length=8, packing=False, world_size=1, packs_per_micro_batch=5)
+    options = PlanOptions(
+        balance="none", max_length=8, packing_length=8, packing=False, world_size=1, per_device_train_batch_size=5
+    )
     summary = plan_epoch(lengths, lengths, options, seed=0).summary
     assert summary.num_packs == 5
     assert summary.fill == pytest.approx(24 / 40)  # five rows of 8
     assert summary.num_steps == summary.num_steps_without_packing == 1
-    alone = dataclasses.replace(options, packs_per_micro_batch=1)
+    alone = dataclasses.replace(options, per_device_train_batch_size=1)
     assert plan_epoch(lengths, lengths, alone, seed=0).summary.fill == 1.0
 
 
 def test_more_ranks_than_rows_still_have_a_fill() -> None:
-    options = PlanOptions(max_length=8, packing_length=8, packing=False, world_size=7)
+    options = PlanOptions(balance="none", max_length=8, packing_length=8, packing=False, world_size=7)
     plan = plan_epoch(np.array([3, 5]), np.array([1, 1]), options, seed=0)
     assert plan.summary.fill == 1.0
     assert plan.summary.num_empty_micro_batches == 5
@@ -100,7 +103,9 @@ def test_filtered_and_trained_make_the_whole(
     lengths: list[int], max_length: int, world_size: int, packing: bool
 ) -> None:
     array = np.array(lengths, dtype=np.int32)
-    options = PlanOptions(max_length=max_length, packing_length=30, packing=packing, world_size=world_size)
+    options = PlanOptions(
+        balance="none", max_length=max_length, packing_length=30, packing=packing, world_size=world_size
+    )
     if min(lengths) > max_length:
         with pytest.raises(DataError, match="No sample is left"):
             plan_epoch(array, array, options, seed=0)
@@ -146,7 +151,12 @@ def drawn(num: int = 3000) -> tuple[np.ndarray, np.ndarray]:
 def test_balancing_is_told_before_and_after(balance: str) -> None:
     lengths, targets = drawn()
     options = PlanOptions(
-        max_length=4096, packing_length=4096, world_size=4, gradient_accumulation_steps=4, cost=CostModel.of_8b()
+        balance="none",
+        max_length=4096,
+        packing_length=4096,
+        world_size=4,
+        gradient_accumulation_steps=4,
+        cost=CostModel.of_8b(),
     )
     plain = plan_epoch(lengths, targets, options, seed=1).summary.balance
     even = plan_epoch(lengths, targets, dataclasses.replace(options, balance=balance), seed=1).summary.balance
@@ -160,13 +170,22 @@ def test_balancing_is_told_before_and_after(balance: str) -> None:
 
 def test_attention_within_packs_is_a_part_of_that_over_them() -> None:
     lengths = np.full(8, 10, np.int32)
-    summary = plan_epoch(lengths, lengths, PlanOptions(max_length=40, packing_length=40), seed=0).summary
+    summary = plan_epoch(
+        lengths, lengths, PlanOptions(balance="none", max_length=40, packing_length=40), seed=0
+    ).summary
     assert summary.efficient_attn_ratio == pytest.approx(1 / 4)
 
 
 def test_dynamic_batches_keep_each_steps_samples() -> None:
     lengths, targets = drawn()
-    options = PlanOptions(max_length=4096, packing_length=4096, packing=False, world_size=2, packs_per_micro_batch=16)
+    options = PlanOptions(
+        balance="none",
+        max_length=4096,
+        packing_length=4096,
+        packing=False,
+        world_size=2,
+        per_device_train_batch_size=16,
+    )
     plain = plan_epoch(lengths, targets, options, seed=1)
     dynamic = plan_epoch(lengths, targets, dataclasses.replace(options, dynamic_batch_tokens=8192), seed=1)
     assert dynamic.steps.num_steps == plain.steps.num_steps
@@ -180,7 +199,9 @@ def test_dynamic_batches_keep_each_steps_samples() -> None:
 
 def test_grouping_by_length_saves_padding_and_loses_nothing() -> None:
     lengths, targets = drawn()
-    options = PlanOptions(max_length=4096, packing_length=4096, packing=False, packs_per_micro_batch=8)
+    options = PlanOptions(
+        balance="none", max_length=4096, packing_length=4096, packing=False, per_device_train_batch_size=8
+    )
     plain = plan_epoch(lengths, targets, options, seed=1)
     grouped = plan_epoch(lengths, targets, dataclasses.replace(options, group_by_length=True), seed=1)
     assert sorted(grouped.packs.samples.tolist()) == list(range(len(lengths)))
@@ -211,10 +232,10 @@ SKRULL = dataclasses.replace(
     OPTIONS,
     max_length=4096,
     packing_length=4096,
-    packs_per_micro_batch=2,
+    per_device_train_batch_size=2,
     cost=CostModel.of_8b(),
     balance="within-step",
-    skrull=SkrullOptions(bucket_size=1600, context_parallel=4, alignment=8),
+    skrull=SkrullOptions(bucket_size=1600, sequence_parallel_size=4, alignment=8),
 )
 
 
@@ -288,13 +309,13 @@ def test_a_device_is_as_busy_as_what_is_local_to_it_and_its_share() -> None:
         cell_sizes=np.array([2, 0, 1, 1]),
         cells_per_step=counts,
     )
-    dealt = SkrullSteps(singles, steps, np.array([SHARDED, 1, 0, SHARDED]))
-    assert device_costs(dealt, lengths * 1.0, 2).tolist() == [[4, 8, 5, 1]]
-    assert computed_tokens(dealt, 3).tolist() == [9, 4, 4, 3]
+    assigned = SkrullSteps(singles, steps, np.array([SHARDED, 1, 0, SHARDED]))
+    assert device_costs(assigned, lengths * 1.0, 2).tolist() == [[4, 8, 5, 1]]
+    assert computed_tokens(assigned, 3).tolist() == [9, 4, 4, 3]
 
 
 def test_skrull_says_what_does_not_fit() -> None:
     lengths, targets = drawn()
-    options = dataclasses.replace(SKRULL, skrull=SkrullOptions(bucket_size=500, context_parallel=4, alignment=8))
+    options = dataclasses.replace(SKRULL, skrull=SkrullOptions(bucket_size=500, sequence_parallel_size=4, alignment=8))
     with pytest.raises(ConfigError, match="--bucket-size 500"):
         plan_epoch(lengths, targets, options, seed=1)

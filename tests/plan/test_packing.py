@@ -24,16 +24,14 @@ PACKERS = (pack_best_fit, pack_singletons)
 Packer = Callable[..., PackPlan]
 
 ALGORITHMS: tuple[dict[str, Any], ...] = (
-    {"algorithm": "best_fit"},
-    {"algorithm": "first_fit"},
-    {"algorithm": "binpacking", "batch_size": 30},
-    {"algorithm": "sequential", "look_ahead": 0},
-    {"algorithm": "sequential", "look_ahead": 8},
-    {"algorithm": "best_fit", "window": 25},
-    {"algorithm": "first_fit", "window": 25, "shuffle": False},
-    {"algorithm": "sequential", "window": 25},
-    {"algorithm": "best_fit", "shuffle": False},
-    {"algorithm": "binpacking", "batch_size": 30, "shuffle": False},
+    {"packing_algorithm": "best_fit"},
+    {"packing_algorithm": "binpacking", "packing_batch_size": 30},
+    {"packing_algorithm": "sequential", "look_ahead": 0},
+    {"packing_algorithm": "sequential", "look_ahead": 8},
+    {"packing_algorithm": "best_fit", "packing_window": 25},
+    {"packing_algorithm": "sequential", "packing_window": 25},
+    {"packing_algorithm": "best_fit", "shuffle": False},
+    {"packing_algorithm": "binpacking", "packing_batch_size": 30, "shuffle": False},
 )
 
 
@@ -116,16 +114,16 @@ def test_every_algorithm_keeps_its_promises(
     lengths, capacity = problem
     media = (np.arange(len(lengths)) * 7 % 11 * np.array(lengths, dtype=np.int64) // 10).clip(max=lengths)
     limits: dict[str, Any] = {}
-    if options["algorithm"] != "binpacking":
-        limits["max_samples"] = max_samples
-    if options["algorithm"] in ("best_fit", "sequential") and max_media is not None:
-        limits["max_media_tokens"] = max(1, int(max_media * capacity), int(media.max(initial=1)))
-    told = PackOptions(capacity=capacity, **options, **limits)
-    plans = [pack(lengths, told, seed=seed, epoch=epoch, media_tokens=media) for epoch in (0, 1, 1)]
+    if options["packing_algorithm"] != "binpacking":
+        limits["max_samples_per_pack"] = max_samples
+    if options["packing_algorithm"] in ("best_fit", "sequential") and max_media is not None:
+        limits["max_media_tokens_per_pack"] = max(1, int(max_media * capacity), int(media.max(initial=1)))
+    told = PackOptions(**options, **limits)
+    plans = [pack(lengths, capacity, told, seed=seed, epoch=epoch, media_tokens=media) for epoch in (0, 1, 1)]
     for plan in plans:
         check(plan, lengths)
-        assert np.diff(plan.offsets).max(initial=0) <= (limits.get("max_samples") or len(lengths))
-        most = limits.get("max_media_tokens") or media.sum()
+        assert np.diff(plan.offsets).max(initial=0) <= (limits.get("max_samples_per_pack") or len(lengths))
+        most = limits.get("max_media_tokens_per_pack") or media.sum()
         assert plan.sums_per_pack(media[plan.samples]).max(initial=0) <= most
     assert len({plan.num_packs for plan in plans}) == 1
     assert plans[1].fingerprint == plans[2].fingerprint
@@ -162,7 +160,9 @@ def test_worst_case_bound(capacity: int, cuts: list[list[float]]) -> None:
     assert len(cuts) <= plan.num_packs <= 11 / 9 * len(cuts) + 4
 
 
-@pytest.mark.parametrize("options", [{}, *ALGORITHMS, {"max_samples": 3}, {"max_media_tokens": 1 << 19}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, *ALGORITHMS, {"max_samples_per_pack": 3}, {"max_media_tokens_per_pack": 1 << 19}], ids=str
+)
 @pytest.mark.parametrize("capacity", [1, 1024, 1025, 10240, 1_048_576])
 @pytest.mark.parametrize(
     "lengths_of",
@@ -181,30 +181,34 @@ def test_edges(options: dict[str, Any], capacity: int, lengths_of: Callable[[int
     lengths = np.asarray(lengths_of(capacity), dtype=np.int64)
     if not options:
         check(pack_singletons(lengths, capacity, seed=1), lengths)
-    plan = pack(lengths, PackOptions(capacity=capacity, **options), seed=1, media_tokens=lengths // 3)
+    plan = pack(lengths, capacity, PackOptions(**options), seed=1, media_tokens=lengths // 3)
     check(plan, lengths)
 
 
 def test_companions_in_the_order_of_the_cache() -> None:
-    plan = pack([5, 3, 5, 5, 5, 3], PackOptions(capacity=10, shuffle=False), seed=0)
+    plan = pack([5, 3, 5, 5, 5, 3], 10, PackOptions(shuffle=False), seed=0)
     assert [plan.pack(index).tolist() for index in range(3)] == [[0, 2], [1, 5], [3, 4]]
 
 
 def test_options_out_of_range() -> None:
     wrong = PackOptions(
-        capacity=8, window=0, num_proc=0, batch_size=0, look_ahead=-1, max_samples=0, max_media_tokens=0
+        packing_window=0,
+        packing_num_proc=0,
+        packing_batch_size=0,
+        look_ahead=-1,
+        max_samples_per_pack=0,
+        max_media_tokens_per_pack=0,
     )
     with pytest.raises(ConfigError) as error:
-        pack([1], wrong, seed=0)
+        pack([1], 8, wrong, seed=0)
     for name in ("window 0", "num-proc", "batch-size", "look-ahead", "samples-per-pack", "media-tokens-per-pack"):
         assert name.split(" ")[0] in error.value.message
     for algorithm, limit in (
-        ("binpacking", {"max_samples": 3}),
-        ("binpacking", {"max_media_tokens": 3}),
-        ("first_fit", {"max_media_tokens": 3}),
+        ("binpacking", {"max_samples_per_pack": 3}),
+        ("binpacking", {"max_media_tokens_per_pack": 3}),
     ):
         with pytest.raises(ConfigError, match=f"{algorithm} knows no --max"):
-            pack([1], PackOptions(capacity=8, algorithm=algorithm, **limit), seed=0)  # type: ignore[arg-type]
+            pack([1], 8, PackOptions(packing_algorithm=algorithm, **limit), seed=0)  # type: ignore[arg-type]
 
 
 def test_packs_of_equal_samples() -> None:

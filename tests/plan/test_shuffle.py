@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import packtool
 from packtool.errors import ConfigError
 from packtool.plan import shuffle
-from packtool.plan.shuffle import seeded_order
+from packtool.plan.shuffle import RandomStream, of_window, seeded_order
 
 
 @given(num=st.integers(0, 200), seed=st.integers(0, 2**70), epoch=st.integers(0, 2**33))
@@ -63,3 +66,26 @@ def test_all_orders_are_equally_likely() -> None:
 def test_negative_is_refused(seed: int, epoch: int) -> None:
     with pytest.raises(ConfigError):
         seeded_order(3, seed=seed, epoch=epoch, stream=0)
+
+
+def test_streams_keep_their_numbers() -> None:
+    """Saved plans and checkpoints hold orders that these numbers drew; ``unique`` sees to it that no two are alike."""
+    assert [stream.value for stream in RandomStream] == list(range(16))
+    assert RandomStream.WITHIN_LENGTH == 0
+    assert RandomStream.SHUFFLE_BUFFER == 12
+    assert [of_window(number) for number in range(3)] == [16, 32, 48]
+
+
+def test_nothing_is_drawn_but_from_a_stream() -> None:
+    """Who draws from the seed names a ``RandomStream``: a bare number would be one that another may have."""
+    keys = re.compile(r"stream=([^,)]+)|default_rng\(([\[(][^)\]]*)[)\]]\)")
+    found = [
+        key
+        for folder in ("plan", "simulate", "stream")
+        for path in (Path(packtool.__file__).parent / folder).glob("*.py")
+        for match in keys.finditer(path.read_text())
+        for key in match.groups()
+        if key is not None
+    ]
+    assert len(found) > 10
+    assert not [key for key in found if not re.search(r"RandomStream\.|stream\b|of_window", key)]

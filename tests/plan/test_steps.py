@@ -52,20 +52,20 @@ def test_every_pack_once_and_ranks_alike(num_packs: int, world_size: int, accumu
         packs_per_micro_batch=batch,
     )
     per_step = world_size * accumulation * batch
-    dealt = cells(steps)
+    assigned = cells(steps)
     assert steps.num_packs == num_packs
     assert steps.num_steps == -(-num_packs // per_step)
     # Steps follow the plan's order, so that what a step learns from does not depend on how many ranks share it.
     expected = [list(range(start, min(start + per_step, num_packs))) for start in range(0, num_packs, per_step)]
-    assert [sorted(flat(step)) for step in dealt] == expected
-    for step in dealt[: num_packs // per_step]:
+    assert [sorted(flat(step)) for step in assigned] == expected
+    for step in assigned[: num_packs // per_step]:
         assert {len(rank) for rank in step} == {accumulation}
         assert {len(micro_batch) for rank in step for micro_batch in rank} == {batch}
     if num_packs % per_step:
-        check_last_step(dealt[-1], batch, num_left=num_packs % per_step)
-    num_empty = sum(not micro_batch for step in dealt for rank in step for micro_batch in rank)
+        check_last_step(assigned[-1], batch, num_left=num_packs % per_step)
+    num_empty = sum(not micro_batch for step in assigned for rank in step for micro_batch in rank)
     assert steps.num_empty_micro_batches == num_empty < world_size
-    for index, step in enumerate(dealt):
+    for index, step in enumerate(assigned):
         assert steps.target_tokens(index) == sum(int(targets[plan.pack(pack)].sum()) for pack in flat(step))
     assert steps.target_tokens_per_step.sum() == targets.sum()
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing.synchronize
+
 import numpy as np
 import pytest
 
-from packtool.errors import PacktoolError
+from packtool.errors import DataError, PacktoolError
 from packtool.plan import packing
 from packtool.plan.packing import PackOptions, pack
 from packtool.plan.windows import draw_windows, map_on_processes
@@ -29,19 +31,21 @@ def test_windows_hold_everything_once() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        PackOptions(capacity=10240, window=1000),
-        PackOptions(capacity=10240, window=1500, shuffle=False),
-        PackOptions(capacity=10240, window=1000, algorithm="sequential"),
-        PackOptions(capacity=10240, window=1000, max_media_tokens=5120),
+        PackOptions(packing_window=1000),
+        PackOptions(packing_window=1500, shuffle=False),
+        PackOptions(packing_window=1000, packing_algorithm="sequential"),
+        PackOptions(packing_window=1000, max_media_tokens_per_pack=5120),
     ],
     ids=["best_fit", "unshuffled", "sequential", "budget"],
 )
 def test_processes_do_not_show(options: PackOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "_PROCESSES_PAY", 0)
+    # Semaphores have names, and stay behind when the whole group is killed.
+    monkeypatch.setattr(multiprocessing.synchronize.SemLock, "__init__", None)
     plans = []
     for num_proc in (1, 2, 3):
-        told = PackOptions(**{**vars(options), "num_proc": num_proc})
-        plans.append(pack(LENGTHS, told, seed=3, epoch=1, media_tokens=MEDIA))
+        told = PackOptions(**{**vars(options), "packing_num_proc": num_proc})
+        plans.append(pack(LENGTHS, 10240, told, seed=3, epoch=1, media_tokens=MEDIA))
     check(plans[0], LENGTHS)
     assert len({plan.fingerprint for plan in plans}) == 1
 
@@ -49,14 +53,14 @@ def test_processes_do_not_show(options: PackOptions, monkeypatch: pytest.MonkeyP
 def test_sorted_caches_are_packed_as_well() -> None:
     # Windows of neighbours would hold the long samples only, or the short ones.
     lengths = np.sort(lognormal_lengths(20_000, median=1500, sigma=1.0))[::-1]
-    plan = pack(lengths, PackOptions(capacity=10240, window=2000), seed=0)
+    plan = pack(lengths, 10240, PackOptions(packing_window=2000), seed=0)
     check(plan, lengths)
     assert plan.num_packs <= 1.005 * plan.lower_bound
 
 
 def test_every_epoch_has_new_companions_in_equally_many_packs() -> None:
-    options = PackOptions(capacity=10240, window=1000)
-    first, second = (pack(LENGTHS, options, seed=1, epoch=epoch) for epoch in (0, 1))
+    options = PackOptions(packing_window=1000)
+    first, second = (pack(LENGTHS, 10240, options, seed=1, epoch=epoch) for epoch in (0, 1))
     assert first.num_packs == second.num_packs
     crowded = {samples for samples in companions(first) if len(samples) > 1}
     assert len(crowded & companions(second)) < 0.3 * len(crowded)
@@ -66,6 +70,15 @@ def die(job: int) -> int:
     import os
 
     os._exit(job)
+
+
+def refuse(job: int) -> int:
+    raise DataError(f"job {job}", "Give others.")
+
+
+def test_what_a_process_met_is_told() -> None:
+    with pytest.raises(DataError, match=r"job \d\nGive others"):
+        map_on_processes(refuse, [1, 2, 3], 2)
 
 
 def test_a_dead_process_is_an_error() -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from packtool.report.drawing import Histogram
-from packtool.report.page import PageContent, PlainFigures
+from packtool.report.plan_page import Histogram, PageContent, PlainFigures
 
 
 def content(
@@ -30,7 +29,7 @@ def content(
     before, after = [1.2 + i / 100 for i in range(steps)], [1.01] * (steps - 1) + [3.0]
     return PageContent(
         title=title,
-        headline=[("99.1%", "of every pack is used", "68% padding without"), (f"{3 * scale:,}", "packs", "of 1,024")],
+        headline=[("99.1%", "fill of the packs", "68% padding without"), (f"{3 * scale:,}", "packs", "of 1,024")],
         rows=rows or [("in the plan", 8 * scale), (f"dropped at export: {reason}", 5 * scale), ("longer", 1)],
         lengths=Histogram(range(0, 200 * len(lengths) + 1, 200), [count * scale for count in lengths]),
         capacity=1024,

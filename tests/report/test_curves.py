@@ -12,8 +12,11 @@ import pytest
 from PIL import Image
 
 from packtool.report import curves
-from packtool.report.curves import smoothed, write_curves
-from packtool.report.plot import Line, Panel, draw_panels, ticks
+from packtool.report.curves import charts_of, smoothed, write_curves
+from packtool.report.drawing import Chart, Note
+from packtool.report.drawing import Path as Curve
+from packtool.report.picture import draw_charts
+from packtool.report.plan_page import Histogram, histogram
 
 
 def write_log(folder: Path, records: list[dict[str, Any]], tail: str = "") -> str:
@@ -39,45 +42,53 @@ def record(step: int, **further: float) -> dict[str, Any]:
 
 
 @pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Panel]:
-    """The panels of the last picture."""
-    seen: list[Panel] = []
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Chart]:
+    """The charts of the last picture."""
+    seen: list[Chart] = []
 
-    def draw(panels: list[Panel], *args: Any) -> Image.Image:
-        seen[:] = panels
-        return draw_panels(panels, *args)
+    def draw(charts: list[Chart], *args: Any) -> Image.Image:
+        seen[:] = charts
+        return draw_charts(charts, *args)
 
-    monkeypatch.setattr(curves, "draw_panels", draw)
+    monkeypatch.setattr(curves, "draw_charts", draw)
     return seen
 
 
-def titles(panels: list[Panel]) -> list[str]:
-    return [panel.title for panel in panels]
+def titles(charts: list[Chart]) -> list[str]:
+    return [chart.y.name for chart in charts]
 
 
-def test_every_quantity_has_a_panel_in_one_picture(tmp_path: Path, drawn: list[Panel]) -> None:
+def lines(chart: Chart) -> list[tuple[str, str, int]]:
+    """Look, name and number of points of each path."""
+    return [
+        (shape.look, shape.name, sum(map(len, shape.strokes))) for shape in chart.shapes if isinstance(shape, Curve)
+    ]
+
+
+def test_every_quantity_has_a_panel_in_one_picture(tmp_path: Path, drawn: list[Chart]) -> None:
     records = [record(step, loss_web=2.5, loss_books=2.0) for step in range(1, 101)]
     records.insert(50, {"step": 50, "eval_loss": 2.4})
     path = write_curves(write_log(tmp_path, records), str(tmp_path))
     assert path == str(tmp_path / "curves.png")
     assert titles(drawn) == [
-        "loss, mean over target tokens",
-        "loss by channel, smoothed",
+        "loss, mean over target tokens, in nats",
+        "loss by channel, in nats, smoothed",
         "learning rate",
         "gradient norm before clipping",
         "tokens per second",
-        "fill: true tokens of those computed",
+        "fill: share of the computed tokens that is not padding",
         "token accuracy",
     ]
     loss, channels, _, _, speeds, fill, _ = drawn
-    assert [(line.kind, line.name, len(line.x)) for line in loss.lines] == [
+    assert lines(loss) == [
         ("pale", "", 100),
-        ("dark", "training", 100),
-        ("marks", "evaluation", 1),
+        ("c0", "training", 100),
+        ("c1 solid", "evaluation", 1),
+        ("c1 solid", "", 1),
     ]
-    assert [line.name for line in channels.lines] == ["books", "web"]
-    assert [line.name for line in speeds.lines] == ["all", "targets"]
-    assert (fill.floor, fill.ceiling, fill.is_share) == (0.9, 1.0, True)
+    assert [name for _, name, _ in lines(channels)] == ["books", "web"]
+    assert [name for _, name, _ in lines(speeds)] == ["all", "targets"]
+    assert (fill.y.low, fill.y.high, fill.y.ticks[-1]) == (90, 100, (100, "100%"))
     with Image.open(path) as image:
         assert image.format == "PNG"
         assert image.width / image.info["dpi"][0] == pytest.approx(8.27, abs=0.01)  # inches of an A4 page
@@ -86,11 +97,17 @@ def test_every_quantity_has_a_panel_in_one_picture(tmp_path: Path, drawn: list[P
     assert sorted(file.name for file in tmp_path.iterdir()) == ["curves.png", "metrics.jsonl"]
 
 
-def test_what_the_log_does_not_have_is_left_out(tmp_path: Path, drawn: list[Panel]) -> None:
+def test_what_the_log_does_not_have_is_left_out(tmp_path: Path, drawn: list[Chart]) -> None:
     assert write_curves(write_log(tmp_path, [{"step": 3, "loss": 1.0, "learning_rate": 0.0}]), str(tmp_path))
-    assert titles(drawn) == ["loss, mean over target tokens", "learning rate"]
-    assert drawn[0].warning == ""
-    assert len(drawn[0].lines) == 1
+    assert titles(drawn) == ["loss, mean over target tokens, in nats", "learning rate"]
+    assert drawn[0].notes == []
+    assert lines(drawn[0]) == [("c0", "", 1), ("c0", "", 1)], "a line, and a mark at each of few points"
+
+
+def test_curves_that_share_a_chart_have_names(tmp_path: Path, drawn: list[Chart]) -> None:
+    records = [{"step": step, "loss": 1.0} for step in range(1, 20)] + [{"step": 19, "eval_loss": 1.5}]
+    assert write_curves(write_log(tmp_path, records), str(tmp_path))
+    assert [name for _, name, _ in lines(drawn[0]) if name] == ["training", "evaluation"]
 
 
 @pytest.mark.parametrize("records", [[], [{"step": 1, "epoch": 1.0}], [{"step": 1, "loss": math.nan}], [{"loss": 1.0}]])
@@ -99,28 +116,26 @@ def test_nothing_to_draw(tmp_path: Path, records: list[dict[str, Any]]) -> None:
     assert not (tmp_path / "curves.png").exists()
 
 
-def test_half_a_line_and_values_that_are_no_numbers(tmp_path: Path, drawn: list[Panel]) -> None:
+def test_half_a_line_and_values_that_are_no_numbers(tmp_path: Path, drawn: list[Chart]) -> None:
     records = [record(step) for step in range(1, 41)]
     records[7]["loss"] = math.nan
     records[8]["loss"] = math.inf
     records[9]["fill"] = "none"
     assert write_curves(write_log(tmp_path, records, '{"step": 41, "lo'), str(tmp_path))
-    assert drawn[0].warning == "2 values not finite"
-    raw, smooth = drawn[0].lines
-    assert np.isfinite(raw.y).sum() == np.isfinite(smooth.y).sum() == 38
+    assert drawn[0].notes == [Note(1000, [("", "2 values not finite")])]
+    assert [num_points for _, _, num_points in lines(drawn[0])] == [38, 38]
 
 
-def test_the_most_frequent_of_many_channels(tmp_path: Path, drawn: list[Panel]) -> None:
+def test_the_most_frequent_of_many_channels(tmp_path: Path, drawn: list[Chart]) -> None:
     records = [record(step, loss_every=1.0, **{f"loss_c{step % 11:02}": 1.0}) for step in range(1, 50)]
     assert write_curves(write_log(tmp_path, records), str(tmp_path))
-    assert drawn[1].title == "loss by channel, smoothed (8 of 12)"
-    assert "every" in [line.name for line in drawn[1].lines]
+    assert drawn[1].y.name == "loss by channel, in nats, smoothed (8 of 12)"
+    assert "every" in [name for _, name, _ in lines(drawn[1])]
 
 
 def test_a_long_run_keeps_its_spikes() -> None:
-    y = np.ones(50_000)
-    y[31_234] = 9.0
-    image = draw_panels([Panel("p", [Line(np.arange(50_000.0), y)])], "title", "subtitle", "step")
+    records = [{"step": step, "learning_rate": 9.0 if step == 31_234 else 1.0} for step in range(50_000)]
+    image = draw_charts(charts_of(records), "title", "subtitle")
     dark = np.asarray(image.convert("L")) < 100
     rows = np.flatnonzero(dark[150:, 130:1600].any(axis=1))
     assert rows.max() - rows.min() > 200  # from the curve up to the spike
@@ -137,22 +152,16 @@ def test_smoothing_follows_the_curve() -> None:
     np.testing.assert_allclose(np.delete(smoothed(holed), 20), 3.0)
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "settings", "labels"),
-    [
-        (0, 1.04e-4, {}, ["0", "2.5e-5", "5e-5", "7.5e-5", "1e-4"]),
-        (0.9, 1.0, {"is_share": True}, ["90%", "92%", "94%", "96%", "98%", "100%"]),
-        (0, 363, {"whole": True}, ["0", "100", "200", "300"]),
-        (1, 3, {"whole": True}, ["1", "2", "3"]),
-        (0, 21_000, {}, ["0", "5,000", "10,000", "15,000", "20,000"]),
-        (-1.5, 2.2, {}, ["-1", "0", "1", "2"]),
-    ],
-)
-def test_ticks_are_round(low: float, high: float, settings: dict[str, bool], labels: list[str]) -> None:
-    assert [label for _, label in ticks(low, high, 5, **settings)] == labels
-
-
-def test_nothing_but_full_packs(tmp_path: Path, drawn: list[Panel]) -> None:
+def test_nothing_but_full_packs(tmp_path: Path, drawn: list[Chart]) -> None:
     records = [record(step, fill=1.0, token_accuracy=1.0) for step in range(1, 4)]
     assert write_curves(write_log(tmp_path, records), str(tmp_path))
-    assert (drawn[-2].floor, drawn[-2].ceiling) == (0.9, 1.0)
+    assert (drawn[-2].y.low, drawn[-2].y.high) == (90, 100)
+
+
+def test_a_chart_of_a_page_can_be_drawn_on_paper() -> None:
+    """One toolkit: bars, which only pages have today, are boxes there as well."""
+    image = draw_charts([histogram(Histogram([0, 1, 2], [1, 3]), "samples", "tokens")], "title", "subtitle")
+    dark = (np.asarray(image.convert("RGB")) == (0x12, 0x40, 0x8F)).all(axis=2)
+    low, high = (int(dark[:, column].sum()) for column in (500, 1200))
+    assert low > 50
+    assert high / low == pytest.approx(3, rel=0.05)

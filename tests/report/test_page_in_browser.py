@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from packtool.cli.main import run
-from packtool.report.page import page
+from packtool.report.plan_page import page
 from packtool.report.sweep import _COLUMNS, sweep_page
 from tests.report.browser import Browser, find, started
 from tests.report.contents import content
@@ -124,6 +124,23 @@ def test_nothing_sticks_out(name: str, width: int, shown: Callable[..., dict[str
     for labels in found["labels"]:
         for (_, end, *_), (start, *_) in pairwise(labels):
             assert end < start, "labels of an axis do not touch"
+
+
+@pytest.mark.parametrize("width", [DESK, PHONE])
+@pytest.mark.parametrize(
+    "words", ["plan --lengths lengths.npy --sweep 2048,16384", "simulate --lengths lengths.npy --steps 1"]
+)
+def test_other_pages_fit(
+    words: str, width: int, planned: Path, monkeypatch: pytest.MonkeyPatch, shown: Callable[..., dict[str, Any]]
+) -> None:
+    monkeypatch.chdir(planned.parent)
+    path = planned.parent / "other.html"
+    assert run([*words.split(), "--html", str(path), "--json"]) == 0
+    found = shown(path, width)
+    assert found["width"] <= width
+    for drawing in found["drawings"]:
+        assert drawing["shapes"] >= 2, drawing
+    assert "This page was made by" in found["text"]
 
 
 def test_light_and_dark(planned: Path, shown: Callable[..., dict[str, Any]]) -> None:

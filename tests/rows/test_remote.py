@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,24 +18,24 @@ from packtool.rows.sources import sources_of
 from tests.rows.conftest import COMPRESSIONS, KINDS, compress, rows_of, write_rows
 
 ROWS = [{"text": f"row {i}", "channel": str(i % 3)} for i in range(200)]
-PLACE = "memory://bucket/rows"
+Put = Callable[[Path, str], str]
 
 
-@pytest.fixture(autouse=True)
-def _empty_place() -> Iterator[None]:
-    yield
+@pytest.fixture
+def put(bucket: str) -> Iterator[Put]:
+    """Copies a file to a name in a bucket, and says where it lies."""
+
+    def copy(path: Path, name: str) -> str:
+        storage.publish(f"{bucket}/{name}", path.read_bytes())
+        return f"{bucket}/{name}"
+
+    yield copy
     close_readers()
-    storage.remove(PLACE)
-
-
-def put(path: Path, name: str) -> str:
-    storage.publish(f"{PLACE}/{name}", path.read_bytes())
-    return f"{PLACE}/{name}"
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind(tmp_path: Path, kind: str, compression: str) -> None:
+def test_every_kind(tmp_path: Path, kind: str, compression: str, put: Put) -> None:
     write_rows(tmp_path / f"rows.{kind}", kind, ROWS)
     path = compress(tmp_path / f"rows.{kind}", compression)
     found = scan(SourceSpec(put(path, path.name)))
@@ -43,20 +43,22 @@ def test_every_kind(tmp_path: Path, kind: str, compression: str) -> None:
     assert scan(found.spec).digest == found.digest
 
 
-def test_folders_patterns_and_media(tmp_path: Path) -> None:
+def test_folders_patterns_and_media(tmp_path: Path, put: Put, bucket: str) -> None:
     for name in ("a.jsonl", "b/c.jsonl", ".d.jsonl", "b/p.png"):
         (tmp_path / "x").write_text('{"query": "<image>", "response": "a", "image": "p.png"}\n')
         put(tmp_path / "x", name)
-    config = ExportConfig(model="m", max_length=9, output_dir="o", dataset=(PLACE, f"{PLACE}/*.jsonl#2", f"{PLACE}/b"))
+    config = ExportConfig(
+        model="m", max_length=9, output_dir="o", dataset=(bucket, f"{bucket}/*.jsonl#2", f"{bucket}/b")
+    )
     specs = sources_of(config)
-    assert [spec.path.removeprefix(PLACE) for spec in specs] == ["/a.jsonl", "/b/c.jsonl", "/a.jsonl", "/b/c.jsonl"]
+    assert [spec.path.removeprefix(bucket) for spec in specs] == ["/a.jsonl", "/b/c.jsonl", "/a.jsonl", "/b/c.jsonl"]
     found = scan_sources(specs, 42)
     assert [source.num_rows for source in found] == [1, 1, 2, 1]
     ((number, row),) = rows_of(found[1])
-    assert to_sample(row, found[1].source, number).images[0].path == f"{PLACE}/b/p.png"
+    assert to_sample(row, found[1].source, number).images[0].path == f"{bucket}/b/p.png"
 
 
-def test_what_has_changed_or_is_not_there(tmp_path: Path) -> None:
+def test_what_has_changed_or_is_not_there(tmp_path: Path, put: Put, bucket: str) -> None:
     write_rows(tmp_path / "rows.jsonl", "jsonl", ROWS)
     path = put(tmp_path / "rows.jsonl", "rows.jsonl")
     found = scan(SourceSpec(path))
@@ -64,13 +66,13 @@ def test_what_has_changed_or_is_not_there(tmp_path: Path) -> None:
     put(tmp_path / "rows.jsonl", "rows.jsonl")
     with pytest.raises(DataError, match="has changed since it was scanned: its entity tag"):
         rows_of(found)
-    config = ExportConfig(model="m", max_length=9, output_dir="o", dataset=(f"{PLACE}/gone.jsonl",))
-    with pytest.raises(DataError, match=r"--dataset memory://.*/gone.jsonl: there is no such file"):
+    config = ExportConfig(model="m", max_length=9, output_dir="o", dataset=(f"{bucket}/gone.jsonl",))
+    with pytest.raises(DataError, match=r"--dataset s3://.*/gone.jsonl: there is no such file"):
         sources_of(config)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "stream.arrow", "jsonl.gz"])
-def test_a_place_that_fails_says_so(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_that_fails_says_so(tmp_path: Path, kind: str, put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
     write_rows(tmp_path / "rows", kind.removesuffix(".gz"), ROWS)
     path = tmp_path / "rows"
     if kind.endswith(".gz"):

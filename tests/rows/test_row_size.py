@@ -87,9 +87,9 @@ def test_embedded_media_do_not_count(tmp_path: Path) -> None:
 def test_a_line_that_is_too_long_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "CHUNK_BYTES", 1 << 16)
     sizes: list[int] = []
-    read: Callable[..., Any] = lines.TextReader.read
+    read: Callable[..., Any] = lines.read_text
     monkeypatch.setattr(
-        lines.TextReader, "read", lambda self, start, stop: sizes.append(stop - start) or read(self, start, stop)
+        lines, "read_text", lambda source, start, stop: sizes.append(stop - start) or read(source, start, stop)
     )
     path = tmp_path / "rows.jsonl"
     path.write_text(

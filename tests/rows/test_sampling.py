@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from packtool.rows import sampling
 from packtool.rows.sampling import draw
 from packtool.rows.scan import scan, scan_sources
-from packtool.rows.source import Block, Blocks, SourceSpec
+from packtool.rows.source import RowBlock, RowBlocks, ScannedSource, SourceSpec
 from tests.rows.conftest import rows_of
 
 
-def blocks_of(sizes: list[int]) -> Blocks:
+def blocks_of(sizes: list[int]) -> RowBlocks:
     ends = np.cumsum([0, *sizes]).tolist()
-    return Blocks.of(Block(a, b, a, b - a) for a, b in pairwise(ends))
+    return RowBlocks.of(RowBlock(a, b, a, b - a) for a, b in pairwise(ends))
 
 
 @given(
@@ -103,9 +103,9 @@ def test_files_of_one_argument_are_sampled_together(tmp_path: Path) -> None:
     for i in range(4):
         (tmp_path / f"{i}.txt").write_text("a\n" * 100)
         specs.append(SourceSpec(str(tmp_path / f"{i}.txt"), group=i // 3, num_sampled=50 if i < 3 else None))
-    notes: list[str] = []
-    counts = [found.num_rows for found in scan_sources(specs, 42, notes.append)]
+    told: list[ScannedSource] = []
+    counts = [found.num_rows for found in scan_sources(specs, 42, told.append)]
     assert sum(counts[:3]) == 50
     assert counts[3] == 100
     assert all(0 < count < 50 for count in counts[:3])
-    assert notes[0] == f"{tmp_path}/0.txt: 100 rows, 0.0 MB, text"
+    assert [(found.path, found.num_rows) for found in told] == [(spec.path, 100) for spec in specs]

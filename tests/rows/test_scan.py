@@ -10,12 +10,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from packtool import storage
 from packtool.errors import DataError
 from packtool.rows import json_array, lines
 from packtool.rows.sample import Dropped
 from packtool.rows.scan import scan
 from packtool.rows.source import SourceSpec
-from tests.rows.conftest import rows_of
+from tests.rows.conftest import rows_of, write_rows
 
 
 def rows_in(path: Path) -> list[tuple[int, Any]]:
@@ -133,3 +134,33 @@ def test_an_array_never_sits_in_memory(tmp_path: Path) -> None:
     num_rows, kilobytes = map(int, done.stdout.split())
     assert num_rows == 12_000
     assert kilobytes < 80_000
+
+
+@pytest.mark.parametrize("kind", ["json", "jsonl", "csv", "txt"])
+def test_a_small_file_is_opened_once_to_be_scanned_and_once_to_be_read(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_rows(tmp_path / f"rows.{kind}", kind, [{"text": "<image> a"}, {"text": "b"}])
+    opens: list[str] = []
+    real = storage.open_read
+    monkeypatch.setattr(storage, "open_read", lambda path, *given: opens.append(path) or real(path, *given))
+    found = scan(SourceSpec(str(tmp_path / f"rows.{kind}")))
+    assert found.source.form == "text"
+    assert len(opens) == 1 + (kind == "json")  # which may hold lines
+    opens.clear()
+    assert [row["text"] for _, row in rows_of(found)] == ["<image> a", "b"]
+    assert len(opens) == 1
+    for path in tmp_path.iterdir():
+        path.write_text(path.read_text() + " \n")
+    with pytest.raises(DataError, match="has changed since it was scanned"):
+        rows_of(found)
+
+
+def test_files_that_are_alike_are_told_apart_by_name(tmp_path: Path) -> None:
+    """The form of files with the same keys is found once; what is wrong is told of each."""
+    for name, text in (("a", '{"q": 1}'), ("b", '{"q": 1}'), ("c", '{"text": "t"}'), ("d", '{"text": null, "q": 1}')):
+        (tmp_path / f"{name}.jsonl").write_text(text + "\n")
+    for name in "abd":
+        with pytest.raises(DataError, match=rf"{name}\.jsonl: the form of its rows is not recognised"):
+            scan(SourceSpec(str(tmp_path / f"{name}.jsonl")))
+    assert scan(SourceSpec(str(tmp_path / "c.jsonl"))).source.form == "text"

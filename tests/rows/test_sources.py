@@ -182,14 +182,65 @@ def test_named_sets_of_the_hub(tmp_path: Path) -> None:
     assert found.num_rows == 2
 
 
+@pytest.mark.usefixtures("hub")
+def test_a_folder_is_the_part_of_a_set_that_is_read(tmp_path: Path) -> None:
+    """LLaMA-Factory's ``folder``, of a set of the hub and of a local directory; never the whole set instead."""
+    inside = tmp_path / "owner" / "set" / "python"
+    inside.mkdir()
+    (inside / "train.jsonl").write_text('{"query": "p", "response": "a"}\n' * 5)
+
+    def rows(**entry: Any) -> int:
+        found = scan_sources(specs_of("far", dataset_info=info_file(tmp_path, far=entry)), 42)
+        return sum(source.num_rows for source in found)
+
+    far = {"hf_hub_url": "owner/set"}
+    assert (rows(**far, folder="python"), rows(**far)) == (5, 8)
+    near = {"file_name": "owner/set"}
+    assert (rows(**near, folder="python"), rows(**near)) == (5, 10)
+    # Of several places the hub's is the one that LLaMA-Factory reads.
+    assert rows(**far, file_name="owner/set/test.jsonl", folder="python") == 5
+    with pytest.raises(DataError, match=r"split train, folder java\) cannot be loaded"):
+        rows(**far, folder="java")
+    with pytest.raises(DataError, match="set/java: there is no such file"):
+        rows(**near, folder="java")
+    with pytest.raises(DataError, match=r"the folder 'python', and .*train.jsonl is no directory"):
+        rows(file_name="owner/set/train.jsonl", folder="python")
+
+
+@pytest.mark.usefixtures("hub")
+def test_sets_of_modelscope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``ms_hub_url`` alone, and beside ``hf_hub_url`` where ModelScope is asked for."""
+    asked = []
+
+    def copy(option: str, name: str) -> str:
+        asked.append(name)
+        return str(tmp_path / "owner" / "set")
+
+    monkeypatch.setattr("packtool.rows.sources.copy_of_rows", copy)
+    both = {"hf_hub_url": "nobody/nothing", "ms_hub_url": "team/set", "split": "test"}
+    for entry, use_hf in (({"ms_hub_url": "team/set", "split": "test"}, None), (both, False)):
+        info = info_file(tmp_path, far=entry)
+        (found,) = scan_sources(specs_of("far", dataset_info=info, use_hf=use_hf), 42)
+        assert found.num_rows == 2
+    assert asked == ["team/set"] * 2
+
+
 @pytest.mark.parametrize(
     ("entry", "told"),
     [
-        ({"file_nam": "a"}, r"key 'file_nam'; did you mean 'file_name'\?\n.*neither file_name nor hf_hub_url"),
+        ({"file_nam": "a"}, r"key 'file_nam'; did you mean 'file_name'\?\n.*none of file_name, cloud"),
         ({"file_name": "a", "columns": {"promt": "x"}}, "'s', columns: unknown key 'promt'; did you mean 'prompt'"),
         ({"file_name": "a", "tags": {"user": "x"}}, "'s', tags: unknown key 'user'"),
         ({"file_name": "a", "ranking": True}, "no data for supervised training"),
-        ({"file_name": "a", "formatting": "chatml"}, "known are alpaca and sharegpt"),
+        ({"file_name": "a", "formatting": "chatml"}, "known are alpaca, sharegpt and openai"),
+        ({"file_name": "a", "xyz": 1}, "dataset_info.json: 's': unknown key 'xyz'; known are hf_hub_url, .*loss_scale"),
+        ({"file_name": "a", "columns": {"kto_tag": "x"}}, "the columns kto_tag: preferences between answers"),
+        ({"script_url": "a", "file_name": "b"}, "script_url: loading scripts are not run here"),
+        ({"om_hub_url": "a"}, "om_hub_url: openMind's hub is not read here"),
+        ({"file_name": "a", "split": "test"}, "split 'test': only sets of a hub have such parts, and file_name names"),
+        ({"cloud_file_name": "s3://a/b", "subset": "en"}, "subset 'en': .* leave out subset and name the files"),
+        ({"hf_hub_url": "a/b", "folder": "../c"}, "folder '../c': it must be a sub-directory"),
+        ({"hf_hub_url": "a/b", "folder": "/c"}, "folder '/c': it must be a sub-directory"),
         ({"file_name": 5}, "file_name is 5, not text"),
         ({"file_name": "a", "num_samples": 0}, "num_samples is 0"),
         ({"file_name": "a", "columns": {"messages": 1}}, "columns must be an object of names"),

@@ -17,6 +17,7 @@ from torch import Tensor
 from packtool.attention.choose import KERNELS
 from packtool.attention.varlen import Varlen
 from tests.scripts.loading import load_script
+from tests.waiting import PATIENCE_S
 
 # As on a machine where pip has installed torch and transformers and nothing else of what packtool needs.
 WITHOUT_THE_REST = """
@@ -45,7 +46,7 @@ def test_checks_and_table_with_torch_and_transformers_alone(repository: Path) ->
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     checks, table = done.stdout.split("\nwhat  ")

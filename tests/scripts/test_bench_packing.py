@@ -31,7 +31,14 @@ def test_table_and_plot(bench: ModuleType, tmp_path: Path, capsys: pytest.Captur
         assert out.count(f"  {packer.name} ") == 2
     drawn = ElementTree.parse(plot).getroot()
     text = " ".join(drawn.itertext())
-    for name in ("best_fit", "first_fit", "sequential", "next-fit", "binpacking, thousands", "binpacking, whole"):
+    for name in (
+        "best_fit",
+        "first-fit decreasing",
+        "sequential",
+        "next-fit",
+        "binpacking, thousands",
+        "binpacking, whole",
+    ):
         assert name in text
     assert "http" not in plot.read_text().replace("http://www.w3.org/2000/svg", "")
 

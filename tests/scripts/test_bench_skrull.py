@@ -42,6 +42,6 @@ def test_the_printed_algorithm_keeps_to_its_buckets(bench: ModuleType, in_turn: 
     assert sorted(placed.tolist()) == list(range(2 * options.sequences_per_step))
     for batch in (batch for ranks in steps for rank in ranks for batch in rank):
         tokens, sharded = lengths[batch.samples].astype(np.int64), batch.places == SHARDED
-        local = np.bincount(batch.places[~sharded], tokens[~sharded], options.num_sharing)
+        local = np.bincount(batch.places[~sharded], tokens[~sharded], options.sequence_parallel_size)
         padded = -(-tokens[sharded] // options.alignment) * options.alignment
-        assert local.max() + padded.sum() / options.num_sharing <= options.bucket_size
+        assert local.max() + padded.sum() / options.sequence_parallel_size <= options.bucket_size

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from tests.cache.conftest import model as model  # a fixture
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture
@@ -39,11 +40,11 @@ def test_the_loop_skips_what_is_finished(
     rows.insert(1, str(tmp_path / "gone.jsonl"))
     command = ["bash", str(repository / "scripts" / "export_all.sh"), *rows]
     environ |= {"MODEL": str(model), "MAX_LENGTH": "200", "NUM_PROC": "1", "EXPORT_OPTIONS": "--strict true"}
-    first = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+    first = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=PATIENCE_S)
     assert first.returncode == 3, first.stderr  # one dataset is missing, the others are made
     for name in "ab":
         assert (tmp_path / f"{name}_cached_len200" / "packtool.json").exists()
-    again = subprocess.run(command[:3], env=environ, capture_output=True, text=True, timeout=120)
+    again = subprocess.run(command[:3], env=environ, capture_output=True, text=True, timeout=PATIENCE_S)
     assert again.returncode == 0
     assert "already finished" in again.stdout
 
@@ -59,7 +60,7 @@ def test_a_job_array_makes_one_cache(repository: Path, tmp_path: Path, model: Pa
     ]
     for index in range(2):
         environ |= {"SLURM_ARRAY_TASK_ID": str(index), "SLURM_ARRAY_TASK_COUNT": "2", "SLURM_CPUS_PER_TASK": "1"}
-        subprocess.run(["bash", *script], env=environ, check=True, capture_output=True, timeout=120)
+        subprocess.run(["bash", *script], env=environ, check=True, capture_output=True, timeout=PATIENCE_S)
         assert (tmp_path / "cache" / "packtool.json").exists() == (index == 1)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from packtool.errors import ConfigError
-from packtool.simulate.hardware import PRESETS, Hardware
+from packtool.simulate.hardware import PRESETS, Hardware, nearest_preset, peak_tflops
 
 
 def fields(**changes: Any) -> dict[str, Any]:
@@ -58,3 +58,32 @@ def test_the_measured_all_gathers_of_skrulls_machine() -> None:
     machine = Hardware.of_fields(fields(link_share=1.0, intra_node_gb_per_s=intra, latency_us=53), "paper")
     for size, micros, off in ((2e6, 53, 0.01), (64e6, 489, 0.18), (1024e6, 6468, 0.001)):
         assert machine.collective_seconds(size, 8) == pytest.approx(micros * 1e-6, rel=off)
+
+
+@pytest.mark.parametrize(
+    ("names", "preset"),
+    [
+        ((), "h100"),
+        (("NVIDIA H100 80GB HBM3",), "h100"),
+        (("NVIDIA H200",), "h200"),
+        (("NVIDIA A100-SXM4-80GB", "NVIDIA H100 PCIe"), "a100"),
+        (("Ascend 910B3",), "910b"),
+        (("Tesla T4",), "h100"),
+    ],
+)
+def test_the_preset_for_the_devices_that_are_there(names: tuple[str, ...], preset: str) -> None:
+    assert nearest_preset(names) is PRESETS[preset]
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", PRESETS["h100"].peak_tflops),
+        ("NVIDIA H200", PRESETS["h200"].peak_tflops),
+        ("NVIDIA A100-SXM4-80GB", PRESETS["a100"].peak_tflops),
+        ("NVIDIA H20", 148),
+        ("a card of tomorrow", None),
+    ],
+)
+def test_a_device_is_known_by_its_name(device: str, peak: float | None) -> None:
+    assert peak_tflops(device) == peak

@@ -11,7 +11,7 @@ import pytest
 from packtool.config.simulate import STRATEGIES, StrategyName
 from packtool.errors import DataError
 from packtool.plan.skrull import SHARDED
-from packtool.simulate.cost import Constants, Machine, Schedule
+from packtool.simulate.cost import Constants, Machine, SimulatedSchedule
 from packtool.simulate.distributions import draw
 from packtool.simulate.hardware import PRESETS, Hardware
 from packtool.simulate.model_sizes import PRESETS as MODELS
@@ -29,7 +29,12 @@ def machine(world_size: int = 32, constants: Constants = NO_LAUNCHES, **hardware
 
 
 def options(of: Machine | None = None, **changes: Any) -> SimulateOptions:
-    settings: dict[str, Any] = {"num_sharing": 8, "bucket_size": 26_000, "packing_length": 26_000, "num_steps": 3}
+    settings: dict[str, Any] = {
+        "sequence_parallel_size": 8,
+        "bucket_size": 26_000,
+        "packing_length": 26_000,
+        "num_steps": 3,
+    }
     return SimulateOptions(machine=of or machine(), **{**settings, **changes})
 
 
@@ -41,10 +46,10 @@ def outcomes(chosen: SimulateOptions, data: Any = "wikipedia") -> dict[StrategyN
     return {found.name: found for found in simulate(lengths_for(chosen, data), STRATEGIES, chosen)}
 
 
-def one_sequence(tokens: int, num_sharing: int = 1) -> Schedule:
+def one_sequence(tokens: int, sequence_parallel_size: int = 1) -> SimulatedSchedule:
     zero = np.zeros(1, dtype=np.int64)
-    place = np.array([SHARDED if num_sharing > 1 else 0])
-    return Schedule(num_sharing, 1, 1, zero, np.array([tokens]), place, zero, zero, zero)
+    place = np.array([SHARDED if sequence_parallel_size > 1 else 0])
+    return SimulatedSchedule(sequence_parallel_size, 1, 1, zero, np.array([tokens]), place, zero, zero, zero)
 
 
 def test_one_rank_and_one_sequence() -> None:
@@ -67,6 +72,19 @@ def test_one_sharded_sequence() -> None:
     assert timing.waited[0] == pytest.approx(gathers + timing.synchronisation)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_skrulls_planner_is_told_what_the_simulation_knows(recompute: bool) -> None:
+    found = replace(machine(8), recompute=recompute)
+    times, tokens = found.step_time(8), np.array([300, 5000])
+    flops = SIZES.cost(tokens, tokens**2, tokens)
+    linear = found.linear_seconds(tokens) * tokens / (tokens + found.constants.matmul_half_tokens)
+    local = times.work(tokens, flops) / times.flops_per_second
+    assert local == pytest.approx(linear + found.attention_seconds(tokens, 1))
+    sharded = times.work(tokens, flops, 8) / 8 / times.flops_per_second
+    assert sharded == pytest.approx(linear / 8 + found.attention_seconds(tokens, 8))
+    assert times.launch_seconds == found.launch_seconds
+
+
 def test_a_gpu_is_never_faster_than_its_launches() -> None:
     found = machine(1, Constants(launch_us=5))
     assert found.launch_seconds == pytest.approx(24 * 150 * 5e-6)
@@ -75,11 +93,16 @@ def test_a_gpu_is_never_faster_than_its_launches() -> None:
     assert timing.launching[0, 0] == pytest.approx(found.launch_seconds - timing.local[0, 0])
 
 
-def test_recomputation_costs_a_third_and_saves_memory() -> None:
+def test_recomputation_costs_a_forward_pass_and_saves_memory() -> None:
     plain = machine(1)
     again = replace(plain, recompute=True)
-    schedule_of_one = one_sequence(5000)
-    assert again.time(schedule_of_one).step_seconds == pytest.approx(plain.time(schedule_of_one).step_seconds * 4 / 3)
+    tokens = np.array([5000])
+    # Backward is twice forward in matrix products, and two and a half times in attention.
+    assert again.linear_seconds(tokens) == pytest.approx(plain.linear_seconds(tokens) * 4 / 3)
+    assert again.attention_seconds(tokens, 1) == pytest.approx(plain.attention_seconds(tokens, 1) * 4.5 / 3.5)
+    (seconds,), (more,) = (one.time(one_sequence(5000)).step_seconds for one in (plain, again))
+    assert more == pytest.approx(float(again.linear_seconds(tokens)[0] + again.attention_seconds(tokens, 1)[0]))
+    assert more > seconds
     assert plain.largest_bucket(1) > plain.largest_bucket(64)
     assert again.largest_bucket(1) > plain.largest_bucket(1) > 10_000
 
@@ -93,7 +116,7 @@ def test_every_sequence_once(name: StrategyName) -> None:
     assert (found.tokens >= lengths[found.samples]).all()
     assert (np.diff(found.cells) >= 0).all()
     assert found.cells.max() < found.num_cells == len(found.cell_groups)
-    assert found.num_groups * found.num_sharing == 32
+    assert found.num_groups * found.sequence_parallel_size == 32
     if name in ("padded", "context-parallel", "sorted", "skrull"):
         assert sorted(found.samples.tolist()) == list(range(3 * 256))
         per_step = np.bincount(found.cell_steps[found.cells])
@@ -172,7 +195,7 @@ def test_fewer_sequences_than_a_step() -> None:
 
 def test_alone_and_together() -> None:
     """Groups of one GPU: nothing is shared, and nothing breaks."""
-    for found in simulate(lengths_for(options()), STRATEGIES, options(num_sharing=1, sequences_per_rank=8)):
-        assert found.timing.schedule.num_sharing == 1
+    for found in simulate(lengths_for(options()), STRATEGIES, options(sequence_parallel_size=1, sequences_per_rank=8)):
+        assert found.timing.schedule.sequence_parallel_size == 1
         assert found.timing.communication.sum() == 0
         assert found.title == TITLES[found.name]

@@ -36,7 +36,7 @@ def _write(path: str, data: bytes) -> None:
 
 
 def test_everything_completes_and_bytes_are_equal(bucket: str, s3_server: S3Server, through_proxy: Through) -> None:
-    proxy = through_proxy(timeout=0.3, share=0.3, seed=1)
+    proxy = through_proxy(timeout=1.0, share=0.3, seed=1)
     data = random.Random(1).randbytes(4 * PART + 123)
     _write(f"{bucket}/big", data)
     for i in range(10):
@@ -56,7 +56,7 @@ def test_everything_completes_and_bytes_are_equal(bucket: str, s3_server: S3Serv
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_cannot_be_repaired_is_told_within_the_bound(bucket: str, through_proxy: Through, fault: str) -> None:
-    proxy = through_proxy(retries=2, timeout=0.1, share=1.0, faults=(fault,))
+    proxy = through_proxy(retries=2, timeout=1.0, share=1.0, faults=(fault,))
     with pytest.raises(StorageError, match="opening failed: given up after 3 tries"):
         storage.read_bytes(f"{bucket}/x")
     assert 3 <= proxy.counts["requests"] <= 6  # aiohttp asks again by itself when a connection it kept turns out closed
@@ -81,7 +81,8 @@ def test_every_operation_is_told(bucket: str, through_proxy: Through) -> None:
 
 
 def test_an_upload_that_fails_leaves_nothing(bucket: str, s3_server: S3Server, through_proxy: Through) -> None:
-    through_proxy(retries=1, once=[("PUT .*partNumber=2", "stall"), ("PUT .*partNumber=2", "500 InternalError")])
+    faults = [("PUT .*partNumber=2", "stall"), ("PUT .*partNumber=2", "500 InternalError")]
+    through_proxy(retries=1, timeout=2.0, once=faults)
     file = storage.AtomicFile(f"{bucket}/x")
     with pytest.raises(StorageError, match="x: writing failed: given up after 2 tries"):
         file.write(bytes(10 * PART))
@@ -211,7 +212,7 @@ def test_writing_holds_a_few_parts_only(bucket: str, tmp_path: Path) -> None:
 
 def test_an_interrupted_wait_ends_the_request(bucket: str, through_proxy: Through) -> None:
     """Ctrl-C must not wait for a silent server."""
-    proxy = through_proxy(timeout=60.0, share=1.0, faults=("stall",))
+    proxy = through_proxy(share=1.0, faults=("stall",))
 
     def interrupt() -> None:
         while not proxy.counts["stall"]:

@@ -52,7 +52,7 @@ def test_a_signed_address_is_read_by_ranges(signed: str) -> None:
 
 
 def test_broken_connections_are_repaired(signed: str, through_proxy: Callable[..., Proxy]) -> None:
-    proxy = through_proxy(share=0.4, seed=3)
+    proxy = through_proxy(timeout=1.0, share=0.4, seed=3)
     address = urlsplit(signed)
     path = f"{proxy.url}{address.path}?{address.query}"
     assert storage.read_bytes(path) == DATA

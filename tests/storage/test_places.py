@@ -13,13 +13,11 @@ from packtool import storage
 from packtool.errors import StorageError
 
 
-@pytest.fixture(params=["local", "memory", "s3"])
+@pytest.fixture(params=["local", "s3"])
 def base(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """An empty directory."""
     if request.param == "local":
         return str(tmp_path / "base")
-    if request.param == "memory":
-        return f"memory://{tmp_path.name}/base"
     return f"{request.getfixturevalue('bucket')}/base"
 
 

@@ -16,7 +16,6 @@ import pytest
 from packtool.config.export import EncodeSpec
 from packtool.encode.encoded import EncodedSample
 from packtool.errors import MismatchError, PacktoolError, RowError
-from packtool.plan.packing import PackOptions
 from packtool.rows.sample import Dropped
 from packtool.rows.source import SourceSpec
 from packtool.stream.packs import PackStream, StreamedPack, StreamOptions
@@ -43,8 +42,8 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> list[SourceSpec]:
 
 
 def options(**settings: Any) -> StreamOptions:
-    pack = PackOptions(capacity=CAPACITY, **settings.pop("pack", {}))
-    return StreamOptions(**{"interval": 100, "shuffle_buffer_size": 50, **settings}, pack=pack)
+    plain = {"packing_interval": 100, "shuffle_buffer_size": 50, "dataset_num_proc": 1, "num_epochs": 1}
+    return StreamOptions(**{"packing_length": CAPACITY, "seed": 42, "strict": False, **plain, **settings})
 
 
 def stream(
@@ -80,7 +79,7 @@ def test_every_row_is_in_one_pack_or_told_of(specs: list[SourceSpec], model: Pat
 
 
 def test_the_number_of_workers_changes_nothing(specs: list[SourceSpec], model: Path) -> None:
-    one, three = (list(stream(specs, model, options(num_proc=count))) for count in (1, 3))
+    one, three = (list(stream(specs, model, options(dataset_num_proc=count))) for count in (1, 3))
     assert contents(one) == contents(three)
 
 
@@ -88,8 +87,8 @@ def test_the_number_of_workers_changes_nothing(specs: list[SourceSpec], model: P
 def whole(request: pytest.FixtureRequest, specs: list[SourceSpec], model: Path) -> tuple[StreamOptions, Any, Any]:
     chosen = {
         "shuffled": options(num_epochs=2),
-        "in order": options(shuffle_buffer_size=1, pack={"shuffle": False, "algorithm": "sequential"}),
-        "small buffer": options(interval=7, shuffle_buffer_size=3),
+        "in order": options(shuffle_buffer_size=1, shuffle=False, packing_algorithm="sequential"),
+        "small buffer": options(packing_interval=7, shuffle_buffer_size=3),
     }[request.param]
     told: list[Dropped] = []
     return chosen, list(stream(specs, model, chosen, log=told.append)), told
@@ -129,18 +128,18 @@ def test_every_epoch_has_other_companions(specs: list[SourceSpec], model: Path) 
 
 
 def test_order_is_kept_where_it_should_be(specs: list[SourceSpec], model: Path) -> None:
-    chosen = options(shuffle_buffer_size=1, pack={"shuffle": False, "algorithm": "sequential", "look_ahead": 0})
+    chosen = options(shuffle_buffer_size=1, shuffle=False, packing_algorithm="sequential", look_ahead=0)
     found = [name for pack in contents(list(stream(specs, model, chosen))) for name in pack]
     positions = {spec.path: number for number, spec in enumerate(specs)}
     keys = [(positions[source], row) for source, row in found]
     assert keys == sorted(keys)
 
 
-@pytest.mark.parametrize("budget", ["max_samples", "max_media_tokens"])
+@pytest.mark.parametrize("budget", ["max_samples_per_pack", "max_media_tokens_per_pack"])
 def test_budgets_are_kept(specs: list[SourceSpec], model: Path, budget: str) -> None:
-    packs = list(stream(specs, model, options(pack={budget: 3})))
+    packs = list(stream(specs, model, options(**{budget: 3})))
     most = max(len(pack.samples) for pack in packs)
-    assert most == 3 if budget == "max_samples" else most > 3
+    assert most == 3 if budget == "max_samples_per_pack" else most > 3
 
 
 def test_strict_stops_at_the_first_bad_row(specs: list[SourceSpec], model: Path) -> None:
@@ -149,7 +148,7 @@ def test_strict_stops_at_the_first_bad_row(specs: list[SourceSpec], model: Path)
 
 
 def test_a_dead_worker_is_an_error(specs: list[SourceSpec], model: Path) -> None:
-    packs = iter(stream(specs * 40, model, options(num_proc=2)))
+    packs = iter(stream(specs * 40, model, options(dataset_num_proc=2)))
     next(packs)
     workers = [child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())]
     assert len(workers) == 2
@@ -177,7 +176,7 @@ def test_nothing_is_left_in_shared_memory_however_it_ends(
     monkeypatch.setattr(
         multiprocessing.synchronize.SemLock, "__init__", lambda self, *a, **k: (made.append(a), make(self, *a, **k))[1]
     )
-    assert list(stream(specs, model, options(num_proc=2)))
+    assert list(stream(specs, model, options(dataset_num_proc=2)))
     assert not made
 
 
@@ -201,7 +200,7 @@ def test_fill_on_mixed_real_rows(realdata: Path, capacity: int) -> None:
     )
     specs = [SourceSpec(str(realdata / name)) for name in files]
     spec = EncodeSpec(model=str(realdata / "tokenizers" / "qwen3-vl"), max_length=capacity, image_max_token_num=512)
-    chosen = StreamOptions(pack=PackOptions(capacity=capacity))
+    chosen = options(packing_length=capacity, packing_interval=1000, shuffle_buffer_size=1000)
     packs = list(PackStream(specs, spec, chosen, rank=0, world_size=1, log=lambda item: None))
     assert sum(pack.num_tokens for pack in packs) >= 0.98 * capacity * len(packs)
 
@@ -223,7 +222,7 @@ def test_dirty_rows_cost_themselves(model: Path, tmp_path: Path) -> None:
         )
     )
     told: list[Dropped] = []
-    chosen = options(pack={"shuffle": False})
+    chosen = options(shuffle=False)
     packs = list(stream([SourceSpec(str(tmp_path / "rows.jsonl"), max_row_bytes=4000)], model, chosen, log=told.append))
     assert [row for pack in contents(packs) for _, row in pack] == [0, 6]
     assert [item.row for item in told] == [1, 2, 3, 4, 5]

@@ -89,4 +89,14 @@ def test_a_laptop_plans_for_gpus_elsewhere(tiny: TinyWorld, tmp_path: Path) -> N
     ):
         with pytest.raises(ConfigError, match=message):
             plan(**wrong)
-    assert "goes with --dry-run" in tiny.config(tmp_path, hardware="h100").problems()[0]
+
+
+@pytest.mark.parametrize("settings", [{"train_type": "lora", "bf16": True}, {"torch_dtype": "bfloat16"}])
+def test_it_tells_the_precision_that_the_run_tells(tiny: TinyWorld, tmp_path: Path, settings: dict[str, Any]) -> None:
+    told = []
+    for dry_run in (True, False):
+        progress = Recording()
+        train(tiny.config(tmp_path, max_steps=1, dry_run=dry_run, verify_packing=False, **settings), progress)
+        told.append([note for note in progress.notes if note.startswith(("trained weights: ", "parameters: "))])
+    assert told[0] == told[1]
+    assert len(told[0]) == 2

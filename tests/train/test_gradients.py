@@ -1,4 +1,4 @@
-"""The same samples give the same gradient, however they are packed, padded, accumulated and dealt to processes.
+"""The same samples give the same gradient, however they are packed, padded, accumulated and assigned to processes.
 
 One optimizer step of plain gradient descent with learning rate 1 on all samples: the weights afterwards are the weights
 before minus the gradient, so runs with equal checkpoints had equal gradients.
@@ -6,11 +6,7 @@ before minus the gradient, so runs with equal checkpoints had equal gradients.
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +16,8 @@ from safetensors.torch import load_file
 
 from packtool.progress import SilentProgress
 from packtool.train.run import train
+from tests.forked import run_ranks
+from tests.train.jobs import Job, run_jobs
 from tests.train.tiny import TinyWorld, check_same_rest, read_metrics
 
 DESCENT: dict[str, Any] = {
@@ -109,47 +107,32 @@ def alone(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two_processes(tiny: TinyWorld, alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All jobs of two processes, in one start of torchrun."""
+    """All jobs of two processes, in one process group."""
     root = tmp_path_factory.mktemp("two")
-    jobs: list[tuple[str, dict[str, Any]]] = [
-        (str(root / name), DESCENT | settings) for name, settings in TWO_PROCESSES.items()
-    ]
-    jobs.append((str(root / "versions"), DESCENT | {"add_version": True}))
+    jobs: list[Job] = [("train", root / name, DESCENT | settings) for name, settings in TWO_PROCESSES.items()]
+    jobs.append(("train", root / "versions", DESCENT | {"add_version": True}))
     whole = root / "whole"
-    jobs.append((str(whole), RESUMED))
+    jobs.append(("train", whole, RESUMED))
     # All rows are in one block, so the second rank has none: its packs are empty, and the mean is over true targets.
-    jobs.append((str(root / "streamed"), DESCENT | tiny.streamed() | {"gradient_accumulation_steps": 12}))
+    jobs.append(("train", root / "streamed", DESCENT | tiny.streamed() | {"gradient_accumulation_steps": 12}))
     rows = root / "rows.jsonl"
     write_lines(tiny, rows, 5)
     streamed = tiny.streamed(str(rows)) | {"save_steps": 2, "gradient_accumulation_steps": 2, "train_type": "lora"}
-    jobs.append((str(root / "stream"), streamed))
+    jobs.append(("train", root / "stream", streamed))
     checkpoint = str(root / "stream" / "checkpoint-4")
-    jobs.append((str(root / "stream-resumed"), streamed | {"resume_from_checkpoint": checkpoint}))
-    jobs.append((str(root / "sharded"), FSDP_RESUMED))
+    jobs.append(("train", root / "stream-resumed", streamed | {"resume_from_checkpoint": checkpoint}))
+    jobs.append(("train", root / "sharded", FSDP_RESUMED))
     checkpoint = str(root / "sharded" / "checkpoint-2")
-    jobs.append((str(root / "sharded-resumed"), FSDP_RESUMED | {"resume_from_checkpoint": checkpoint}))
-    jobs.append((str(root / "dealt-anew"), ALONE | {"resume_from_checkpoint": f"{alone}/checkpoint-1"}))
+    jobs.append(("train", root / "sharded-resumed", FSDP_RESUMED | {"resume_from_checkpoint": checkpoint}))
+    jobs.append(("train", root / "assigned-anew", ALONE | {"resume_from_checkpoint": f"{alone}/checkpoint-1"}))
     larger = ALONE | {"gradient_accumulation_steps": 2, "resume_from_checkpoint": f"{alone}/checkpoint-3"}
-    jobs.append((str(root / "dealt-to-larger-steps"), larger))
+    jobs.append(("train", root / "assigned-to-larger-steps", larger))
     for step in (1, 3):
-        jobs.append((str(root / f"resumed-{step}"), RESUMED | {"resume_from_checkpoint": f"{whole}/checkpoint-{step}"}))
-    (root / "jobs.json").write_text(json.dumps({"world": dataclasses.asdict(tiny), "jobs": jobs}))
-    run_two_processes(root / "jobs.json")
+        jobs.append(
+            ("train", root / f"resumed-{step}", RESUMED | {"resume_from_checkpoint": f"{whole}/checkpoint-{step}"})
+        )
+    run_ranks(2, run_jobs, tiny, jobs, scratch=root)
     return root
-
-
-def run_two_processes(jobs: Path) -> None:
-    """Start torchrun on this machine's CPU."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, "--module", "tests.train.two_processes", str(jobs)],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
 
 
 @pytest.mark.parametrize("name", TWO_PROCESSES)
@@ -180,14 +163,14 @@ def test_two_streams_resume_exactly_and_end_together(two_processes: Path) -> Non
 
 def test_what_is_left_is_dealt_to_other_processes(alone: Path, two_processes: Path) -> None:
     """With the same packs in a step, the same steps; the sums alone may be added in another order."""
-    whole, rest = read_metrics(alone), read_metrics(two_processes / "dealt-anew")
+    whole, rest = read_metrics(alone), read_metrics(two_processes / "assigned-anew")
     assert [line["step"] for line in rest] == list(range(2, len(whole) + 1))
     for line, expected in zip(rest, whole[1:], strict=True):
         assert line["target_tokens"] == expected["target_tokens"]
         assert line["loss"] == pytest.approx(expected["loss"], rel=1e-4)
-    state = json.loads((two_processes / "dealt-anew" / "checkpoint-8" / "packtool_state.json").read_text())
+    state = json.loads((two_processes / "assigned-anew" / "checkpoint-8" / "packtool_state.json").read_text())
     assert state["dealings"] == [[0, 1, 2, 1], [1, 2, 1, 1]]
-    larger = read_metrics(two_processes / "dealt-to-larger-steps")
+    larger = read_metrics(two_processes / "assigned-to-larger-steps")
     assert [line["step"] for line in larger] == [4, 5, 6]
     assert sum(line["target_tokens"] for line in larger) == sum(line["target_tokens"] for line in whole[3:])
 

@@ -43,7 +43,7 @@ def setting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @torch.no_grad()
 def packed_logits(model: PreTrainedModel, spec: InputSpec, samples: list[EncodedSample]) -> list[Tensor]:
-    """Logits of each sample out of one packed row."""
+    """Logits of each sample out of one packed sequence."""
     batch = collate_packs(samples, spec)
     logits = model(**batch.model_inputs()).logits[0]
     return list(logits.split(batch.lengths))[: len(samples)]

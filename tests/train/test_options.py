@@ -17,9 +17,9 @@ from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
 from packtool.progress import SilentProgress
 from packtool.train.loop.arguments import training_arguments
-from packtool.train.loop.result import settings_lines
 from packtool.train.model.load import load_model, make_trainable, resolve_dtype
 from packtool.train.model.precision import loaded_dtype
+from packtool.train.prepare.result import settings_lines
 from packtool.train.run import train
 from tests.batch.reduced import reduced_model
 from tests.train.tiny import TinyWorld, export_rows, read_metrics
@@ -194,10 +194,12 @@ def test_contradictions_are_told() -> None:
         ({"bf16": True, "fp16": True}, "two precisions"),
         ({"bf16": False, "torch_dtype": "bfloat16"}, "contradicts"),
         ({"bf16": True, "torch_dtype": "float16"}, "contradicts"),
-        ({"load_best_model_at_end": True}, "needs evaluations"),
-        ({"save_strategy": "best"}, "needs evaluations"),
+        ({"lora_dropout": 1.0}, "--lora-dropout 1 drops all"),
+        ({"load_best_model_at_end": True, "eval_strategy": "no"}, "needs evaluations"),
+        ({"save_strategy": "best", "eval_strategy": "no"}, "needs evaluations"),
+        ({"save_strategy": "best", "streaming": True}, "needs evaluations"),
         ({"metric_for_best_model": "bleu"}, "known are loss"),
-        ({"padding_free": True}, "goes with --packing true"),
+        ({"padding_free": True, "packing": False}, "goes with --packing true"),
     ):
         found = run_config(**settings).problems()
         assert any(told in problem for problem in found), (settings, found)
@@ -288,15 +290,27 @@ def test_settings_are_shown_as_they_are_typed() -> None:
 class Lines(SilentProgress):
     def __init__(self) -> None:
         self.lines: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+        self.num_silent = 0
 
-    def line(self, **fields: float | int | str) -> None:
-        self.lines.append(dict(fields))
+    def line(self, num_done: int = 0, **fields: float | int | str) -> None:
+        self.lines.append({"num_done": num_done, **fields})
+
+    def advance(self, num_done: int, **fields: float | int | str) -> None:
+        self.num_silent += num_done
+
+    def note(self, message: str) -> None:
+        self.notes.append(message)
 
 
 def test_every_log_line_is_shown(tiny: TinyWorld, tmp_path: Path) -> None:
     progress = Lines()
     train(tiny.config(tmp_path, max_steps=3, logging_steps=1, verify_packing=False), progress)
     assert [line["loss"] for line in progress.lines] == [round(line["loss"], 4) for line in read_metrics(tmp_path)]
+    assert [line.pop("num_done") for line in progress.lines] == [1, 1, 1], "one line a step"
+    assert progress.num_silent == 0
+    told = [line.split("  ")[1] for line in progress.notes if line.startswith("  ")]
+    assert told == list(progress.lines[0]), "each is explained, once"
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 
 from packtool.batch.batch import Batch
 from packtool.batch.collate import collate_packs
-from packtool.batch.dataset import PlannedMicroBatches
+from packtool.batch.dataset import MicroBatches
 from packtool.launch.world import World
 from packtool.progress import SilentProgress
 from packtool.train.loop.execute import load_spec
-from packtool.train.loop.loader import use_of_towers
+from packtool.train.loop.loader import Ranks, always_run
 from packtool.train.model.load import load_model, make_trainable
-from packtool.train.prepare.cached import prepare_run
+from packtool.train.prepare.cached import prepare_cached
 from packtool.train.run import train
 from tests.forked import run_ranks
 from tests.train.jobs import Job, run_jobs
@@ -135,7 +135,7 @@ def test_every_trained_parameter_has_a_gradient_whatever_a_micro_batch_holds(
     for tiny in (hearing, seeing):
         rows = [row for row in ROWS if tiny is hearing or "sound" not in row]
         tiny = export_kinds(tiny, str(tmp_path / Path(tiny.model).parent.name), rows)
-        run = prepare_run(tiny.config(tmp_path), World())
+        run = prepare_cached(tiny.config(tmp_path), World())
         spec = load_spec(run)
         model = make_trainable(load_model(tiny.model, spec.config, dtype=torch.float32, packing=True), run.config)
         for position in range(len(rows)):
@@ -154,19 +154,15 @@ def test_the_plan_says_which_towers_run(hearing: TinyWorld, tmp_path: Path) -> N
     rows = [("text",), ("picture",), ("text",), ("text",), ("sound",), ("video", "sound")]
     tiny = export_kinds(hearing, str(tmp_path / "cache"), rows)
     frozen = tiny.config(tmp_path, **IN_ORDER | TRAINED["frozen"])
-    run = prepare_run(frozen, World(size=2))
-    spec, plan = load_spec(run), run.schedule.plan_of(0)
-    running = use_of_towers(run.figures, spec, frozen).in_micro_batches(plan)
-    assert {tower: runs.tolist() for tower, runs in running.items()} == {
-        "vision": [True, False, True],
-        "sound": [False, False, True],
-    }
-    trained = use_of_towers(run.figures, spec, tiny.config(tmp_path)).in_micro_batches(plan)
-    assert all(runs.all() for runs in trained.values())
+    run = prepare_cached(frozen, World(size=2))
+    spec = load_spec(run)
+    assert always_run(spec, frozen) == frozenset()
+    assert always_run(spec, tiny.config(tmp_path)) == {"vision", "sound"}
     for rank in range(2):
-        batches = PlannedMicroBatches(
-            run.samples, plan, rank=rank, spec=spec, use=use_of_towers(run.figures, spec, frozen)
-        )
-        found = [batches[number] for number in range(3)]
+        run = prepare_cached(frozen, World(rank, 2))
+        wanted = [batch for step in run.steps(Ranks(run.world)).drawn() for batch in step.micro_batches]
+        assert [batch.towers for batch in wanted] == [{"vision"}, frozenset(), {"vision", "sound"}]
+        dataset = MicroBatches(run.read, spec, always=always_run(spec, frozen))
+        found = [dataset[batch] for batch in wanted]
         assert [isinstance(batch, Batch) and "input_features" in batch.media for batch in found] == [False, False, True]
         assert [isinstance(batch, Batch) and "input_ids" in batch.model_inputs() for batch in found] == [True] * 3

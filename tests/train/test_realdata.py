@@ -5,13 +5,9 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 import shutil
-import subprocess
-import sys
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,24 +15,11 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from packtool.cli.main import run
+from tests.cli.commands import run_here
 
 MAX_LENGTH = 2048
 NUM_TOKENS = 151936
 SUBSET = {"mm_mathvision_a.jsonl": 12, "mm_xtuner_coco_zh.jsonl": 6, "text_gpteacher_toolformer.jsonl": 60}
-
-
-def run_packtool(folder: Path, *arguments: str, num_processes: int = 1) -> dict[str, Any]:
-    """A public command with ``--json``; fails the test with what it said."""
-    done = subprocess.run(
-        [sys.executable, "-m", "packtool", *arguments, "--json"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "NPROC_PER_NODE": str(num_processes)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return dict(json.loads(done.stdout))
 
 
 @pytest.fixture(scope="module")
@@ -78,15 +61,14 @@ def make_weights(model: Path) -> None:
     AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(model)).float().save_pretrained(model)
 
 
-def test_two_processes_train_on_real_rows(world: Path) -> None:
-    result = run_packtool(
-        world,
-        *("train", "--model", "model", "--cached-dataset", "cache", "--packing", "true"),
-        *("--max-length", str(MAX_LENGTH), "--packing-length", str(MAX_LENGTH), "--train-type", "full"),
-        *("--freeze-vit", "false", "--freeze-aligner", "false", "--learning-rate", "1e-2", "--max-steps", "2"),
-        *("--logging-steps", "1", "--dataloader-num-workers", "1", "--output-dir", "trained"),
-        num_processes=2,
-    )
+def test_two_processes_train_on_real_rows(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(world)
+    run_here(f"""
+        NPROC_PER_NODE=2 packtool train --model model --cached-dataset cache --packing true --train-type full \\
+            --max-length {MAX_LENGTH} --packing-length {MAX_LENGTH} --freeze-vit false --freeze-aligner false \\
+            --learning-rate 1e-2 --max-steps 2 --logging-steps 1 --dataloader-num-workers 1 --output-dir trained
+    """)
+    result = json.loads((world / "trained" / "packtool_train.json").read_text())
     assert (result["num_processes"], result["steps"]) == (2, 2)
     assert result["fill"] > 0.8
     assert result["steps_without_packing"] > 5 * result["steps"]

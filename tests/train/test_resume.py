@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +23,9 @@ from packtool.train.prepare.checkpoint import (
     write_state,
 )
 from packtool.train.run import train
+from tests.forked import started
 from tests.train.tiny import TinyWorld, check_same_rest, read_metrics
+from tests.waiting import wait_for
 
 # 8 packs in steps of 3: two whole steps and one of 2 packs in each of two epochs.
 SETTINGS: dict[str, Any] = {"num_train_epochs": 2.0, "gradient_accumulation_steps": 3, "save_steps": 1}
@@ -226,19 +225,9 @@ def test_killed_while_a_checkpoint_was_being_written(tiny: TinyWorld, tmp_path: 
     """``kill -9`` between the weights and the state: the checkpoint before is the newest that is taken."""
     settings = SETTINGS | {"save_steps": 1}
     train(tiny.config(tmp_path / "whole", **settings), SilentProgress())
-    jobs = {"world": dataclasses.asdict(tiny), "jobs": [[str(tmp_path / "killed"), settings]]}
-    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.train.two_processes", str(tmp_path / "jobs.json")],
-        cwd=Path(__file__).parents[2],
-        stderr=subprocess.DEVNULL,
-    )
     third = tmp_path / "killed" / "checkpoint-3"
-    deadline = time.monotonic() + 120
-    while not (third / "config.json").exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.0005)
-    process.kill()
-    process.wait()
+    with started(train, tiny.config(tmp_path / "killed", **settings), SilentProgress()) as process:
+        wait_for((third / "config.json").exists, lambda: not process.is_alive())
     assert third.exists()
     done = [Path(path).name for path in finished_checkpoints(str(tmp_path / "killed"))]
     assert "checkpoint-2" in done

@@ -81,7 +81,7 @@ def test_it_learns_and_logs_the_first_and_the_last_step(trained: tuple[Path, Any
 def test_the_progress_sees_every_step_and_the_plan_first(trained: tuple[Path, Any, Recording]) -> None:
     _, _, progress = trained
     assert progress.total == progress.num_done == 9
-    assert {"loss", "lr", "targets/s", "fill", "waiting"} == progress.fields.keys()
+    assert {"loss", "grad norm", "lr", "targets/s", "fill", "waiting", "memory"} == progress.fields.keys()
     notes = "\n".join(progress.notes)
     for said in ("samples in the caches: 40", "packing length: 256", "packs: 8", "5.00 samples a pack", "1 process"):
         assert said in notes
@@ -305,7 +305,7 @@ def test_evaluations_between_steps_change_nothing(tiny: TinyWorld, tmp_path: Pat
         "num_train_epochs": 2.0,
         "train_type": "lora",
     }
-    train(tiny.config(tmp_path / "plain", **given), SilentProgress())
+    train(tiny.config(tmp_path / "plain", **given, eval_strategy="no"), SilentProgress())
     for strategy, every in (("steps", 2), ("epoch", 0)):
         output_dir = tmp_path / strategy
         train(tiny.config(output_dir, **given, eval_strategy=strategy, eval_steps=every or 1), SilentProgress())

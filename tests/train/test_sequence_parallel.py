@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from packtool.attention.parallel import attend
-from packtool.attention.parallel.layout import Layout, layout_of
+from packtool.attention.parallel.layout import ShardLayout, layout_of
 from packtool.attention.varlen import Varlen
 from packtool.batch.shard import SequenceShard
 from packtool.errors import ConfigError, MismatchError
@@ -27,10 +27,13 @@ from tests.train.tiny import TinyWorld, check_same_rest, export_rows, read_metri
 
 EVALUATING: dict[str, Any] = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "verify_packing": False}
 EVALUATED = ("ring", "ulysses")
+UNSEEN = DESCENT | {"eval_strategy": "no"}
 TYPES = ("ring", "allgather", "ulysses")
-# Two packs of 256 tokens a step, 20 steps.
-CURVE: dict[str, Any] = {"max_steps": 20, "gradient_accumulation_steps": 2, "save_steps": 10, "num_train_epochs": 5.0}
-LORA: dict[str, Any] = {"train_type": "lora", "learning_rate": 1e-2, "lora_dropout": 0.0, "max_steps": 6}
+# Two packs of 256 tokens a step, two epochs.
+NUM_STEPS, HALF = 8, 4
+CURVE: dict[str, Any] = {"max_steps": NUM_STEPS, "gradient_accumulation_steps": 2, "save_steps": HALF}
+CURVE |= {"num_train_epochs": 2.0, "learning_rate": 3e-3, "eval_strategy": "no"}
+LORA: dict[str, Any] = {"train_type": "lora", "learning_rate": 1e-2, "lora_dropout": 0.0, "max_steps": 4}
 SKRULL: dict[str, Any] = {"schedule": "skrull", "bucket_size": "96"}
 TWO: dict[str, Any] = {"sequence_parallel_size": 2}
 # All samples in one step of plain gradient descent: its weights tell the gradient.
@@ -66,7 +69,7 @@ def alone(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("alone")
     torch.set_num_threads(1)
     jobs: list[Job] = [
-        ("train", root / "step", DESCENT | {"per_device_train_batch_size": 8}),
+        ("train", root / "step", UNSEEN | {"per_device_train_batch_size": 8}),
         ("train", root / "curve", CURVE),
         ("train", root / "evaluated", CURVE | EVALUATING),
         ("train", root / "lora", CURVE | LORA),
@@ -80,14 +83,14 @@ def alone(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shared(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two processes."""
     root = tmp_path_factory.mktemp("two")
-    once = DESCENT | {"verify_packing": False}
+    once = UNSEEN | {"verify_packing": False}
     jobs: list[Job] = [("train", root / name, once | settings) for name, settings in STEPS.items()]
     jobs += [("train", root / f"curve-{name}", CURVE | settings) for name, settings in CURVES.items()]
     jobs.append(("train", root / "evaluated", CURVE | CURVES["ring"] | EVALUATING))
     jobs.append(("train", root / "lora", CURVE | LORA | TWO))
-    resumed = CURVE | CURVES["ring"] | {"resume_from_checkpoint": str(root / "curve-ring" / "checkpoint-10")}
+    resumed = CURVE | CURVES["ring"] | {"resume_from_checkpoint": str(root / "curve-ring" / f"checkpoint-{HALF}")}
     jobs.append(("train", root / "resumed", resumed))
-    jobs.append(("train", root / "streamed", DESCENT | world.streamed() | {"gradient_accumulation_steps": 12} | TWO))
+    jobs.append(("train", root / "streamed", UNSEEN | world.streamed() | {"gradient_accumulation_steps": 12} | TWO))
     jobs += [("eval", root / f"eval-{kind}", TWO | {"sequence_parallel_type": kind}) for kind in EVALUATED]
     jobs += [("verify", root / f"verify-{kind}", TWO | {"sequence_parallel_type": kind}) for kind in TYPES[1:]]
     run_ranks(2, run_jobs, world, jobs, scratch=root)
@@ -100,7 +103,7 @@ def four(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("four")
     jobs: list[Job] = [("train", root / name, CURVE | settings) for name, settings in FOUR.items()]
     both = {"ulysses_size": 2, "ring_size": 2, "per_device_train_batch_size": 8}
-    jobs.append(("train", root / "both-axes", DESCENT | both))
+    jobs.append(("train", root / "both-axes", UNSEEN | both))
     run_ranks(4, run_jobs, world, jobs, scratch=root)
     return root
 
@@ -111,7 +114,7 @@ def test_one_step_is_that_of_one_process(name: str, shared: Path, alone: Path) -
     check_same_step(shared / name, alone / "step")
 
 
-def check_same_curve(output_dir: Path, expected_dir: Path, num_steps: int = 20) -> None:
+def check_same_curve(output_dir: Path, expected_dir: Path, num_steps: int = NUM_STEPS) -> None:
     """Steps with the same losses, of the same samples."""
     lines, expected = read_metrics(output_dir), read_metrics(expected_dir)
     lines, expected = ([line for line in some if "loss" in line] for some in (lines, expected))
@@ -123,16 +126,16 @@ def check_same_curve(output_dir: Path, expected_dir: Path, num_steps: int = 20) 
 
 
 @pytest.mark.parametrize("kind", CURVES)
-def test_twenty_steps_of_two_processes(kind: str, shared: Path, alone: Path) -> None:
+def test_steps_of_two_processes(kind: str, shared: Path, alone: Path) -> None:
     check_same_curve(shared / f"curve-{kind}", alone / "curve")
 
 
 def test_steps_of_adapters(shared: Path, alone: Path) -> None:
-    check_same_curve(shared / "lora", alone / "lora", num_steps=6)
+    check_same_curve(shared / "lora", alone / "lora", num_steps=4)
 
 
 @pytest.mark.parametrize("name", FOUR)
-def test_twenty_steps_of_four_processes(name: str, four: Path, alone: Path) -> None:
+def test_steps_of_four_processes(name: str, four: Path, alone: Path) -> None:
     """Two groups of two, with and without Skrull."""
     check_same_curve(four / name, alone / "curve")
 
@@ -142,7 +145,7 @@ def test_both_axes_at_once(four: Path, alone: Path) -> None:
 
 
 def test_a_resumed_run_does_what_is_left(shared: Path) -> None:
-    check_same_rest(shared / "curve-ring", shared / "resumed", step=10)
+    check_same_rest(shared / "curve-ring", shared / "resumed", step=HALF)
 
 
 def test_streamed_rows_are_shared_too(shared: Path, alone: Path) -> None:
@@ -186,13 +189,13 @@ def test_verify_finds_nothing(kind: str, shared: Path) -> None:
 
 def test_what_is_learned_is_saved_once(shared: Path, alone: Path) -> None:
     """By one process, whole."""
-    names = sorted(path.name for path in (shared / "curve-ring" / "checkpoint-20").iterdir())
-    expected = sorted(path.name for path in (alone / "curve" / "checkpoint-20").iterdir())
+    names = sorted(path.name for path in (shared / "curve-ring" / f"checkpoint-{NUM_STEPS}").iterdir())
+    expected = sorted(path.name for path in (alone / "curve" / f"checkpoint-{NUM_STEPS}").iterdir())
     assert [name for name in names if not name.startswith("rng_state")] == [
         name for name in expected if not name.startswith("rng_state")
     ]
-    weights = load_file(shared / "curve-ring" / "checkpoint-20" / "model.safetensors")
-    others = load_file(alone / "curve" / "checkpoint-20" / "model.safetensors")
+    weights = load_file(shared / "curve-ring" / f"checkpoint-{NUM_STEPS}" / "model.safetensors")
+    others = load_file(alone / "curve" / f"checkpoint-{NUM_STEPS}" / "model.safetensors")
     for name, weight in weights.items():
         torch.testing.assert_close(weight, others[name], rtol=0, atol=1e-3, msg=lambda text, n=name: f"{n}: {text}")
 
@@ -235,7 +238,7 @@ def train_with_a_leak(world: TinyWorld, root: Path) -> None:
     """On each rank."""
     for part in ("local", "whole"):
 
-        def leaky(shard: SequenceShard, device: torch.device, part: str = part) -> Layout:
+        def leaky(shard: SequenceShard, device: torch.device, part: str = part) -> ShardLayout:
             layout = layout_of(shard, device)
             whole = Varlen.of_lengths([sum(getattr(layout, part).host_lengths())], device)
             return dataclasses.replace(layout, **{part: whole})

@@ -17,8 +17,8 @@ from packtool.config.evaluate import EvalConfig
 from packtool.errors import MismatchError
 from packtool.launch.world import World
 from packtool.progress import SilentProgress
+from packtool.train.evaluate.per_sample import evaluate, evaluate_in_training
 from packtool.train.evaluate.run import evaluate_caches
-from packtool.train.evaluate.samples import evaluate, evaluate_in_training
 from packtool.train.model.load import load_model
 from packtool.train.prepare.evaluation import plan_of_samples
 from tests.forked import run_ranks

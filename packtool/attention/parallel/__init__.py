@@ -1,1 +1,1 @@
-"""Attention of a packed row that several processes share: Ulysses, ring, all-gather, and the exchanges they need."""
+"""Attention of a packed sequence that several processes share: Ulysses, ring, all-gather, and their exchanges."""

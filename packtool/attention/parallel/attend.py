@@ -1,4 +1,4 @@
-"""Attention of a rank's part of a shared row: local documents on their own, sharded ones with the other ranks.
+"""Attention of a rank's part of a shared sequence: local documents on their own, sharded ones with the other ranks.
 
     first exchange of the sharded documents under way ──► local documents ──► sharded documents
 
@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from packtool.attention.kernel import default_scale
-from packtool.attention.parallel.blocks import Block, Blocks, Gradients
+from packtool.attention.parallel.blocks import AttentionBlock, BlockKernel, Gradients
 from packtool.attention.parallel.exchange import heads_to_tokens, tokens_to_heads
-from packtool.attention.parallel.layout import Layout, layout_of
+from packtool.attention.parallel.layout import ShardLayout, layout_of
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.parallel.ring import RingCall, ring_backward, ring_forward
 from packtool.batch.shard import SequenceShard
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One layer's attention to a shared row.
+    """One layer's attention to a shared sequence.
 
     Args:
         parallel: the ranks that share it.
@@ -47,11 +47,11 @@ class Call:
 
     parallel: SequenceParallel
     shard: SequenceShard
-    blocks: Blocks
+    blocks: BlockKernel
     scale: float
     window: int | None = None
 
-    def layout(self, device: torch.device) -> Layout:
+    def layout(self, device: torch.device) -> ShardLayout:
         """The layout of this rank's shard on a device."""
         return layout_of(self.shard, device)
 
@@ -59,10 +59,10 @@ class Call:
         """The sharded part of it."""
         return RingCall(self.parallel, self.layout(device), self.blocks, self.scale, self.window)
 
-    def local(self, device: torch.device) -> Block:
+    def local(self, device: torch.device) -> AttentionBlock:
         """The local part of it."""
         documents = self.layout(device).local
-        return Block(documents, documents, True, self.scale, self.window)
+        return AttentionBlock(documents, documents, True, self.scale, self.window)
 
     def copies(self, num_key_heads: int) -> int:
         """How often each head of K and V is repeated, so that the Ulysses ranks can share them."""
@@ -75,7 +75,7 @@ def attend_shard(
     v: Tensor,
     shard: SequenceShard,
     parallel: SequenceParallel,
-    blocks: Blocks,
+    blocks: BlockKernel,
     *,
     scale: float | None = None,
     window: int | None = None,
@@ -177,7 +177,7 @@ def _sharded_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Generator[N
 def _sharded_backward(
     call: Call, grad: Tensor, saved: Sequence[Tensor], num_key_heads: int
 ) -> Generator[None, None, Gradients]:
-    """The same for gradients."""
+    """Gradients of this rank's Q, K and V for the gradient of its output: the backward pass of ``_sharded_forward``."""
     ring, size = call.ring(grad.device), call.parallel.cut.ulysses_size
     if size == 1:
         return (yield from ring_backward(ring, grad.contiguous(), *saved))

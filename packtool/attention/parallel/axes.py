@@ -1,4 +1,4 @@
-"""Ulysses, ring, all-gather, or two of them: what P ranks that share a row do, and why."""
+"""Ulysses, ring, all-gather, or two of them: what P ranks that share a sequence do, and why."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from packtool.config.parallel import ParallelOptions
+from packtool.encode.families import text_of, thinker_of
 from packtool.errors import ConfigError, UnsupportedModelError
 
 Way = Literal["ring", "allgather"]
@@ -36,8 +37,7 @@ class Heads:
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> Heads:
         """Read the numbers of heads from a ``config.json``; of a multimodal model, those of its text tower."""
-        config = config.get("thinker_config") or config
-        text = config.get("text_config") or config
+        text = text_of(config)
         queries = int(text["num_attention_heads"])
         layers = text.get("layer_types")
         # Without the list all layers have the window, as Mistral's, unless it is switched off, as in most of Qwen2's.
@@ -58,7 +58,7 @@ class Heads:
         return self._exchanged(ring_size, ulysses_size) + (ring_size - 1) * self._passed(ring_size, ulysses_size)
 
     def volume(self, ring_size: int, ulysses_size: int, way: Way) -> float:
-        """The same of forward and backward, in numbers of 16 bits.
+        """What a rank sends in a forward and a backward pass, per token and unit of head size, in numbers of 16 bits.
 
         Backward Ulysses exchanges as much again. K and V go around, or are gathered, once more, and their gradients, of
         32 bits, travel too: on the ring one hop more than K and V, for they go home.
@@ -87,13 +87,12 @@ def refuse_shared(config: Mapping[str, Any], *, trained: bool = False) -> None:
         UnsupportedModelError: naming what it has that cannot.
     """
     hears = "thinker_config" in config or "audio_config" in config
-    config = config.get("thinker_config") or config
-    text = config.get("text_config") or config
+    name, text = thinker_of(config).get("model_type"), text_of(config)
     found = ["sounds"] * hears + ["recurrent layers"] * ("linear_attention" in (text.get("layer_types") or ()))
     if found:
         raise UnsupportedModelError(
-            f"--sequence-parallel-size: rows of a {config.get('model_type')} model cannot be spread over several "
-            f"processes, for it has {' and '.join(found)}",
+            f"--sequence-parallel-size: rows of a {name} model cannot be spread over several processes, "
+            f"for it has {' and '.join(found)}",
             "Leave the option out; --gradient-checkpointing true and --fsdp full_shard save memory, too.",
         )
     if trained and text.get("attention_dropout"):
@@ -149,7 +148,7 @@ def choose_axes(options: ParallelOptions, heads: Heads, *, typical_length: int, 
     Raises:
         ConfigError: if the model's heads cannot be shared so, or windows cannot be passed around.
     """
-    size = options.num_sharing
+    size = options.sequence_parallel_ranks
     if size == 1:
         return Axes(reason="every rank has rows of its own")
     kind = options.sequence_parallel_type

@@ -12,9 +12,9 @@ et al. 2023, "Ring Attention with Blockwise Transformers"): with D = rowsum(dout
 
 | blocks | where |
 |---|---|
-| ``MathBlocks`` | anywhere, some queries at a time: the formulas above, and what the others are tested against |
-| ``CpuFlashBlocks`` | torch's flash attention for the CPU |
-| ``CudaFlashBlocks`` | torch's flash attention for CUDA, bfloat16 and float16 |
+| ``MathBlockKernel`` | anywhere, some queries at a time: the formulas above, and what the others are tested against |
+| ``CpuFlashBlockKernel`` | torch's flash attention for the CPU |
+| ``CudaFlashBlockKernel`` | torch's flash attention for CUDA, bfloat16 and float16 |
 
 Shapes: T queries and T' keys of S documents each, Hq and Hkv heads of D numbers.
 """
@@ -30,17 +30,17 @@ from torch import Tensor
 
 from packtool.attention.kernel import needs_fast_gpu, pad_heads
 from packtool.attention.varlen import Varlen
+from packtool.config.parallel import WITH_BLOCKS
 from packtool.errors import ConfigError
 
 _QUERIES_AT_ONCE = 256
 _CPU_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
-_WITHOUT_BLOCKS = ("flash_attention_2", "flash_attention_3", "flex")
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class AttentionBlock:
     """Which queries see which keys.
 
     Args:
@@ -88,13 +88,13 @@ class Block:
         return visible if self.window is None else visible & (key_at > query_at - self.window)
 
 
-class Blocks(abc.ABC):
+class BlockKernel(abc.ABC):
     """A way to compute blocks; without a graph, for the callers are autograd functions themselves."""
 
     name: str
 
     @abc.abstractmethod
-    def fwd(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    def fwd(self, q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> tuple[Tensor, Tensor]:
         """Attend.
 
         Args:
@@ -107,7 +107,9 @@ class Blocks(abc.ABC):
         """
 
     @abc.abstractmethod
-    def bwd(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block) -> Gradients:
+    def bwd(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: AttentionBlock
+    ) -> Gradients:
         """What this block adds to the gradients of q, k and v.
 
         Args:
@@ -116,13 +118,13 @@ class Blocks(abc.ABC):
         """
 
 
-class MathBlocks(Blocks):
+class MathBlockKernel(BlockKernel):
     """The formulas as they stand, in float32 (float64 for float64); holds the scores of 256 queries at a time."""
 
     name = "math"
 
-    def fwd(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        """See ``Blocks``."""
+    def fwd(self, q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> tuple[Tensor, Tensor]:
+        """See ``BlockKernel``."""
         dtype = _wide(q.dtype)
         out = q.new_zeros((*q.shape[:2], v.shape[-1]))
         lse = q.new_full((q.shape[1], len(q)), -torch.inf, dtype=dtype)
@@ -135,8 +137,10 @@ class MathBlocks(Blocks):
                 lse[:, some] = found.flatten(0, 1)
         return out, lse
 
-    def bwd(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block) -> Gradients:
-        """See ``Blocks``."""
+    def bwd(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: AttentionBlock
+    ) -> Gradients:
+        """See ``BlockKernel``."""
         dtype, num_groups = _wide(q.dtype), k.shape[1]
         dq, dk, dv = (torch.zeros_like(tensor, dtype=dtype) for tensor in (q, k, v))
         for queries, keys in block.documents(len(q), len(k)):
@@ -154,13 +158,13 @@ class MathBlocks(Blocks):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-class CpuFlashBlocks(Blocks):
+class CpuFlashBlockKernel(BlockKernel):
     """torch's flash attention for the CPU, a call for each document."""
 
     name = "cpu_flash"
 
-    def fwd(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        """See ``Blocks``."""
+    def fwd(self, q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> tuple[Tensor, Tensor]:
+        """See ``BlockKernel``."""
         out = torch.zeros_like(q)
         lse = q.new_full((q.shape[1], len(q)), -torch.inf, dtype=_wide(q.dtype))
         attend = getattr(torch.ops.aten, _CPU_FLASH)
@@ -171,8 +175,10 @@ class CpuFlashBlocks(Blocks):
             lse[:, some] = its_lse.flatten(0, 1).to(lse.dtype)
         return out, lse
 
-    def bwd(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block) -> Gradients:
-        """See ``Blocks``."""
+    def bwd(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: AttentionBlock
+    ) -> Gradients:
+        """See ``BlockKernel``."""
         dq, dk, dv = (torch.zeros_like(tensor) for tensor in (q, k, v))
         attend = getattr(torch.ops.aten, _CPU_FLASH + "_backward")
         num_groups = k.shape[1]
@@ -189,7 +195,7 @@ class CpuFlashBlocks(Blocks):
         return dq, dk, dv
 
     @staticmethod
-    def _calls(q: Tensor, k: Tensor, block: Block) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    def _calls(q: Tensor, k: Tensor, block: AttentionBlock) -> Iterator[tuple[slice, slice, Tensor | None]]:
         """Queries, keys and, for a window that is shorter than its document, an additive mask."""
         for queries, keys in block.documents(len(q), len(k)):
             if block.window is None or queries.stop - queries.start <= block.window:
@@ -200,21 +206,23 @@ class CpuFlashBlocks(Blocks):
                 yield some, seen, torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, -torch.inf)
 
 
-class CudaFlashBlocks(Blocks):
+class CudaFlashBlockKernel(BlockKernel):
     """torch's own flash attention 2 for CUDA: one call for all documents."""
 
     name = "cuda_flash"
 
-    def fwd(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        """See ``Blocks``."""
+    def fwd(self, q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> tuple[Tensor, Tensor]:
+        """See ``BlockKernel``."""
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             *pad_heads(q, k, v), *self._bounds(block), 0.0, block.causal, False, **self._settings(block)
         )
         # Where a document has no keys, the kernel says +inf: it adds nothing.
         return out[..., : v.shape[-1]], torch.where(torch.isposinf(lse), -torch.inf, lse)
 
-    def bwd(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block) -> Gradients:
-        """See ``Blocks``."""
+    def bwd(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: AttentionBlock
+    ) -> Gradients:
+        """See ``BlockKernel``."""
         heads = pad_heads(q, k, v)
         size = heads[0].shape[-1]
         above, result = (torch.nn.functional.pad(tensor, (0, size - tensor.shape[-1])) for tensor in (grad, out))
@@ -235,7 +243,7 @@ class CudaFlashBlocks(Blocks):
         return dq, dk, dv
 
     @staticmethod
-    def _bounds(block: Block) -> tuple[Tensor, Tensor, int, int]:
+    def _bounds(block: AttentionBlock) -> tuple[Tensor, Tensor, int, int]:
         return (
             block.queries.cu_seqlens,
             block.keys.cu_seqlens,
@@ -244,7 +252,7 @@ class CudaFlashBlocks(Blocks):
         )
 
     @staticmethod
-    def _settings(block: Block) -> dict[str, float | int]:
+    def _settings(block: AttentionBlock) -> dict[str, float | int]:
         settings: dict[str, float | int] = {"scale": block.scale}
         if block.window is not None:
             settings |= {"window_size_left": block.window - 1, "window_size_right": 0}
@@ -268,7 +276,7 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, its_lse: Tensor) -> tuple[Tens
     return out * mine + more * theirs, total
 
 
-def choose_blocks(impl: str, device: torch.device, dtype: torch.dtype, *, head_dims: tuple[int, int]) -> Blocks:
+def choose_blocks(impl: str, device: torch.device, dtype: torch.dtype, *, head_dims: tuple[int, int]) -> BlockKernel:
     """The blocks that a run's ``--attn-impl`` means.
 
     Args:
@@ -277,7 +285,7 @@ def choose_blocks(impl: str, device: torch.device, dtype: torch.dtype, *, head_d
     Raises:
         ConfigError: for a kernel that does not tell how it came to its result.
     """
-    if impl in _WITHOUT_BLOCKS:
+    if impl not in WITH_BLOCKS:
         raise ConfigError(
             f"--attn-impl {impl}: rows that several processes share are attended to in blocks, by torch's kernels only",
             "Use --attn-impl auto: on CUDA that is torch's flash attention 2.",
@@ -285,9 +293,9 @@ def choose_blocks(impl: str, device: torch.device, dtype: torch.dtype, *, head_d
     if impl == "varlen" and (missing := needs_fast_gpu("torch's varlen", device, dtype)):
         raise ConfigError(f"--attn-impl varlen: {missing.reason}", missing.remedy)
     if impl in ("auto", "varlen") and needs_fast_gpu("flash", device, dtype) is None and max(head_dims) <= 256:
-        return CudaFlashBlocks()
+        return CudaFlashBlockKernel()
     has_flash = device.type == "cpu" and head_dims[0] == head_dims[1] and hasattr(torch.ops.aten, _CPU_FLASH)
-    return CpuFlashBlocks() if has_flash and impl != "reference" else MathBlocks()
+    return CpuFlashBlockKernel() if has_flash and impl != "reference" else MathBlockKernel()
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -301,7 +309,7 @@ def _in_groups(heads: Tensor, num_groups: int, dtype: torch.dtype | None = None)
 
 
 def _from_groups(heads: Tensor) -> Tensor:
-    """And back."""
+    """Undo ``_in_groups``: heads (T, H, D) from groups (groups, heads of a group, T, D)."""
     return heads.flatten(0, 1).transpose(0, 1)
 
 
@@ -313,7 +321,7 @@ def _one_head_each(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
     return _in_groups(q, num_groups, q.dtype), keys, values
 
 
-def _scores(q: Tensor, k: Tensor, block: Block, queries: slice, keys: slice, is_masked: bool) -> Tensor:
+def _scores(q: Tensor, k: Tensor, block: AttentionBlock, queries: slice, keys: slice, is_masked: bool) -> Tensor:
     """(Hkv, Hq / Hkv, queries, keys)."""
     dtype = _wide(q.dtype)
     scores = _in_groups(q, k.shape[1]) @ k.to(dtype).permute(1, 2, 0).unsqueeze(1) * block.scale

@@ -75,7 +75,7 @@ def heads_to_tokens(tensor: Tensor, group: Any) -> Waiting:
 
 
 def tokens_to_heads(tensor: Tensor, group: Any) -> Tensor:
-    """And back: (U * T, H / U, D) become (T, H, D)."""
+    """Undo ``heads_to_tokens``: (U * T, H / U, D) become (T, H, D)."""
     sent = tensor.contiguous()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)

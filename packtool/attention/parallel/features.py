@@ -1,4 +1,4 @@
-"""Pictures of a shared row are looked at once: each rank's tower sees some, and the features go where the tokens are.
+"""Pictures of a shared sequence are looked at once: each rank's tower sees some, and features go where the tokens are.
 
 What comes out for this rank's pictures, the features of all levels (DeepStack) side by side, is exchanged by one
 all-to-all, and the model goes on as if it had looked at the pictures of exactly its own tokens. Backward the gradients
@@ -17,22 +17,19 @@ from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.batch.shard import FeatureRoute
 
 
-def exchange_features(found: Any, route: FeatureRoute, parallel: SequenceParallel) -> None:
-    """Replace the features of this rank's pictures by those of this rank's tokens, in a tower's answer.
+def exchange_features(levels: list[Tensor], route: FeatureRoute, parallel: SequenceParallel) -> list[Tensor]:
+    """The features of this rank's tokens in exchange for those of this rank's pictures.
 
     Args:
-        found: ``pooler_output``, and perhaps ``deepstack_features``, with a tensor for each picture.
+        levels: (n, D) of each level, of this rank's pictures.
         route: of this kind of pictures.
-        parallel: ranks that share the row; all of them call this.
+        parallel: ranks that share the sequence; all of them call this.
+
+    Returns:
+        (m, D) of each level, of this rank's tokens.
     """
-    levels = [torch.cat(list(found.pooler_output))]
-    deeper = getattr(found, "deepstack_features", None)
-    levels += [torch.cat(list(level)) for level in deeper or ()]
     travelled = _Exchange.apply(torch.cat(levels, dim=-1), route, parallel)
-    arrived = torch.split(travelled, [level.shape[-1] for level in levels], dim=-1)
-    found.pooler_output = (arrived[0],)
-    if deeper is not None:
-        found.deepstack_features = [(level,) for level in arrived[1:]]
+    return list(torch.split(travelled, [level.shape[-1] for level in levels], dim=-1))
 
 
 class _Exchange(torch.autograd.Function):

@@ -29,7 +29,7 @@ class Gathered:
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class ShardLayout:
     """A ring rank's part of the sharded documents, each of two chunks, as kernels see it.
 
     Args:
@@ -50,7 +50,7 @@ class Layout:
 
 
 @lru_cache(maxsize=4)
-def layout_of(shard: SequenceShard, device: torch.device) -> Layout:
+def layout_of(shard: SequenceShard, device: torch.device) -> ShardLayout:
     """The layout of a rank's shard. The last few are kept: every layer and the backward pass ask again."""
     ring, rank = shard.cut.ring_size, shard.cut.ring_rank
     parts = [length // ring for length in shard.sharded_lengths]
@@ -68,7 +68,7 @@ def layout_of(shard: SequenceShard, device: torch.device) -> Layout:
         return Gathered(Varlen.of_lengths(lengths, device), torch.from_numpy(np.concatenate(by_document)).to(device))
 
     last = 2 * ring - 1 - rank
-    return Layout(
+    return ShardLayout(
         local=Varlen.of_lengths(shard.local_lengths, device),
         whole=Varlen.of_lengths(parts, device),
         half=Varlen.of_lengths(halves, device),

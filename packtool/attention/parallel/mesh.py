@@ -1,4 +1,4 @@
-"""The ranks that share a row, as process groups: a mesh (data, ring, ulysses) over all ranks of a run."""
+"""The ranks that share a sequence, as process groups: a mesh (data, ring, ulysses) over all ranks of a run."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from packtool.attention.parallel.axes import Axes
+from packtool.attention.parallel.exchange import from_all
 from packtool.batch.shard import Cut
 
 AXES = ("data", "ring", "ulysses")
@@ -44,12 +45,12 @@ class SequenceParallel:
 
     @torch.no_grad()
     def gathered(self, values: Tensor, index: Tensor, num_tokens: int) -> Tensor:
-        """The whole row from all ranks' parts; every rank has it.
+        """The whole sequence from all ranks' parts; every rank has it.
 
         Args:
             values: (T, ...) of this rank's tokens.
-            index: int64 (T,), where in the whole row.
-            num_tokens: of the whole row.
+            index: int64 (T,), where in the whole sequence.
+            num_tokens: of the whole sequence.
 
         Returns:
             (``num_tokens``, ...).
@@ -69,13 +70,12 @@ class SequenceParallel:
         # Not every backend sends truth values.
         sent = values.to(torch.uint8) if values.dtype == torch.bool else values
         mine = torch.cat([sent, sent.new_zeros((most - len(sent), *sent.shape[1:]))])
-        parts = [torch.empty_like(mine) for _ in range(self.cut.size)]
-        dist.all_gather(parts, mine, group=self.whole)
-        return [part.to(values.dtype) for part in parts]
+        received = from_all(mine, self.whole)().to(values.dtype)
+        return list(received.view(self.cut.size, *mine.shape))
 
     @torch.no_grad()
     def summed(self, value: Tensor) -> Tensor:
-        """Sum over the ranks that share a row."""
+        """Sum over the ranks that share a sequence."""
         total = value.detach().clone()
         dist.all_reduce(total, group=self.whole)
         return total

@@ -25,9 +25,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from packtool.attention.parallel.blocks import Block, Blocks, Gradients, merge
+from packtool.attention.parallel.blocks import AttentionBlock, BlockKernel, Gradients, merge
 from packtool.attention.parallel.exchange import from_all, sum_to_owners, to_next
-from packtool.attention.parallel.layout import Gathered, Layout
+from packtool.attention.parallel.layout import Gathered, ShardLayout
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.varlen import Varlen
 
@@ -48,28 +48,28 @@ class RingCall:
     """
 
     parallel: SequenceParallel
-    layout: Layout
-    blocks: Blocks
+    layout: ShardLayout
+    blocks: BlockKernel
     scale: float
     window: int | None = None
 
     @property
     def size(self) -> int:
-        """R."""
+        """The number R of ranks in the ring."""
         return self.parallel.cut.ring_size
 
     @property
-    def own(self) -> Block:
+    def own(self) -> AttentionBlock:
         """This rank's queries and its own keys."""
-        return Block(self.layout.whole, self.layout.whole, True, self.scale, self.window)
+        return AttentionBlock(self.layout.whole, self.layout.whole, True, self.scale, self.window)
 
     def owner_at(self, step: int) -> int:
         """The rank whose keys are here after so many hops."""
         return (self.parallel.cut.ring_rank - step) % self.size
 
-    def full(self, queries: Varlen, keys: Varlen) -> Block:
+    def full(self, queries: Varlen, keys: Varlen) -> AttentionBlock:
         """All of the one see all of the other."""
-        return Block(queries, keys, False, self.scale)
+        return AttentionBlock(queries, keys, False, self.scale)
 
 
 def ring_forward(call: RingCall, q: Tensor, k: Tensor, v: Tensor) -> Forward:
@@ -185,7 +185,7 @@ def _gather_backward(
     return total.to(q.dtype), (dk + mine[..., :width]).to(q.dtype), (dv + mine[..., width:]).to(q.dtype)
 
 
-def _halves(layout: Layout) -> list[tuple[Tensor, Gathered]]:
+def _halves(layout: ShardLayout) -> list[tuple[Tensor, Gathered]]:
     """Queries of each half, and the keys of other ranks that they see."""
     pairs = (layout.first, layout.before_first), (layout.second, layout.before_second)
     return [(some, seen) for some, seen in pairs if seen is not None]

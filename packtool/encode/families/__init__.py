@@ -1,4 +1,7 @@
-"""One small file for each family of models that sees or hears."""
+"""Families of models: a file with one record (``record.Family``) for each, registered in ``FAMILIES``.
+
+The other files of this folder are what several families share: how they count and spell their media.
+"""
 
 from __future__ import annotations
 
@@ -6,54 +9,85 @@ from collections.abc import Mapping
 from typing import Any
 
 from packtool.config.rows import MediaOptions
-from packtool.encode.families import qwen_omni, qwen_vl
+from packtool.encode.families import qwen2_5_omni, qwen2_vl, qwen3_5, qwen3_next, qwen3_omni, qwen3_vl
 from packtool.encode.families.base import (
     AudioLimits,
-    Family,
     ImageLimits,
-    Kind,
+    MediaEncoding,
+    MediaKind,
     MediaLimits,
     Medium,
     Part,
     VideoLimits,
 )
+from packtool.encode.families.record import (
+    TEXT_ONLY,
+    Family,
+    ModelPart,
+    Towers,
+    encoded_by,
+    pad_ids_of,
+    text_of,
+    thinker_of,
+)
 from packtool.encode.model_files import ModelFiles
 
 __all__ = [
+    "FAMILIES",
     "AudioLimits",
     "Family",
     "ImageLimits",
-    "Kind",
+    "MediaEncoding",
+    "MediaKind",
     "MediaLimits",
     "Medium",
+    "ModelPart",
     "Part",
+    "Towers",
     "VideoLimits",
     "family_of",
     "is_multimodal",
+    "media_encoding",
+    "pad_ids_of",
+    "text_of",
+    "thinker_of",
 ]
 
+FAMILIES: tuple[Family, ...] = (
+    qwen2_vl.FAMILY,
+    qwen3_vl.FAMILY,
+    qwen3_5.FAMILY,
+    qwen3_next.FAMILY,
+    qwen2_5_omni.FAMILY,
+    qwen3_omni.FAMILY,
+)
+"""All that packtool knows by themselves."""
+
+TEXT = Family()
+"""Every other model of text alone."""
+
+OTHER = Family(encoding=encoded_by("processor.ProcessorFamily"))
+"""Every other multimodal model: its rows can be exported, through its own processor, but it is not trained."""
+
+_BY_MODEL_TYPE = {model_type: family for family in FAMILIES for model_type in family.model_types}
 _MODALITY_KEYS = ("vision_config", "audio_config", "thinker_config")
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The record of a model with this ``config.json``; ``TEXT`` or ``OTHER`` for those that have none of their own."""
+    other = OTHER if any(key in config for key in _MODALITY_KEYS) else TEXT
+    return _BY_MODEL_TYPE.get(str(config.get("model_type")), other)
 
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:
     """Whether a model of this ``config.json`` takes more than text."""
-    known = (*qwen_vl.MODEL_TYPES, *qwen_omni.MODEL_TYPES)
-    return config.get("model_type") in known or any(key in config for key in _MODALITY_KEYS)
+    return family_of(config).encoding is not TEXT_ONLY
 
 
-def family_of(files: ModelFiles, options: MediaOptions) -> Family | None:
-    """The family of a model with the user's limits, None for a model of text alone.
+def media_encoding(files: ModelFiles, options: MediaOptions) -> MediaEncoding:
+    """How a model's media are encoded with the user's limits.
 
     Raises:
         ConfigError: for a multimodal model whose processor cannot be used, or limits that contradict each other.
     """
-    if not is_multimodal(files.config):
-        return None
-    if files.model_type in qwen_vl.MODEL_TYPES:
-        return qwen_vl.QwenVL(files, options)
-    if files.model_type in qwen_omni.MODEL_TYPES:
-        return qwen_omni.QwenOmni(files, options)
-    # Here, because it needs transformers.
-    from packtool.encode.families.processor import ProcessorFamily
-
-    return ProcessorFamily(files, options)
+    return family_of(files.config).encoding(files, options)

@@ -1,4 +1,4 @@
-"""What a model family adds to plain text."""
+"""What encoding asks of a family of models: limits on media, and what stands for a medium in tokens."""
 
 from __future__ import annotations
 
@@ -106,14 +106,14 @@ class MediaLimits:
     audio: AudioLimits | None = None
 
 
-Kind = Literal["image", "video", "audio"]
+MediaKind = Literal["image", "video", "audio"]
 Medium = EncodedImage | EncodedVideo | EncodedAudio
 Part = str | tuple[str, int]
 """A piece of what stands for a medium in tokens: plain text, or a control token and how often it comes."""
 
 
-class Family(Protocol):
-    """A kind of model that sees or hears, with the limits of one export.
+class MediaEncoding(Protocol):
+    """How a model that sees or hears has its media in tokens, with the limits of one export.
 
     Attributes:
         limits: resolved from processor settings, environment and options.
@@ -142,9 +142,9 @@ class Family(Protocol):
     def content_as_list(self) -> bool: ...
 
     @property
-    def placeholders(self) -> Mapping[str, Kind]: ...
+    def placeholders(self) -> Mapping[str, MediaKind]: ...
 
-    def measure(self, kind: Kind, ref: MediaRef) -> Medium:
+    def measure(self, kind: MediaKind, ref: MediaRef) -> Medium:
         """Look at a medium, at its header where that is enough.
 
         Raises:

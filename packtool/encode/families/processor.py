@@ -17,7 +17,7 @@ import numpy as np
 
 from packtool.config.rows import ImageOptions, MediaOptions
 from packtool.encode.encoded import EncodedImage
-from packtool.encode.families.base import Kind, MediaLimits, Medium, Part
+from packtool.encode.families.base import MediaKind, MediaLimits, Medium, Part
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.template import ChatTemplate, TemplateFailure
 from packtool.errors import ConfigError
@@ -53,7 +53,7 @@ class ProcessorFamily:
         # Some processors spell the pictures of a row with several of them in another way than a single one.
         self.alone_only = self._asked([_PROBE_SIZE, _PROBE_SIZE])[0] != self._asked([_PROBE_SIZE])[0]
         self.content_as_list = _takes_lists(files)
-        self.placeholders: Mapping[str, Kind] = {self._image_token: "image"} if self.content_as_list else {}
+        self.placeholders: Mapping[str, MediaKind] = {self._image_token: "image"} if self.content_as_list else {}
         self.remarks = (
             f"{files.model_type} models are encoded through transformers' own processor, which is slower than "
             "packtool's families",
@@ -61,11 +61,11 @@ class ProcessorFamily:
 
     @property
     def control_tokens(self) -> tuple[str, ...]:
-        """See ``Family``."""
+        """See ``MediaEncoding``."""
         return tuple(dict.fromkeys((self._image_token, *self._spelled)))
 
-    def measure(self, kind: Kind, ref: MediaRef) -> Medium:
-        """See ``Family``."""
+    def measure(self, kind: MediaKind, ref: MediaRef) -> Medium:
+        """See ``MediaEncoding``."""
         if kind != "image":
             raise MediaProblem("media_unsupported", f"{label(ref)}: of this model packtool knows pictures only")
         height, width = measure_image(ref)
@@ -78,7 +78,7 @@ class ProcessorFamily:
         return EncodedImage(ref.path, ref.data, height, width, (), _num_pads(parts))
 
     def parts(self, medium: Medium) -> list[Part]:
-        """See ``Family``."""
+        """See ``MediaEncoding``."""
         assert isinstance(medium, EncodedImage), "nothing else is measured"
         return self._parts_of(medium.height, medium.width)
 

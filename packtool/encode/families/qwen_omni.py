@@ -1,4 +1,4 @@
-"""Qwen2.5-Omni and Qwen3-Omni: what their thinkers see and hear.
+"""Media of Qwen2.5-Omni and Qwen3-Omni: what their thinkers see and hear.
 
 Sound becomes mel frames and these become tokens. With ``USE_AUDIO_IN_VIDEO`` a video's sound track is woven in between
 its frames: Qwen2.5-Omni takes chunks of two seconds of frames, then of sound; Qwen3-Omni puts every step of frames
@@ -12,20 +12,15 @@ from collections.abc import Iterator
 
 from packtool.config.rows import MediaOptions
 from packtool.encode.encoded import EncodedAudio, EncodedVideo
-from packtool.encode.families.base import AudioLimits, Kind, MediaLimits, Medium, Part
+from packtool.encode.families.base import AudioLimits, MediaKind, MediaLimits, Medium, Part
 from packtool.encode.families.qwen_video import video_limits
 from packtool.encode.families.qwen_vl import QwenVL, image_limits
+from packtool.encode.families.record import thinker_of
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError
 from packtool.media.audio import measure_audio
 from packtool.media.opening import MediaProblem, label
 from packtool.rows.sample import MediaRef
-
-QWEN3_OMNI_TYPES = ("qwen3_omni_moe", "qwen3_omni_moe_thinker")
-MODEL_TYPES = ("qwen2_5_omni", "qwen2_5_omni_thinker", *QWEN3_OMNI_TYPES)
-
-FEATURES_OF_A_TOKEN = 4
-"""Mel frames of a sound that makes one token, in both families."""
 
 _FRAME_TOKENS = (128, 768)  # which the processors set whatever the settings say
 _LEAST_SAMPLES = 201  # the feature extractor mirrors half a window at each end
@@ -33,18 +28,19 @@ _TOKENS = ("image", "video", "audio", "vision_bos", "vision_eos", "audio_bos", "
 
 
 class QwenOmni(QwenVL):
-    """The Omni families.
+    """Media of the Omni families.
 
     Args:
         files: the model's settings.
         options: the user's limits.
+        is_qwen3: sounds are counted, and woven into videos, as Qwen3-Omni has it.
 
     Raises:
         ConfigError: if the tokenizer does not name the tokens of the media.
     """
 
-    def __init__(self, files: ModelFiles, options: MediaOptions) -> None:
-        self._is_qwen3 = files.model_type in QWEN3_OMNI_TYPES
+    def __init__(self, files: ModelFiles, options: MediaOptions, *, is_qwen3: bool) -> None:
+        self._is_qwen3 = is_qwen3
         self._images = image_limits(files.processor, options)
         self._videos = video_limits(files.video_processor, options, is_qwen3=False, frame_tokens=_FRAME_TOKENS)
         self._audios = _audio_limits(files, options, self._is_qwen3)
@@ -62,11 +58,11 @@ class QwenOmni(QwenVL):
 
     @property
     def control_tokens(self) -> tuple[str, ...]:
-        """See ``Family``."""
+        """See ``MediaEncoding``."""
         return (*super().control_tokens, self._audio_opening, self._audio_closing)
 
-    def measure(self, kind: Kind, ref: MediaRef) -> Medium:
-        """See ``Family``."""
+    def measure(self, kind: MediaKind, ref: MediaRef) -> Medium:
+        """See ``MediaEncoding``."""
         return self._audio(ref) if kind == "audio" else super().measure(kind, ref)
 
     def _audio(self, ref: MediaRef) -> EncodedAudio:
@@ -94,7 +90,7 @@ class QwenOmni(QwenVL):
         return EncodedAudio(None, None, sound.num_samples, sound.num_features, sound.num_tokens)
 
     def parts(self, medium: Medium) -> list[Part]:
-        """See ``Family``."""
+        """See ``MediaEncoding``."""
         if isinstance(medium, EncodedAudio):
             return [(self._audio_opening, 1), (self._pads["audio"], medium.num_tokens), (self._audio_closing, 1)]
         if not isinstance(medium, EncodedVideo) or medium.audio is None:
@@ -119,7 +115,7 @@ def _audio_limits(files: ModelFiles, options: MediaOptions, is_qwen3: bool) -> A
             "Leave it out: sounds of any rate are converted.",
         )
     hop_length = int(settings.get("hop_length", 160))
-    thinker = files.config.get("thinker_config") or files.config
+    thinker = thinker_of(files.config)
     chunk_seconds = float(settings.get("chunk_length") or 300)
     longest = int(settings.get("n_samples") or chunk_seconds * rate)
     return AudioLimits(
@@ -146,7 +142,7 @@ def num_sound_tokens(num_features: int, *, is_qwen3: bool) -> int:
     return rest + 13 * chunks
 
 
-def _woven_by_time(times: list[float], per_step: int, num_sounds: int) -> Iterator[tuple[Kind, int]]:
+def _woven_by_time(times: list[float], per_step: int, num_sounds: int) -> Iterator[tuple[MediaKind, int]]:
     told = 0
     for time in times:
         before = min(math.ceil(time), num_sounds) - told
@@ -157,7 +153,7 @@ def _woven_by_time(times: list[float], per_step: int, num_sounds: int) -> Iterat
     yield "audio", num_sounds - told
 
 
-def _woven_in_chunks(times: list[float], per_step: int, num_sounds: int, chunk: int) -> Iterator[tuple[Kind, int]]:
+def _woven_in_chunks(times: list[float], per_step: int, num_sounds: int, chunk: int) -> Iterator[tuple[MediaKind, int]]:
     frames = _chunk_sizes([(time, per_step) for time in times], chunk)
     sounds = _chunk_sizes([(float(i), 1) for i in range(num_sounds)], chunk)
     for i in range(max(len(frames), len(sounds))):

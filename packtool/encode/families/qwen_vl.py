@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: pictures and videos of any size, resized to whole tokens.
+"""Media of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: pictures and videos of any size, resized to whole tokens.
 
 Mirrors ``Qwen2VLImageProcessor`` of transformers, which all of them use with other patch sizes; for videos see
 ``qwen_video``.
@@ -12,7 +12,7 @@ from typing import Any
 
 from packtool.config.rows import ImageOptions, MediaOptions
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedVideo
-from packtool.encode.families.base import ImageLimits, Kind, MediaLimits, Medium, Part
+from packtool.encode.families.base import ImageLimits, MediaKind, MediaLimits, Medium, Part
 from packtool.encode.families.qwen_video import sample_frames, timestamps, video_grid, video_limits
 from packtool.encode.families.resize import smart_resize
 from packtool.encode.model_files import ModelFiles
@@ -22,8 +22,6 @@ from packtool.media.opening import MediaProblem, label
 from packtool.media.video import measure_video
 from packtool.rows.sample import MediaRef
 
-QWEN3_TYPES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl", *QWEN3_TYPES)
 # What the processor's class assumes when its settings name nothing.
 _DEFAULT_MIN_PIXELS = 56 * 56
 _DEFAULT_MAX_PIXELS = 28 * 28 * 1280
@@ -81,26 +79,27 @@ def image_grid(height: int, width: int, limits: ImageLimits) -> tuple[int, int, 
 
 
 class QwenVL:
-    """The Qwen vision-language families.
+    """Media of the Qwen vision-language families.
 
     Args:
         files: the model's settings.
         options: the user's limits.
+        is_qwen3: videos are taken, and their times told, as Qwen3-VL has it.
     """
 
     content_as_list = False
     alone_only = False
     remarks: tuple[str, ...] = ()
-    placeholders: Mapping[str, Kind] = MappingProxyType({})
+    placeholders: Mapping[str, MediaKind] = MappingProxyType({})
 
-    def __init__(self, files: ModelFiles, options: MediaOptions) -> None:
+    def __init__(self, files: ModelFiles, options: MediaOptions, *, is_qwen3: bool) -> None:
         if options.use_audio_in_video:
             raise ConfigError(
                 f"--use-audio-in-video (USE_AUDIO_IN_VIDEO): a {files.model_type} model hears nothing",
                 "Leave it out, or give an Omni model.",
             )
         images = image_limits(files.processor, options)
-        videos = video_limits(files.video_processor, options, is_qwen3=files.model_type in QWEN3_TYPES)
+        videos = video_limits(files.video_processor, options, is_qwen3=is_qwen3)
         self.limits = MediaLimits(images, videos)
         self._images, self._videos = images, videos
         self._opening, self._closing = "<|vision_start|>", "<|vision_end|>"
@@ -110,11 +109,11 @@ class QwenVL:
 
     @property
     def control_tokens(self) -> tuple[str, ...]:
-        """See ``Family``."""
+        """See ``MediaEncoding``."""
         return (self._opening, self._closing, *self._pads.values())
 
-    def measure(self, kind: Kind, ref: MediaRef) -> Medium:
-        """See ``Family``."""
+    def measure(self, kind: MediaKind, ref: MediaRef) -> Medium:
+        """See ``MediaEncoding``."""
         if kind == "image":
             return self._image(ref)
         if kind == "video" and kind in self._pads:
@@ -162,7 +161,7 @@ class QwenVL:
         return None
 
     def parts(self, medium: Medium) -> list[Part]:
-        """See ``Family``."""
+        """See ``MediaEncoding``."""
         if isinstance(medium, EncodedImage):
             return [(self._opening, 1), (self._pads["image"], medium.num_tokens), (self._closing, 1)]
         assert isinstance(medium, EncodedVideo), "a model without ears measures no sound"

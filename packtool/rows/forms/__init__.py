@@ -1,6 +1,6 @@
 """Forms of a row: whatever a file's rows look like, they become ``Sample``.
 
-A form is told once for a file (``columns.detect``). What a row has beside its conversation is read alike in all forms:
+A form is told once for a file (``known.detect``). What a row has beside its conversation is read alike in all forms:
 ``system``, ``tools``, ``images``, ``videos``, ``audios``, ``channel``. Columns of preference data
 (``rejected_response``, ``rejected_messages``, ``label``, ``margin``) are no matter of supervised training: the
 conversation that is to be preferred is trained, as ms-swift's ``sft`` does with such rows.
@@ -9,18 +9,17 @@ conversation that is to be preferred is trained, as ms-swift's ``sft`` does with
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from packtool.errors import DataError
 from packtool.rows.boundary import held
-from packtool.rows.forms.columns import Fields, detect
-from packtool.rows.forms.contents import content_of
+from packtool.rows.forms.columns import Fields
+from packtool.rows.forms.known import KNOWN, detect
 from packtool.rows.forms.marks import LoneMark, check_marks, lone_mark, with_marks
 from packtool.rows.forms.media import Found, media_of
-from packtool.rows.forms.messages import turns_of
 from packtool.rows.forms.problem import RowProblem
-from packtool.rows.forms.queries import turns_of_alpaca, turns_of_query
+from packtool.rows.forms.text import TEXT
 from packtool.rows.sample import Sample, Turn
 from packtool.rows.source import Pairs, Source
 
@@ -45,9 +44,9 @@ def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
     if form is None:
         form, columns = _form_of(row, source)
     fields, found = Fields(row, columns), Found(source)
-    turns = _READ[form](fields, found)
+    turns = KNOWN[form].read(fields, found)
     tools = _tools(fields)
-    is_text = form == "text" or (_is_text(turns) and tools is None and fields.get("system") is None)
+    is_text = form == TEXT.name or (_is_text(turns) and tools is None and fields.get("system") is None)
     if not is_text:
         _check_order(turns)
         turns = _with_system(turns, fields, source)
@@ -101,26 +100,6 @@ def _form_of(row: Mapping[str, Any], source: Source) -> tuple[str, Pairs]:
     except DataError as error:
         raise RowProblem("unknown_form", error.message.partition("\n")[0]) from error
     return layout.form, layout.columns
-
-
-def _turns_of_messages(fields: Fields, found: Found) -> list[Turn]:
-    messages = fields.raw("messages")
-    return turns_of(fields.parsed("messages") if isinstance(messages, str) and messages else messages, found)
-
-
-def _turns_of_text(fields: Fields, found: Found) -> list[Turn]:
-    text = content_of("'text'", fields.raw("text"), found).text
-    if not text.strip():
-        raise RowProblem("empty_text", "there is nothing but blanks in it")
-    return [Turn("assistant", text)]
-
-
-_READ: Mapping[str, Callable[[Fields, Found], list[Turn]]] = {
-    "messages": _turns_of_messages,
-    "query": turns_of_query,
-    "alpaca": turns_of_alpaca,
-    "text": _turns_of_text,
-}
 
 
 def _is_text(turns: Sequence[Turn]) -> bool:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -43,30 +41,9 @@ _OPTIONAL = (
     *("history", "input", "system", "tools", "images", "videos", "audios"),
     *("channel", "objects", "reasoning_content"),
 )
-FORMS: Mapping[str, str] = {
-    "messages": "messages (or conversations, conversation): a list of {role, content}, of {from, value}, or of pairs "
-    "{human, assistant}",
-    "alpaca": "instruction, input and output, perhaps history and system",
-    "query": "query (or prompt, question, problem) and response (or answer, output, completion, ...), perhaps history",
-    "text": "text: a text for pretraining",
-}
-
 
 # Python's parser needs some hundred times a text's size in memory.
 _LONGEST_LITERAL = 1 << 22
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The form of a file's rows.
-
-    Args:
-        form: a key of ``FORMS``.
-        columns: (this project's name, the file's) of every column that was found or named.
-    """
-
-    form: str
-    columns: Pairs
 
 
 class Fields:
@@ -143,33 +120,14 @@ def _names_of(columns: Pairs) -> dict[str, tuple[str, ...]]:
     return {**NAMES, **{name: (column,) for name, column in columns}}
 
 
-def detect(rows: Sequence[Mapping[str, Any]], named: Pairs, formatting: str | None, where: str) -> Layout:
-    """The form of a file, from its first rows.
+class Columns:
+    """The columns of a file by this project's names, as they are found.
 
     Args:
-        named: columns that the user named, as (this project's name, the file's), or the other way round as ms-swift's
-            ``--columns`` has it; "" as the file's name leaves out what would be found.
-        formatting: ``alpaca`` or ``sharegpt``, if ``dataset_info.json`` says it.
+        keys: of the file's rows.
+        columns: the file's names by this project's, of those that the user named.
         where: the file, for messages.
-
-    Raises:
-        DataError: if no form fits, if several columns may be meant, or if a named one is not there.
     """
-    keys = {key: None for row in rows for key in row}
-    used = [key for key in keys if any(row.get(key) is not None for row in rows)]
-    found = _Found(used, _resolve(named, list(keys), where), where)
-    form = found.form(formatting)
-    if form is None:
-        known = "\n".join(f"  - {text}" for text in FORMS.values())
-        raise DataError(
-            f"{where}: the form of its rows is not recognised; their keys are: {listed(keys)}\nKnown forms:\n{known}",
-            "Say which column is which, as in --columns query=title response=body",
-        )
-    return Layout(form, tuple(sorted(found.columns.items())))
-
-
-class _Found:
-    """The columns of a file by this project's names, as they are found."""
 
     def __init__(self, keys: Sequence[str], columns: dict[str, str], where: str) -> None:
         self.columns, self._where = columns, where
@@ -180,21 +138,19 @@ class _Found:
             if name not in columns and spelled and not set(spelled) & set(NAMES[name]):
                 columns[name] = spelled[0]
 
-    def form(self, formatting: str | None) -> str | None:
-        """The form that fits, with its columns found; None if there is none."""
-        if formatting != "alpaca" and self._find("messages"):
-            return "messages"
-        if formatting == "sharegpt":
-            return None
-        asks = [name for name in NAMES["query"] if name in self._keys and name not in ("instruction", "input")]
-        may_instruct = "instruction" in self.columns or formatting == "alpaca" or not (asks or "query" in self.columns)
-        if may_instruct and self._find("instruction") and (self._find("output") or self._find("response", "output")):
-            return "alpaca"
-        if self._find("query") and (self._find("response") or self._find("text", "response")):
-            return "query"
-        return "text" if self._find("text") else None
+    def has(self, name: str) -> bool:
+        """Whether there is a column that is called so, in whatever spelling."""
+        return name in self._keys
 
-    def _find(self, name: str, as_name: str | None = None) -> str | None:
+    def find(self, name: str, as_name: str | None = None) -> str | None:
+        """The file's name of the column that is meant by one of this project's; None if there is none.
+
+        Args:
+            as_name: the name under which it is kept, if it is another.
+
+        Raises:
+            DataError: if several may be meant.
+        """
         as_name = as_name or name
         if name in self.columns:
             self.columns[as_name] = self.columns[name]
@@ -208,30 +164,3 @@ class _Found:
             if usual:
                 self.columns[as_name] = usual[0]
         return self.columns.get(as_name)
-
-
-def _resolve(named: Pairs, keys: Sequence[str], where: str) -> dict[str, str]:
-    columns = {}
-    for name, column in named:
-        if not (name in NAMES and column in keys) and column in NAMES and name in keys:
-            name, column = column, name
-        if name not in NAMES and column not in NAMES:
-            raise DataError(
-                f"--columns {name}={column}: neither is a name of this project{did_you_mean(name, NAMES)}",
-                f"Known are {', '.join(NAMES)}.",
-            )
-        if column and column not in keys:
-            raise DataError(
-                f"--columns {name}={column}: {where} has no column {column!r} in its first rows"
-                f"{did_you_mean(column, keys)}; its columns are: {listed(keys)}",
-                "Name a column that is there (rows may have null in it); where sets differ, name each set's columns in "
-                "a --dataset-info file.",
-            )
-        columns[name] = column
-    return columns
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a message about a name that is not known."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""

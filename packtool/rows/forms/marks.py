@@ -41,7 +41,7 @@ class LoneMark(RowProblem):
     Args:
         kind: of the medium.
         column: of the row, that may be the medium's; "" if none looks so.
-        detail: for a person.
+        detail: explanation for the user.
     """
 
     def __init__(self, kind: str, column: str, detail: str) -> None:

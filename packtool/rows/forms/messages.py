@@ -12,7 +12,9 @@ from functools import lru_cache
 from typing import Any
 
 from packtool.constants import ROLES
+from packtool.rows.forms.columns import Columns, Fields
 from packtool.rows.forms.contents import content_of
+from packtool.rows.forms.form import RowForm
 from packtool.rows.forms.media import Found
 from packtool.rows.forms.problem import RowProblem, json_problem
 from packtool.rows.forms.values import finite, listed, shown
@@ -244,3 +246,21 @@ def _loss_scale(who: str, message: Mapping[str, Any]) -> float | None:
         known = f"it must be a number from 0 to {_MOST_LOSS_SCALE:,}"
         raise RowProblem("invalid_row", f"{who} has loss_scale {shown(value)}; {known}")
     return number
+
+
+def _fits(columns: Columns, formatting: str | None) -> bool:
+    return formatting != "alpaca" and columns.find("messages") is not None
+
+
+def _turns_of_row(fields: Fields, found: Found) -> list[Turn]:
+    messages = fields.raw("messages")
+    return turns_of(fields.parsed("messages") if isinstance(messages, str) and messages else messages, found)
+
+
+MESSAGES = RowForm(
+    "messages",
+    "messages (or conversations, conversation): a list of {role, content}, of {from, value}, or of pairs "
+    "{human, assistant}",
+    _fits,
+    _turns_of_row,
+)

@@ -10,7 +10,7 @@ class RowProblem(ValueError):
 
     Args:
         reason: machine-readable, as in ``dropped.jsonl``.
-        detail: for a person.
+        detail: explanation for the user.
     """
 
     def __init__(self, reason: str, detail: str) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from packtool.rows.forms.columns import Fields
+from packtool.rows.forms.columns import NAMES, Columns, Fields
 from packtool.rows.forms.contents import content_of
+from packtool.rows.forms.form import RowForm
 from packtool.rows.forms.media import Found
 from packtool.rows.forms.messages import turns_of
 from packtool.rows.forms.problem import RowProblem
@@ -14,7 +15,7 @@ from packtool.rows.forms.values import shown
 from packtool.rows.sample import Turn
 
 
-def turns_of_query(fields: Fields, found: Found) -> list[Turn]:
+def _turns_of_query(fields: Fields, found: Found) -> list[Turn]:
     """Turns of a row with query, response and perhaps history.
 
     Raises:
@@ -24,7 +25,7 @@ def turns_of_query(fields: Fields, found: Found) -> list[Turn]:
     return [*_history(fields, found), *asked, *_answer(fields, "response", found)]
 
 
-def turns_of_alpaca(fields: Fields, found: Found) -> list[Turn]:
+def _turns_of_alpaca(fields: Fields, found: Found) -> list[Turn]:
     """Turns of a row with instruction, input, output and perhaps history: instruction and input are one question.
 
     Raises:
@@ -71,3 +72,29 @@ def _history(fields: Fields, found: Found) -> list[Turn]:
         for role, value in zip(("user", "assistant"), pair, strict=True):
             turns.append(Turn(role, content_of(f"'history' {i} ({role})", value, found).text))
     return turns
+
+
+def _is_query(columns: Columns, formatting: str | None) -> bool:
+    if formatting == "sharegpt" or not columns.find("query"):
+        return False
+    return bool(columns.find("response") or columns.find("text", "response"))
+
+
+def _is_alpaca(columns: Columns, formatting: str | None) -> bool:
+    if formatting == "sharegpt":
+        return False
+    named = columns.columns
+    asks = any(columns.has(name) for name in NAMES["query"] if name not in ("instruction", "input"))
+    if not ("instruction" in named or formatting == "alpaca" or not (asks or "query" in named)):
+        return False
+    return bool(columns.find("instruction") and (columns.find("output") or columns.find("response", "output")))
+
+
+ALPACA = RowForm("alpaca", "instruction, input and output, perhaps history and system", _is_alpaca, _turns_of_alpaca)
+
+QUERY = RowForm(
+    "query",
+    "query (or prompt, question, problem) and response (or answer, output, completion, ...), perhaps history",
+    _is_query,
+    _turns_of_query,
+)

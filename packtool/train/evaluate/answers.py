@@ -15,7 +15,7 @@ from packtool.constants import IGNORE_INDEX, TRAIN_SPLIT
 from packtool.encode.encoded import EncodedSample
 from packtool.plan.packing import pack_best_fit
 from packtool.progress import Progress, SilentProgress
-from packtool.train.evaluate.scoring import evaluating
+from packtool.train.evaluate.scorer import evaluating
 from packtool.train.model.load import load_trained
 from packtool.train.model.precision import checkpoint_dtype
 from packtool.train.model.quiet import quiet_transformers
@@ -38,7 +38,7 @@ class ExactMatch:
 
     @property
     def num_turns(self) -> int:
-        """Turns in all."""
+        """The number of the assistant's turns."""
         return len(self.exact)
 
     @property
@@ -84,8 +84,8 @@ def exact_match(
             positions = [int(position) for position in plan.pack(number)]
             samples = [reader.sample(position) for position in positions]
             batch = collate_packs(samples, spec).to(device)
-            _, hits = scorer(batch)
-            right = (hits | (batch.labels == IGNORE_INDEX))[0].cpu().numpy()
+            _, correct = scorer(batch)
+            right = (correct | (batch.labels == IGNORE_INDEX))[0].cpu().numpy()
             for position, sample, start in zip(positions, samples, batch.cu_seqlens.tolist(), strict=False):
                 found[position] = _exact_turns(sample, right[start : start + sample.length])
             progress.advance(1)

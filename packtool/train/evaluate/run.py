@@ -10,9 +10,9 @@ from packtool.cache.evaluation_file import write_evaluation
 from packtool.config.evaluate import EvalConfig
 from packtool.launch.world import World
 from packtool.progress import Progress, SilentProgress
-from packtool.train.evaluate.scores import Evaluation
+from packtool.train.evaluate.totals import Evaluation
 from packtool.train.prepare.evaluation import PreparedEvaluation, prepare_evaluation
-from packtool.train.prepare.sequence_parallel import sharing_lines
+from packtool.train.prepare.sequence_parallel import sequence_parallel_lines
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ def evaluate_caches(config: EvalConfig, progress: Progress, world: World | None 
         ConfigError, DataError, MismatchError, StorageError: before the model is loaded, except for a picture that turns
             out to be gone and for a disk that is full.
     """
-    world = (world or World.from_environment()).shared_by(config.num_sharing)
+    world = (world or World.from_environment()).shared_by(config.sequence_parallel_ranks)
     progress = progress if world.is_first else SilentProgress()
     prepared = prepare_evaluation(config, world)
     plan, reader = prepared.plan, prepared.reader
@@ -57,7 +57,7 @@ def evaluate_caches(config: EvalConfig, progress: Progress, world: World | None 
     num_tokens = int(plan.lengths.sum())
     progress.note(f"{reader.split} split: {len(plan.lengths):,} of {len(reader):,} samples, {num_tokens:,} tokens")
     progress.note(f"micro-batches: {num_micro_batches:,} of at most {plan.max_tokens:,} tokens, {_processes(world)}")
-    for line in sharing_lines(world, prepared.axes):
+    for line in sequence_parallel_lines(world, prepared.axes):
         progress.note(line)
     evaluation, seconds = _evaluate(prepared, progress)
     if world.is_first:
@@ -83,8 +83,8 @@ def _evaluate(prepared: PreparedEvaluation, progress: Progress) -> tuple[Evaluat
     from packtool.attention.parallel.blocks import choose_blocks
     from packtool.attention.parallel.mesh import SequenceParallel
     from packtool.batch.spec import InputSpec
-    from packtool.train.evaluate.samples import evaluate
-    from packtool.train.evaluate.scoring import can_be_packed
+    from packtool.train.evaluate.per_sample import evaluate
+    from packtool.train.evaluate.scorer import can_be_packed
     from packtool.train.model.load import load_trained, resolve_dtype
     from packtool.train.model.quiet import quiet_transformers
 
@@ -96,7 +96,7 @@ def _evaluate(prepared: PreparedEvaluation, progress: Progress) -> tuple[Evaluat
         choose(config.attn_impl, torch.device("cuda" if on_gpu else "cpu"), dtype)  # says what is missing
     device = PartialState(cpu=not on_gpu).device  # which starts the process group, too
     parallel = None
-    if prepared.world.num_sharing > 1:
+    if prepared.world.sequence_parallel_size > 1:
         choose_blocks(config.attn_impl, device, dtype, head_dims=(0, 0))
         parallel = SequenceParallel.on_mesh(prepared.axes, device.type)
     with quiet_transformers():

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch.distributed as dist
-
 from packtool.errors import MismatchError
+from packtool.launch.exchange import all_gather_objects
 from packtool.launch.world import World
 from packtool.train.prepare.checkpoint import RunState
 
@@ -18,16 +17,13 @@ def check_ranks_agree(state: RunState, world: World, sharing: str = "") -> None:
     The process group must be there.
 
     Args:
-        sharing: how ranks share rows, which each has worked out, too.
+        sharing: how ranks share sequences, which each has worked out, too.
 
     Raises:
         MismatchError: on every rank, naming what differs.
     """
-    if world.size == 1:
-        return
-    found: list[Any] = [None] * world.size
-    dist.all_gather_object(found, dataclasses.asdict(state) | {"sequence parallel": sharing})
-    first = found[0]
+    planned: dict[str, Any] = dataclasses.asdict(state) | {"sequence parallel": sharing}
+    first, *_ = found = all_gather_objects(planned, world.size)
     for rank, other in enumerate(found):
         if other != first:
             differing = [name for name in first if other[name] != first[name]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
@@ -30,16 +30,6 @@ def watched(batches: Iterable[Batch], held: Iterator[str], *, rank: int, step: i
         words = next(held, "")
         _LOG.debug("rank %d, step %d, micro-batch %d of %d: %s", rank, step + 1, number, num, described(batch, words))
         yield batch
-
-
-def packs_in_words(packs: Iterable[Iterable[int]]) -> str:
-    """``packs of samples [3 17] [4]``: numbers are positions in the caches, one after the other."""
-    return "packs of samples " + " ".join(f"[{' '.join(str(int(sample)) for sample in pack)}]" for pack in packs)
-
-
-def rows_in_words(origins: Sequence[tuple[str, int]]) -> str:
-    """``samples a.json:3 a.json:17``: files and rows."""
-    return "samples " + " ".join(f"{source}:{row}" for source, row in origins)
 
 
 def described(batch: Batch, held: str) -> str:

@@ -9,21 +9,19 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
 from packtool.cache.evaluation_file import plain_json
 from packtool.config.checkpoints import CheckpointOptions
-from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError
 from packtool.progress import Progress
-from packtool.stream.state import write_state as write_stream
-from packtool.train.loop.stream_loader import StreamLoader
+from packtool.train.loop.log_line import heading_lines, shown_figures
 from packtool.train.loop.watch import StepWatch
 from packtool.train.prepare.checkpoint import (
     PREFIX,
-    RunState,
     copy_processor,
     discard_state,
     remove_oldest,
@@ -31,21 +29,24 @@ from packtool.train.prepare.checkpoint import (
 )
 from packtool.train.prepare.outcome import BEST, LAST, best_of, point
 from packtool.train.prepare.place import METRICS_NAME
+from packtool.train.prepare.prepared import PreparedRun, Steps
 from packtool.train.prepare.schedule import Schedule
-from packtool.train.prepare.streamed import OpenSchedule
 from packtool.train.prepare.whole import saving
-from packtool.train.prepare.workers import WaitingNote
+from packtool.train.prepare.workers import WaitingNote, cores_of_a_rank, workers_of
 
 
-class PlanCallback(TrainerCallback):
-    """Keeps the Trainer's idea of epochs right: for it the whole run is one.
+class StepsCallback(TrainerCallback):
+    """Keeps the Trainer's idea of epochs right (for it the whole run is one), and ends a run when its samples end.
+
+    Must come before ``CheckpointCallback``, which waits for all ranks.
 
     Args:
+        steps: of this rank.
         saves_epochs: a checkpoint is wanted at the end of every epoch, and of the run.
     """
 
-    def __init__(self, schedule: Schedule | OpenSchedule, *, saves_epochs: bool = False) -> None:
-        self.schedule = schedule
+    def __init__(self, schedule: Schedule, steps: Steps, *, saves_epochs: bool = False) -> None:
+        self.schedule, self.steps = schedule, steps
         self.saves_epochs = saves_epochs
 
     def on_step_end(
@@ -58,55 +59,25 @@ class PlanCallback(TrainerCallback):
             control.should_log = True
         if self.saves_epochs and (is_end or self.schedule.locate(state.global_step)[1] == 0):
             control.should_save = True
-        return control
-
-
-class StreamCallback(TrainerCallback):
-    """Ends a run when its rows end, and adds to a checkpoint where every rank's stream stands.
-
-    Must come before ``CheckpointCallback``, which waits for all ranks.
-    """
-
-    def __init__(self, loader: StreamLoader) -> None:
-        self.loader = loader
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> TrainerControl:
-        """The step that was given last may be the last there is."""
-        if self.loader.is_last:
+        if self.steps.ended:
             control.should_log = control.should_training_stop = True
             control.should_save = args.save_strategy == SaveStrategy.STEPS
         return control
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Every rank writes its own part."""
-        checkpoint = os.path.join(str(args.output_dir), f"{PREFIX}{state.global_step}")
-        os.makedirs(checkpoint, exist_ok=True)
-        world = self.loader.run.world
-        if world.share_rank == 0:
-            write_stream(checkpoint, world.data.rank, self.loader.state_after(state.global_step))
+        self.steps.save(os.path.join(str(args.output_dir), f"{PREFIX}{state.global_step}"), state.global_step)
 
 
 class CheckpointCallback(TrainerCallback):
-    """Adds to a checkpoint what is packtool's, and declares it finished when all ranks have written their part."""
+    """Adds to a checkpoint what is packtool's, and declares it finished when all ranks have written their part.
 
-    def __init__(
-        self,
-        run: RunState,
-        schedule: Schedule | OpenSchedule,
-        files: ModelFiles,
-        save_total_limit: int | None,
-        *,
-        keeps_best: bool = False,
-        watch: StepWatch | None = None,
-    ) -> None:
-        self.keeps_best = keeps_best
-        self.run = run
-        self.schedule = schedule
-        self.files = files
-        self.save_total_limit = save_total_limit
-        self.watch = watch
+    Args:
+        watch: knows since when weights may be no numbers.
+    """
+
+    def __init__(self, run: PreparedRun, watch: StepWatch) -> None:
+        self.run, self.watch = run, watch
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """A checkpoint may be about to be written over one of an earlier run."""
@@ -119,12 +90,12 @@ class CheckpointCallback(TrainerCallback):
         if state.is_world_process_zero:
             checkpoint = os.path.join(str(args.output_dir), f"{PREFIX}{state.global_step}")
             with saving(checkpoint):
-                copy_processor(self.files.directory, checkpoint, self.files.template_file)
-                epoch, step_in_epoch = self.schedule.locate(state.global_step)
+                copy_processor(self.run.files.directory, checkpoint, self.run.files.template_file)
+                epoch, step_in_epoch = self.run.schedule.locate(state.global_step)
                 write_state(
                     checkpoint,
                     dataclasses.replace(
-                        self.run,
+                        self.run.state,
                         step=state.global_step,
                         epoch=epoch,
                         step_in_epoch=step_in_epoch,
@@ -136,13 +107,14 @@ class CheckpointCallback(TrainerCallback):
 
     def _name(self, output_dir: str, checkpoint: str, state: TrainerState) -> None:
         """Let the names that stay be the right checkpoints, then remove the oldest ones."""
-        best = state.best_model_checkpoint if self.keeps_best else best_of(output_dir, state.log_history)
+        config = self.run.config
+        is_sought = config.load_best_model_at_end
+        best = state.best_model_checkpoint if is_sought else best_of(output_dir, state.log_history)
         with saving(os.path.join(output_dir, f".{LAST}.part")):
             point(output_dir, LAST, checkpoint)
             if best is not None:
                 point(output_dir, BEST, best)
-        last_good = self.watch.last_good if self.watch is not None else None
-        remove_oldest(output_dir, self.save_total_limit, last_good=last_good, keep=best)
+        remove_oldest(output_dir, config.save_total_limit, last_good=self.watch.last_good, keep=best)
 
 
 class EvaluationCallback(TrainerCallback):
@@ -194,27 +166,32 @@ class ReportCallback(TrainerCallback):
         first_loss, last_loss: of the first and the last log line.
     """
 
-    def __init__(self, progress: Progress, output_dir: str, start: int, waiting: WaitingNote) -> None:
-        self.progress = progress
-        self.waiting = waiting
-        self.path = os.path.join(output_dir, METRICS_NAME)
-        self.start = start
+    def __init__(self, run: PreparedRun, progress: Progress) -> None:
+        self.run, self.progress = run, progress
+        self.waiting = WaitingNote(workers_of(run), cores_of_a_rank())
+        self.path = os.path.join(run.config.output_dir, METRICS_NAME)
         self.first_loss: float | None = None
         self.last_loss: float | None = None
         self._shown: dict[str, float | int | str] = {}
+        self._num_untold = 0  # steps that the next line tells
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """The first step is next."""
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        for line in heading_lines(self.run, gpu):
+            self.progress.note(line)
         self.progress.start("train", state.max_steps)
-        if self.start:
-            self.progress.advance(self.start)
-        self._drop_lines_after(self.start)
+        if self.run.start:
+            self.progress.advance(self.run.start)
+        self._drop_lines_after(self.run.start)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """One more is done; the figures shown are those of the last log line."""
-        self.progress.advance(1, **self._shown)
+        """One more is done: where no log line follows, it is shown with the figures of the last one."""
+        self._num_untold += 1
+        if not control.should_log:
+            self._tell(self.progress.advance)
 
     def on_log(
         self,
@@ -230,22 +207,14 @@ class ReportCallback(TrainerCallback):
         line = {"step": state.global_step, **logs}
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(plain_json(line)) + "\n")
+        self._shown |= shown_figures(logs)
         if "loss" not in logs:
-            self._shown["val loss"] = round(logs["eval_loss"], 4)
-            self.progress.line(**{"val loss": self._shown["val loss"]})
+            self._tell(self.progress.line, shown_figures(logs))
             return
         self.last_loss = float(logs["loss"])
         if self.first_loss is None:
             self.first_loss = self.last_loss
-        shown: dict[str, float | int | str] = {
-            "loss": round(self.last_loss, 4),
-            "lr": float(f"{logs['learning_rate']:.3g}"),
-            "targets/s": round(logs["target_tokens_per_second"]),
-            "fill": f"{logs['fill']:.1%}",
-            "waiting": f"{logs['data_wait']:.0%}",
-        }
-        self._shown |= shown
-        self.progress.line(**shown)
+        self._tell(self.progress.line, shown_figures(logs))
         if (remark := self.waiting.after(logs["data_wait"], logs["seconds"])) is not None:
             self.progress.note(remark)
 
@@ -254,6 +223,11 @@ class ReportCallback(TrainerCallback):
     ) -> None:
         """All steps are done."""
         self.progress.finish()
+
+    def _tell(self, how: Callable[..., None], figures: dict[str, float | int | str] | None = None) -> None:
+        """Tell the progress of the steps that are done, with these figures or the last ones."""
+        num, self._num_untold = self._num_untold, 0
+        how(num, **(self._shown if figures is None else figures))
 
     def _drop_lines_after(self, step: int) -> None:
         """Lines of an earlier run, from the step on that this one trains anew."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
+from transformers import PreTrainedModel, TrainingArguments, set_seed
 
 from packtool.attention.choose import choose, choose_elsewhere
 from packtool.attention.parallel.blocks import choose_blocks
@@ -22,30 +23,28 @@ from packtool.batch.worker import deaths_told
 from packtool.config.train import TrainConfig
 from packtool.encode.model_files import place_of
 from packtool.progress import Progress
-from packtool.train.evaluate.samples import evaluate_in_training
+from packtool.train.evaluate.per_sample import evaluate_in_training
 from packtool.train.loop.agreement import check_ranks_agree
 from packtool.train.loop.arguments import check_optimizer_of, training_arguments
 from packtool.train.loop.callbacks import (
     CheckpointCallback,
     EvaluationCallback,
-    PlanCallback,
     ReportCallback,
-    StreamCallback,
+    StepsCallback,
 )
 from packtool.train.loop.finite import name_samples
-from packtool.train.loop.loader import StepLoader, cut_of
-from packtool.train.loop.result import TrainResult
+from packtool.train.loop.loader import StepLoader
 from packtool.train.loop.skipped import all_skipped, skipped_lines, write_skipped
 from packtool.train.loop.stopping import StopSignals
-from packtool.train.loop.stream_loader import StreamLoader
 from packtool.train.loop.trainer import PackTrainer
 from packtool.train.loop.watch import StepWatch
+from packtool.train.model.adapters import take_adapter
 from packtool.train.model.liger import refuse_without_liger
 from packtool.train.model.load import has_gpu, load_model, make_trainable, resolve_dtype
-from packtool.train.model.memory import MemoryEstimate, estimate_memory, model_without_weights
+from packtool.train.model.memory import FEW, MemoryEstimate, estimate_memory, model_without_weights
 from packtool.train.model.parameters import count_parameters
 from packtool.train.model.part_rates import PartRates
-from packtool.train.model.precision import SavedPrecision, load_masters, loaded_dtype, precision_lines, take_adapter
+from packtool.train.model.precision import SavedPrecision, checkpoint_dtype, load_masters, loaded_dtype, precision_lines
 from packtool.train.model.quiet import quiet_transformers
 from packtool.train.model.sharding import (
     is_zero3,
@@ -54,15 +53,15 @@ from packtool.train.model.sharding import (
     shard_layers_that_are_there,
     shard_on_cpus,
 )
-from packtool.train.prepare.cached import PreparedRun
 from packtool.train.prepare.checkpoint import PREFIX
 from packtool.train.prepare.place import make_place
-from packtool.train.prepare.streamed import PreparedStream, first_samples
-from packtool.train.prepare.workers import WaitingNote, cores_of_a_rank, workers_of
-from packtool.train.verify.run import few_samples, fewer_tokens, raise_if_failed, verify_cheaply
+from packtool.train.prepare.prepared import PreparedRun, Validation
+from packtool.train.prepare.result import TrainResult
+from packtool.train.prepare.workers import workers_of
+from packtool.train.verify.run import fewer_tokens, raise_if_failed, verify_cheaply
 
 
-def load_spec(run: PreparedRun | PreparedStream) -> InputSpec:
+def load_spec(run: PreparedRun) -> InputSpec:
     """The model as collation sees it.
 
     Raises:
@@ -84,13 +83,16 @@ def load_spec(run: PreparedRun | PreparedStream) -> InputSpec:
             return spec
         device = torch.device("cuda" if on_gpu else "cpu")
         choose(run.config.attn_impl, device, dtype)
-        if run.world.num_sharing > 1:
+        if run.world.sequence_parallel_size > 1:
             choose_blocks(run.config.attn_impl, device, dtype, head_dims=(0, 0))
     return spec
 
 
-def preview(run: PreparedRun | PreparedStream, spec: InputSpec) -> MemoryEstimate:
+def preview(run: PreparedRun, spec: InputSpec) -> tuple[MemoryEstimate, list[str]]:
     """What training would need, without loading weights; everything that it would refuse is refused.
+
+    Returns:
+        the estimate, and what the run would say of its weights' precision.
 
     Raises:
         ConfigError, UnsupportedModelError: as training.
@@ -102,18 +104,24 @@ def preview(run: PreparedRun | PreparedStream, spec: InputSpec) -> MemoryEstimat
         model = model_without_weights(run.config, spec.config, dtype)
         PartRates.of(run.config, model)
     estimate = _estimate(run, model, spec, dtype)
+    told = list(precision_lines(model, dtype, run.config, checkpoint_dtype(spec.config)))
     check_optimizer_of(model, args)
-    return estimate
+    return estimate, told
 
 
-def _estimate(
-    run: PreparedRun | PreparedStream, model: nn.Module, spec: InputSpec, dtype: torch.dtype
-) -> MemoryEstimate:
+def _estimate(run: PreparedRun, model: nn.Module, spec: InputSpec, dtype: torch.dtype) -> MemoryEstimate:
     config = dataclasses.replace(run.config, packing_length=run.state.packing_length)
-    return estimate_memory(config, model, spec.config, dtype=dtype, world_size=run.world.size)
+    return estimate_memory(
+        config,
+        model,
+        spec.config,
+        dtype=dtype,
+        world_size=run.world.size,
+        num_media_tokens=run.most_media_tokens(),
+    )
 
 
-def execute(run: PreparedRun | PreparedStream, spec: InputSpec, result: TrainResult, progress: Progress) -> TrainResult:
+def execute(run: PreparedRun, spec: InputSpec, result: TrainResult, progress: Progress) -> TrainResult:
     """Load, train, save.
 
     Args:
@@ -123,28 +131,28 @@ def execute(run: PreparedRun | PreparedStream, spec: InputSpec, result: TrainRes
         ``result`` with what came of it.
     """
     signals = StopSignals(launched=run.world.size > 1)
-    if run.config.dataloader_num_workers is None:
-        run = dataclasses.replace(run, config=dataclasses.replace(run.config, dataloader_num_workers=workers_of(run)))
+    run = run.with_config(dataloader_num_workers=workers_of(run))
     with quiet_transformers():
         run, args = enter(run, spec, progress)
-        trainer, report, watch = make_trainer(run, args, spec, progress, signals)
+        training = make_training(run, args, spec, progress, signals)
+        trainer, report, watch = training.trainer, training.report, training.watch
         assert trainer.model is not None
         num_trainable, num_parameters = count_parameters(trainer.model)
         progress.note(f"parameters: {num_parameters:,}, of them trained: {num_trainable:,} ({run.config.train_type})")
         dtype = resolve_dtype(spec.config, run.config, on_gpu=torch.cuda.is_available())
-        progress.note(_estimate(run, trainer.model, spec, dtype).sentence())
-        verify_packing(run, trainer, spec, progress)
+        if run.world.is_first:  # the others would trace the same
+            progress.note(_estimate(run, trainer.model, spec, dtype).sentence())
+        verify_packing(run, training, spec, progress)
         begin = time.perf_counter()
         with signals, deaths_told():
-            trainer.train(resume_from_checkpoint=run.checkpoint)
+            trainer.train(resume_from_checkpoint=run.beginning.checkpoint)
         seconds = time.perf_counter() - begin
     steps = trainer.state.global_step
-    if isinstance(trainer.loader, StreamLoader):
-        result = trainer.loader.counted(result)
-        if steps < result.steps and not watch.stopped_by:
-            progress.note(
-                f"the rows ended after step {steps:,} of {result.steps:,}; a larger --num-train-epochs reads them again"
-            )
+    result = trainer.loader.steps.counted(result)
+    if steps < result.steps and trainer.loader.steps.ended and not watch.stopped_by:
+        progress.note(
+            f"the rows ended after step {steps:,} of {result.steps:,}; a larger --num-train-epochs reads them again"
+        )
     skipped = all_skipped(trainer.skipped, run.world)
     for line in skipped_lines(skipped):
         progress.note(line)
@@ -179,9 +187,7 @@ def _last_checkpoint(config: TrainConfig, trainer: PackTrainer) -> str | None:
     return os.path.join(config.output_dir, f"{PREFIX}{trainer.state.global_step}")
 
 
-def verify_packing(
-    run: PreparedRun | PreparedStream, trainer: PackTrainer, spec: InputSpec, progress: Progress
-) -> None:
+def verify_packing(run: PreparedRun, training: Training, spec: InputSpec, progress: Progress) -> None:
     """Look at a few samples of the first pack before the first step.
 
     Raises:
@@ -194,23 +200,17 @@ def verify_packing(
         progress.note("packing is not verified before weights are sharded; packtool verify does it on one device")
         return
     dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
-    if isinstance(run, PreparedRun):
-        epoch, step = run.schedule.locate(run.start)
-        packs = run.schedule.plan_of(epoch).samples(step, run.world.data.rank, 0)
-        samples = few_samples(run.reader, [int(position) for pack in packs for position in pack])
-    else:
-        samples = first_samples(run)
+    samples = run.first_samples(FEW)
     if config.on_bad_media == "skip":
         samples = [sample for sample in samples if not is_bad(sample, spec)]
     samples = fewer_tokens(samples)
     if len(samples) > 1:
-        assert trainer.model is not None
-        raise_if_failed(verify_cheaply(trainer.model, samples, spec, dtype=dtype, parallel=trainer.parallel))
+        model = training.trainer.model
+        assert model is not None
+        raise_if_failed(verify_cheaply(model, samples, spec, dtype=dtype, parallel=training.parallel))
 
 
-def enter(
-    run: PreparedRun | PreparedStream, spec: InputSpec, progress: Progress
-) -> tuple[PreparedRun | PreparedStream, TrainingArguments]:
+def enter(run: PreparedRun, spec: InputSpec, progress: Progress) -> tuple[PreparedRun, TrainingArguments]:
     """Start the process group, let the ranks compare what they will train, and make the output directory.
 
     Returns:
@@ -224,81 +224,72 @@ def enter(
     if config.output_dir != run.config.output_dir:
         progress.note(f"this run is in {config.output_dir}")
     args.output_dir = config.output_dir
-    return dataclasses.replace(run, config=config), args
+    return run.with_config(output_dir=config.output_dir), args
 
 
-def make_trainer(
-    run: PreparedRun | PreparedStream,
-    args: TrainingArguments,
-    spec: InputSpec,
-    progress: Progress,
-    signals: StopSignals,
-) -> tuple[PackTrainer, ReportCallback, StepWatch]:
-    """The Trainer of this rank, what it reports to, and what ends it."""
+@dataclass(frozen=True)
+class Training:
+    """What trains on this rank.
+
+    Args:
+        trainer: transformers' Trainer, told what a step is.
+        report: what it tells the user.
+        watch: what ends it.
+        parallel: ranks that share sequences with this one, as the model was told; None for nobody.
+    """
+
+    trainer: PackTrainer
+    report: ReportCallback
+    watch: StepWatch
+    parallel: SequenceParallel | None
+
+
+def make_training(
+    run: PreparedRun, args: TrainingArguments, spec: InputSpec, progress: Progress, signals: StopSignals
+) -> Training:
+    """Load the model, and put together what trains it."""
     config, on_gpu = run.config, torch.cuda.is_available()
     dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
-    loader = _make_loader(run, spec)
+    loader = StepLoader(run, spec)
     names = partial(name_samples, loader.names, run.world.rank)
     watch = StepWatch(signals, names, on_nan=config.on_nan, world=run.world, progress=progress)
-    waiting = WaitingNote(workers_of(run), cores_of_a_rank())
-    report = ReportCallback(progress, config.output_dir, run.start, waiting)
-    callbacks = _callbacks(run, loader, watch, report)
+    report = ReportCallback(run, progress)
     parallel = None
-    if run.world.num_sharing > 1:
+    if run.world.sequence_parallel_size > 1:
         parallel = SequenceParallel.on_mesh(run.axes, "cuda" if on_gpu else "cpu")
     meet_on_cpus(config)
     model, saved = _make_model(run, spec, dtype, parallel)
-    if run.weights is not None:
-        progress.note(f"weights are those of {run.weights}; optimizer, schedule and data begin anew")
-    for line in precision_lines(model, dtype, config, saved):
+    if run.beginning.weights is not None:
+        progress.note(f"weights are those of {run.beginning.weights}; optimizer, schedule and data begin anew")
+    for line in precision_lines(model, dtype, config, saved.dtype):
         progress.note(line)
     shard_on_cpus(config)
+    # In the order in which they must come; evaluation and the finishing of checkpoints come after them.
+    saves_epochs = config.save_strategy == "epoch"
+    callbacks = [StepsCallback(run.schedule, loader.steps, saves_epochs=saves_epochs), watch]
     trainer = PackTrainer(
         model,
         args,
         loader,
-        callbacks,
-        by_channel=config.enable_channel_loss,
-        by_samples=config.loss_reduction == "sample",
-        skips=config.on_bad_media == "skip",
-        part_rates=PartRates.of(config, model),
+        [*callbacks, report] if run.world.is_first else callbacks,
+        saved=saved,
+        numbers=watch.numbers,
     )
-    trainer.parallel, trainer.saved, trainer.kahan = parallel, saved, config.master_weights == "kahan"
-    trainer.numbers = watch.numbers
     keep_digits_of_outputs(trainer.accelerator, config)
     shard_layers_that_are_there(trainer.accelerator, model, config)
-    if isinstance(run, PreparedRun) and run.validation is not None:
-        every = config.eval_steps if config.eval_strategy == "steps" else run.schedule.steps_per_epoch
-        evaluate = partial(trainer.log_evaluation, partial(_evaluate, run, trainer))
-        trainer.add_callback(EvaluationCallback(evaluate, every, config))
-    trainer.add_callback(
-        CheckpointCallback(
-            run.state,
-            run.schedule,
-            run.files,
-            config.save_total_limit,
-            keeps_best=config.load_best_model_at_end,
-            watch=watch,
-        )
-    )
-    return trainer, report, watch
+    if run.validation is not None:
+        by_steps = config.eval_steps if config.eval_strategy == "steps" else None
+        every = by_steps or run.schedule.steps_per_epoch
+        evaluate = partial(_evaluate, run, run.validation, trainer, parallel)
+        trainer.add_callback(EvaluationCallback(partial(trainer.log_evaluation, evaluate), every, config))
+    trainer.add_callback(CheckpointCallback(run, watch))
+    return Training(trainer, report, watch, parallel)
 
 
-def _callbacks(
-    run: PreparedRun | PreparedStream, loader: StepLoader | StreamLoader, watch: StepWatch, report: ReportCallback
-) -> list[TrainerCallback]:
-    """In the order in which they must come; evaluation and the finishing of checkpoints come after them."""
-    saves_epochs = run.config.save_strategy == "epoch"
-    callbacks: list[TrainerCallback] = [PlanCallback(run.schedule, saves_epochs=saves_epochs), watch]
-    if isinstance(loader, StreamLoader):
-        callbacks.append(StreamCallback(loader))
-    return [*callbacks, report] if run.world.is_first else callbacks
-
-
-def _evaluate(run: PreparedRun, trainer: PackTrainer) -> dict[str, float]:
+def _evaluate(
+    run: PreparedRun, validation: Validation, trainer: PackTrainer, parallel: SequenceParallel | None
+) -> dict[str, float]:
     """The val split, between two steps."""
-    validation = run.validation
-    assert validation is not None, "asked for"
     return evaluate_in_training(
         trainer.model_wrapped,
         validation.reader,
@@ -307,34 +298,20 @@ def _evaluate(run: PreparedRun, trainer: PackTrainer) -> dict[str, float]:
         world=run.world,
         num_workers=workers_of(run),
         samples=validation.samples,
-        parallel=trainer.parallel,
-    )
-
-
-def _make_loader(run: PreparedRun | PreparedStream, spec: InputSpec) -> StepLoader | StreamLoader:
-    if isinstance(run, PreparedStream):
-        return StreamLoader(run, spec)
-    return StepLoader(
-        run.schedule,
-        run.samples,
-        spec,
-        run.world,
-        samples=run.figures,
-        config=run.config,
-        start=run.start,
-        cut=cut_of(run),
+        parallel=parallel,
     )
 
 
 def _make_model(
-    run: PreparedRun | PreparedStream, spec: InputSpec, dtype: torch.dtype, parallel: SequenceParallel | None
+    run: PreparedRun, spec: InputSpec, dtype: torch.dtype, parallel: SequenceParallel | None
 ) -> tuple[PreTrainedModel | PeftModel, SavedPrecision]:
     # Adapters are drawn at random: alike on every rank, and in every run with this seed.
     set_seed(run.config.seed)
+    weights = run.beginning.weights
     dtype, is_adapter = loaded_dtype(dtype, spec.config, run.config), run.config.train_type == "lora"
     model = load_model(
         # Which an adapter names as its base.
-        run.weights if run.weights is not None and not is_adapter else place_of(run.config.model),
+        weights if weights is not None and not is_adapter else place_of(run.config.model),
         spec.config,
         dtype=dtype,
         packing=run.config.removes_padding,
@@ -343,8 +320,8 @@ def _make_model(
     )
     saved = SavedPrecision.of(spec.config, model)
     trained = make_trainable(model, run.config)
-    if run.weights is not None and isinstance(trained, PeftModel):
-        take_adapter(trained, run.weights)
-    elif run.weights is not None:
-        load_masters(trained, run.weights)
+    if weights is not None and isinstance(trained, PeftModel):
+        take_adapter(trained, weights)
+    elif weights is not None:
+        load_masters(trained, weights)
     return trained, saved

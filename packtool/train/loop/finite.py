@@ -51,18 +51,15 @@ class StepNumbers:
         return len(self._losses)
 
 
-def name_samples(
-    names: Callable[[int, int], Sequence[str]], rank: int, step: int, micro_batches: Sequence[int]
-) -> Iterator[str]:
+def name_samples(names: Callable[[int], Sequence[str]], rank: int, micro_batches: Sequence[int]) -> Iterator[str]:
     """Where the samples of some of this rank's micro-batches came from, a line for each micro-batch.
 
     Args:
-        names: of the samples of a step's micro-batch.
+        names: of the samples of a micro-batch of the step.
         rank: of this process.
-        step: 0-based, of the whole run.
     """
     for number in micro_batches:
-        named = names(step, number)
+        named = names(number)
         left = len(named) - _MOST_SAMPLES
         more = f"; and {left} more" if left > 0 else ""
         yield f"  rank {rank}, micro-batch {number}: {'; '.join(named[:_MOST_SAMPLES])}{more}"

@@ -9,12 +9,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from packtool.batch.batch import Batch
+from packtool.launch.exchange import all_gather_objects
+from packtool.simulate.hardware import peak_tflops
 from packtool.train.model.head_loss import TargetLosses
-from packtool.train.prepare.figures import StepFigures, peak_tflops
+from packtool.train.model.loss import mean_loss
+from packtool.train.prepare.figures import StepFigures
 
 T = TypeVar("T")
 
@@ -64,8 +66,8 @@ class Meter:
 
     @torch.no_grad()
     def see(self, found: TargetLosses, batch: Batch) -> None:
-        """Losses and hits of a micro-batch: kept as three sums a document, or three in all, on the device."""
-        rows = torch.stack((found.losses.detach(), torch.ones_like(found.losses), found.hits.to(found.losses.dtype)))
+        """Keep losses and correct predictions of a micro-batch, as three sums a document or in all, on the device."""
+        rows = torch.stack((found.losses.detach(), torch.ones_like(found.losses), found.correct.to(found.losses.dtype)))
         if not self._by_channel:
             self._seen.append(((_EVERYTHING,), rows.sum(dim=1, keepdim=True)))
             return
@@ -83,7 +85,7 @@ class Meter:
         """
         figures, now = self._figures, time.perf_counter()
         seconds, self._since = now - self._since, now
-        line: dict[str, float] = {"loss": loss * self._num_steps / max(figures.units, 1)}
+        line: dict[str, float] = {"loss": mean_loss(loss * self._num_steps, figures.units)}
         line |= figures.logged() | self._accuracies(accelerator.num_processes)
         line |= {
             "seconds": seconds,
@@ -94,7 +96,8 @@ class Meter:
         }
         peak = peak_tflops(torch.cuda.get_device_name()) if accelerator.device.type == "cuda" else None
         if peak is not None and figures.flops:
-            line["mfu"] = figures.flops / (seconds * peak * 1e12 * accelerator.num_processes)
+            possible = seconds * peak * 1e12 * accelerator.num_processes
+            line |= {"mfu": figures.flops / possible, "hfu": figures.hardware_flops / possible}
         self._begin()
         return line
 
@@ -105,10 +108,7 @@ class Meter:
             for channel, column in zip(channels, sums.T.tolist(), strict=True):
                 name = "none" if channel is None else channel
                 mine[name] = [a + b for a, b in zip(mine[name], column, strict=True)]
-        found: list[Any] = [dict(mine)]
-        if num_processes > 1:
-            found = [None] * num_processes
-            dist.all_gather_object(found, dict(mine))
+        found = all_gather_objects(dict(mine), num_processes)
         by_name: dict[str, list[float]] = {}
         for name in sorted({name for each in found for name in each}):
             parts = [each[name] for each in found if name in each]
@@ -116,9 +116,9 @@ class Meter:
         totals = [sum(column) for column in zip([0.0, 0.0, 0.0], *by_name.values(), strict=True)]
         line = {"token_accuracy": totals[2] / totals[1]} if totals[1] else {}
         if self._by_channel:
-            for name, (loss, count, hits) in by_name.items():
+            for name, (loss, count, correct) in by_name.items():
                 if count:
-                    line |= {f"loss_{name}": loss / count, f"token_accuracy_{name}": hits / count}
+                    line |= {f"loss_{name}": loss / count, f"token_accuracy_{name}": correct / count}
         return line
 
 

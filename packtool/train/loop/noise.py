@@ -1,4 +1,4 @@
-"""Noise on the embeddings of training: NEFTune, for samples that share a row.
+"""Noise on the embeddings of training: NEFTune, for samples that share a sequence.
 
 Jain et al. 2023, "NEFTune: Noisy Embeddings Improve Instruction Finetuning": uniform noise of at most
 alpha / sqrt(L d), with L tokens of a sample and d of width. L is here the sample's own, not the pack's or the padded

@@ -6,11 +6,9 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
-
-import torch.distributed as dist
 
 from packtool.batch.batch import SkippedSample
+from packtool.launch.exchange import all_gather_objects
 from packtool.launch.world import World
 
 SKIPPED_NAME = "skipped.jsonl"
@@ -19,11 +17,7 @@ _MOST_SHOWN = 20
 
 def all_skipped(mine: Sequence[SkippedSample], world: World) -> list[SkippedSample]:
     """Those of all ranks; every rank must call this."""
-    found: list[Any] = [list(mine)]
-    if world.size > 1:
-        found = [None] * world.size
-        dist.all_gather_object(found, list(mine))
-    return [sample for each in found for sample in each]
+    return [sample for each in all_gather_objects(list(mine), world.size) for sample in each]
 
 
 def skipped_lines(skipped: Sequence[SkippedSample]) -> Iterator[str]:

@@ -1,9 +1,10 @@
 """transformers' Trainer, told what a step is.
 
-The Trainer deals a fixed number of micro-batches to every step but an epoch's last, and finds its place after a resume
-by counting them. Here the plan says what a step is, so the Trainer is given whole steps: one "batch" of its dataloader
-is a ``TrainingStep``, the whole run is one of its "epochs", and gradient accumulation happens in ``training_step``.
-What is left to it is what it is good at: devices, wrapping, optimizer, clipping, schedule, logging, checkpoints.
+The Trainer gives a fixed number of micro-batches to every step but an epoch's last, and finds its place after a
+resume by counting them. Here the plan says what a step is, so the Trainer is given whole steps: one "batch" of its
+dataloader is a ``TrainingStep``, the whole run is one of its "epochs", and gradient accumulation happens in
+``training_step``. What is left to it is what it is good at: devices, wrapping, optimizer, clipping, schedule, logging,
+checkpoints.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -22,18 +23,17 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.batch.batch import Batch, SkippedSample
 from packtool.cache.evaluation_file import plain_json
 from packtool.train.loop.arguments import refused_by_transformers
+from packtool.train.loop.copies import DeviceCopies
 from packtool.train.loop.finite import StepNumbers
 from packtool.train.loop.loader import StepLoader, TrainingStep
 from packtool.train.loop.meter import Meter
 from packtool.train.loop.noise import EmbeddingNoise
-from packtool.train.loop.stream_loader import StreamLoader
 from packtool.train.model.head_loss import HeadLoss
 from packtool.train.model.kahan import KahanAdamW
-from packtool.train.model.loss import sum_of_losses, takes_logits_to_keep
+from packtool.train.model.loss import StepMean, sum_of_losses, takes_logits_to_keep
 from packtool.train.model.part_rates import PartRates, split_groups
 from packtool.train.model.precision import SavedPrecision, load_masters, save_masters
 from packtool.train.prepare.checkpoint import PREFIX
@@ -41,40 +41,30 @@ from packtool.train.prepare.whole import loading, saving
 
 
 class PackTrainer(Trainer):
-    """Trains what a ``StepLoader`` or a ``StreamLoader`` yields.
+    """Trains what a ``StepLoader`` yields.
 
     Args:
         model: on the host or the device; see ``make_trainable``.
         args: from ``training_arguments``.
-        loader: of this rank; ``loader.start`` must fit the checkpoint that is resumed from.
+        loader: of this rank; it begins where the checkpoint ends that is resumed from.
         callbacks: further ones.
-        part_rates: learning rates of parts of the model that have their own.
-        by_channel: log losses and accuracies of each channel.
-        by_samples: the loss is divided by samples.
-        skips: micro-batches may lack samples that could not be loaded.
-
-    Attributes:
-        parallel: ranks that share rows with this one, as the model was told; None for nobody.
-        numbers: of the step that is being computed.
-        saved: what checkpoints are saved as; None leaves weights as they are kept.
-        kahan: whether weights are 16 bits long, and the optimizer keeps what rounding takes.
+        saved: what checkpoints are saved as.
+        numbers: takes the losses and the gradient norm of the step that is being computed.
     """
 
     def __init__(
         self,
         model: nn.Module,
         args: TrainingArguments,
-        loader: StepLoader | StreamLoader,
-        callbacks: list[TrainerCallback],
+        loader: StepLoader,
+        callbacks: Sequence[TrainerCallback],
         *,
-        by_channel: bool = False,
-        by_samples: bool = False,
-        skips: bool = False,
-        part_rates: PartRates | None = None,
+        saved: SavedPrecision,
+        numbers: StepNumbers,
     ) -> None:
         settings = vars(model.config)
         had = settings.get("use_cache")
-        super().__init__(model=model, args=args, callbacks=callbacks)
+        super().__init__(model=model, args=args, callbacks=list(callbacks))
         # The Trainer switches the cache off in the config, which checkpoints would inherit; every batch does it too.
         if had is None:
             settings.pop("use_cache", None)
@@ -85,16 +75,17 @@ class PackTrainer(Trainer):
         self.label_logits_only = takes_logits_to_keep(model)
         for printing in (PrinterCallback, ProgressCallback):
             self.remove_callback(printing)
-        self.parallel: SequenceParallel | None = None
-        self.saved: SavedPrecision | None = None
-        self.numbers = StepNumbers()
-        self.kahan = False
-        self.part_rates, self.by_samples, self.skips = part_rates, by_samples, skips
+        config = loader.run.config
+        self.saved, self.numbers = saved, numbers
+        self.kahan = config.master_weights == "kahan"
+        self.part_rates = PartRates.of(config, model)
+        self.by_samples, self.skips = config.loss_reduction == "sample", config.on_bad_media == "skip"
         # Not the Trainer's, which scales noise by the length of the pack.
         alpha, self.neftune_noise_alpha = args.neftune_noise_alpha, None
         self.noise = EmbeddingNoise(model, alpha) if alpha else None
         self.skipped: list[SkippedSample] = []
-        self._meter = Meter(by_channel=by_channel)
+        self._meter = Meter(by_channel=config.enable_channel_loss)
+        self._copies = DeviceCopies(args.device)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The Trainer's, with parts of the model that have learning rates of their own in groups of their own."""
@@ -115,7 +106,7 @@ class PackTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         """The Trainer's, with a whole model in its checkpoint's own precision."""
         model: Any = self.model
-        if self.saved is None or isinstance(model, PeftModel) or not self.args.should_save:
+        if isinstance(model, PeftModel) or not self.args.should_save:
             super()._save(output_dir, state_dict)
             return
         # Tied weights under each of their names.
@@ -131,12 +122,7 @@ class PackTrainer(Trainer):
         """The Trainer's, and the digits that the saved model lacks; FSDP and DeepSpeed save theirs."""
         super()._save_optimizer_and_scheduler(output_dir)
         is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        if (
-            self.args.should_save
-            and self.saved is not None
-            and not is_sharded
-            and not isinstance(self.model, PeftModel)
-        ):
+        if self.args.should_save and not is_sharded and not isinstance(self.model, PeftModel):
             assert self.model is not None
             save_masters(self.model, self.saved, output_dir)
 
@@ -165,7 +151,7 @@ class PackTrainer(Trainer):
         self, epoch_iterator: Iterator[TrainingStep], num_batches: int, device: torch.device
     ) -> tuple[list[TrainingStep], None]:
         """The next step; its target tokens are known, so nothing is counted or gathered."""
-        return list(islice(epoch_iterator, num_batches)), None
+        return list(islice(self._meter.waited_for(epoch_iterator), num_batches)), None
 
     def training_step(  # type: ignore[override]  # get_batch_samples gives it whole steps
         self, model: nn.Module, inputs: TrainingStep, num_items_in_batch: Tensor | int | None = None
@@ -175,24 +161,23 @@ class PackTrainer(Trainer):
         Returns:
             this rank's share of the sum of losses, times the number of ranks; ``log`` divides by what the steps hold.
         """
-        scale = self.args.world_size / max(inputs.figures.units, 1)
+        mean = StepMean(inputs.figures.units, self.args.world_size)
         total, num_skipped = torch.zeros((), device=self.args.device), 0
         batches = self._meter.waited_for(inputs.micro_batches)
         for number, batch in enumerate(batches, start=1):
             is_last = number == inputs.num_micro_batches
             self.accelerator.gradient_state._set_sync_gradients(is_last)
             with contextlib.nullcontext() if is_last else self.accelerator.no_sync(model=model):
-                on_device = batch.to(self.args.device, non_blocking=True)
-                loss = super().training_step(model, {"batch": on_device, "scale": scale})
+                loss = super().training_step(model, {"batch": self._copies.bring(batch), "mean": mean})
             self.numbers.see_loss(loss)
             total += loss
             self.skipped += batch.skipped
             num_skipped += sum(1 if self.by_samples else sample.num_target_tokens for sample in batch.skipped)
         units = inputs.figures.units
         if self.skips:
-            units = self._without_skipped(num_skipped, inputs.figures.units)
+            units = self._without_skipped(mean, num_skipped)
         self._meter.add(dataclasses.replace(inputs.figures, units=units))
-        return total / scale * self.args.world_size
+        return mean.sum_over_ranks(total)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The Trainer's, shown to whoever watches the step's numbers."""
@@ -200,17 +185,14 @@ class PackTrainer(Trainer):
         self.numbers.see_norm(0.0 if norm is None else norm, is_scaled=self.accelerator.scaler is not None)
         return norm
 
-    def _without_skipped(self, num_skipped: int, units: int) -> int:
-        """What a step's loss is divided by without the samples that no rank could load; mends the gradients, too."""
+    def _without_skipped(self, mean: StepMean, num_skipped: int) -> int:
+        """Units of a step without the samples that could not be loaded on any rank; mends the gradients, too."""
         count = torch.tensor(num_skipped, device=self.args.device)
         if self.args.world_size > 1:
             torch.distributed.all_reduce(count)
-        left = units - int(count)
-        if left != units and left > 0:
-            for parameter in self.model.parameters():  # type: ignore[union-attr]
-                if parameter.grad is not None:
-                    parameter.grad.mul_(units / left)
-        return left
+        left = mean.without(int(count))
+        mean.mend_gradients(self.model.parameters(), left)  # type: ignore[union-attr]
+        return left.num_units
 
     def compute_loss(
         self,
@@ -224,11 +206,12 @@ class PackTrainer(Trainer):
         batch: Batch = inputs["batch"]
         if self.noise is not None:
             self.noise.batch = batch
+        mean: StepMean = inputs["mean"]
         if self.head_loss is None:
-            return sum_of_losses(model, batch, label_logits_only=self.label_logits_only) * inputs["scale"]
+            return mean.contribution(sum_of_losses(model, batch, label_logits_only=self.label_logits_only))
         found = self.head_loss.losses(model, batch)
         self._meter.see(found, batch)
-        return found.sum(batch.loss_weights) * inputs["scale"]
+        return mean.contribution(found.sum(batch.loss_weights))
 
     def log_evaluation(self, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
         """Log what an evaluation says, and return it; its time is none of the training's."""

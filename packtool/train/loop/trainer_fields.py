@@ -1,13 +1,12 @@
-"""Fields of transformers' TrainingArguments that ``--set training.NAME=VALUE`` may give, and who decides the others.
+"""Fields of transformers' TrainingArguments that ``--set training.NAME=VALUE`` may give, with values of their types.
 
-Every field either works as transformers documents it, or is refused with what does it here: a field that is taken and
-has no effect would be a setting that a run silently lacks.
+Every field either works as transformers documents it, or is refused with what does it here, as ``config.peers`` tells:
+a field that is taken and has no effect would be a setting that a run silently lacks.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import enum
 import functools
 import types
@@ -17,66 +16,8 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from packtool.config.settings import option_names
-from packtool.config.train import TrainConfig
-from packtool.errors import ConfigError
-
-_PLAN = "the plan decides it: --packing, --packing-length, --shuffle, --group-by-length"
-_EVALUATES = "packtool evaluates by itself: --eval-strategy, --eval-steps, --max-tokens-per-micro-batch"
-_LOADS = "packtool loads by itself, ahead of the step: --dataloader-num-workers"
-_PRECISION = "--torch-dtype decides the precision"
-_CHECKPOINTING = "--gradient-checkpointing decides it"
-_PUSH = "packtool does not push; upload a checkpoint of --output-dir when it is finished"
-_LOGS = "--logging-steps decides it; every line of metrics.jsonl has tokens and memory"
-_COMPILE = "packs have other shapes in every step, and would be compiled anew; --use-liger-kernel true fuses kernels"
-_BEST = "packtool evaluates by itself: --eval-strategy, and metrics.jsonl tells the best of the checkpoints"
-
-# A field that TrainConfig has under the same name is refused with that option's name; see ``reason_against``.
-_REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(("output_dir", "num_train_epochs", "max_steps", "per_device_train_batch_size"), ""),
-    **dict.fromkeys(("gradient_accumulation_steps", "save_total_limit", "resume_from_checkpoint", "seed"), ""),
-    **dict.fromkeys(("deepspeed", "fsdp", "use_liger_kernel", "report_to", "gradient_checkpointing"), ""),
-    "auto_find_batch_size": "--packing-length bounds the memory of a step",
-    **dict.fromkeys(("remove_unused_columns", "train_sampling_strategy", "length_column_name"), _PLAN),
-    **dict.fromkeys(("ignore_data_skip", "accelerator_config"), _PLAN),
-    "average_tokens_across_devices": "--loss-reduction says what the loss is the mean of, over all processes",
-    "label_smoothing_factor": "the loss is the cross-entropy of the targets; --loss-scale weights them",
-    "save_strategy": "--save-steps decides when to save; with more steps than the run has, only its end is saved",
-    "save_on_each_node": "the first process saves, to an --output-dir that all machines see",
-    "enable_jit_checkpoint": "SIGTERM, SIGUSR1 and Ctrl-C finish the step, save a whole checkpoint and end with 143, "
-    "138 and 130; --resume-from-checkpoint true goes on",
-    "restore_callback_states_from_checkpoint": "--resume-from-checkpoint restores all that packtool keeps",
-    "disable_tqdm": "packtool shows its own progress, in a terminal only; --json keeps it off stdout",
-    "data_seed": "--seed draws the order too",
-    **dict.fromkeys(("bf16", "fp16", "bf16_full_eval", "fp16_full_eval"), _PRECISION),
-    "use_cpu": "a run without CUDA devices is one on the CPU: CUDA_VISIBLE_DEVICES= in front; --torch-dtype fits it",
-    **dict.fromkeys(("activation_checkpointing", "activation_checkpointing_kwargs"), _CHECKPOINTING),
-    "gradient_checkpointing_kwargs": _CHECKPOINTING,
-    **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), _COMPILE),
-    "liger_kernel_config": "--use-liger-kernel takes what fits packtool's own loss",
-    "use_cache": "training keeps no cache of keys; --cached-dataset is another thing",
-    **dict.fromkeys(("logging_strategy", "include_num_input_tokens_seen", "skip_memory_metrics"), _LOGS),
-    "log_on_each_node": _LOGS,
-    **dict.fromkeys(("prediction_loss_only", "batch_eval_metrics", "include_for_metrics", "label_names"), _EVALUATES),
-    **dict.fromkeys(("per_device_eval_batch_size", "do_eval", "do_predict", "do_train"), _EVALUATES),
-    **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model", "greater_is_better"), _BEST),
-    "fsdp_config": "--fsdp says all that FSDP2 is told",
-    "parallelism_config": "--sequence-parallel-size, --fsdp and --deepspeed say what processes share",
-    "ddp_backend": "the devices decide it, NCCL or gloo; --fsdp and --deepspeed work with both",
-    "local_rank": "NPROC_PER_NODE=8 in front starts eight processes, and tells each its number; --fsdp shards them",
-}
-_REFUSED_PREFIXES: Mapping[str, str] = {"dataloader_": _LOADS, "eval_": _EVALUATES, "hub_": _PUSH, "push_to_": _PUSH}
-
-
-def reason_against(name: str) -> str | None:
-    """What decides a field instead of ``--set training.NAME``; None for one that may be given."""
-    prefix = next((prefix for prefix in _REFUSED_PREFIXES if name.startswith(prefix)), None)
-    if name not in _REFUSED and prefix is None:
-        return None
-    for field in dataclasses.fields(TrainConfig):
-        if field.name == name:
-            return f"{option_names(field)[0]} decides it"
-    return _REFUSED.get(name) or _REFUSED_PREFIXES[str(prefix)]
+from packtool.config.peers import reason_against
+from packtool.errors import ConfigError, did_you_mean
 
 
 def checked_fields(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,9 +34,7 @@ def checked_fields(given: Mapping[str, Any]) -> dict[str, Any]:
         if reason is not None:
             problems.append(f"{origin}: {reason}")
         elif name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            problems.append(f"{origin}: transformers' TrainingArguments has no such field{hint}")
+            problems.append(f"{origin}: transformers' TrainingArguments has no such field{did_you_mean(name, known)}")
         else:
             try:
                 found[name] = _of_type(value, _types_of(name))

@@ -13,6 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from packtool.config.train import OnNan
 from packtool.errors import DivergedError, StoppedError
+from packtool.launch.exchange import all_gather_objects
 from packtool.launch.world import World
 from packtool.progress import Progress
 from packtool.train.loop.finite import StepNumbers
@@ -28,7 +29,7 @@ class StepWatch(TrainerCallback):
 
     Args:
         signals: that this process was sent.
-        names: of the samples of this rank's micro-batches, by step and numbers of micro-batches.
+        names: of the samples of this rank's micro-batches, by numbers of micro-batches in the step.
         on_nan: ``stop``, ``skip`` or ``go-on``.
         world: this process among the others.
         progress: told of what is found.
@@ -43,7 +44,7 @@ class StepWatch(TrainerCallback):
     def __init__(
         self,
         signals: StopSignals,
-        names: Callable[[int, list[int]], Iterable[str]],
+        names: Callable[[list[int]], Iterable[str]],
         *,
         on_nan: OnNan,
         world: World,
@@ -112,7 +113,7 @@ class StepWatch(TrainerCallback):
         if self.on_nan != "stop" and self.num_bad > _MOST_TOLD:
             lines: list[str] = []  # a line a step would drown the rest
         else:
-            lines = self._where(step)
+            lines = self._where()
         told = "\n".join([f"the loss or the gradient of step {step + 1:,} is infinite or not a number", *lines])
         if self.on_nan == "stop":
             raise DivergedError(
@@ -130,15 +131,11 @@ class StepWatch(TrainerCallback):
             what = "left out" if self.on_nan == "skip" else "taken all the same"
             self.progress.note(f"{told}\n  this step is {what} (--on-nan {self.on_nan})")
 
-    def _where(self, step: int) -> list[str]:
+    def _where(self) -> list[str]:
         """The micro-batches of all ranks whose loss is bad; where the gradient alone is, all of the step."""
         bad = self.numbers.bad_micro_batches()
-        found = self._gathered(list(self.names(step, bad)))
-        return found or self._gathered(list(self.names(step, list(range(self.numbers.num_micro_batches)))))
+        found = self._gathered(list(self.names(bad)))
+        return found or self._gathered(list(self.names(list(range(self.numbers.num_micro_batches)))))
 
     def _gathered(self, mine: list[str]) -> list[str]:
-        found: list[Any] = [mine]
-        if self.world.size > 1:
-            found = [None] * self.world.size
-            dist.all_gather_object(found, mine)
-        return [line for lines in found for line in lines]
+        return [line for lines in all_gather_objects(mine, self.world.size) for line in lines]

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from typing import Any
 
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import (
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from safetensors.torch import load_file
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from packtool.config.train import TrainConfig
+from packtool.encode.families import Towers
 from packtool.errors import ConfigError, MismatchError
-from packtool.train.model.towers import Towers, frozen_parts
+from packtool.train.model.towers import frozen_parts
 
 # Ways to begin that change the model's own weights: only where there are weights.
 _NEEDS_WEIGHTS = ("pissa", "olora")
@@ -175,26 +185,50 @@ def attach_adapter(model: nn.Module, directory: str, **settings: Any) -> PeftMod
     remedy = "Give the model that it was trained on, and another checkpoint if its files are damaged."
     try:
         adapted = PeftModel.from_pretrained(model, directory, **settings)
-        shapes = _saved_shapes(os.path.join(directory, SAFETENSORS_WEIGHTS_NAME))
+        # Embeddings, which peft may have saved beside it, are another matter.
+        here = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+        differing = _differing({name: weight for name, weight in here.items() if _OF_LORA in name}, directory, _OF_LORA)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         told = f"the adapter in {directory} cannot be put onto this model: {str(error)[:_MOST_TOLD]}"
         raise MismatchError(told, remedy) from error
-    here = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    wanted = {name: tuple(weight.shape) for name, weight in here.items() if _OF_LORA in name}
-    if shapes is not None and (differing := sorted(name for name, _ in wanted.items() ^ shapes.items())):
-        raise MismatchError(
-            f"the adapter in {directory} is that of another model: {len(differing)} of its weights do not fit, such as "
-            f"{differing[0]}",
-            remedy,
-        )
+    if differing:
+        raise MismatchError(f"the adapter in {directory} is that of another model: {differing}", remedy)
     return adapted
 
 
-def _saved_shapes(path: str) -> dict[str, tuple[int, ...]] | None:
+def take_adapter(model: PeftModel, checkpoint: str) -> None:
+    """Give a new adapter the weights of one that was saved, all of them.
+
+    Raises:
+        MismatchError: if that one has other modules or another rank, or cannot be read.
+    """
+    remedy = "Give the --lora-rank, --target-modules and --freeze-... that it was trained with."
+    try:
+        differing = _differing(get_peft_model_state_dict(model), checkpoint)
+        state = load_file(os.path.join(checkpoint, SAFETENSORS_WEIGHTS_NAME))
+    except (OSError, SafetensorError) as error:
+        raise MismatchError(f"the adapter in {checkpoint} cannot be read: {error}") from error
+    if differing:
+        raise MismatchError(f"the adapter in {checkpoint} is not that of these settings: {differing}", remedy)
+    set_peft_model_state_dict(model, state)
+
+
+def _differing(wanted: Mapping[str, Tensor], directory: str, infix: str = "") -> str | None:
+    """What of an adapter's weights is not there, is there alone or has another shape; None if all fits.
+
+    Args:
+        wanted: the weights by name.
+        infix: which of those that were saved are looked at: this is in their names.
+    """
+    path = os.path.join(directory, SAFETENSORS_WEIGHTS_NAME)
     if not os.path.exists(path):  # as older versions of peft saved it
         return None
     with safe_open(path, "pt") as file:
-        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys() if _OF_LORA in name}  # noqa: SIM118
+        found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys() if infix in name}  # noqa: SIM118
+    differing = sorted(
+        {name for name, _ in found.items() ^ {name: tuple(w.shape) for name, w in wanted.items()}.items()}
+    )
+    return f"{len(differing)} of its weights do not fit, such as {differing[0]}" if differing else None
 
 
 def _is_named(name: str, target: str) -> bool:

@@ -7,9 +7,10 @@ import re
 from torch import nn
 
 from packtool.config.train import TrainConfig
+from packtool.encode.families import Towers
 from packtool.errors import ConfigError
 from packtool.train.model.parameters import whole_size
-from packtool.train.model.towers import Towers, frozen_parts
+from packtool.train.model.towers import frozen_parts
 
 
 def freeze(model: nn.Module, towers: Towers, run: TrainConfig) -> None:

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from packtool.batch.batch import Batch
-from packtool.constants import IGNORE_INDEX
 
 CHUNK_LOGITS = 2**26
 """Logits made at a time: 256 MiB in float32."""
@@ -36,13 +35,13 @@ class TargetLosses:
 
     Args:
         losses: float32 (N,), cross-entropies, with a graph.
-        hits: bool (N,), whether the most likely token is the label.
+        correct: bool (N,), whether the most likely token is the label.
         positions: int64 (N,), where in the flattened (B, T) micro-batch the targets are predicted.
         nothing: float32 scalar, 0, with a graph through all of the model: for a micro-batch without targets.
     """
 
     losses: Tensor
-    hits: Tensor
+    correct: Tensor
     positions: Tensor
     nothing: Tensor
 
@@ -65,8 +64,8 @@ class HeadLoss:
         assert head is not None, "see applies_to"
         self._forward_of_head: Callable[[Tensor], Tensor] = head.forward
         self._chunk_logits = chunk_logits or CHUNK_LOGITS
-        self._labels: Tensor | None = None
-        self._found: tuple[Tensor, Tensor] | None = None
+        self._targets: tuple[Tensor, Tensor] | None = None
+        self._found: Tensor | None = None
         head.forward = self._forward
 
     @staticmethod
@@ -83,47 +82,46 @@ class HeadLoss:
         Raises:
             RuntimeError: if the model does something to what its head returns.
         """
-        self._labels, self._found = batch.labels, None
+        positions = batch.target_positions
+        self._targets, self._found = (positions, batch.labels.flatten()[positions]), None
         try:
             returned = model(**batch.model_inputs()).logits
         finally:
-            self._labels = None
-        seen, self._found = self._found, None
-        if seen is None or returned.shape[::2] != (1, 1):
+            self._targets = None
+        correct, self._found = self._found, None
+        if correct is None or returned.shape[::2] != (1, 1):
             raise RuntimeError(f"the head of {type(model).__name__} is not what makes its logits")
         # As they were returned: FSDP waits for gradients at what a module returns.
-        positions, hits = seen
         losses = returned.flatten()
         if len(positions):
-            return TargetLosses(losses, hits, positions, losses.new_zeros(()))
-        return TargetLosses(losses[:0], hits, positions, losses.sum())
+            return TargetLosses(losses, correct, positions, losses.new_zeros(()))
+        return TargetLosses(losses[:0], correct, positions, losses.sum())
 
     def _forward(self, hidden: Tensor) -> Tensor:
-        if self._labels is None:
+        if self._targets is None:
             return self._forward_of_head(hidden)
-        labels = self._labels.flatten()
-        positions = (labels != IGNORE_INDEX).nonzero().squeeze(1)
+        positions, labels = self._targets
         rows = hidden.flatten(0, 1)
         if len(positions):
-            losses, hits = self._chunked(rows[positions], labels[positions])
+            losses, correct = self._chunked(rows.index_select(0, positions), labels)
         else:
             # Every parameter takes part in every backward pass, or ranks would wait for each other.
             losses = self._forward_of_head(rows[:1]).float().sum(-1) * 0.0
-            hits = labels.new_zeros(0, dtype=torch.bool)
-        self._found = positions, hits
+            correct = labels.new_zeros(0, dtype=torch.bool)
+        self._found = correct
         return losses[None, :, None].clone()
 
     def _chunked(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Cross-entropies and hits of rows (N, D)."""
+        """Cross-entropies of rows (N, D) in nats, float32 (N,), and whether the most likely token is the label."""
         head: Any = getattr(self._forward_of_head, "__self__", None)
         vocabulary = int(getattr(head, "out_features", 0)) or int(head.weight.shape[0])
         size = max(self._chunk_logits // vocabulary, 1)
-        hits: dict[int, Tensor] = {}
+        correct: dict[int, Tensor] = {}
 
         def losses_of(chunk: Tensor, wanted: Tensor, number: int) -> Tensor:
             logits = self._forward_of_head(chunk).float()
-            if number not in hits:  # not again when the backward pass makes the logits again
-                hits[number] = logits.detach().argmax(-1) == wanted
+            if number not in correct:  # not again when the backward pass makes the logits again
+                correct[number] = logits.detach().argmax(-1) == wanted
             return F.cross_entropy(logits, wanted, reduction="none")
 
         parts: list[tuple[Tensor, ...]] = [torch.split(tensor, size) for tensor in (hidden, labels)]
@@ -132,7 +130,7 @@ class HeadLoss:
             losses = [losses_of(*chunk) for chunk in chunks]
         else:
             losses = [checkpoint(losses_of, *chunk, use_reentrant=False) for chunk in chunks]
-        return torch.cat(losses), torch.cat([hits[number] for number in range(len(chunks))])
+        return torch.cat(losses), torch.cat([correct[number] for number in range(len(chunks))])
 
 
 @contextmanager

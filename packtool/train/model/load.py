@@ -8,20 +8,21 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from packtool.attention.features import look_once
 from packtool.attention.parallel.mesh import SequenceParallel
-from packtool.attention.register import set_attention
+from packtool.attention.register import route_towers, set_attention
 from packtool.attention.support import refuse_unsupported
-from packtool.batch.spec import InputSpec
+from packtool.batch.spec import InputSpec, auto_class
 from packtool.config.evaluate import EvalConfig
 from packtool.config.train import TrainConfig
+from packtool.encode.families import Towers
 from packtool.errors import ConfigError, MismatchError
 from packtool.train.model.adapters import add_adapters, attach_adapter
 from packtool.train.model.frozen import freeze
 from packtool.train.model.precision import checkpoint_dtype, keeps_masters, raise_to_masters
-from packtool.train.model.towers import Towers, towers_of
+from packtool.train.model.towers import towers_of
 from packtool.train.prepare.trained import TrainedModel
 
 _SHOWN_NAMES = 4
@@ -51,7 +52,7 @@ def resolve_dtype(config: PreTrainedConfig, run: TrainConfig | EvalConfig, *, on
 
 def has_gpu(run: TrainConfig) -> bool:
     """Whether a run computes on a GPU: one of this machine, or one that a dry run plans for."""
-    return run.hardware is not None or torch.cuda.is_available()
+    return (run.dry_run and run.hardware is not None) or torch.cuda.is_available()
 
 
 def load_model(
@@ -68,7 +69,7 @@ def load_model(
     Args:
         packing: route the text tower through packed attention; False leaves transformers' own.
         attn_impl: kernel of the packed attention.
-        parallel: ranks that share each row.
+        parallel: ranks that share each sequence.
 
     Raises:
         UnsupportedModelError: before any weight is read, if packed samples could not be kept apart.
@@ -76,13 +77,8 @@ def load_model(
     """
     if packing:
         refuse_unsupported(config)
-    auto: Any = (
-        AutoModelForImageTextToText
-        if type(config) in AutoModelForImageTextToText._model_mapping
-        else AutoModelForCausalLM
-    )
     # A copy: loading writes the choice of attention into the config, and collation's meta model must not inherit it.
-    loaded, info = auto.from_pretrained(
+    loaded, info = auto_class(config).from_pretrained(
         model, config=copy.deepcopy(config), dtype=dtype, attn_implementation="sdpa", output_loading_info=True
     )
     if missing := sorted(info["missing_keys"]):
@@ -92,6 +88,7 @@ def load_model(
             "Check that --model is a complete checkpoint with a language head.",
         )
     look_once(loaded)
+    route_towers(loaded)
     # Under ZeRO-3 transformers would undo renamings in every checkpoint that this one never needed.
     if renamings := getattr(loaded, "_weight_conversions", None):
         loaded._weight_conversions = [renaming for renaming in renamings if renaming.was_used()]
@@ -156,7 +153,7 @@ def load_trained(
 
     Args:
         packing: keep packed samples apart, with the kernel ``attn_impl``.
-        parallel: ranks that share each row.
+        parallel: ranks that share each sequence.
 
     Raises:
         UnsupportedModelError: for a model that cannot be packed.

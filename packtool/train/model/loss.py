@@ -6,12 +6,17 @@ For a step with N target tokens over all micro-batches and ranks, every micro-ba
 
 and gradients add up over micro-batches and are *averaged* over ranks: the gradient is that of the mean over all N
 targets, however samples were grouped. N comes from the plan, so nobody has to ask anybody. w is 1, or the target's loss
-scale, by which N does not change (as in ms-swift).
+scale, by which N does not change (as in ms-swift). With ``--loss-reduction sample`` N is the number of samples, and w
+divides each sample's losses by its targets.
+
+The sum is made here or, where a model's head allows it, in ``head_loss``; ``StepMean`` is the one place that divides.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +25,48 @@ from torch import Tensor, nn
 
 from packtool.batch.batch import Batch
 from packtool.constants import IGNORE_INDEX
+
+
+@dataclass(frozen=True)
+class StepMean:
+    """The mean over a whole optimizer step, of which each micro-batch knows its own sum of losses only.
+
+    Args:
+        num_units: N, target tokens (or samples) of the step over all ranks; none at all counts as 1.
+        world_size: ranks, over which gradients are averaged.
+    """
+
+    num_units: int
+    world_size: int = 1
+
+    @property
+    def _factor(self) -> float:
+        return self.world_size / max(self.num_units, 1)
+
+    def contribution(self, sum_of_losses: Tensor) -> Tensor:
+        """What a micro-batch differentiates: its sum of losses, times world_size / N."""
+        return sum_of_losses * self._factor
+
+    def sum_over_ranks(self, contributions: Tensor) -> Tensor:
+        """The sum of losses behind a rank's contributions, times the ranks: its mean over ranks is the step's sum."""
+        return contributions / self._factor * self.world_size
+
+    def without(self, num_missing: int) -> StepMean:
+        """The mean over the units that are left where some could not be loaded."""
+        return replace(self, num_units=self.num_units - num_missing)
+
+    def mend_gradients(self, parameters: Iterable[nn.Parameter], left: StepMean) -> None:
+        """Turn gradients of this mean into those of the mean over what is left; none left leaves them, all zero."""
+        if left.num_units in (self.num_units, 0):
+            return
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(self.num_units / left.num_units)
+
+
+def mean_loss(sum_of_losses: float, num_units: int) -> float:
+    """The mean over the units of some steps, for a log line."""
+    return sum_of_losses / max(num_units, 1)
 
 
 def sum_of_losses(model: nn.Module, batch: Batch, *, label_logits_only: bool) -> Tensor:
@@ -58,7 +105,10 @@ def target_logits(model: nn.Module, batch: Batch, *, label_logits_only: bool) ->
 
 def label_positions(batch: Batch) -> Tensor:
     """int64 (P,), the positions that have a label in some row; the first one if there is no label at all."""
-    kept = (batch.labels != IGNORE_INDEX).any(dim=0).nonzero().squeeze(1)
+    if len(batch.labels) == 1:
+        kept = batch.target_positions  # known without asking the device
+    else:
+        kept = (batch.labels != IGNORE_INDEX).any(dim=0).nonzero().squeeze(1)
     return kept if len(kept) else torch.zeros(1, dtype=torch.int64, device=batch.labels.device)
 
 

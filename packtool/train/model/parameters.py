@@ -6,7 +6,7 @@ from torch import nn
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """(trainable, all)."""
+    """The number of trainable parameters, and of all."""
     sizes = [(whole_size(parameter), parameter.requires_grad) for parameter in model.parameters()]
     return sum(size for size, trainable in sizes if trainable), sum(size for size, _ in sizes)
 

@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from packtool.config.train import TrainConfig
-from packtool.train.model.towers import Part, Towers, towers_of
+from packtool.encode.families import ModelPart, Towers
+from packtool.train.model.towers import towers_of
 
 # What peft puts before the names of a model's own parameters.
 _ADAPTED = "base_model.model."
@@ -25,12 +26,12 @@ class PartRates:
     """
 
     towers: Towers
-    rates: Mapping[Part, float]
+    rates: Mapping[ModelPart, float]
 
     @classmethod
     def of(cls, config: TrainConfig, model: nn.Module) -> PartRates | None:
         """What the options say of a model, bare or adapted; None if all parts learn at one rate."""
-        given: dict[Part, float | None] = {"vision tower": config.vit_lr, "aligner": config.aligner_lr}
+        given: dict[ModelPart, float | None] = {"vision tower": config.vit_lr, "aligner": config.aligner_lr}
         rates = {part: rate for part, rate in given.items() if rate is not None}
         if not rates:
             return None

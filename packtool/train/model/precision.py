@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -77,12 +77,13 @@ def raise_to_masters(model: nn.Module) -> None:
                 parameter.data = parameter.data.float()
 
 
-def precision_lines(model: nn.Module, dtype: torch.dtype, run: TrainConfig, saved: SavedPrecision) -> Iterator[str]:
+def precision_lines(model: nn.Module, dtype: torch.dtype, run: TrainConfig, saved: torch.dtype) -> Iterator[str]:
     """What the weights of a run are kept, computed with and saved in.
 
     Args:
         model: made trainable, not yet wrapped.
         dtype: of the computation.
+        saved: of the checkpoint that training began with.
     """
     kept = {str(parameter.dtype)[6:] for parameter in model.parameters() if parameter.requires_grad}
     frozen = {str(parameter.dtype)[6:] for parameter in model.parameters() if not parameter.requires_grad}
@@ -98,7 +99,7 @@ def precision_lines(model: nn.Module, dtype: torch.dtype, run: TrainConfig, save
         parts.append(f"frozen weights: {', '.join(sorted(frozen))}")
     parts.append(f"computed in {str(dtype)[6:]}")
     if not isinstance(model, PeftModel):
-        parts.append(f"saved as {str(saved.dtype)[6:]}")
+        parts.append(f"saved as {str(saved)[6:]}")
     yield "; ".join(parts)
 
 
@@ -116,7 +117,7 @@ class SavedPrecision:
 
     @classmethod
     def of(cls, config: PreTrainedConfig, model: nn.Module) -> SavedPrecision:
-        """From a model as it was loaded, before anything was made trainable."""
+        """The precision of a model as it was loaded, before anything was made trainable."""
         weights = [(name, parameter.dtype) for name, parameter in model.named_parameters()]
         is_short = any(dtype in _SHORT for _, dtype in weights)
         long = (name for name, dtype in weights if dtype == torch.float32) if is_short else ()
@@ -193,19 +194,3 @@ def load_masters(model: nn.Module, checkpoint: str) -> None:
             f"{checkpoint} lacks {len(lacking)} weights that this run trains: {', '.join(lacking[:3])}",
             f"Freeze what was frozen there; or {ONLY_MODEL}",
         )
-
-
-def take_adapter(model: PeftModel, checkpoint: str) -> None:
-    """Give a new adapter the weights of one that was saved.
-
-    Raises:
-        MismatchError: if that one has other modules or another rank.
-    """
-    state = load_file(os.path.join(checkpoint, "adapter_model.safetensors"))
-    wanted = {name: tuple(weight.shape) for name, weight in get_peft_model_state_dict(model).items()}
-    if wanted != {name: tuple(weight.shape) for name, weight in state.items()}:
-        raise MismatchError(
-            f"the adapter in {checkpoint} is not that of these settings",
-            "Give the --lora-rank, --target-modules and --freeze-... that it was trained with.",
-        )
-    set_peft_model_state_dict(model, state)

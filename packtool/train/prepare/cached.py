@@ -1,90 +1,152 @@
-"""Everything of a run that is decided before torch is imported: the same on every rank, without communication."""
+"""A run on caches, decided before torch is imported: the same on every rank, without communication."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from packtool.attention.parallel.axes import Axes
+from packtool.batch.micro_batch import MicroBatch, Tower, planned_steps
 from packtool.cache.chosen import ChosenTargets, SampleReader
 from packtool.cache.plan_file import read_plan
 from packtool.cache.reader import CacheReader
 from packtool.config.train import TrainConfig
 from packtool.constants import VAL_SPLIT
-from packtool.encode.families import MediaLimits
+from packtool.encode.encoded import EncodedSample
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.relabel import TargetChoice
 from packtool.launch.world import World
-from packtool.plan.evaluation import EvaluationPlan
+from packtool.simulate.run import read_hardware
 from packtool.train.prepare.check import check_plan, choice_of_targets, open_caches, packs_of, with_template_of
-from packtool.train.prepare.checkpoint import RunState, read_state
-from packtool.train.prepare.evaluation import plan_of_samples
-from packtool.train.prepare.figures import SampleFigures
-from packtool.train.prepare.place import checkpoint_of, with_resumed_version
-from packtool.train.prepare.planner import Dealing, Planner, plan_options, with_model
-from packtool.train.prepare.schedule import Schedule
+from packtool.train.prepare.checkpoint import RunState
+from packtool.train.prepare.costs import RunCosts, learning_of, sample_costs, tower_work, with_model
+from packtool.train.prepare.evaluation import plan_of_samples, with_evaluation
+from packtool.train.prepare.figures import SampleFigures, StepFigures, figures_of_steps
+from packtool.train.prepare.place import with_resumed_version
+from packtool.train.prepare.planner import Assignment, Planner, plan_options
+from packtool.train.prepare.prepared import Beginning, Exchange, PreparedRun, RankStep, Steps, Validation
+from packtool.train.prepare.result import TrainResult, plan_lines
+from packtool.train.prepare.schedule import PlannedSchedule
 from packtool.train.prepare.sequence_parallel import axes_of
-from packtool.train.prepare.whole import check_resumable
 
 
-@dataclass(frozen=True, eq=False)
-class Validation:
-    """The val split of a run's caches.
-
-    Args:
-        samples: with their labels as ``--loss-scale`` chooses them.
-        plan: micro-batches of all ranks.
-    """
-
-    reader: CacheReader
-    samples: SampleReader
-    plan: EvaluationPlan
-
-
-@dataclass(frozen=True)
-class PreparedRun:
-    """A run that only has to be trained.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CachedRun(PreparedRun):
+    """A run on the samples of caches: all of its steps are known.
 
     Args:
         reader: of all caches.
         samples: the same with their labels as ``--loss-scale`` chooses them.
         figures: of all samples.
-        schedule: all steps.
-        state: what a checkpoint of this run says of it.
-        checkpoint: the one to go on from, or None.
-        start: first step to train.
-        axes: how rows are shared.
-        notes: remarks for the user.
-        validation: what is evaluated between steps, None for nothing.
-        weights: checkpoint to take weights from, and nothing else; None for those of the model.
     """
 
-    config: TrainConfig
-    world: World
-    files: ModelFiles
+    schedule: PlannedSchedule
     reader: CacheReader
     samples: SampleReader
     figures: SampleFigures
-    schedule: Schedule
-    state: RunState
-    checkpoint: str | None
-    start: int
-    axes: Axes
-    notes: tuple[str, ...] = ()
-    validation: Validation | None = None
-    weights: str | None = None
+
+    def expected(self) -> TrainResult:
+        """See ``PreparedRun``."""
+        schedule, summary = self.schedule, self.schedule.first.summary
+        epochs = schedule.num_steps / schedule.steps_per_epoch
+        return TrainResult(
+            num_samples=summary.num_samples,
+            filtered=summary.num_filtered,
+            num_packs=summary.num_packs,
+            samples_per_pack=summary.samples_per_pack,
+            fill=summary.fill,
+            packing=summary.packing,
+            max_length=summary.max_length,
+            packing_length=summary.packing_length,
+            steps=schedule.num_steps,
+            steps_without_packing=math.ceil(epochs * summary.num_steps_without_packing),
+            num_empty_micro_batches=schedule.num_empty_micro_batches(),
+            num_processes=self.world.size,
+            target_tokens=schedule.sum_of_target_tokens(self.start),
+            output_dir=self.config.output_dir,
+            resumed_from=self.beginning.checkpoint,
+        )
+
+    def lines(self, expected: TrainResult) -> Iterator[str]:
+        """See ``PreparedRun``."""
+        return plan_lines(self.config, self.schedule, expected)
+
+    def media_tokens(self) -> float:
+        """See ``PreparedRun``; those of the epoch that comes next."""
+        plan = self.schedule.plan_of(self.schedule.locate(self.start)[0])
+        return float(self.figures.media_tokens[plan.packs.samples].sum()) / max(len(plan.steps.cell_sizes()), 1)
+
+    def most_media_tokens(self) -> int:
+        """See ``PreparedRun``; as if packs with most came together."""
+        packs = self.schedule.plan_of(self.schedule.locate(self.start)[0]).packs
+        each = packs.sums_per_pack(self.figures.media_tokens[packs.samples])
+        return int(each.max(initial=0)) * self.config.per_device_train_batch_size
+
+    def first_samples(self, most: int) -> list[EncodedSample]:
+        """See ``PreparedRun``; the shortest ones of the first micro-batch, in its order."""
+        epoch, step = self.schedule.locate(self.start)
+        packs = self.schedule.plan_of(epoch).samples(step, self.world.data.rank, 0)
+        positions = [int(position) for pack in packs for position in pack]
+        lengths = self.reader.index.length
+        shortest = sorted(positions, key=lambda position: int(lengths[position]))[:most]
+        return [self.reader.sample(position) for position in positions if position in shortest]
 
     @property
-    def media_limits(self) -> MediaLimits:
-        """The limits that pixels and sounds are loaded with."""
-        return self.reader.manifests[0].identity.media_limits
+    def read(self) -> Callable[[Any], EncodedSample]:
+        """See ``PreparedRun``; micro-batches have positions in the caches."""
+        return self.samples.sample
+
+    def names(self, micro_batch: MicroBatch) -> list[str]:
+        """See ``PreparedRun``."""
+        samples = [(position, self.samples.sample(position)) for position in micro_batch.samples]
+        return [f"row {sample.row} of {sample.source} (sample {position})" for position, sample in samples]
+
+    def words(self, micro_batch: MicroBatch) -> str:
+        """``packs of samples [3 17] [4]``: numbers are positions in the caches, one after the other."""
+        return "packs of samples " + " ".join(f"[{' '.join(map(str, pack))}]" for pack in micro_batch.packs)
+
+    def steps(self, exchange: Exchange) -> Steps:
+        """See ``PreparedRun``; the plan knows all, and ranks need not tell each other anything."""
+        return _PlannedSteps(self)
 
 
-def prepare_run(config: TrainConfig, world: World) -> PreparedRun:
+class _PlannedSteps(Steps):
+    """What the plan has for one rank."""
+
+    def __init__(self, run: CachedRun) -> None:
+        self._run = run
+
+    def drawn(self) -> Iterator[RankStep]:
+        """See ``Steps``."""
+        run, step = self._run, self._run.start
+        is_dynamic = run.config.removes_padding and not run.schedule.first.summary.packing
+        brings: dict[Tower, npt.NDArray[np.bool_] | None] = {
+            "vision": run.figures.is_seen,
+            "sound": run.figures.is_heard,
+        }
+        while step < run.schedule.num_steps:
+            epoch, first = run.schedule.locate(step)
+            plan = run.schedule.plan_of(epoch)
+            figures = islice(figures_of_steps(plan, run.figures, is_dynamic=is_dynamic), first, None)
+            steps = zip(planned_steps(plan, run.world.data.rank, brings, first=first), figures, strict=True)
+            for micro_batches, found in islice(steps, run.schedule.num_steps - step):
+                yield RankStep(micro_batches, partial(_as_it_is, found))
+                step += 1
+
+
+def _as_it_is(figures: StepFigures) -> StepFigures:
+    return figures
+
+
+def prepare_cached(config: TrainConfig, world: World) -> CachedRun:
     """Check that tokenizer, caches, options and checkpoint fit, and plan; takes a second.
 
     Raises:
@@ -93,6 +155,7 @@ def prepare_run(config: TrainConfig, world: World) -> PreparedRun:
     config = with_resumed_version(config)
     files = ModelFiles.load(config.model)
     reader = open_caches(config, files)
+    config, evaluated = with_evaluation(config, reader)
     files = with_template_of(reader, files)
     index = reader.index
     choice = choice_of_targets(config, reader, files)
@@ -102,46 +165,58 @@ def prepare_run(config: TrainConfig, world: World) -> PreparedRun:
         samples = chosen = ChosenTargets(reader, choice)
         targets = chosen.target_tokens()
     planner = _planner(config, files, reader, targets)
-    found = checkpoint_of(config)
-    checkpoint = None if config.resume_only_model else found.directory
-    before = read_state(checkpoint) if checkpoint is not None else None
-    mine: Dealing = (world.data.size, config.gradient_accumulation_steps, config.per_device_train_batch_size)
+    beginning = Beginning.of(config)
+    mine: Assignment = (world.data.size, config.gradient_accumulation_steps, config.per_device_train_batch_size)
     state = _state(config, planner, mine, reader.fingerprint)
-    dealings: tuple[tuple[int, int, int, int], ...] = ((0, *mine),)
-    notes = [*_access_notes(config, reader), *found.notes()]
-    if checkpoint is not None and before is not None:
-        state.check_continues(checkpoint, before)
-        check_resumable(checkpoint, world.rank, world.size)
-        dealings = before.dealings or ((0, *before.dealing),)
-        if state.is_dealt_anew_after(before):
-            dealings = (*dealings, (before.step, *mine))
-            notes.append(
-                f"{checkpoint} was trained by {before.world_size} data-parallel ranks, and there are "
-                f"{world.data.size}: what it left of its epoch is dealt anew, every pack once"
-            )
-    schedule = planner.schedule(dealings)
-    state = dataclasses.replace(state, dealings=dealings if len(dealings) > 1 else ())
-    start = before.step if before is not None else 0
-    cost = planner.options.cost
+    beginning.check(state, world)
+    assignments, notes = _assignments(beginning, state, mine)
     axes = axes_of(config, world, files, index.length, trained=True)
+    return CachedRun(
+        config=config,
+        world=world,
+        files=files,
+        media_limits=reader.manifests[0].identity.media_limits,
+        schedule=planner.schedule(assignments),
+        state=dataclasses.replace(state, assignments=assignments if len(assignments) > 1 else ()),
+        beginning=beginning,
+        axes=axes,
+        notes=(*_access_notes(config, reader), *evaluated, *beginning.notes, *notes),
+        validation=_validation(config, world, reader, choice, axes),
+        reader=reader,
+        samples=samples,
+        figures=_figures(config, files, reader, targets),
+    )
+
+
+def _assignments(
+    beginning: Beginning, state: RunState, mine: Assignment
+) -> tuple[tuple[tuple[int, int, int, int], ...], list[str]]:
+    """Each time that packs were assigned, as ``RunState.assignments`` has them, and what is to be said of the last."""
+    before = beginning.before
+    if before is None:
+        return ((0, *mine),), []
+    assignments = before.assignments or ((0, *before.assignment),)
+    if not state.is_assigned_anew_after(before):
+        return assignments, []
+    told = (
+        f"{beginning.checkpoint} was trained by {before.world_size} data-parallel ranks, and there are "
+        f"{state.world_size}: what it left of its epoch is assigned anew, every pack once"
+    )
+    return (*assignments, (before.step, *mine)), [told]
+
+
+def _figures(
+    config: TrainConfig, files: ModelFiles, reader: CacheReader, targets: npt.NDArray[np.integer[Any]]
+) -> SampleFigures:
+    index, costs = reader.index, RunCosts.of(config, files.config)
     units = targets > 0 if config.loss_reduction == "sample" else targets
-    is_seen, is_heard = _media_kinds(reader)
-    figures = SampleFigures(targets, index.media_tokens, units.astype(np.int64), cost, is_seen, is_heard)
-    return PreparedRun(
-        config,
-        world,
-        files,
-        reader,
-        samples,
-        figures,
-        schedule,
-        state,
-        checkpoint,
-        start,
-        axes,
-        tuple(notes),
-        _validation(config, world, reader, choice, axes),
-        found.directory if config.resume_only_model else None,
+    return SampleFigures(
+        targets,
+        index.media_tokens,
+        units.astype(np.int64),
+        sample_costs(costs.model, index, targets),
+        sample_costs(costs.hardware, index, targets),
+        *_media_kinds(reader),
     )
 
 
@@ -172,11 +247,13 @@ def _planner(
     if saved is not None:
         check_plan(saved, config, reader)
     max_length = config.max_length or max(manifest.max_length for manifest in reader.manifests)
-    options = plan_options(config, packing=config.packing, max_length=max_length, world_size=1)
-    options = with_model(options, files.config)
+    options = plan_options(config, max_length=max_length, world_size=1)
+    options = with_model(options, files.config, learning_of(config), read_hardware(config.hardware))
     if saved is not None:
         options = dataclasses.replace(options, max_length=saved.info.max_length, packing_length=saved.info.capacity)
-    return Planner(config, options, reader.index, targets, packs_of(saved) if saved is not None else None)
+    assert options.cost is not None
+    towers = tower_work(options.cost, reader.index)
+    return Planner(config, options, reader.index, targets, towers, packs_of(saved) if saved is not None else None)
 
 
 def _validation(
@@ -189,9 +266,9 @@ def _validation(
     return Validation(val, val if choice is None else ChosenTargets(val, choice), plan)
 
 
-def _state(config: TrainConfig, planner: Planner, dealing: Dealing, cache: str) -> RunState:
-    plan = planner.plan_of(0, dealing)
-    world_size, _, _ = dealing
+def _state(config: TrainConfig, planner: Planner, assignment: Assignment, cache: str) -> RunState:
+    plan = planner.plan_of(0, assignment)
+    world_size, _, _ = assignment
     return RunState(
         plan=plan.packs.fingerprint,
         steps=plan.steps.fingerprint if plan.places is None else plan.fingerprint,
@@ -208,12 +285,14 @@ def _state(config: TrainConfig, planner: Planner, dealing: Dealing, cache: str) 
         loss_reduction=config.loss_reduction,
         schedule=_schedule_of(planner),
         master_weights=config.master_weights,
+        learning=learning_of(config).words,
     )
 
 
 def _schedule_of(planner: Planner) -> str:
-    """What decides how Skrull deals, in one line."""
+    """What decides how Skrull assigns, in one line."""
     skrull = planner.options.skrull
     if skrull is None:
         return ""
-    return f"skrull, buckets of {skrull.bucket_size} tokens, a row on {skrull.context_parallel}"
+    shared = f"skrull, buckets of {skrull.bucket_size} tokens, a row on {skrull.sequence_parallel_size}"
+    return f"{shared}, for {skrull.times.device}"

@@ -8,6 +8,7 @@ import os
 import shlex
 from dataclasses import fields
 
+from packtool import storage
 from packtool.cache.local import LocalCopies
 from packtool.cache.manifest import Manifest
 from packtool.cache.plan_file import SavedPlan
@@ -17,8 +18,8 @@ from packtool.config.export import EncodeSpec
 from packtool.config.rows import MediaOptions
 from packtool.config.train import TrainConfig
 from packtool.constants import VAL_SPLIT
-from packtool.encode.families import ImageLimits, family_of
-from packtool.encode.loss_scale import parse_loss_scale
+from packtool.encode.families import ImageLimits, media_encoding
+from packtool.encode.loss_scale import is_hybrid_thinking, loss_scale_of, parse_loss_scale
 from packtool.encode.model_files import ModelFiles, given_template
 from packtool.encode.relabel import TargetChoice
 from packtool.errors import MismatchError
@@ -102,8 +103,7 @@ def check_video_and_audio(directory: str, manifest: Manifest, config: TrainConfi
     if not given or manifest.identity.media_limits.video is None:
         return
     merged = MediaOptions(**{name: value for name, value in {**spec, **given}.items() if name in _MEDIA_NAMES})
-    family = family_of(files, merged)
-    if family is not None and family.limits == manifest.identity.media_limits:
+    if media_encoding(files, merged).limits == manifest.identity.media_limits:
         return
     told = ", ".join(f"{name.upper()} {spec.get(name) or 'unset'} there, {value} here" for name, value in given.items())
     raise MismatchError(
@@ -144,7 +144,8 @@ def choice_of_targets(config: TrainConfig, reader: CacheReader, files: ModelFile
     """
     if config.loss_scale is None:
         return None
-    wanted = parse_loss_scale(config.loss_scale)
+    meant = loss_scale_of(config.loss_scale, is_hybrid_thinking(files))
+    wanted = parse_loss_scale(meant)
     there = [str(manifest.identity.spec.get("loss_scale", "default")) for manifest in reader.manifests]
     if all(parse_loss_scale(scale) == wanted for scale in there):
         return None
@@ -153,12 +154,12 @@ def choice_of_targets(config: TrainConfig, reader: CacheReader, files: ModelFile
         narrows = had.base == "default" and wanted.base == "last_round"
         if (had.rules or wanted.rules) and not (had.rules == wanted.rules and narrows):
             raise MismatchError(
-                f"{directory} was exported with --loss-scale {scale}: {config.loss_scale} gives parts of texts other "
+                f"{directory} was exported with --loss-scale {scale}: {meant} gives parts of texts other "
                 "weights, which only the rows can tell",
                 f"Leave --loss-scale out, or export again:\n"
                 f"  {export_command(directory, manifest, loss_scale=config.loss_scale)}",
             )
-    return TargetChoice.of_config(wanted.base, files.config)
+    return TargetChoice.of_config(wanted.base, files.config, among_targets=bool(wanted.rules))
 
 
 def packs_of(saved: SavedPlan) -> PackPlan:
@@ -198,7 +199,7 @@ def check_plan(saved: SavedPlan, config: TrainConfig, reader: CacheReader) -> No
 
 
 def export_command(directory: str, manifest: Manifest, **changes: object) -> str:
-    """The command that makes a cache anew with some settings changed."""
+    """The command that makes a cache anew with some settings changed, from any folder."""
     spec = {**manifest.identity.spec, **changes}
     # Pixels and tokens set the same limit; the change wins.
     for bound in ("max", "min"):
@@ -213,7 +214,7 @@ def export_command(directory: str, manifest: Manifest, **changes: object) -> str
         words += ["--split-dataset-ratio", str(manifest.identity.split_dataset_ratio)]
     if manifest.identity.rows_per_shard:
         words += ["--rows-per-shard", str(manifest.identity.rows_per_shard)]
-    words += ["--seed", str(manifest.identity.seed), "--output-dir", directory, "--overwrite"]
+    words += ["--seed", str(manifest.identity.seed), "--output-dir", storage.absolute(directory), "--overwrite"]
     return shlex.join(words)
 
 
@@ -231,7 +232,10 @@ def _dataset_words(manifest: Manifest) -> list[str]:
     _, first = asked[0]
     if first.get("columns"):
         words += ["--columns", *(f"{ours}={theirs}" for ours, theirs in first["columns"])]
-    for name in ("system", "media_root", "media_access", "max_media_bytes"):
+    if root := first.get("media_root"):
+        # As it was typed, in a folder that nobody knows: where it is not found from here, the user must say.
+        words += ["--media-root", storage.absolute(root) if storage.exists(root) else root]
+    for name in ("system", "media_access", "max_media_bytes"):
         if first.get(name):
             words += ["--" + name.replace("_", "-"), str(first[name])]
     return words

@@ -24,6 +24,7 @@ from packtool.errors import ConfigError, MismatchError
 from packtool.train.prepare.whole import ONLY_MODEL, Sums, damages, sums_of
 
 STATE_NAME = "packtool_state.json"
+_ASSIGNMENTS = "dealings"  # in the file, as the first checkpoints had it
 PREFIX = "checkpoint-"
 
 # All that a tokenizer or processor is saved as; weights, configs and adapters are the checkpoint's own.
@@ -39,14 +40,16 @@ class RunState:
 
     Args:
         plan: fingerprint of the first epoch's packs.
-        steps: fingerprint of how they are dealt to steps and ranks.
-        dealings: [first step, world size, gradient accumulation, batch size] of each time that packs were dealt anew,
-            because a resumed run had other processes.
+        steps: fingerprint of how they are assigned to steps and ranks.
+        assignments: [first step, world size, gradient accumulation, batch size] of each time that packs were
+            assigned anew, because a resumed run had other processes.
         cache: fingerprint of the caches.
         seed: of the plans of all epochs.
         step: optimizer steps done.
         epoch, step_in_epoch: the same, as the place where training goes on.
-        schedule: what decides how Skrull deals; empty without it.
+        schedule: what decides how Skrull assigns; empty without it.
+        learning: how each part of the model learns, by which packs are assigned to ranks: told where that makes a
+            difference.
         master_weights: what was kept of the weights' digits.
         streaming: what decides the packs of a stream; empty for a run on caches.
         saved_at: seconds since 1970.
@@ -63,11 +66,12 @@ class RunState:
     gradient_accumulation_steps: int
     per_device_train_batch_size: int
     steps: str = ""
-    dealings: tuple[tuple[int, int, int, int], ...] = ()
+    assignments: tuple[tuple[int, int, int, int], ...] = ()
     streaming: str = ""
     loss_scale: str = ""
     loss_reduction: str = "token"
     schedule: str = ""
+    learning: str = ""
     master_weights: str = "float32"
     step: int = 0
     epoch: int = 0
@@ -75,27 +79,29 @@ class RunState:
     saved_at: float = 0.0
 
     @property
-    def dealing(self) -> tuple[int, int, int]:
-        """World size, gradient accumulation and batch size: what a step's packs are dealt to."""
+    def assignment(self) -> tuple[int, int, int]:
+        """World size, gradient accumulation and batch size: what a step's packs are assigned to."""
         return self.world_size, self.gradient_accumulation_steps, self.per_device_train_batch_size
 
-    def is_dealt_anew_after(self, other: RunState) -> bool:
-        """Whether what a checkpoint with that state left is to be dealt to another number of processes."""
+    def is_assigned_anew_after(self, other: RunState) -> bool:
+        """Whether what a checkpoint with that state left is to be assigned to another number of processes."""
         return not self.streaming and self.world_size != other.world_size
 
     def check_continues(self, checkpoint: str, other: RunState) -> None:
         """Raise unless a run with this state may go on from a checkpoint with that one.
 
-        With another world size the packs must be the same, but not the steps: they are dealt anew.
+        With another world size the packs must be the same, but not the steps: they are assigned anew.
 
         Raises:
             MismatchError: naming every difference.
         """
-        place = {"step", "epoch", "step_in_epoch", "saved_at", "dealings"}
-        if self.is_dealt_anew_after(other):
+        place = {"step", "epoch", "step_in_epoch", "saved_at", "assignments"}
+        if self.is_assigned_anew_after(other):
             place |= {"steps", "world_size", "gradient_accumulation_steps", "per_device_train_batch_size"}
         mine, theirs = dataclasses.asdict(self), dataclasses.asdict(other)
         different = [name for name in mine if name not in place and mine[name] != theirs[name]]
+        if "steps" not in different:
+            different = [name for name in different if name != "learning"]
         # Plan and steps follow from the rest: alone they would say little, beside another difference nothing.
         told = [name for name in different if name not in ("plan", "steps")]
         different = told or different
@@ -129,7 +135,7 @@ def read_whole_state(checkpoint: str) -> tuple[RunState, Sums]:
         if (digest := values.pop("digest", None)) is not None and digest != _digest(values):
             raise ValueError("it is not what was written")
         sums = {str(name): (int(size), int(crc)) for name, (size, crc) in values.pop("files", {}).items()}
-        values["dealings"] = tuple(tuple(dealing) for dealing in values.get("dealings", ()))
+        values["assignments"] = tuple(tuple(each) for each in values.pop(_ASSIGNMENTS, ()))
         return RunState(**values), sums
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise MismatchError(
@@ -141,6 +147,7 @@ def read_whole_state(checkpoint: str) -> tuple[RunState, Sums]:
 def write_state(checkpoint: str, state: RunState) -> None:
     """Declare a checkpoint finished, as it is."""
     values = {**dataclasses.asdict(state), "files": sums_of(checkpoint)}
+    values[_ASSIGNMENTS] = values.pop("assignments")
     values["digest"] = _digest(values)
     path = os.path.join(checkpoint, STATE_NAME)
     with open(path + ".part", "w", encoding="utf-8") as file:

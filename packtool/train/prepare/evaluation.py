@@ -12,6 +12,7 @@ from packtool.attention.parallel.axes import Axes
 from packtool.cache.local import LocalCopies
 from packtool.cache.reader import CacheReader, common_splits
 from packtool.config.evaluate import MAX_TOKENS_OPTION, EvalConfig
+from packtool.config.train import EvalStrategy, TrainConfig
 from packtool.constants import TRAIN_SPLIT, VAL_SPLIT
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, DataError
@@ -42,7 +43,7 @@ class PreparedEvaluation:
 
 
 def prepare_evaluation(config: EvalConfig, world: World) -> PreparedEvaluation:
-    """Check that model, caches and options fit, and share out the samples; takes a second.
+    """Check that model, caches and options fit, and assign the samples to ranks; takes a second.
 
     Raises:
         ConfigError, DataError, MismatchError, StorageError: naming what does not fit, and what to do.
@@ -69,6 +70,38 @@ def prepare_evaluation(config: EvalConfig, world: World) -> PreparedEvaluation:
     if world.is_first:
         _check_writable(config.output)
     return PreparedEvaluation(config, world, trained, reader, plan, axes)
+
+
+def with_evaluation(config: TrainConfig, reader: CacheReader) -> tuple[TrainConfig, list[str]]:
+    """The settings of a run with ``--eval-strategy`` and ``--eval-steps`` decided, and what is to be said of it.
+
+    As ms-swift has it: a val split is evaluated when checkpoints are saved, unless something else is asked for.
+
+    Args:
+        reader: of the caches that are trained.
+
+    Raises:
+        ConfigError: if the best checkpoint is asked for and there is nothing to evaluate.
+    """
+    every = config.eval_steps or config.save_steps
+    if config.eval_strategy is not None:
+        return dataclasses.replace(config, eval_steps=every), []
+    num = [m.splits[VAL_SPLIT].rows if VAL_SPLIT in m.splits else 0 for m in reader.manifests]
+    strategy: EvalStrategy = "steps" if config.save_strategy == "best" else config.save_strategy
+    if all(num) and strategy != "no":
+        when = f"every {every:,} steps" if strategy == "steps" else "at the end of every epoch"
+        told = (
+            f"the val split ({sum(num):,} samples) is evaluated {when} and at the end: --eval-strategy no leaves it out"
+        )
+        return dataclasses.replace(config, eval_strategy=strategy, eval_steps=every), [told]
+    if config.seeks_best:
+        raise ConfigError(
+            "the best checkpoint is asked for, and nothing is evaluated",
+            "Give caches with a val split (--val-dataset or --split-dataset-ratio at export), or leave out "
+            "--load-best-model-at-end and --save-strategy best.",
+        )
+    told = "only some of the caches have a val split: nothing is evaluated"
+    return dataclasses.replace(config, eval_strategy="no"), [told] if any(num) and strategy != "no" else []
 
 
 def _check_writable(output: str) -> None:

@@ -10,26 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from packtool.plan.cost import CostModel
-from packtool.plan.epoch import EpochPlan, pack_costs
+from packtool.plan.balance import Costs
+from packtool.plan.epoch import EpochPlan
+from packtool.plan.pack_plan import PackPlan
 from packtool.plan.skrull_steps import SkrullSteps, computed_tokens
-
-_PEAKS = {
-    "B200": 2250.0,
-    "H200": 989.0,
-    "H100": 989.0,
-    "H800": 989.0,
-    "H20": 148.0,
-    "A100": 312.0,
-    "A800": 312.0,
-    "L40S": 362.0,
-    "L20": 119.5,
-    "A10": 125.0,
-    "RTX 4090": 165.2,
-    "RTX 3090": 71.0,
-    "V100": 125.0,
-}
-"""TFLOP/s of dense bf16 (fp16 where there is no bf16) matrix products, by the makers' data sheets."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +28,7 @@ class StepFigures:
         attended: sum of len^2 over samples.
         attended_dense: the same if every pack were one text.
         flops: forward and backward, by the model's sizes; 0 if they are not known.
+        hardware_flops: the same with activations that are computed again.
     """
 
     target_tokens: int = 0
@@ -53,6 +38,7 @@ class StepFigures:
     attended: int = 0
     attended_dense: int = 0
     flops: float = 0.0
+    hardware_flops: float = 0.0
 
     def __add__(self, other: StepFigures) -> StepFigures:
         return StepFigures(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
@@ -73,7 +59,8 @@ class SampleFigures:
         target_tokens: labels that carry loss.
         media_tokens: pads of media.
         units: what each sample adds to the loss's denominator.
-        cost: FLOPs, None if nobody knows.
+        flops: float (N,), of each; None if nobody knows.
+        hardware_flops: the same with activations that are computed again.
         is_seen: whether a sample has pictures or videos; None for perhaps.
         is_heard: whether it has sounds, or videos with one; None for perhaps.
     """
@@ -81,7 +68,8 @@ class SampleFigures:
     target_tokens: npt.NDArray[np.integer[Any]]
     media_tokens: npt.NDArray[np.integer[Any]]
     units: npt.NDArray[np.integer[Any]]
-    cost: CostModel | None
+    flops: Costs | None = None
+    hardware_flops: Costs | None = None
     is_seen: npt.NDArray[np.bool_] | None = None
     is_heard: npt.NDArray[np.bool_] | None = None
 
@@ -95,17 +83,14 @@ def figures_of_steps(plan: EpochPlan, samples: SampleFigures, *, is_dynamic: boo
     packs, steps = plan.packs, plan.steps
     tokens = packs.tokens_per_pack()
     if plan.places is not None and plan.summary.skrull is not None:
-        dealt = SkrullSteps(packs, steps, plan.places)
-        computed = steps.sums_per_step(computed_tokens(dealt, plan.summary.skrull.options.alignment))
+        assigned = SkrullSteps(packs, steps, plan.places)
+        computed = steps.sums_per_step(computed_tokens(assigned, plan.summary.skrull.options.alignment))
     elif plan.summary.packing:
         computed = steps.sums_per_step(np.full(packs.num_packs, packs.capacity))
     elif is_dynamic:
         computed = steps.sums_per_step(tokens)
     else:
         computed = _padded(plan)
-    flops = np.zeros(packs.num_packs)
-    if samples.cost is not None:
-        flops = pack_costs(packs, samples.cost, samples.target_tokens, samples.media_tokens)
     columns: tuple[npt.NDArray[Any], ...] = (
         steps.target_tokens_per_step,
         steps.sums_per_step(packs.sums_per_pack(samples.units[packs.samples])),
@@ -113,16 +98,17 @@ def figures_of_steps(plan: EpochPlan, samples: SampleFigures, *, is_dynamic: boo
         computed,
         steps.sums_per_step(packs.sum_squares_per_pack()),
         steps.sums_per_step(np.square(tokens.astype(np.int64))),
+        steps.sums_per_step(_flops_of(packs, samples.flops)),
+        steps.sums_per_step(_flops_of(packs, samples.hardware_flops)),
     )
-    counts = zip(*(column.tolist() for column in columns), strict=True)
-    for numbers, cost in zip(counts, steps.sums_per_step(flops).tolist(), strict=True):
-        targets, units, true, ran, attended, dense = numbers
-        yield StepFigures(targets, units, true, ran, attended, dense, cost)
+    for numbers in zip(*(column.tolist() for column in columns), strict=True):
+        yield StepFigures(*numbers)
 
 
-def peak_tflops(device_name: str) -> float | None:
-    """Peak dense TFLOP/s in 16 bits of a GPU by its name, or None if it is not known."""
-    return next((peak for name, peak in _PEAKS.items() if name in device_name), None)
+def _flops_of(packs: PackPlan, flops: Costs | None) -> Costs:
+    if flops is None or not packs.num_packs:
+        return np.zeros(packs.num_packs)
+    return np.add.reduceat(flops[packs.samples], packs.offsets[:-1])
 
 
 def _padded(plan: EpochPlan) -> npt.NDArray[np.int64]:

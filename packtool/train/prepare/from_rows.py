@@ -20,6 +20,7 @@ from packtool.cache.manifest import PATH_SETTINGS
 from packtool.config.export import ExportConfig
 from packtool.config.rows import AccessOptions, RowOptions
 from packtool.config.train import TrainConfig
+from packtool.encode.families import media_encoding, text_of
 from packtool.encode.model_files import ModelFiles
 from packtool.progress import Progress
 from packtool.rows.source import SourceSpec
@@ -31,7 +32,7 @@ _LONGEST = 8192
 
 def length_of_rows(config: TrainConfig, files: ModelFiles) -> int:
     """Most tokens of a sample: ``--max-length``, else ``--packing-length``, else the model's, but at most 8,192."""
-    text = files.config.get("text_config") or files.config.get("thinker_config", {}).get("text_config") or files.config
+    text = text_of(files.config)
     models = min(int(text.get("max_position_embeddings", _LONGEST)), _LONGEST)
     return config.max_length or config.packing_length or models
 
@@ -77,7 +78,7 @@ def rows_fingerprint(
         asked: ``output_dir`` and the number of processes say nothing.
         with_times: of the last change to files of this machine; other machines have other clocks.
     """
-    identity = identity_of(asked, files).as_dict()
+    identity = identity_of(asked, files, media_encoding(files, asked).limits).as_dict()
     identity["spec"] = {name: value for name, value in identity["spec"].items() if name not in PATH_SETTINGS}
     states = [(spec, storage.stat(spec.path)) for spec in specs]
     plain = [

@@ -22,14 +22,17 @@ from packtool.plan.epoch import (
     EpochPlan,
     PlanOptions,
     PlanSummary,
-    deal_packs,
+    assign_packs,
     pack_costs,
     padded_fill,
     plan_epoch,
 )
+from packtool.plan.towers import TowerWork
 from packtool.simulate.lengths import read_lengths
 from packtool.simulate.model_sizes import PRESETS
-from packtool.train.prepare.planner import plan_options, with_model
+from packtool.simulate.run import read_hardware
+from packtool.train.prepare.costs import learning_of, tower_work, with_model
+from packtool.train.prepare.planner import plan_options
 
 
 @dataclass(frozen=True)
@@ -57,11 +60,12 @@ class Preview:
         plan: of the first epoch.
         options: that it was made with.
         seconds: that planning took.
-        lengths, media_tokens, target_tokens: of all samples.
+        lengths, target_tokens: of all samples.
+        towers: what their media cost.
         reader: of the caches, None for a file of lengths.
         cost_source: whose config.json told the costs.
         num_epochs: times that every sample is seen.
-        num_sharing: processes that share each pack.
+        sequence_parallel_size: processes that share each pack.
         plain: what the same samples would be without packing, in batches of as many rows as packs hold samples.
     """
 
@@ -70,11 +74,11 @@ class Preview:
     seconds: float
     lengths: npt.NDArray[np.integer[Any]]
     target_tokens: npt.NDArray[np.integer[Any]]
-    media_tokens: npt.NDArray[np.integer[Any]] | None
+    towers: TowerWork | None
     reader: CacheReader | None
     cost_source: str
     num_epochs: float
-    num_sharing: int
+    sequence_parallel_size: int
     plain: PlainBatches
 
     def figures(self, tflops: float | None = None, mfu: float = 0.4) -> dict[str, Any]:
@@ -119,21 +123,21 @@ class Preview:
         if tflops is not None:
             # Ranks wait for the slowest of each step.
             mean = balance.mean if summary.skrull is None else summary.skrull.mean
-            slowest = balance.flops * mean / self.options.world_size / self.num_sharing
+            slowest = balance.flops * mean / self.options.world_size / self.sequence_parallel_size
             found["hours"] = slowest * self.num_epochs / (tflops * 1e12 * mfu) / 3600
         return found
 
     def step_balance(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """Slowest over mean work of every step, dealt like cards and as planned."""
+        """Slowest over mean work of every step, assigned in turn and as planned."""
         assert self.options.cost is not None, "a preview knows costs"
-        costs = pack_costs(self.plan.packs, self.options.cost, self.target_tokens, self.media_tokens)
+        costs = pack_costs(self.plan.packs, self.options.cost, self.target_tokens, self.towers)
         after = imbalance(self.plan.steps.rank_costs(costs))
         if self.options.dynamic_batch_tokens is not None:
             return after, after
-        cards = dataclasses.replace(self.options, balance="none", skrull=None)
+        in_turn = dataclasses.replace(self.options, balance="none", skrull=None)
         packs = self.plan.whole_packs
-        plain = deal_packs(packs, self.target_tokens, cards, media_tokens=self.media_tokens)
-        costs = pack_costs(packs, self.options.cost, self.target_tokens, self.media_tokens)
+        plain = assign_packs(packs, self.target_tokens, in_turn, towers=self.towers)
+        costs = pack_costs(packs, self.options.cost, self.target_tokens, self.towers)
         return imbalance(plain.steps.rank_costs(costs)), after
 
 
@@ -163,40 +167,53 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
     if packing_length is None and config.max_length is not None:
         max_length = config.max_length  # as training has it: what is there and longer than a pack is told
     options = plan_options(
-        config, packing=config.packing, max_length=max_length, world_size=config.world_size // config.num_sharing
+        config, max_length=max_length, world_size=config.world_size // config.sequence_parallel_ranks
     )
-    options = dataclasses.replace(with_model(options, model_config), packing_length=room or max_length)
+    options = with_model(options, model_config, learning_of(config), read_hardware(config.hardware))
+    options = dataclasses.replace(options, packing_length=room or max_length)
+    assert options.cost is not None
+    towers = tower_work(options.cost, reader.index) if reader is not None else None
     begin = time.perf_counter()
-    plan = plan_epoch(lengths, targets, options, seed=config.seed, media_tokens=media)
+    plan = plan_epoch(lengths, targets, options, seed=config.seed, media_tokens=media, towers=towers)
     seconds = time.perf_counter() - begin
-    rows = dataclasses.replace(options, packing=False, cost=None, balance="none", packing_algorithm="best_fit")
-    # As many rows a batch as packs hold samples: what else fits into the same memory, more or less.
-    each = max(round(plan.summary.samples_per_pack), 1) * options.packs_per_micro_batch
-    rows = dataclasses.replace(
-        rows,
-        max_samples_per_pack=None,
-        max_media_tokens_per_pack=None,
-        packs_per_micro_batch=each,
-        group_by_length=False,
-        dynamic_batch_tokens=None,
-        dynamic_max_batch_size=None,
-        skrull=None,
-    )
-    padded = plan_epoch(lengths, targets, rows, seed=config.seed)
-    fill = padded_fill(padded.packs, padded.steps)
     return Preview(
         plan=plan,
         options=options,
         seconds=seconds,
         lengths=lengths,
         target_tokens=targets,
-        media_tokens=media,
+        towers=towers,
         reader=reader,
         cost_source=cost_source,
         num_epochs=config.num_train_epochs,
-        num_sharing=config.num_sharing,
-        plain=PlainBatches(each, padded.summary.num_steps, round(padded.packs.num_tokens / fill), 1 - fill),
+        sequence_parallel_size=config.sequence_parallel_ranks,
+        plain=_plain_batches(plan, options, lengths, targets, config.seed),
     )
+
+
+def _plain_batches(
+    plan: EpochPlan,
+    options: PlanOptions,
+    lengths: npt.NDArray[np.integer[Any]],
+    targets: npt.NDArray[np.integer[Any]],
+    seed: int,
+) -> PlainBatches:
+    rows = dataclasses.replace(options, packing=False, cost=None, balance="none", packing_algorithm="best_fit")
+    # As many rows a batch as packs hold samples: what else fits into the same memory, more or less.
+    each = max(round(plan.summary.samples_per_pack), 1) * options.per_device_train_batch_size
+    rows = dataclasses.replace(
+        rows,
+        max_samples_per_pack=None,
+        max_media_tokens_per_pack=None,
+        per_device_train_batch_size=each,
+        group_by_length=False,
+        dynamic_batch_tokens=None,
+        dynamic_max_batch_size=None,
+        skrull=None,
+    )
+    padded = plan_epoch(lengths, targets, rows, seed=seed)
+    fill = padded_fill(padded.packs, padded.steps)
+    return PlainBatches(each, padded.summary.num_steps, round(padded.packs.num_tokens / fill), 1 - fill)
 
 
 def save_plan(found: Preview, config: PlanConfig) -> None:
@@ -230,7 +247,8 @@ def _skrull_figures(summary: PlanSummary) -> dict[str, Any] | None:
         return None
     return {
         "bucket_size": skrull.options.bucket_size,
-        "context_parallel": skrull.options.context_parallel,
+        "sequence_parallel_size": skrull.options.sequence_parallel_size,
+        "hardware": skrull.options.times.device,
         "micro_batches": skrull.num_micro_batches,
         "bucket_fill": skrull.bucket_fill,
         "local_tokens": skrull.num_local_tokens,

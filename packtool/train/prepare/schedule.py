@@ -5,10 +5,45 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import Protocol
 
 from packtool.plan.epoch import EpochPlan
 from packtool.plan.pack_plan import PackPlan
+
+
+class Schedule(Protocol):
+    """The optimizer steps of a run, numbered through from 0."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole run."""
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps in which every sample is seen once."""
+
+    def locate(self, step: int) -> tuple[int, int]:
+        """Epoch and step within it."""
+
+
+@dataclass(frozen=True)
+class OpenSchedule:
+    """The steps of a run whose samples nobody has counted: in no epochs.
+
+    Args:
+        num_steps: at most.
+    """
+
+    num_steps: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of the whole run, because nobody knows where an epoch ends."""
+        return self.num_steps
+
+    def locate(self, step: int) -> tuple[int, int]:
+        """Epoch and step within it."""
+        return 0, step
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,9 +51,9 @@ class Rest:
     """What was left of an epoch when a run was resumed with another number of processes.
 
     Args:
-        step: the first that is dealt anew.
+        step: the first that is assigned anew.
         epoch: that it lies in.
-        plan: the packs that were not trained yet, dealt to the processes there are now.
+        plan: the packs that were not trained yet, assigned to the processes there are now.
     """
 
     step: int
@@ -26,11 +61,11 @@ class Rest:
     plan: EpochPlan
 
 
-class Schedule:
-    """The steps of a run, numbered through from 0.
+class PlannedSchedule:
+    """The steps of a run whose epochs are planned.
 
     Args:
-        plan_of: the plan of an epoch; all epochs have as many steps.
+        plan_of: the plan of an epoch, which remembers the last ones; all epochs have as many steps.
         num_epochs: may have a fraction.
         max_steps: fewer or more steps than the epochs have; None for as many.
         rest: stands for the part of its epoch that was left; earlier steps are not to be asked for.
@@ -39,16 +74,14 @@ class Schedule:
     def __init__(
         self, plan_of: Callable[[int], EpochPlan], *, num_epochs: float, max_steps: int | None, rest: Rest | None = None
     ) -> None:
-        # A plan of millions of samples is tens of megabytes: keep the current one and the first, which is asked again.
-        cached = lru_cache(maxsize=2)(plan_of)
-        self.first = cached(0)
+        self.first = plan_of(0)
         self.steps_per_epoch = self.first.steps.num_steps
         self._rest = rest
         if rest is None:
-            self.plan_of: Callable[[int], EpochPlan] = cached
+            self.plan_of = plan_of
             self.num_steps = max_steps or math.ceil(num_epochs * self.steps_per_epoch)
             return
-        self.plan_of = lambda epoch: rest.plan if epoch == rest.epoch else cached(epoch)
+        self.plan_of = lambda epoch: rest.plan if epoch == rest.epoch else plan_of(epoch)
         # The same share of the epochs, in steps of another size.
         share = min(num_epochs - rest.epoch, 1.0)
         left = math.ceil(max(share * self.steps_per_epoch - (self.steps_per_epoch - rest.plan.steps.num_steps), 0))
@@ -60,7 +93,7 @@ class Schedule:
         if self._rest is None:
             return divmod(step, self.steps_per_epoch)
         step -= self._rest.step
-        assert step >= 0, "steps before the rest were dealt by another schedule"
+        assert step >= 0, "steps before the rest were assigned by another schedule"
         num_left = self._rest.plan.steps.num_steps
         if step < num_left:
             return self._rest.epoch, step
@@ -98,11 +131,11 @@ class Schedule:
         return num_whole_epochs * self.first.steps.num_empty_micro_batches
 
 
-def rest_of(schedule: Schedule, step: int, deal: Callable[[PackPlan], EpochPlan]) -> Rest:
-    """What a schedule has not trained after so many steps of the epoch that it is in, dealt anew.
+def rest_of(schedule: PlannedSchedule, step: int, assign: Callable[[PackPlan], EpochPlan]) -> Rest:
+    """What a schedule has not trained after so many steps of the epoch that it is in, assigned anew.
 
     Args:
-        deal: packs to the ranks that there are now.
+        assign: packs to the ranks that there are now.
     """
     epoch, done = schedule.locate(step)
-    return Rest(step, epoch, deal(schedule.plan_of(epoch).packs_from(done)))
+    return Rest(step, epoch, assign(schedule.plan_of(epoch).packs_from(done)))

@@ -1,4 +1,4 @@
-"""How the processes of a run share rows: decided before torch is imported, from the model's heads and the lengths."""
+"""How the processes of a run share sequences: decided before torch is imported, from heads and lengths."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def axes_of(
     *,
     trained: bool = False,
 ) -> Axes:
-    """How the processes share rows.
+    """How the processes share sequences.
 
     Args:
         lengths: of the samples, as far as they are known.
@@ -32,7 +32,7 @@ def axes_of(
         ConfigError: if the model's heads cannot be shared so.
         UnsupportedModelError: if its rows cannot be shared at all.
     """
-    if world.num_sharing == 1:
+    if world.sequence_parallel_size == 1:
         return Axes()
     refuse_shared(files.config, trained=trained)
     tokens = np.asarray(lengths, np.float64)
@@ -42,10 +42,10 @@ def axes_of(
     return choose_axes(config, heads, typical_length=typical, ranks_per_node=nearby)
 
 
-def sharing_lines(world: World, axes: Axes) -> Iterator[str]:
-    """How processes share rows, if they do."""
-    if world.num_sharing > 1:
+def sequence_parallel_lines(world: World, axes: Axes) -> Iterator[str]:
+    """How processes share sequences, if they do."""
+    if world.sequence_parallel_size > 1:
         yield (
-            f"sequence parallel: each row on {world.num_sharing} processes, {axes.name} ({axes.reason}); "
+            f"sequence parallel: each row on {world.sequence_parallel_size} processes, {axes.name} ({axes.reason}); "
             f"{world.data.size} data-parallel rank{'s' if world.data.size > 1 else ''}"
         )

@@ -1,95 +1,154 @@
-"""Everything of a streaming run that is decided before torch is imported."""
+"""A run on rows as they come, as far as it is decided before torch is imported."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from packtool.attention.parallel.axes import Axes
+from packtool.batch.micro_batch import MicroBatch
 from packtool.config.export import EncodeSpec
+from packtool.config.packing import PackOptions
+from packtool.config.settings import part_of
 from packtool.config.train import TrainConfig
 from packtool.encode.blocks import check_template, encode_samples, refused_at_first, samples_of
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
-from packtool.encode.families import MediaLimits, family_of
 from packtool.encode.model_files import ModelFiles
 from packtool.launch.world import World
-from packtool.plan.cost import CostModel
-from packtool.plan.packing import PackOptions
 from packtool.rows.sample import Dropped
 from packtool.rows.scan import follow
 from packtool.rows.source import SourceSpec
 from packtool.rows.sources import sources_of
-from packtool.stream.packs import StreamOptions
+from packtool.stream.packs import PackStream, StreamOptions
 from packtool.stream.reading import MOST_OPEN
 from packtool.stream.state import StreamState, read_state
 from packtool.train.prepare.checkpoint import RunState
-from packtool.train.prepare.checkpoint import read_state as read_run_state
+from packtool.train.prepare.costs import RunCosts
 from packtool.train.prepare.from_rows import length_of_rows, rows_fingerprint
-from packtool.train.prepare.place import checkpoint_of, with_resumed_version
-from packtool.train.prepare.planner import cost_of
+from packtool.train.prepare.place import with_resumed_version
+from packtool.train.prepare.prepared import Beginning, Exchange, PreparedRun, Steps
+from packtool.train.prepare.result import TrainResult
+from packtool.train.prepare.schedule import OpenSchedule
 from packtool.train.prepare.sequence_parallel import axes_of
-from packtool.train.prepare.whole import check_resumable
+from packtool.train.prepare.stream_steps import DropLog, StreamedSteps
+
+# Any number of processes makes the same packs, and a stream has no windows: an interval is one.
+_CHANGES_NO_PACK = ("packing_num_proc", "packing_window")
 
 
-@dataclass(frozen=True)
-class OpenSchedule:
-    """The steps of a run whose samples nobody has counted: numbered through, in no epochs.
-
-    Args:
-        num_steps: at most.
-    """
-
-    num_steps: int
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps of the whole run, because nobody knows where an epoch ends."""
-        return self.num_steps
-
-    def locate(self, step: int) -> tuple[int, int]:
-        """Epoch and step within it."""
-        return 0, step
-
-
-@dataclass(frozen=True)
-class PreparedStream:
-    """A streaming run that only has to be trained.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StreamedRun(PreparedRun):
+    """A run on rows that are encoded and packed while it trains.
 
     Args:
         specs: files of all rows.
         spec: how they are encoded.
         options: how they are packed.
-        media_limits: that pixels and sounds are loaded with.
-        state: what a checkpoint of this run says of it.
-        checkpoint: the one to go on from, or None.
-        start: first step to train.
-        axes: how rows are shared.
-        cost: FLOPs of packs.
+        costs: FLOPs of packs.
         stream: where this rank's packs go on; None for the beginning.
     """
 
-    config: TrainConfig
-    world: World
-    files: ModelFiles
     specs: Sequence[SourceSpec]
     spec: EncodeSpec
     options: StreamOptions
-    media_limits: MediaLimits
-    schedule: OpenSchedule
-    state: RunState
-    checkpoint: str | None
-    start: int
-    axes: Axes
-    cost: CostModel
+    costs: RunCosts
     stream: StreamState | None
-    notes: tuple[str, ...] = ()
-    weights: str | None = None
+
+    def expected(self) -> TrainResult:
+        """See ``PreparedRun``; next to nothing."""
+        return TrainResult(
+            num_samples=0,
+            filtered=0,
+            num_packs=0,
+            samples_per_pack=0.0,
+            fill=0.0,
+            packing=True,
+            max_length=self.spec.max_length,
+            packing_length=self.options.packing_length,
+            steps=self.schedule.num_steps,
+            steps_without_packing=0,
+            num_empty_micro_batches=0,
+            num_processes=self.world.size,
+            target_tokens=0,
+            output_dir=self.config.output_dir,
+            resumed_from=self.beginning.checkpoint,
+            streaming=True,
+        )
+
+    def lines(self, expected: TrainResult) -> Iterator[str]:
+        """See ``PreparedRun``."""
+        options, world = self.options, self.world
+        yield (
+            f"streaming {len(self.specs)} file{'s' if len(self.specs) > 1 else ''} of rows, samples of up to "
+            f"{self.spec.max_length:,} tokens; nobody has counted them"
+        )
+        yield (
+            f"packing: yes; packing length: {options.packing_length:,}, {options.packing_interval:,} samples at a "
+            f"time, drawn from a buffer of {options.shuffle_buffer_size:,}; "
+            f"{world.size} process{'es' if world.size > 1 else ''} with "
+            f"{options.dataset_num_proc} worker{'s' if options.dataset_num_proc > 1 else ''} each"
+        )
+        yield f"optimizer steps: at most {expected.steps:,}"
+
+    def media_tokens(self) -> float:
+        """See ``PreparedRun``; all tokens, for nobody knows, or none where the model sees nothing."""
+        sees = self.media_limits.image is not None
+        return float(self.options.packing_length * self.config.per_device_train_batch_size * sees)
+
+    def most_media_tokens(self) -> int:
+        """See ``PreparedRun``; all tokens, for nobody knows."""
+        return int(self.media_tokens())
+
+    def first_samples(self, most: int) -> list[EncodedSample]:
+        """See ``PreparedRun``; the shortest ones of the first block of the first file."""
+        source, blocks = follow(self.specs[0])
+        block = next(iter(blocks), None)
+        if block is None:
+            return []
+        group = list(samples_of(source, [block], may_hold_secrets=False))
+        found = [
+            item for item in encode_samples(group, Encoder(self.spec, self.files)) if not isinstance(item, Dropped)
+        ]
+        return sorted((sample for samples in found for sample in samples), key=lambda sample: sample.length)[:most]
+
+    @property
+    def read(self) -> Callable[[Any], EncodedSample]:
+        """See ``PreparedRun``; micro-batches have the samples themselves."""
+        return _as_it_is
+
+    def names(self, micro_batch: MicroBatch) -> list[str]:
+        """See ``PreparedRun``."""
+        return [f"row {sample.row} of {sample.source}" for sample in micro_batch.samples]
+
+    def words(self, micro_batch: MicroBatch) -> str:
+        """``samples a.json:3 a.json:17``: files and rows."""
+        return "samples " + " ".join(f"{sample.source}:{sample.row}" for sample in micro_batch.samples)
+
+    def steps(self, exchange: Exchange) -> Steps:
+        """See ``PreparedRun``; no plan tells what a step holds, so ranks add it up."""
+        log = DropLog(self.config.output_dir, self.world, self.stream)
+        data = self.world.data
+        stream = PackStream(
+            self.specs,
+            self.spec,
+            self.options,
+            rank=data.rank,
+            world_size=data.size,
+            start=self.stream,
+            log=log,
+        )
+        return StreamedSteps(self, stream, self.stream or StreamState(), log, self.costs, exchange)
 
 
-def prepare_stream(config: TrainConfig, world: World) -> PreparedStream:
+def _as_it_is(sample: EncodedSample) -> EncodedSample:
+    return sample
+
+
+def prepare_stream(config: TrainConfig, world: World) -> StreamedRun:
     """Check that model, rows, options and checkpoint fit; reads the first rows of the first files.
 
     Raises:
@@ -102,10 +161,9 @@ def prepare_stream(config: TrainConfig, world: World) -> PreparedStream:
     asked = config.export_config("", max_length)
     encoder = Encoder(asked.encode_spec, files)  # refuses what cannot be encoded
     specs = sources_of(asked)
-    check_template(config.model, encoder, [follow(spec) for spec in specs[:MOST_OPEN]])
+    check_template(config.model, encoder, (follow(spec) for spec in specs[:MOST_OPEN]))
     refusals = [refused_at_first(*follow(spec)) for spec in specs[:MOST_OPEN]]
     packing_length = config.packing_length or max_length
-    family = family_of(files, config)
     state = RunState(
         plan="stream",
         cache=rows_fingerprint(asked, files, specs, with_times=False),
@@ -120,77 +178,38 @@ def prepare_stream(config: TrainConfig, world: World) -> PreparedStream:
         streaming=_settings(config),
         master_weights=config.master_weights,
     )
-    found = checkpoint_of(config)
-    checkpoint = None if config.resume_only_model else found.directory
-    start = 0
-    if checkpoint is not None:
-        before = read_run_state(checkpoint)
-        state.check_continues(checkpoint, before)
-        check_resumable(checkpoint, world.rank, world.size)
-        start = before.step
-    return PreparedStream(
-        config,
-        world,
-        files,
-        specs,
-        asked.encode_spec,
-        _options(config, packing_length),
-        family.limits if family is not None else MediaLimits(),
-        OpenSchedule(config.max_steps),
-        state,
-        checkpoint,
-        start,
-        axes_of(config, world, files, np.array([max_length]), trained=True),
-        cost_of(files.config),
-        read_state(checkpoint, world.data.rank) if checkpoint is not None else None,
-        (*[line for line in refusals if line is not None][:1], *found.notes()),
-        found.directory if config.resume_only_model else None,
+    beginning = Beginning.of(config)
+    beginning.check(state, world)
+    return StreamedRun(
+        config=config,
+        world=world,
+        files=files,
+        media_limits=encoder.limits,
+        schedule=OpenSchedule(config.max_steps),
+        state=state,
+        beginning=beginning,
+        axes=axes_of(config, world, files, np.array([max_length]), trained=True),
+        notes=(*encoder.remarks, *[line for line in refusals if line is not None][:1], *beginning.notes),
+        specs=specs,
+        spec=asked.encode_spec,
+        options=_options(config, packing_length),
+        costs=RunCosts.of(config, files.config),
+        stream=read_state(beginning.checkpoint, world.data.rank) if beginning.checkpoint is not None else None,
     )
 
 
-def first_samples(run: PreparedStream, most: int = 4) -> list[EncodedSample]:
-    """The shortest samples of the first block of the first file, to look at before a run."""
-    source, blocks = follow(run.specs[0])
-    block = next(iter(blocks), None)
-    if block is None:
-        return []
-    group = list(samples_of(source, [block], may_hold_secrets=False))
-    found = [item for item in encode_samples(group, Encoder(run.spec, run.files)) if not isinstance(item, Dropped)]
-    return sorted((sample for samples in found for sample in samples), key=lambda sample: sample.length)[:most]
-
-
 def _options(config: TrainConfig, packing_length: int) -> StreamOptions:
-    return StreamOptions(
-        pack=PackOptions(
-            capacity=packing_length,
-            algorithm=config.packing_algorithm,
-            batch_size=config.packing_batch_size,
-            look_ahead=config.look_ahead,
-            max_samples=config.max_samples_per_pack,
-            max_media_tokens=config.max_media_tokens_per_pack,
-            shuffle=config.shuffle,
-        ),
-        interval=config.packing_interval,
+    return part_of(
+        StreamOptions,
+        config,
+        packing_length=packing_length,
         shuffle_buffer_size=config.shuffle_buffer_size if config.shuffle else 1,
-        num_proc=config.dataset_num_proc,
         num_epochs=int(config.num_train_epochs),
-        seed=config.seed,
-        strict=config.strict,
     )
 
 
 def _settings(config: TrainConfig) -> str:
-    """What else decides the packs of a stream, in one line."""
-    names = (
-        "packing_interval",
-        "shuffle_buffer_size",
-        "shuffle",
-        "packing_algorithm",
-        "packing_batch_size",
-        "look_ahead",
-        "max_samples_per_pack",
-        "max_media_tokens_per_pack",
-        "num_train_epochs",
-        "loss_reduction",
-    )
+    """What else decides the packs of a stream, in one line, which a checkpoint keeps."""
+    pack_names = [field.name for field in dataclasses.fields(PackOptions) if field.name not in _CHANGES_NO_PACK]
+    names = ("packing_interval", "shuffle_buffer_size", *pack_names, "num_train_epochs", "loss_reduction")
     return ", ".join(f"{name} {getattr(config, name)}" for name in names)

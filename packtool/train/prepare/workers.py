@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 
 from packtool.launch.world import processes_of_machine
-from packtool.train.prepare.cached import PreparedRun
-from packtool.train.prepare.streamed import PreparedStream
+from packtool.train.prepare.prepared import PreparedRun
 
 #  Pictures of 8,192 tokens are read and cut into patches in 0.4 s on one core.
 _TOKENS_OF_A_WORKER = 2048
@@ -25,18 +24,11 @@ def choose_workers(media_tokens: float, cores: int) -> int:
     return max(min(-(-int(media_tokens) // _TOKENS_OF_A_WORKER), cores - 1, _MOST), 1)
 
 
-def workers_of(run: PreparedRun | PreparedStream) -> int:
-    """What ``--dataloader-num-workers`` says, or what suits the media of the next epoch and this machine."""
+def workers_of(run: PreparedRun) -> int:
+    """What ``--dataloader-num-workers`` says, or what suits the media of the run and this machine."""
     if run.config.dataloader_num_workers is not None:
         return run.config.dataloader_num_workers
-    if isinstance(run, PreparedStream):
-        # Nobody knows how much of it is media; a model that sees nothing has none.
-        sees = run.media_limits.image is not None
-        tokens = float(run.options.pack.capacity * run.config.per_device_train_batch_size * sees)
-    else:
-        plan = run.schedule.plan_of(run.schedule.locate(run.start)[0])
-        tokens = float(run.figures.media_tokens[plan.packs.samples].sum()) / max(len(plan.steps.cell_sizes()), 1)
-    return choose_workers(tokens / run.config.num_sharing, cores_of_a_rank())
+    return choose_workers(run.media_tokens() / run.config.sequence_parallel_ranks, cores_of_a_rank())
 
 
 def cores_of_a_rank() -> int:

@@ -96,7 +96,7 @@ def check_isolation(pack: PackUnderTest, most: int = 8) -> Check:
 
 @torch.no_grad()
 def check_logits(pack: PackUnderTest) -> Check:
-    """Packed against alone."""
+    """Compare the logits of each sample in the pack with its logits alone."""
     packed = pack.packed_logits(pack.batch)
     with _as_transformers_does(pack.model):
         alone = [pack.logits_alone(number) for number in range(len(pack.samples))]
@@ -148,7 +148,7 @@ def worst_of(checks: Sequence[Check]) -> list[Check]:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def without_dropout(model: nn.Module) -> Iterator[None]:
     """Inside, nothing is dropped; afterwards every module trains or not, as before."""
     before = [(module, module.training) for module in model.modules()]
     model.eval()

@@ -1,4 +1,4 @@
-"""Samples in one packed row and each alone, for ``verify_checks``: on one rank, or on all that share the row."""
+"""Samples in one packed sequence and each alone, for ``verify_checks``: on one rank, or on all that share it."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class Tolerances:
 
 
 class PackUnderTest:
-    """Samples in one packed row and each alone, on the model's device.
+    """Samples in one packed sequence and each alone, on the model's device.
 
     Args:
         model: bare or in an adapter.
         samples: at least two.
         spec: the model as collation sees it.
         dtype: that the model computes in.
-        parallel: ranks that share the row, all of which do the same; each computes every sample alone.
+        parallel: ranks that share the sequence, all of which do the same; each computes every sample alone.
         some_local: two of three samples are one rank's alone, as with Skrull.
     """
 
@@ -89,8 +89,9 @@ class PackUnderTest:
         else:
             numbers = range(len(self.samples))
             # Two next to each other are local to one rank: they could leak, too.
-            places = [number // 3 % parallel.cut.size if some_local and number % 3 else SHARDED for number in numbers]
-            self.batch = collate_shard(self.samples, spec, parallel.cut, places).to(device)
+            size = parallel.cut.size
+            self.places = [number // 3 % size if some_local and number % 3 else SHARDED for number in numbers]
+            self.batch = collate_shard(self.samples, spec, parallel.cut, self.places).to(device)
         self.label_logits_only = takes_logits_to_keep(model)
         self.lengths = [sample.length for sample in self.samples]
         # Padding behind a sample, and a filler document behind the last one, are nobody's.
@@ -132,7 +133,7 @@ class PackUnderTest:
         return self.parallel.summed(whole.to(batch.input_ids.device)).cpu()
 
     def logits_alone(self, number: int) -> Tensor:
-        """The same of one sample, alone."""
+        """Logits of one sample at its checked positions, computed alone."""
         return _logits(self.model, self.alone[number], _positions(self.lengths[number]))
 
     def loss(self, batch: Batch) -> Tensor:
@@ -185,7 +186,9 @@ class PackUnderTest:
 
     def _flipped(self, tensor: Tensor, name: str, number: int) -> Tensor:
         """What a tower takes, with the rows of one sample's media negated."""
-        samples = self.samples if self.parallel is None else with_own_media(self.samples, self.parallel.cut)
+        samples = self.samples
+        if self.parallel is not None:
+            samples = with_own_media(samples, self.places, self.spec, self.parallel.cut)
         counts = [_num_rows(sample, name, self.spec) for sample in samples]
         start = sum(counts[:number])
         signs = torch.ones(len(tensor), device=tensor.device)

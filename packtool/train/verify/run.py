@@ -21,16 +21,16 @@ from packtool.attention.support import refuse_leaky_inputs, refuse_unsupported
 from packtool.batch.collate import collate_packs
 from packtool.batch.spec import InputSpec
 from packtool.cache.reader import CacheReader
+from packtool.config.settings import part_of
 from packtool.config.train import TrainConfig
 from packtool.config.verify import VerifyConfig
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, DataError, MismatchError
 from packtool.launch.world import World
-from packtool.plan.packing import PackOptions, pack
+from packtool.plan.packing import pack
 from packtool.progress import Progress, SilentProgress
 from packtool.train.model.load import load_model, resolve_dtype
-from packtool.train.model.memory import FEW
 from packtool.train.model.quiet import quiet_transformers
 from packtool.train.prepare.check import open_caches
 from packtool.train.prepare.sequence_parallel import axes_of
@@ -40,7 +40,7 @@ from packtool.train.verify.checks import (
     check_isolation,
     check_logits,
     check_loss,
-    evaluating,
+    without_dropout,
     worst_of,
 )
 from packtool.train.verify.pack_under_test import PackUnderTest
@@ -97,7 +97,7 @@ def raise_if_failed(checks: Sequence[Check]) -> None:
 
 
 def verify(config: VerifyConfig, progress: Progress | None = None, world: World | None = None) -> VerifyReport:
-    """Compare packs with their samples; where processes share rows, every one of them calls this.
+    """Compare packs with their samples; where processes share sequences, every one of them calls this.
 
     Args:
         world: this process among the others; by default what torchrun says.
@@ -112,7 +112,7 @@ def verify(config: VerifyConfig, progress: Progress | None = None, world: World 
     """
     begin = time.perf_counter()
     progress = progress or SilentProgress()
-    world = (world or World.from_environment()).shared_by(config.num_sharing)
+    world = (world or World.from_environment()).shared_by(config.sequence_parallel_ranks)
     files = ModelFiles.load(config.model)
     run = _as_training(config)
     reader = open_caches(run, files)
@@ -126,7 +126,7 @@ def verify(config: VerifyConfig, progress: Progress | None = None, world: World 
     for pack_samples in samples:
         refuse_leaky_inputs(collate_packs(pack_samples, spec).model_inputs())
     parallel = None
-    if world.num_sharing > 1:
+    if world.sequence_parallel_size > 1:
         device = PartialState(cpu=device.type == "cpu").device  # which starts the process group, too
         axes = axes_of(config, world, files, reader.index.length)
         parallel = SequenceParallel.on_mesh(axes, device.type)
@@ -171,10 +171,10 @@ def verify_cheaply(
 
     Args:
         model: that ``set_attention`` was called on; bare or in an adapter, not yet wrapped for several processes.
-        samples: at least two; ``few_samples`` picks short ones.
+        samples: at least two, better short ones.
         spec: the model as collation sees it.
         dtype: that the run computes in, if that is not the weights' own: the autocast's.
-        parallel: ranks that share rows; all of them call this with the same samples. Some of these are sharded then,
+        parallel: ranks that share sequences; all of them call this with the same samples. Some of them are sharded,
             and others whole on a rank.
 
     Returns:
@@ -188,44 +188,10 @@ def verify_cheaply(
     kept = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     casts = dtype is not None and kept != {dtype}
     cast = torch.autocast(weights.device.type, dtype) if casts else contextlib.nullcontext()
-    with evaluating(model), torch.no_grad(), cast:
+    with without_dropout(model), torch.no_grad(), cast:
         pack_under_test = PackUnderTest(model, samples, spec, dtype or weights.dtype, parallel, some_local=True)
         refuse_leaky_inputs(collate_packs(pack_under_test.samples, spec).model_inputs())
         return [check_isolation(pack_under_test, _CHANGES_BEFORE_TRAINING), check_loss(pack_under_test)]
-
-
-def verify_first_pack(
-    model: nn.Module,
-    reader: CacheReader,
-    positions: Sequence[int],
-    spec: InputSpec,
-    *,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """``verify_cheaply`` on a few samples of a run's first pack; one line before the first step.
-
-    Args:
-        model, spec, dtype: as for ``verify_cheaply``; the model where it will be trained.
-        reader: of the run.
-        positions: in its caches, of the samples of a pack; nothing is compared if there are fewer than two.
-
-    Raises:
-        MismatchError: if packed samples are not what they are alone, exit code 4.
-    """
-    samples = few_samples(reader, positions)
-    if len(samples) > 1:
-        raise_if_failed(verify_cheaply(model, samples, spec, dtype=dtype))
-
-
-def few_samples(reader: CacheReader, positions: Sequence[int], most: int = FEW) -> list[EncodedSample]:
-    """The shortest of some samples of a cache, in their order, for ``verify_cheaply``.
-
-    Args:
-        positions: in the cache, such as those of a run's first pack.
-    """
-    lengths = reader.index.length
-    shortest = sorted(positions, key=lambda position: int(lengths[position]))[:most]
-    return [reader.sample(int(position)) for position in positions if position in shortest]
 
 
 def fewer_tokens(samples: Sequence[EncodedSample], most: int = _FEW_TOKENS) -> list[EncodedSample]:
@@ -253,7 +219,7 @@ def choose_packs(reader: CacheReader, config: VerifyConfig) -> list[list[int]]:
             f"none of the {len(reader):,} samples fits into {capacity:,} tokens",
             f"Raise --packing-length; the shortest sample has {int(index.length.min(initial=0)):,}.",
         )
-    plan = pack(index.length[fitting], PackOptions(capacity=capacity), seed=config.seed)
+    plan = pack(index.length[fitting], capacity, seed=config.seed)
     sizes = np.diff(plan.offsets)
     shared = np.flatnonzero(sizes > 1)
     if not len(shared):
@@ -273,7 +239,7 @@ def _check_all(model: PreTrainedModel, tests: Sequence[PackUnderTest], progress:
     checks: list[Check] = []
     functions = (check_isolation, check_logits, check_loss, check_gradients)
     progress.start("verify", len(tests) * len(functions))
-    with evaluating(model):
+    with without_dropout(model):
         for under_test in tests:
             for check in functions:
                 checks.append(check(under_test))
@@ -284,15 +250,4 @@ def _check_all(model: PreTrainedModel, tests: Sequence[PackUnderTest], progress:
 
 def _as_training(config: VerifyConfig) -> TrainConfig:
     """The training run whose packs these would be."""
-    return TrainConfig(
-        model=config.model,
-        cached_dataset=config.cached_dataset,
-        cache_dir=config.cache_dir,
-        cache_dir_size=config.cache_dir_size,
-        verify_cache=config.verify_cache,
-        output_dir="",
-        packing=True,
-        packing_length=config.packing_length,
-        torch_dtype=config.torch_dtype,
-        seed=config.seed,
-    )
+    return part_of(TrainConfig, config, output_dir="", packing=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from packtool.attention.parallel.blocks import Block, Blocks, MathBlocks
+from packtool.attention.parallel.blocks import AttentionBlock, BlockKernel, MathBlockKernel
 from packtool.attention.varlen import Varlen
 
 # (lengths of queries, lengths of keys or None for the same, window)
@@ -18,7 +18,7 @@ SHAPES: list[tuple[list[int], list[int] | None, int | None]] = [
 
 
 def largest_error(
-    blocks: Blocks,
+    blocks: BlockKernel,
     shape: tuple[list[int], list[int] | None, int | None],
     heads: tuple[int, int],
     dtype: torch.dtype,
@@ -28,9 +28,9 @@ def largest_error(
     lengths, key_lengths, window = shape
     queries = Varlen.of_lengths(lengths, device)
     keys = Varlen.of_lengths(key_lengths or lengths, device)
-    block = Block(queries, keys, key_lengths is None, 0.2, window)
+    block = AttentionBlock(queries, keys, key_lengths is None, 0.2, window)
     q, k, v, above = _tensors(sum(lengths), sum(key_lengths or lengths), heads, dtype, device)
-    exact = MathBlocks()
+    exact = MathBlockKernel()
     wide = [tensor.double() for tensor in (q, k, v)]
     expected, expected_lse = exact.fwd(*wide, block)
     wanted = exact.bwd(above.double(), *wide, expected, expected_lse, block)

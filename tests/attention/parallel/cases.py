@@ -14,10 +14,10 @@ from torch import Tensor
 from packtool.attention.choose import KERNELS
 from packtool.attention.parallel.attend import attend_shard
 from packtool.attention.parallel.axes import Axes
-from packtool.attention.parallel.blocks import Blocks, CpuFlashBlocks, MathBlocks
+from packtool.attention.parallel.blocks import BlockKernel, CpuFlashBlockKernel, MathBlockKernel
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.varlen import Varlen
-from packtool.batch.shard import SHARDED, SequenceShard, deal
+from packtool.batch.shard import SHARDED, SequenceShard, assign_tokens
 from tests.attention.parallel.shared_model import check_model
 from tests.batch.reduced import VISION_MODELS
 
@@ -39,11 +39,11 @@ ROWS: dict[str, tuple[list[int], list[int]]] = {
     "all local": ([17, 5, 8], [0, 1, 0]),
     "one rank has all": ([17, 5, 8], [1, SHARDED, 1]),
 }
-BLOCKS: dict[str, tuple[Blocks, torch.dtype]] = {
-    "cpu_flash": (CpuFlashBlocks(), torch.float32),
-    "math": (MathBlocks(), torch.float32),
-    "float64": (MathBlocks(), torch.float64),
-    "bfloat16": (CpuFlashBlocks(), torch.bfloat16),
+BLOCKS: dict[str, tuple[BlockKernel, torch.dtype]] = {
+    "cpu_flash": (CpuFlashBlockKernel(), torch.float32),
+    "math": (MathBlockKernel(), torch.float32),
+    "float64": (MathBlockKernel(), torch.float64),
+    "bfloat16": (CpuFlashBlockKernel(), torch.bfloat16),
 }
 
 
@@ -101,7 +101,7 @@ def _error(
     true_lengths: list[int],
     places: list[int],
     heads: tuple[int, int],
-    blocks: Blocks,
+    blocks: BlockKernel,
     dtype: torch.dtype,
     window: int | None,
 ) -> list[float]:
@@ -118,7 +118,7 @@ def _error(
     q, k, v, above = _row(sum(lengths), heads, dtype)
     expected = KERNELS["reference"].attend(q, k, v, Varlen.of_lengths(lengths), scale=0.4, window=window)
     wanted = torch.autograd.grad(expected, (q, k, v), above.double())
-    index = torch.from_numpy(deal(lengths, places, cut).index[cut.rank])
+    index = torch.from_numpy(assign_tokens(lengths, places, cut).index[cut.rank])
     shard = SequenceShard(
         cut,
         tuple(n for n, place in zip(lengths, places, strict=True) if place == cut.rank),
@@ -145,4 +145,4 @@ def _row(num_tokens: int, heads: tuple[int, int], dtype: torch.dtype) -> list[Te
 def _difference(found: Tensor, wanted: Tensor, largest: float) -> float:
     if not found.numel():
         return 0.0
-    return float((found.double() - wanted).abs().max()) / max(largest, 1.0)
+    return float((found.detach().double() - wanted.detach()).abs().max()) / max(largest, 1.0)

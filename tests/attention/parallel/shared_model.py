@@ -67,7 +67,7 @@ def _run(
             dist.all_reduce(gradient, group=parallel.whole)
         row = parallel.gathered(row, batch.index, sum(batch.lengths))
     starts = [0]
-    for length in batch.lengths:  # type: ignore[attr-defined]  # both kinds of packed rows have them
+    for length in batch.lengths:  # type: ignore[attr-defined]  # both kinds of packed sequences have them
         starts.append(starts[-1] + length)
     found = [row[start : start + length] for start, length in zip(starts, lengths, strict=False)]
     return found, float(total), gradients

@@ -1,4 +1,4 @@
-"""Blocks of attention: each equals the formulas, and merged they equal attention to all keys."""
+"""BlockKernel of attention: each equals the formulas, and merged they equal attention to all keys."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ import torch
 from torch import Tensor
 
 from packtool.attention.choose import KERNELS
-from packtool.attention.parallel.blocks import Block, Blocks, CpuFlashBlocks, MathBlocks, choose_blocks, merge
+from packtool.attention.parallel.blocks import (
+    AttentionBlock,
+    BlockKernel,
+    CpuFlashBlockKernel,
+    MathBlockKernel,
+    choose_blocks,
+    merge,
+)
 from packtool.attention.varlen import Varlen
 from packtool.errors import ConfigError
 from tests.attention.parallel.against_formulas import SHAPES, largest_error
 
-BLOCKS = [CpuFlashBlocks(), MathBlocks()]
+BLOCKS = [CpuFlashBlockKernel(), MathBlockKernel()]
 CPU = torch.device("cpu")
 
 
@@ -26,13 +33,13 @@ def random_tensors(num_queries: int, num_keys: int, heads: tuple[int, int], dtyp
 @pytest.mark.parametrize("blocks", BLOCKS, ids=lambda blocks: blocks.name)
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("window", [None, 1, 5, 300])
-def test_causal_blocks_equal_the_reference(blocks: Blocks, heads: tuple[int, int], window: int | None) -> None:
+def test_causal_blocks_equal_the_reference(blocks: BlockKernel, heads: tuple[int, int], window: int | None) -> None:
     documents = Varlen.of_lengths([270, 1, 0, 33])
     q, k, v, above = random_tensors(304, 304, heads, torch.float32)
     wide = [tensor.double().requires_grad_() for tensor in (q, k, v)]
     expected, expected_lse = KERNELS["reference"].fwd(*wide, documents, scale=0.3, window=window)
     wanted = torch.autograd.grad(expected, wide, above.double())
-    block = Block(documents, documents, True, 0.3, window)
+    block = AttentionBlock(documents, documents, True, 0.3, window)
     out, lse = blocks.fwd(q, k, v, block)
     found = blocks.bwd(above, q, k, v, out, lse, block)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=2e-6)
@@ -41,13 +48,13 @@ def test_causal_blocks_equal_the_reference(blocks: Blocks, heads: tuple[int, int
 
 
 @pytest.mark.parametrize("blocks", BLOCKS, ids=lambda blocks: blocks.name)
-def test_blocks_of_some_keys_merge_to_all_keys(blocks: Blocks) -> None:
+def test_blocks_of_some_keys_merge_to_all_keys(blocks: BlockKernel) -> None:
     q, k, v, above = random_tensors(30, 50, (4, 2), torch.float32)
     queries = Varlen.of_lengths([10, 0, 20])
     parts = {(0, 21): [8, 3, 10], (21, 21): [0, 0, 0], (21, 50): [12, 1, 16]}
     out, lse = torch.zeros(30, 4, 8), torch.full((4, 30), -torch.inf)
     for (start, stop), lengths in parts.items():
-        block = Block(queries, Varlen.of_lengths(lengths), False, 0.3)
+        block = AttentionBlock(queries, Varlen.of_lengths(lengths), False, 0.3)
         out, lse = merge(out, lse, *blocks.fwd(q, k[start:stop], v[start:stop], block))
     order = [*range(8), *range(21, 33), *range(8, 11), *range(33, 34), *range(11, 21), *range(34, 50)]
     wide = [tensor.double().requires_grad_() for tensor in (q, k[order], v[order])]
@@ -60,7 +67,7 @@ def test_blocks_of_some_keys_merge_to_all_keys(blocks: Blocks) -> None:
     dq, dk, dv = torch.autograd.grad(torch.cat(expected), wide, above.double())
     total, of_keys = torch.zeros_like(q), []
     for (start, stop), lengths in parts.items():
-        block = Block(queries, Varlen.of_lengths(lengths), False, 0.3)
+        block = AttentionBlock(queries, Varlen.of_lengths(lengths), False, 0.3)
         more, *rest = blocks.bwd(above, q, k[start:stop], v[start:stop], out, lse, block)
         total += more
         of_keys.append(rest)
@@ -75,7 +82,7 @@ def test_blocks_of_some_keys_merge_to_all_keys(blocks: Blocks) -> None:
 def test_blocks_of_the_cpu_equal_the_formulas(
     shape: tuple[list[int], list[int] | None, int | None], dtype: torch.dtype, allowed: float
 ) -> None:
-    assert largest_error(CpuFlashBlocks(), shape, (8, 2), dtype, CPU) < allowed
+    assert largest_error(CpuFlashBlockKernel(), shape, (8, 2), dtype, CPU) < allowed
 
 
 def test_queries_that_have_seen_nothing_stay_empty() -> None:
@@ -93,7 +100,7 @@ def test_queries_that_have_seen_nothing_stay_empty() -> None:
 def test_documents_must_add_up() -> None:
     q, k, v, _ = random_tensors(5, 5, (2, 2), torch.float32)
     with pytest.raises(AssertionError, match="add up"):
-        MathBlocks().fwd(q, k, v, Block(Varlen.of_lengths([4]), Varlen.of_lengths([5]), False, 1.0))
+        MathBlockKernel().fwd(q, k, v, AttentionBlock(Varlen.of_lengths([4]), Varlen.of_lengths([5]), False, 1.0))
 
 
 def test_which_blocks_a_kernel_means() -> None:

@@ -18,8 +18,8 @@ ALPHA = 5.0
 
 
 def batch(kind: type, ids: torch.Tensor, **fields: Any) -> Any:
-    empty = {"labels": ids, "position_ids": ids, "media": {}, "loss_weights": None, "channels": ()}
-    return kind(input_ids=ids, num_samples=2, num_target_tokens=1, **empty, **fields)
+    empty = {"labels": ids, "position_ids": ids, "media": {}, "towers": {}, "loss_weights": None, "channels": ()}
+    return kind(input_ids=ids, num_samples=2, target_positions=ids[0, :1], **empty, **fields)
 
 
 def packed(*lengths: int) -> PackedBatch:

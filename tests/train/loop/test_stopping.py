@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from packtool.cli.main import run
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, DivergedError, StoppedError
 from packtool.launch import torchrun
@@ -28,10 +28,12 @@ from packtool.launch.world import World
 from packtool.progress import SilentProgress
 from packtool.train.loop.stopping import SIGNALS, StopSignals
 from packtool.train.loop.trainer import PackTrainer
-from packtool.train.prepare.cached import prepare_run
+from packtool.train.prepare.cached import prepare_cached
 from packtool.train.prepare.checkpoint import finished_checkpoints
 from packtool.train.run import train
+from tests.forked import started, started_ranks
 from tests.train.tiny import TinyWorld, check_same_rest, read_metrics
+from tests.waiting import PATIENCE_S, wait_for
 
 GIVEN: dict[str, Any] = {"gradient_accumulation_steps": 2, "verify_packing": False}
 FOUR_STEPS = 4
@@ -111,13 +113,13 @@ def test_processes_that_load_pictures_leave_signals_to_the_one_that_trains() -> 
     worker = multiprocessing.get_context("fork").Process(target=load, daemon=True)
     with StopSignals():
         worker.start()
-        assert begun.wait(30)
+        assert begun.wait(PATIENCE_S)
         for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):
             subprocess.run(["/bin/kill", f"-{int(number)}", str(worker.pid)], check=True)
         worker.join(0.3)
         assert worker.is_alive()
         worker.terminate()  # torch clearing away
-        worker.join(30)
+        worker.join(PATIENCE_S)
         assert worker.exitcode == 0
 
 
@@ -139,41 +141,30 @@ def test_a_launcher_passes_signals_on_and_waits(tmp_path: Path) -> None:
     """The "ranks" are shells that take a moment to end, with the code that a stopped run ends with."""
     script = f"trap 'sleep 1; echo $RANK >> {tmp_path}/done; exit 143' TERM; touch {tmp_path}/up$RANK; "
     script += "while :; do sleep 0.1; done"
-    command = [sys.executable, "-m", "packtool.launch.torchrun", "--standalone", "--nproc-per-node", "2"]
-    launcher = subprocess.Popen([*command, "--no-python", "bash", "-c", script], cwd=Path(__file__).parents[2])
-    wait_for(lambda: len(list(tmp_path.glob("up*"))) == 2, launcher)
-    launcher.send_signal(signal.SIGTERM)
-    assert launcher.wait(60) == 143
+    options = ["--standalone", "--nproc-per-node", "2", "--no-python", "bash", "-c", script]
+    with started(torchrun.run, options) as launcher:
+        wait_for(lambda: len(list(tmp_path.glob("up*"))) == 2, lambda: not launcher.is_alive())
+        os.kill(launcher.pid or 0, signal.SIGTERM)
+        launcher.join(PATIENCE_S)
+    assert launcher.exitcode == 143
     assert sorted((tmp_path / "done").read_text().split()) == ["0", "1"]
 
 
-def test_all_ranks_stop_when_one_is_told_to(tiny: TinyWorld, tmp_path: Path) -> None:
-    given = ["--model", tiny.model, "--cached-dataset", tiny.cache, "--output-dir", str(tmp_path / "out")]
-    given += ["--packing", "true", "--packing-length", "256", "--num-train-epochs", "1000", "--logging-steps", "1"]
-    launcher = subprocess.Popen(
-        [sys.executable, "-m", "packtool", "train", *given, "--dataloader-num-workers", "0"],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "NPROC_PER_NODE": "2", "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def test_all_ranks_stop_when_one_is_told_to(tiny: TinyWorld, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "--model", tiny.model, "--cached-dataset", tiny.cache, "--output-dir", str(tmp_path / "out")]
+    words += ["--packing", "true", "--packing-length", "256", "--num-train-epochs", "1000", "--logging-steps", "1"]
     metrics = tmp_path / "out" / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and bool(metrics.read_text()), launcher)
-    ranks = [child for child in psutil.Process(launcher.pid).children() if os.getsid(child.pid) == child.pid]
-    next(rank for rank in ranks if rank.environ()["RANK"] == "1").send_signal(signal.SIGUSR1)
-    _, told = launcher.communicate(timeout=120)
-    assert launcher.returncode == 138, told
+    with started_ranks(2, run, [*words, "--dataloader-num-workers", "0"], scratch=tmp_path) as ranks:
+        wait_for(metrics.exists, lambda: not all(rank.is_alive() for rank in ranks))
+        os.kill(ranks[1].pid or 0, signal.SIGUSR1)
+        for rank in ranks:
+            rank.join(PATIENCE_S)
+    told = capfd.readouterr().err
+    assert [rank.exitcode for rank in ranks] == [138, 138], told
     (checkpoint,) = finished_checkpoints(str(tmp_path / "out"))
     assert f"{checkpoint} is complete" in told
     assert told.count("stopped by SIGUSR1") == 1
     assert len(list(Path(checkpoint).glob("rng_state_*.pth"))) == 2
-
-
-def wait_for(condition: Any, process: subprocess.Popen[Any]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
 
 
 def test_checkpoints_of_transformers_own_are_refused(tiny: TinyWorld, tmp_path: Path) -> None:
@@ -194,7 +185,7 @@ def bad_third_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def bad_rows(config: TrainConfig) -> list[int]:
     """Numbers in the cache of the samples of that micro-batch."""
-    (pack,) = prepare_run(config, World()).schedule.plan_of(0).samples(2, 0, 1)
+    (pack,) = prepare_cached(config, World()).schedule.plan_of(0).samples(2, 0, 1)
     return [int(position) for position in pack]
 
 

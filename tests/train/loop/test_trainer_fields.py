@@ -12,11 +12,12 @@ import torch
 from transformers import TrainingArguments
 
 from packtool.cli.options import option_kinds
+from packtool.config.peers import reason_against
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
 from packtool.progress import SilentProgress
 from packtool.train.loop.arguments import training_arguments
-from packtool.train.loop.trainer_fields import checked_fields, reason_against
+from packtool.train.loop.trainer_fields import checked_fields
 from packtool.train.run import train
 from tests.train.tiny import TinyWorld, read_metrics
 
@@ -94,7 +95,7 @@ def test_all_that_work_train_together(tiny: TinyWorld, tmp_path: Path) -> None:
         ({"adam_epsilon": "tiny"}, "'tiny' is not a number"),
         ({"ddp_timeout": 1.5}, "1.5 is not a whole number"),
         ({"save_only_model": "perhaps"}, "'perhaps' is not true or false"),
-        ({"neftune_noise": 5}, "no such field; did you mean neftune_noise_alpha"),
+        ({"neftune_noise": 5}, "no such field; did you mean 'neftune_noise_alpha'"),
         ({"save_strategy": "best"}, "--save-s"),
     ],
 )

@@ -42,7 +42,7 @@ def test_losses_and_gradients_are_those_of_the_logits(setting: Any, chunk_logits
     labels = batch.labels.flatten()
     assert logits.shape[-1] == spec.config.get_text_config().vocab_size
     assert torch.equal(found.positions, (labels >= 0).nonzero().squeeze(1))
-    assert torch.equal(found.hits, logits.flatten(0, 1).argmax(-1)[found.positions] == labels[found.positions])
+    assert torch.equal(found.correct, logits.flatten(0, 1).argmax(-1)[found.positions] == labels[found.positions])
 
 
 def test_weights_and_padding() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,12 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from packtool.attention.features import look_once
+from packtool.attention.recurrent import recurrent_layers
 from packtool.attention.register import ATTENTION_NAME
+from packtool.batch.spec import InputSpec, auto_class
 from packtool.config.train import TrainConfig
+from packtool.encode.families import FAMILIES, MediaLimits, Towers, family_of
 from packtool.errors import ConfigError, MismatchError, UnsupportedModelError
 from packtool.train.model.adapters import adapted_modules
 from packtool.train.model.load import (
@@ -20,7 +25,7 @@ from packtool.train.model.load import (
 )
 from packtool.train.model.parameters import count_parameters
 from packtool.train.model.precision import checkpoint_dtype, loaded_dtype
-from packtool.train.model.towers import Towers, towers_of
+from packtool.train.model.towers import towers_of
 from tests.batch.reduced import VISION_MODELS, reduced_config, reduced_model
 
 
@@ -155,3 +160,25 @@ def test_a_share_of_parameters_is_one_of_whole_ones() -> None:
         found.append([parameter.requires_grad for parameter in each.parameters()])
     assert found[0] == found[1]
     assert set(found[0]) == {True, False}
+
+
+@pytest.mark.parametrize("model_type", [name for family in FAMILIES for name in family.model_types])
+def test_a_familys_record_is_true_of_transformers_own_class(model_type: str) -> None:
+    """Of a model of its type with few layers and no weights: parts, pads and recurrent layers are where it says."""
+    config = AutoConfig.for_model(model_type)
+    config = getattr(config, "thinker_config", config)
+    parts = [config, *(getattr(config, name) for name in config.sub_configs)]
+    for part, name in product(parts, ("num_hidden_layers", "depth", "encoder_layers")):
+        if hasattr(part, name):
+            setattr(part, name, 1)
+    text, family = config.get_text_config(), family_of({"model_type": model_type})
+    with torch.device("meta"):
+        model = auto_class(config).from_config(config)
+    towers = towers_of(model, config.model_type)
+    assert family_of({"model_type": config.model_type}) is family
+    assert bool(towers.vision) == bool(family.kinds)
+    assert all(name in dict(model.named_modules()) for name in (*towers.vision, *towers.aligner))
+    assert InputSpec("", config, MediaLimits()).pad_ids.keys() == set(family.kinds)
+    assert (text.model_type in family.recurrence.text_types) == bool(recurrent_layers(model))
+    look_once(model)
+    assert any(hasattr(module, "_packtool_look") for module in model.modules()) == bool(family.kinds)

@@ -1,19 +1,18 @@
-"""The estimate of memory, from sizes alone, and what a run says of itself."""
+"""The estimate of memory, and what a run says of itself."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import packtool.train.model.head_loss as head_loss
 from packtool.progress import SilentProgress
-from packtool.train.loop.result import TrainResult, next_lines, settings_lines
-from packtool.train.model.memory import estimate_memory, model_without_weights
+from packtool.train.model import head_loss, memory
+from packtool.train.model.memory import estimate_memory, model_without_weights, traced_bytes
+from packtool.train.prepare.result import TrainResult, next_lines, settings_lines
 from packtool.train.run import train
 from tests.batch.reduced import reduced_config
 from tests.train.tiny import TinyWorld
@@ -48,11 +47,11 @@ def test_full_training_and_its_sharding(tiny: TinyWorld) -> None:
 
 
 def test_activations_follow_the_tokens(tiny: TinyWorld) -> None:
-    short, long = (estimate(tiny, packing_length=length) for length in (1024, 4096))
-    assert long.activations == pytest.approx(4 * short.activations)
-    assert estimate(tiny, packing_length=4096, gradient_checkpointing=True).activations < long.activations
-    batch = estimate(tiny, packing_length=1024, per_device_train_batch_size=4)
-    assert (batch.num_tokens, batch.activations) == (4096, long.activations)
+    short, middle, long = (estimate(tiny, packing_length=length) for length in (2048, 4096, 8192))
+    assert long.activations - middle.activations == pytest.approx(2 * (middle.activations - short.activations))
+    assert estimate(tiny, packing_length=8192, gradient_checkpointing=True).activations < long.activations
+    batch = estimate(tiny, packing_length=2048, per_device_train_batch_size=4)
+    assert (batch.num_tokens, batch.activations) == (8192, long.activations)
 
 
 def test_adapters_train_little(tiny: TinyWorld) -> None:
@@ -69,42 +68,65 @@ def test_a_dry_run_counts_what_a_run_trains(tiny: TinyWorld, tmp_path: Path) -> 
 
 
 def test_settings_are_told_as_options(tiny: TinyWorld) -> None:
-    (line,) = settings_lines(tiny.config("out", fsdp=("full_shard", "offload"), training={"optim": "sgd"}))
+    (line,) = settings_lines(
+        tiny.config("out", packing=False, fsdp=("full_shard", "offload"), training={"optim": "sgd"})
+    )
     assert "--fsdp full_shard offload" in line
-    assert "--packing true" in line
+    assert "--packing false" in line
     assert "--freeze-vit false" in line
     assert "sgd" in line
     assert "--seed" not in line
 
 
-@pytest.mark.parametrize(("train_type", "sees", "told"), [("lora", True, "PeftModel"), ("full", True, "ImageText")])
-def test_what_to_do_next(train_type: Any, sees: bool, told: str, tiny: TinyWorld) -> None:
+@pytest.mark.parametrize(
+    ("train_type", "sees", "told"),
+    [("lora", True, "PeftModel"), ("full", True, "ImageText"), ("full", False, "CausalLM")],
+)
+def test_what_to_do_next(train_type: Any, sees: bool, told: str, tiny: TinyWorld, tmp_path: Path) -> None:
     counts = dict.fromkeys(("num_samples", "filtered", "num_packs", "steps", "steps_without_packing"), 1)
     counts |= dict.fromkeys(("num_empty_micro_batches", "num_processes", "target_tokens"), 1)
     sizes: Any = {"max_length": 1, "packing_length": 1, "fill": 1.0, "samples_per_pack": 1.0, "packing": True}
     result = TrainResult(**counts, **sizes, output_dir="o", checkpoint="o/checkpoint 3")
-    evaluate, load, *_ = next_lines(tiny.config("o", train_type=train_type), result, sees=sees)
+    model = tiny.model
+    if not sees:
+        model = str(tmp_path)
+        reduced_config("qwen3").save_pretrained(model)
+    evaluate, load, *_ = next_lines(tiny.config("o", train_type=train_type, model=model), result)
     assert "packtool eval --model 'o/checkpoint 3'" in evaluate
     assert told in load
-    assert "CausalLM" in list(next_lines(tiny.config("o"), result, sees=False))[1]
 
 
-def test_the_check_before_training_and_heads_that_make_all_logits_are_counted(tiny: TinyWorld) -> None:
-    """Where a model's logits are treated behind its head, they are made for all tokens."""
-    config = tiny.config("out", packing_length=1 << 20)
-    model_config = reduced_config("qwen3_vl")
-    vocab_size = model_config.get_text_config().vocab_size
+def test_heads_that_make_all_logits_are_counted(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a model's logits are treated behind its head, they are made for all targets at once."""
+    config, num_tokens = tiny.config("out"), 1 << 16
+    plain = reduced_config("qwen3_vl")
+    plain.get_text_config().vocab_size = 4096
+    treated = copy.deepcopy(plain)
+    treated.final_logit_softcapping = 30.0
+    vocab_size = plain.get_text_config().vocab_size
+    monkeypatch.setattr(head_loss, "CHUNK_LOGITS", 1000 * vocab_size)
+    some, all_at_once = (traced_bytes(config, each, torch.float32, num_tokens) for each in (plain, treated))
+    assert all_at_once - some > 4 * vocab_size * num_tokens // 2
 
-    def logits(**settings: Any) -> float:
-        model = model_without_weights(config, copy.deepcopy(model_config), torch.float32)
-        vars(model.config).update(settings.get("model", {}))
-        asked = dataclasses.replace(config, **settings.get("run", {}))
-        found = estimate_memory(asked, model, model_config, dtype=torch.float32, world_size=1)
-        return found.activations * GIB
 
-    plain, treated = logits(), logits(model={"final_logit_softcapping": 30.0})
-    assert treated - plain == pytest.approx(3 * 4 * ((vocab_size << 20) - head_loss.CHUNK_LOGITS))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("packtool.train.model.memory.CHUNK_LOGITS", vocab_size)
-        checked, unchecked = logits(), logits(run={"verify_packing": False})
-    assert checked - unchecked == pytest.approx(3 * 4 * vocab_size * (4 * 32 - 1))
+def test_the_check_before_training_is_counted(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "traced_bytes", lambda *_: 0)
+    checked, unchecked = (estimate(tiny, verify_packing=on).activations * GIB for on in (True, False))
+    assert (checked, unchecked) == (3 * 4 * 96 * 4 * 32, 0)
+
+
+def test_gathered_layers_are_counted_where_weights_are_sharded(tiny: TinyWorld) -> None:
+    assert estimate(tiny).gathered == estimate(tiny, deepspeed="zero2").gathered == 0
+    full = estimate(tiny, fsdp=("full_shard",))
+    assert 0 < full.gathered * GIB <= 2 * 3 * full.num_parameters
+    assert "gathered layers" in full.sentence()
+
+
+def test_a_model_that_cannot_be_traced_says_so(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    def asks_for_numbers(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a number is needed on the host")
+
+    monkeypatch.setattr(memory, "trace_pass", asks_for_numbers)
+    found = estimate(tiny)
+    assert found.activations is None
+    assert found.sentence().endswith("and activations, which cannot be traced")

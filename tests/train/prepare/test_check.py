@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 
+from packtool.cache.export import export
 from packtool.cache.manifest import Manifest
 from packtool.cache.reader import CacheReader
+from packtool.config.export import ExportConfig
 from packtool.encode.families import MediaLimits
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import MismatchError
+from packtool.progress import SilentProgress
 from packtool.train.prepare.check import check_limits, export_command, open_caches
 from tests.train.tiny import TinyWorld, export_rows
 
@@ -108,3 +111,14 @@ def test_the_command_that_mends_it_makes_the_same_cache_with_the_change(tiny: Ti
     assert options["--dataset"] == tiny.rows
     assert options["--output-dir"] == tiny.cache
     assert words[-1] == "--overwrite"
+
+
+def test_the_command_works_from_any_folder(tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rows.txt").write_text("a text to learn\n")
+    monkeypatch.chdir(tmp_path)
+    config = ExportConfig(model=tiny.model, max_length=64, output_dir="cache", dataset=("rows.txt",))
+    export(config, SilentProgress())
+    assert export(config, SilentProgress()).already_finished
+    monkeypatch.chdir("/")
+    words = shlex.split(export_command(str(tmp_path / "cache"), Manifest.read(str(tmp_path / "cache"))))
+    assert words[words.index("--dataset") + 1] == str(tmp_path / "rows.txt")

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from packtool.attention.parallel.axes import Axes
 from packtool.config.train import TrainConfig
 from packtool.launch.world import World
 from packtool.plan.cost import CostModel
-from packtool.plan.epoch import EpochPlan, PlanOptions, deal_packs, plan_epoch
+from packtool.plan.epoch import EpochPlan, PlanOptions, assign_packs, plan_epoch
 from packtool.plan.skrull_steps import SkrullOptions
 from packtool.train.loop.loader import StepLoader
+from packtool.train.prepare.cached import CachedRun
 from packtool.train.prepare.figures import SampleFigures, figures_of_steps
-from packtool.train.prepare.schedule import Schedule, rest_of
+from packtool.train.prepare.prepared import Beginning
+from packtool.train.prepare.schedule import PlannedSchedule, rest_of
 from tests.batch.reduced import reduced_spec
 from tests.batch.test_dataset import Samples, documents
 
@@ -25,26 +29,40 @@ CONFIG = TrainConfig(model="m", cached_dataset=("c",), output_dir="o", packing=T
 TARGETS = np.array([(sample.labels[1:] != -100).sum() for sample in READER.samples], np.int32)
 
 
-def make_schedule(num_epochs: float = 3.0, max_steps: int | None = None, world_size: int = 1) -> Schedule:
+def make_schedule(num_epochs: float = 3.0, max_steps: int | None = None, world_size: int = 1) -> PlannedSchedule:
     options = PlanOptions(
+        balance="none",
         max_length=64,
         packing_length=64,
         world_size=world_size,
         gradient_accumulation_steps=2,
-        packs_per_micro_batch=1,
+        per_device_train_batch_size=1,
     )
 
     def plan_of(epoch: int) -> EpochPlan:
         return plan_epoch(np.array(LENGTHS, np.int32), TARGETS, options, seed=0, epoch=epoch)
 
-    return Schedule(plan_of, num_epochs=num_epochs, max_steps=max_steps)
+    return PlannedSchedule(plan_of, num_epochs=num_epochs, max_steps=max_steps)
 
 
-def load(schedule: Schedule, start: int, world: World | None = None) -> list[tuple[int, list[list[list[int]]]]]:
+def load(schedule: PlannedSchedule, start: int, world: World | None = None) -> list[tuple[int, list[list[list[int]]]]]:
     """(target tokens, documents of each micro-batch) of every step."""
-    figures = SampleFigures(TARGETS, np.zeros_like(TARGETS), TARGETS, None)
-    spec = reduced_spec("qwen3")
-    loader = StepLoader(schedule, READER, spec, world or World(), samples=figures, config=CONFIG, start=start)
+    nothing: Any = None
+    before: Any = SimpleNamespace(step=start)
+    run = CachedRun(
+        config=CONFIG,
+        world=world or World(),
+        files=nothing,
+        media_limits=nothing,
+        schedule=schedule,
+        state=nothing,
+        beginning=Beginning(None, before, None, ()),
+        axes=Axes(),
+        reader=nothing,
+        samples=READER,
+        figures=SampleFigures(TARGETS, np.zeros_like(TARGETS), TARGETS, None),
+    )
+    loader = StepLoader(run, reduced_spec("qwen3"))
     assert len(loader) == schedule.num_steps
     steps = []
     for step in loader:
@@ -116,14 +134,19 @@ def test_locating() -> None:
     assert schedule.locate(2 * per_epoch + 1) == (2, 1)
 
 
-def dealt(world_size: int) -> Any:
+def assigned(world_size: int) -> Any:
     options = PlanOptions(
-        max_length=64, packing_length=64, world_size=world_size, gradient_accumulation_steps=2, packs_per_micro_batch=1
+        balance="none",
+        max_length=64,
+        packing_length=64,
+        world_size=world_size,
+        gradient_accumulation_steps=2,
+        per_device_train_batch_size=1,
     )
-    return lambda packs: deal_packs(packs, TARGETS, options)
+    return lambda packs: assign_packs(packs, TARGETS, options)
 
 
-def packs_trained(schedule: Schedule, first: int, last: int) -> list[tuple[int, tuple[int, ...]]]:
+def packs_trained(schedule: PlannedSchedule, first: int, last: int) -> list[tuple[int, tuple[int, ...]]]:
     """(epoch, samples of a pack) of steps [first, last)."""
     found = []
     for step in range(first, last):
@@ -142,16 +165,16 @@ def test_every_pack_is_trained_once_whatever_the_processes(step: int, world_size
     before, after = world_sizes
     whole = make_schedule(world_size=before)
     step = min(step, whole.num_steps - 1)
-    rest = rest_of(whole, step, dealt(after))
-    resumed = Schedule(make_schedule(world_size=after).plan_of, num_epochs=3.0, max_steps=None, rest=rest)
+    rest = rest_of(whole, step, assigned(after))
+    resumed = PlannedSchedule(make_schedule(world_size=after).plan_of, num_epochs=3.0, max_steps=None, rest=rest)
     expected = sorted(packs_trained(whole, 0, whole.num_steps))
     done = packs_trained(whole, 0, step)
     assert sorted(done + packs_trained(resumed, step, resumed.num_steps)) == expected
     targets = sum(resumed.target_tokens(number) for number in range(step, resumed.num_steps))
     assert resumed.sum_of_target_tokens(step) == targets
     again = min(step + 1, resumed.num_steps - 1)
-    last = rest_of(resumed, again, dealt(before))
-    third = Schedule(whole.plan_of, num_epochs=3.0, max_steps=None, rest=last)
+    last = rest_of(resumed, again, assigned(before))
+    third = PlannedSchedule(whole.plan_of, num_epochs=3.0, max_steps=None, rest=last)
     middle = packs_trained(resumed, step, again)
     assert sorted(done + middle + packs_trained(third, again, third.num_steps)) == expected
 
@@ -163,45 +186,50 @@ def test_what_skrull_took_apart_is_dealt_anew_in_whole_packs(step: int, packing:
 
     def options(world_size: int) -> PlanOptions:
         return PlanOptions(
+            balance="none",
             max_length=64,
             packing_length=64,
             packing=packing,
             world_size=world_size,
             cost=CostModel.of_8b(),
-            skrull=SkrullOptions(bucket_size=24, context_parallel=2, alignment=4),
+            skrull=SkrullOptions(bucket_size=24, sequence_parallel_size=2, alignment=4),
         )
 
-    def schedule(world_size: int) -> Schedule:
+    def schedule(world_size: int) -> PlannedSchedule:
         lengths = np.array(LENGTHS, np.int32)
         plan_of = partial(plan_epoch, lengths, TARGETS, options(world_size), seed=0)
-        return Schedule(lambda epoch: plan_of(epoch=epoch), num_epochs=2.0, max_steps=None)
+        return PlannedSchedule(lambda epoch: plan_of(epoch=epoch), num_epochs=2.0, max_steps=None)
 
     whole = schedule(1)
     expected = sorted(packs_trained(whole, 0, whole.num_steps))
     assert len(expected) == 2 * len(LENGTHS)
     done = packs_trained(whole, 0, step)
-    rest = rest_of(whole, step, lambda packs: deal_packs(packs, TARGETS, options(3)))
+    rest = rest_of(whole, step, lambda packs: assign_packs(packs, TARGETS, options(3)))
     num_left = whole.plan_of(0).whole_packs.num_packs - step
     assert rest.plan.steps.num_steps == -(-num_left // 3)
-    resumed = Schedule(schedule(3).plan_of, num_epochs=2.0, max_steps=None, rest=rest)
+    resumed = PlannedSchedule(schedule(3).plan_of, num_epochs=2.0, max_steps=None, rest=rest)
     assert sorted(done + packs_trained(resumed, step, resumed.num_steps)) == expected
-    last = rest_of(resumed, step + 1, lambda packs: deal_packs(packs, TARGETS, options(2)))
-    third = Schedule(schedule(2).plan_of, num_epochs=2.0, max_steps=None, rest=last)
+    last = rest_of(resumed, step + 1, lambda packs: assign_packs(packs, TARGETS, options(2)))
+    third = PlannedSchedule(schedule(2).plan_of, num_epochs=2.0, max_steps=None, rest=last)
     middle = packs_trained(resumed, step, step + 1)
     assert sorted(done + middle + packs_trained(third, step + 1, third.num_steps)) == expected
 
 
 def test_figures_count_the_padding_of_what_is_sharded() -> None:
     options = PlanOptions(
+        balance="none",
         max_length=64,
         packing_length=64,
         cost=CostModel.of_8b(),
-        skrull=SkrullOptions(bucket_size=26, context_parallel=2, alignment=16),
+        skrull=SkrullOptions(bucket_size=26, sequence_parallel_size=2, alignment=16),
     )
     plan = plan_epoch(np.array(LENGTHS, np.int32), TARGETS, options, seed=0)
-    samples = SampleFigures(TARGETS, np.zeros_like(TARGETS), TARGETS, CostModel.of_8b())
+    flops = np.arange(len(TARGETS), dtype=np.float64)
+    samples = SampleFigures(TARGETS, np.zeros_like(TARGETS), TARGETS, flops, 2 * flops)
     figures = list(figures_of_steps(plan, samples, is_dynamic=False))
     assert sum(step.tokens for step in figures) == sum(LENGTHS)
+    assert sum(step.flops for step in figures) == flops.sum()
+    assert sum(step.hardware_flops for step in figures) == 2 * flops.sum()
     # 40 and 30 have to be shared, in 48 and 32 tokens.
     assert sum(step.computed_tokens for step in figures) >= sum(LENGTHS) + 5 * 8 + 7 * 2
     assert plan.summary.fill == pytest.approx(sum(LENGTHS) / sum(step.computed_tokens for step in figures))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packtool.launch.world import World
-from packtool.train.prepare.cached import prepare_run
+from packtool.train.prepare.cached import prepare_cached
 from packtool.train.prepare.workers import WaitingNote, choose_workers, workers_of
 from tests.train.tiny import TinyWorld
 
@@ -28,7 +28,7 @@ def test_there_is_always_one_and_never_more_than_cores(tokens: float, cores: int
 
 
 def test_a_run_counts_its_own_media(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = prepare_run(tiny.config("unused"), World())
+    run = prepare_cached(tiny.config("unused"), World())
     assert workers_of(run) == 0, "the tiny world asks for none"
     run = dataclasses.replace(run, config=dataclasses.replace(run.config, dataloader_num_workers=None))
     monkeypatch.setattr("packtool.train.prepare.workers.cores_of_a_rank", lambda: 16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,17 +23,16 @@ from packtool.cache.reader import CacheReader
 from packtool.config.verify import VerifyConfig
 from packtool.encode.families import MediaLimits
 from packtool.errors import ConfigError, DataError, MismatchError
+from packtool.progress import SilentProgress
 from packtool.train.model.head_loss import losses_of_head
-from packtool.train.model.load import load_model
+from packtool.train.run import train
 from packtool.train.verify.checks import Check, PackUnderTest, check_isolation, worst_of
 from packtool.train.verify.run import (
     choose_packs,
-    few_samples,
     fewer_tokens,
     raise_if_failed,
     verify,
     verify_cheaply,
-    verify_first_pack,
 )
 from tests.attention.hybrids import hybrid_config, hybrid_model
 from tests.batch.reduced import (
@@ -158,27 +158,16 @@ def test_the_cheap_part_in_adapters_and_in_mixed_precision(reduced: Any) -> None
     assert model.config.get_text_config()._attn_implementation == ATTENTION_NAME
 
 
-def test_few_samples_are_the_shortest_in_their_order(tiny: TinyWorld) -> None:
-    reader = CacheReader.open([tiny.cache])
-    found = few_samples(reader, [5, 3, 9, 2, 7], most=3)
-    lengths = {position: int(reader.index.length[position]) for position in (5, 3, 9, 2, 7)}
-    shortest = sorted(lengths, key=lambda position: lengths[position])[:3]
-    expected = [reader.sample(position).row for position in lengths if position in shortest]
-    assert [sample.row for sample in found] == expected
-
-
-def test_one_line_before_the_first_step(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    reader = CacheReader.open([tiny.cache])
-    spec = InputSpec.load(tiny.model, reader.manifests[0].identity.media_limits)
-    model = load_model(tiny.model, spec.config, dtype=torch.float32, packing=True)
-    verify_first_pack(model, reader, [], spec)
-    verify_first_pack(model, reader, [4, 9, 2], spec)
+def test_a_run_whose_packs_leak_does_not_begin(
+    tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(
-        "packtool.train.verify.run.verify_cheaply", lambda *args, **kwargs: [Check("loss", 1.0, 0.1, "")]
+        "packtool.train.loop.execute.verify_cheaply", lambda *args, **kwargs: [Check("loss", 1.0, 0.1, "")]
     )
-    verify_first_pack(model, reader, [4], spec)
-    with pytest.raises(MismatchError, match="the loss of a pack is not that of its samples alone"):
-        verify_first_pack(model, reader, [4, 9, 2], spec)
+    with pytest.raises(MismatchError, match="the loss of a pack is not that of its samples alone") as caught:
+        train(tiny.config(tmp_path), SilentProgress())
+    assert "--packing false" in str(caught.value)
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_a_recurrent_layer_that_leaks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,70 @@
+"""What one rank computes at once, before anything of it is read; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from packtool.plan.epoch import EpochPlan
+
+Tower = Literal["vision", "sound"]
+"""What looks at pictures and videos, and what listens; a model runs each of them at most once for a micro-batch."""
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Samples of one micro-batch of one rank.
+
+    Args:
+        packs: of each pack (or padded row) its samples: positions in the caches, or the samples of a stream.
+        places: with Skrull, where each sample is computed, in the order of the packs; see ``EpochPlan.places``.
+        towers: those that some rank has something for in its micro-batch of the same number; None if nobody knows.
+    """
+
+    packs: Sequence[Sequence[Any]]
+    places: Sequence[int] | None = None
+    towers: frozenset[Tower] | None = None
+
+    @property
+    def samples(self) -> list[Any]:
+        """The samples of all packs, one pack after the other."""
+        return [sample for pack in self.packs for sample in pack]
+
+
+def planned_steps(
+    plan: EpochPlan,
+    rank: int,
+    brings: Mapping[Tower, npt.NDArray[np.bool_] | None] | None = None,
+    *,
+    first: int = 0,
+) -> Iterator[tuple[MicroBatch, ...]]:
+    """The micro-batches of one rank in each step of an epoch.
+
+    Args:
+        rank: data-parallel rank.
+        brings: for each tower, whether a sample has something for it, bool (N,) by position in the cache; None for
+            perhaps. Without it nobody knows of any.
+        first: step to begin with.
+    """
+    runs = None if brings is None else {tower: _on_any_rank(plan, found) for tower, found in brings.items()}
+    index = int(plan.steps.step_offsets[first]) // plan.steps.world_size
+    for step in range(first, plan.steps.num_steps):
+        micro_batches = []
+        for number in range(plan.steps.num_micro_batches(step)):
+            packs = [pack.tolist() for pack in plan.samples(step, rank, number)]
+            places = plan.places_of(step, rank, number)
+            towers = None if runs is None else frozenset(tower for tower, found in runs.items() if found[index])
+            micro_batches.append(MicroBatch(packs, None if places is None else places.tolist(), towers))
+            index += 1
+        yield tuple(micro_batches)
+
+
+def _on_any_rank(plan: EpochPlan, found: npt.NDArray[np.bool_] | None) -> npt.NDArray[np.bool_]:
+    """Whether a tower has something to do on some rank, for each micro-batch of the epoch, (M,)."""
+    if found is None:
+        return np.ones(int(plan.steps.step_offsets[-1]) // plan.steps.world_size, np.bool_)
+    return plan.steps.on_any_rank(plan.packs.sums_per_pack(found[plan.packs.samples].astype(np.int64)) > 0)

@@ -1,0 +1,125 @@
+"""What a tower would work out on the device from the sizes of its media, made on the host beforehand.
+
+A tower of transformers turns sizes into boundaries, positions and windows by code that reads them back from the device
+(``.tolist()``, ``repeat_interleave``, ``nonzero``), and each time the device has to finish all that it was given
+before. The same functions of transformers take what they would compute as keyword arguments [read in vision_utils of
+5.17 and 5.23]. They run here, on the host, in the dataloader's workers: the numbers are theirs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.vision_utils import (
+    get_vision_cu_seqlens,
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+    get_vision_window_index,
+)
+
+from packtool.batch.micro_batch import Tower
+from packtool.batch.spec import InputSpec
+
+
+@dataclass(frozen=True, eq=False)
+class TowerInputs:
+    """Keyword arguments of a tower's forward beside the media, and where in the micro-batch its features belong.
+
+    Args:
+        arguments: by the names of transformers' helpers; tensors go to the device, integers stay.
+        positions: for each kind of medium, int64 (N,): the flattened positions of the N placeholder tokens that its
+            features stand for, rising.
+    """
+
+    arguments: Mapping[str, Tensor | int]
+    positions: Mapping[str, Tensor]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> TowerInputs:
+        """The same with every tensor replaced by the function's answer."""
+        moved = {
+            name: function(value) if isinstance(value, Tensor) else value for name, value in self.arguments.items()
+        }
+        return TowerInputs(moved, {kind: function(value) for kind, value in self.positions.items()})
+
+
+def tower_inputs(spec: InputSpec, media: Mapping[str, Tensor], input_ids: Tensor) -> dict[Tower, TowerInputs]:
+    """The inputs of each tower that has something to look at or to listen to.
+
+    Args:
+        spec: the model that they belong to.
+        media: what the towers take, as ``Batch.media`` has it.
+        input_ids: int64 (B, T), of the micro-batch.
+    """
+    flat = input_ids.flatten()
+    positions = {kind: (flat == token).nonzero().squeeze(1) for kind, token in spec.pad_ids.items()}
+    found: dict[Tower, TowerInputs] = {}
+    grids = [media[name] for _, name in spec.family.visual_inputs.values() if name in media]
+    if grids:
+        visual: dict[str, Tensor] = {kind: where for kind, where in positions.items() if kind != "audio"}
+        found["vision"] = TowerInputs(_vision_arguments(spec, torch.cat(grids)), visual)
+    if (mask := media.get("feature_attention_mask")) is not None:
+        found["sound"] = TowerInputs(_sound_arguments(spec, mask), {"audio": positions["audio"]})
+    return found
+
+
+def _vision_arguments(spec: InputSpec, grids: Tensor) -> dict[str, Tensor | int]:
+    """Arguments of the vision tower for the grids of pictures, then videos, int64 (media, 3)."""
+    tower: Any = spec.meta_model.visual
+    merge: int = tower.spatial_merge_size
+    bounds = get_vision_cu_seqlens(grids)
+    found: dict[str, Tensor | int] = {
+        "position_ids": get_vision_position_ids(grids, merge),
+        "cu_seqlens": bounds,
+        "max_seqlen": _longest(bounds),
+    }
+    if hasattr(tower, "num_grid_per_side"):  # learned positions, resampled to each picture's size
+        found["interp_indices"], found["interp_weights"] = get_vision_interpolation_indices_and_weights(
+            grids,
+            num_grid_per_side=tower.num_grid_per_side,
+            mode=tower.interpolation_mode,
+            align_corners=tower.interpolation_align_corners,
+            spatial_merge_size=merge,
+        )
+    if hasattr(tower, "window_size"):
+        index, windows = get_vision_window_index(
+            grids, spatial_merge_size=merge, window_size=tower.window_size, patch_size=tower.patch_size
+        )
+        found |= {"window_index": index, "cu_window_seqlens": windows, "max_window_seqlen": _longest(windows)}
+    return found
+
+
+def _sound_arguments(spec: InputSpec, mask: Tensor) -> dict[str, Tensor | int]:
+    """Arguments of the audio tower for sounds whose mel frames ``mask``, (sounds, frames), marks.
+
+    ``frames`` int64 (chunks, frames of a chunk) is this project's own: for every frame of a chunk its place in the
+    flattened (sounds x frames), one too far for padding.
+    """
+    tower: Any = spec.meta_model.audio_tower
+    helpers: Any = sys.modules[type(tower).__module__]
+    lengths = mask.sum(dim=1)
+    places = mask.flatten().nonzero().squeeze(1)
+    chunks, chunk_lengths = helpers.chunk_and_pad_features(
+        torch.arange(1, len(places) + 1)[None], lengths, tower.n_window
+    )
+    found: dict[str, Tensor | int] = {
+        "frames": torch.cat([torch.tensor([mask.numel()]), places])[chunks[:, 0]],
+        "chunk_lengths": chunk_lengths,
+        "feature_lens": lengths,
+    }
+    if hasattr(tower, "n_window_infer"):
+        found["valid_indices"] = helpers.get_valid_indices(chunk_lengths, tower.n_window)
+        bounds = helpers.get_audio_cu_seqlens(chunk_lengths, lengths, tower.n_window_infer, tower.n_window)
+    else:
+        found["valid_indices"] = helpers.get_valid_indices(chunk_lengths)
+        found["pool_indices"] = helpers.get_pool_indices(lengths)
+        bounds = helpers.get_audio_cu_seqlens(chunk_lengths)
+    return found | {"cu_seqlens": bounds, "max_seqlen": _longest(bounds)}
+
+
+def _longest(bounds: Tensor) -> int:
+    return int(bounds.diff().max())

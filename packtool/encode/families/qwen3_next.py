@@ -1,0 +1,10 @@
+"""Qwen3-Next: text alone, with gated delta nets among its layers."""
+
+from __future__ import annotations
+
+from packtool.encode.families.record import Family, Recurrence
+
+FAMILY = Family(
+    model_types=("qwen3_next",),
+    recurrence=Recurrence(text_types=("qwen3_next",), layers=("Qwen3NextGatedDeltaNet",)),
+)

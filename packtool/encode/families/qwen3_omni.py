@@ -1,0 +1,22 @@
+"""Qwen3-Omni: its thinker is what is trained."""
+
+from __future__ import annotations
+
+from packtool.encode.families.record import Family, Towers, encoded_by
+
+FAMILY = Family(
+    model_types=("qwen3_omni_moe", "qwen3_omni_moe_thinker"),
+    encoding=encoded_by("qwen_omni.QwenOmni", is_qwen3=True),
+    kinds=("image", "video", "audio"),
+    towers=Towers(
+        vision=("model.visual", "model.audio_tower"),
+        aligner=(
+            "model.visual.merger",
+            "model.visual.merger_list",
+            "model.audio_tower.proj1",
+            "model.audio_tower.proj2",
+        ),
+    ),
+    positions="sound_seconds",
+    mel_frames=4,
+)

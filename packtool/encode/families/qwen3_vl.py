@@ -1,0 +1,12 @@
+"""Qwen3-VL, dense and with experts: features of several levels of its tower go into the text (DeepStack)."""
+
+from __future__ import annotations
+
+from packtool.encode.families.record import Family, Towers, encoded_by
+
+FAMILY = Family(
+    model_types=("qwen3_vl", "qwen3_vl_moe"),
+    encoding=encoded_by("qwen_vl.QwenVL", is_qwen3=True),
+    kinds=("image", "video"),
+    towers=Towers(vision=("model.visual",), aligner=("model.visual.merger", "model.visual.deepstack_merger_list")),
+)

@@ -1,0 +1,145 @@
+"""A family of models as one record: all that packtool knows of it, as plain data, before anything heavy is imported.
+
+Encoding, collation, attention and training read it; none of them names a model. What the record does not tell they see
+from the model's own configuration.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from packtool.config.rows import MediaOptions
+from packtool.encode.families.base import MediaEncoding, MediaKind
+from packtool.encode.model_files import ModelFiles
+
+ModelPart = Literal["vision tower", "aligner", "language model"]
+"""The parts of a model that are frozen, adapted and given learning rates as one."""
+
+Positions = Literal["token_types", "sound_seconds"]
+"""What a model's ``get_rope_index`` is told beside the grids: the kind of each token, or the lengths of sounds."""
+
+
+Encoding = Callable[[ModelFiles, MediaOptions], MediaEncoding]
+
+
+def encoded_by(name: str, **options: Any) -> Encoding:
+    """A class that encodes media, imported when it is used: it opens pictures, which readers of a record need not.
+
+    Args:
+        name: module of this folder and class, as in ``qwen_vl.QwenVL``.
+        options: what it is given beside the model's files and the user's limits.
+    """
+    return partial(_encoding, name, **options)
+
+
+def _encoding(name: str, files: ModelFiles, limits: MediaOptions, **options: Any) -> MediaEncoding:
+    module, _, class_name = name.rpartition(".")
+    found = getattr(importlib.import_module(f"{__package__}.{module}"), class_name)
+    made: MediaEncoding = found(files, limits, **options)
+    return made
+
+
+TEXT_ONLY = encoded_by("text.TextOnly")
+"""Of models that take no media."""
+
+
+@dataclass(frozen=True)
+class Towers:
+    """Names of modules, as prefixes of parameter names; what neither of the two claims is language model.
+
+    Args:
+        vision: the vision tower, and the audio tower of a model that hears; they may contain the aligner.
+        aligner: the projection from vision (or sound) to text.
+        unused: what no forward pass uses; trained, ranks would wait for its gradient.
+    """
+
+    vision: tuple[str, ...] = ()
+    aligner: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+
+    def is_unused(self, name: str) -> bool:
+        """Whether no forward pass uses a module or parameter."""
+        return _is_under(name, self.unused)
+
+    def part_of(self, name: str) -> ModelPart:
+        """The part that a module or parameter belongs to."""
+        if _is_under(name, self.aligner):
+            return "aligner"
+        return "vision tower" if _is_under(name, self.vision) else "language model"
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """Layers that carry a state along the sequence, and that ``attention.recurrent`` keeps to each document.
+
+    Args:
+        text_types: ``model_type`` of text towers whose recurrent layers are all of these classes.
+        layers: names of classes whose forward takes (hidden_states, cache_params, attention_mask, **boundaries).
+    """
+
+    text_types: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """A family of models.
+
+    Args:
+        model_types: ``model_type`` in ``config.json``, of the whole model and of its thinker where it has one.
+        encoding: counts and spells media, made of the model's settings and the user's limits.
+        kinds: of media that it can be trained on.
+        towers: where its parts lie; all is language model in a model of text alone.
+        image_inputs, video_inputs: arguments of its forward for patches of pictures (or videos), and for their grids.
+        image_marks, sound_marks: names in ``config.json`` of the tokens that open and close a medium.
+        positions: what its rotary positions are made of.
+        mel_frames: of the shortest sound, which makes one token; 0 for a model that hears nothing.
+        recurrence: its recurrent layers.
+    """
+
+    model_types: tuple[str, ...] = ()
+    encoding: Encoding = TEXT_ONLY
+    kinds: tuple[MediaKind, ...] = ()
+    towers: Towers = Towers()
+    image_inputs: tuple[str, str] = ("pixel_values", "image_grid_thw")
+    video_inputs: tuple[str, str] = ("pixel_values_videos", "video_grid_thw")
+    image_marks: tuple[str, str] = ("vision_start_token_id", "vision_end_token_id")
+    sound_marks: tuple[str, str] = ("audio_start_token_id", "audio_end_token_id")
+    positions: Positions = "token_types"
+    mel_frames: int = 0
+    recurrence: Recurrence = Recurrence()
+
+    @property
+    def visual_inputs(self) -> dict[MediaKind, tuple[str, str]]:
+        """What its vision tower takes, by kind."""
+        named: dict[MediaKind, tuple[str, str]] = {"image": self.image_inputs, "video": self.video_inputs}
+        return {kind: names for kind, names in named.items() if kind in self.kinds}
+
+
+def thinker_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a ``config.json`` that is trained: an Omni model's thinker, or all of it."""
+    thinker: Mapping[str, Any] = config.get("thinker_config") or config
+    return thinker
+
+
+def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a ``config.json`` that tells of the text tower: all of it in a model of text alone."""
+    thinker = thinker_of(config)
+    text: Mapping[str, Any] = thinker.get("text_config") or thinker
+    return text
+
+
+def pad_ids_of(config: Mapping[str, Any]) -> dict[MediaKind, int]:
+    """The token that stands for a piece of a medium, by kind, as far as a ``config.json`` names it."""
+    config = thinker_of(config)
+    kinds: tuple[MediaKind, ...] = ("image", "video", "audio")
+    named = {kind: (config.get(f"{kind}_token_id"), config.get(f"{kind}_token_index")) for kind in kinds}
+    return {kind: int(token) for kind, tokens in named.items() for token in tokens[::-1] if token is not None}
+
+
+def _is_under(name: str, prefixes: Iterable[str]) -> bool:
+    return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)

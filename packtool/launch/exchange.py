@@ -1,0 +1,24 @@
+"""What processes tell each other that is no tensor."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def all_gather_objects(mine: T, num_processes: int, group: Any = None) -> list[T]:
+    """What every process has, in the order of their ranks; each of them must call this.
+
+    Args:
+        mine: of this process; anything that can be pickled.
+        num_processes: of the group; a single one needs no process group.
+        group: of processes; by default all of them.
+    """
+    if num_processes == 1:
+        return [mine]
+    import torch.distributed as dist  # here, because a single process may do without torch
+
+    found: list[Any] = [None] * num_processes
+    dist.all_gather_object(found, mine, group=group)
+    return found

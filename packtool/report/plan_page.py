@@ -1,0 +1,279 @@
+"""The page of a plan: one HTML file without script, font or picture from elsewhere, so it opens wherever it is copied.
+
+Colours are variables of the style sheet, which follow the reader's light or dark setting. A printed page is light.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from packtool.report.axes import SIZE, Axis
+from packtool.report.drawing import Box, Boxes, Chart, Drawing, Note, Path, Place
+from packtool.report.markup import render
+from packtool.report.statistics import percent
+
+_COLOURS = 5
+_MOST_LINES = 80
+_LINE, _GAP = 9, 2  # CSS pixels of a line of samples, and below it
+_NARROW = 6  # units: samples below have neither a border nor a hint of their own
+_FINGERPRINT = re.compile("[0-9a-f]{12,}")
+
+
+@dataclass(frozen=True)
+class PlainFigures:
+    """What packing is compared with: batches of rows, each padded to the longest of its batch.
+
+    Args:
+        rows: of a batch.
+        padding: share of the epoch's tokens, as text.
+        times: as many tokens to compute in an epoch, as text.
+        is_worth_telling: whether ``times`` is large enough to be a headline.
+    """
+
+    rows: int
+    padding: str
+    times: str
+    is_worth_telling: bool
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Counts between edges.
+
+    Args:
+        edges: B + 1, rising.
+        counts: B.
+    """
+
+    edges: Sequence[float]
+    counts: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A sample, or the padding behind it.
+
+    Args:
+        tokens: that it takes.
+        colour: of a sample; None is padding.
+    """
+
+    tokens: int
+    colour: int | None
+
+
+@dataclass(frozen=True)
+class PageContent:
+    """What a page shows; numbers that are unknown are left out, not drawn as zero.
+
+    Args:
+        title: what was planned.
+        headline: (number, what it counts, remark) of the large figures.
+        rows: (what, how many) of what became of the rows: kept first, then drops by reason.
+        lengths: of samples.
+        capacity: tokens of a pack.
+        fills: of packs, in percent.
+        packs: sample lengths of some packs.
+        plain: batches without packing that the plan is compared with, or None.
+        balance: (round-robin, planned) max/mean work of steps in their order, or None.
+        processes_per_rank: that share a sequence.
+        figures: (what, value), for the table at the end; long hexadecimal values are fingerprints.
+        commands: that lead to and from here.
+    """
+
+    title: str
+    headline: Sequence[tuple[str, str, str]]
+    rows: Sequence[tuple[str, int]]
+    lengths: Histogram
+    capacity: int
+    fills: Histogram
+    packs: Sequence[Sequence[int]]
+    balance: tuple[Sequence[float], Sequence[float]] | None
+    figures: Sequence[tuple[str, str]]
+    commands: Sequence[tuple[str, str]]
+    plain: PlainFigures | None = None
+    processes_per_rank: int = 1
+
+    @property
+    def shares_packs(self) -> bool:
+        """Whether any two samples share a pack."""
+        return sum(self.lengths.counts) > sum(self.fills.counts)
+
+
+def page(content: PageContent) -> str:
+    """The page as text."""
+    prints = [(f"Fingerprint of the {what}", value) for what, value in content.figures if _FINGERPRINT.fullmatch(value)]
+    stretches = plain_batches(content.packs, content.plain.rows) if content.plain is not None else []
+    marks = ((float(content.capacity), f"pack: {content.capacity:,}"),) if content.shares_packs else ()
+    total = sum(count for _, count in content.rows) or 1
+    return render(
+        "plan.html",
+        plan=content,
+        rows=[(_look(i), name, count, percent(count / total)) for i, (name, count) in enumerate(content.rows)],
+        share=share_drawing([count for _, count in content.rows]),
+        lengths=histogram(content.lengths, "samples", "tokens of a sample", marks=marks),
+        fills=histogram(content.fills, "packs", "share of a pack's tokens that samples fill", suffix="%"),
+        packed=packs_drawing(content.packs, content.capacity),
+        padded=stretches_drawing(stretches, content.capacity),
+        num_samples=sum(map(len, content.packs)),
+        num_lines=num_lines(stretches, content.capacity),
+        most_lines=_MOST_LINES,
+        balance=balance_chart(*content.balance) if content.balance else None,
+        is_alike=content.balance is None or list(content.balance[0]) == list(content.balance[1]),
+        figures=[(what, value) for what, value in content.figures if not _FINGERPRINT.fullmatch(value)],
+        commands=[*content.commands, *prints],
+    )
+
+
+def histogram(
+    found: Histogram, what: str, unit: str, suffix: str = "", marks: Sequence[tuple[float, str]] = ()
+) -> Chart:
+    """Bars between labelled axes.
+
+    Args:
+        what: that is counted.
+        unit: of the edges, as the axis names it.
+        suffix: of the numbers along the axis.
+        marks: (place on the axis, name) of vertical lines; those far beyond the bars are left out.
+    """
+    low, high = found.edges[0], found.edges[-1]
+    marks = [(place, name) for place, name in marks if low <= place <= low + 1.5 * (high - low)]
+    x = Axis.over(unit, low, max([high, *(place for place, _ in marks)]), 6, suffix=suffix)
+    y = Axis.over(what, 0, max(found.counts, default=0) or 1, 4, whole=True, cover=True)
+    shapes: list[Box | Path] = []
+    for count, (start, stop) in zip(found.counts, pairwise(found.edges), strict=True):
+        if count:
+            tall = max(y.at(count), 8)  # one among thousands is seen, too
+            hint = f"{start:,.0f} to {stop:,.0f} {unit}: {count:,} {what}"
+            shapes.append(Box(x.at(start), SIZE - tall, x.at(stop) - x.at(start), tall, "bar", hint))
+    lines = [Path([[(x.at(place), 0), (x.at(place), SIZE)]], "mark") for place, _ in marks]
+    return Chart(x, y, [*shapes, *lines], [Note(x.at(place), [("", name)]) for place, name in marks])
+
+
+def balance_chart(before: Sequence[float], after: Sequence[float]) -> Chart:
+    """Imbalance of steps in their order, before (not drawn where it is the same) and after; 1 is even.
+
+    One step far above all others, mostly the last and smallest one, would press the rest flat. It is drawn at the upper
+    edge, with its number.
+    """
+    peaks = [max(pair) for pair in zip(before, after, strict=True)]
+    *_, second, highest = [1.0, 1.0, *sorted(peaks)]
+    far = len(peaks) > 2 and highest - 1 > 3 * max(second - 1, 0.01)
+    ends = [(part / 4, name) for part, name in enumerate(("first", "25%", "50%", "75%", "last"))]
+    x = Axis("optimizer steps of the epoch, in order", 0, 1, ends)
+    y = Axis.over("work of the slowest rank ÷ mean rank", 1, max(second if far else highest, 1.02), 4, cover=True)
+
+    def dots(values: Sequence[float], look: str) -> Path:
+        places = (x.at((i + 0.5) / len(values)) for i in range(len(values)))
+        points = zip(places, (max(SIZE - y.at(value), 0) for value in values), strict=True)
+        return Path([[point] for point in points], look)
+
+    shapes = [dots(before, "dot-before")] * (list(before) != list(after)) + [dots(after, "dot-after")]
+    notes = []
+    if far:
+        place = peaks.index(highest)
+        # Which of the two is beyond the edge must be seen: the worst planned step is not the worst of round-robin.
+        beyond = {"hollow": before[place]} if f"{before[place]:.2f}" != f"{after[place]:.2f}" else {}
+        beyond["c0"] = after[place]
+        texts = [(look, f"{value:.2f} ↑") for look, value in beyond.items() if value > y.high]
+        notes = [Note(x.at((place + 0.5) / len(peaks)), texts)]
+    return Chart(x, y, shapes, notes)
+
+
+def share_drawing(counts: Sequence[int]) -> Drawing:
+    """Shares of a whole side by side; the smallest can still be seen."""
+    total = sum(counts) or 1
+    wide = [max(SIZE * count / total, 9) if count else 0.0 for count in counts]
+    scale = SIZE / (sum(wide) or 1)
+    boxes = [Box(sum(wide[:i]) * scale, 0, width * scale, 1, f"s {_look(i)}") for i, width in enumerate(wide) if width]
+    return Drawing("share", "shares of the rows", boxes, height=1)
+
+
+def packs_drawing(packs: Sequence[Sequence[int]], capacity: int) -> Drawing:
+    """Packs below one another to scale; what they leave free is outlined.
+
+    Args:
+        packs: lengths of each one's samples.
+        capacity: tokens that the full width stands for.
+    """
+    stretches: list[Stretch] = []
+    for pack in packs:
+        stretches += [Stretch(length, i % _COLOURS) for i, length in enumerate(pack)]
+        stretches.append(Stretch(capacity - sum(pack), None))
+    return stretches_drawing(stretches, capacity, len(packs), padded=False)
+
+
+def stretches_drawing(
+    stretches: Sequence[Stretch], capacity: int, most_lines: int = _MOST_LINES, *, padded: bool = True
+) -> Drawing:
+    """Samples and what is behind them one behind the other, wrapped like text.
+
+    Args:
+        capacity: tokens of a line.
+        most_lines: after which the drawing ends.
+        padded: what is no sample is padding, not merely free. It is hatched: the hatch is the drawing's background,
+            because a stretched pattern would slant otherwise.
+    """
+    shapes: list[Box | Boxes] = []
+    narrow: dict[str, list[Place]] = {}
+    at = 0
+    for stretch in stretches:
+        left = stretch.tokens
+        look, hint = ("waste", "of padding") if padded else ("room", "free")
+        if stretch.colour is not None:
+            look, hint = f"s {_look(stretch.colour)}", "of a sample"
+        while left and at < most_lines * capacity:
+            line, start = divmod(at, capacity)
+            here = min(left, capacity - start)
+            x, y, wide = start / capacity * SIZE, line * (_LINE + _GAP), here / capacity * SIZE
+            if wide >= _NARROW:
+                shapes.append(Box(x, y, wide, _LINE, look, f"{here:,} tokens {hint}"))
+            elif stretch.colour is not None:
+                # A tenth is left free behind it, in place of a border. Those of a colour are drawn together.
+                narrow.setdefault(_look(stretch.colour), []).append((x, y, wide * 0.9, _LINE))
+            at, left = at + here, left - here
+    shapes += [Boxes(places, look) for look, places in narrow.items()]
+    lines = -(-at // capacity)
+    if padded and lines:
+        # Between lines, and behind the last stretch, the hatched background must not be seen.
+        gaps: list[Place] = [(0.0, line * (_LINE + _GAP) - _GAP, SIZE, _GAP) for line in range(1, lines)]
+        end = (at - (lines - 1) * capacity) / capacity * SIZE
+        shapes.append(Boxes([*gaps, (end, (lines - 1) * (_LINE + _GAP), SIZE - end, _LINE)], "between"))
+    kind, label = ("padded", "samples and their padding") if padded else ("packed", "samples in packs")
+    return Drawing(kind, f"{label}, to scale", shapes, max(lines, 1) * (_LINE + _GAP) - _GAP, in_pixels=True)
+
+
+def num_lines(stretches: Sequence[Stretch], capacity: int) -> int:
+    """Lines that ``stretches_drawing`` would need."""
+    return -(-sum(stretch.tokens for stretch in stretches) // capacity)
+
+
+def plain_batches(packs: Sequence[Sequence[int]], each: int) -> list[Stretch]:
+    """The samples of packs, shuffled, in batches that are padded to their longest: what training without packing does.
+
+    Args:
+        packs: sample lengths, in tokens.
+        each: samples of a batch.
+
+    Returns:
+        samples, with padding behind each that is shorter than its batch's longest. Colours are as in ``packs_drawing``.
+    """
+    samples = [Stretch(length, i % _COLOURS) for pack in packs for i, length in enumerate(pack)]
+    random.Random(0).shuffle(samples)  # companions in a pack are often alike, in a plain batch they are not
+    found = []
+    for start in range(0, len(samples), each):
+        batch = samples[start : start + each]
+        longest = max(sample.tokens for sample in batch)
+        for sample in batch:
+            found.append(sample)
+            if sample.tokens < longest:
+                found.append(Stretch(longest - sample.tokens, None))
+    return found
+
+
+def _look(number: int) -> str:
+    return f"c{min(number, _COLOURS)}"

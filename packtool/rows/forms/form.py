@@ -1,0 +1,28 @@
+"""A form of rows as one record: how it is told from others, and how its turns are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from packtool.rows.forms.columns import Columns, Fields
+from packtool.rows.forms.media import Found
+from packtool.rows.sample import Turn
+
+
+@dataclass(frozen=True)
+class RowForm:
+    """A form of rows.
+
+    Args:
+        name: of the form, in log lines.
+        shown: its columns, for a message about rows of no known form.
+        fits: whether a file with these columns has it, by ``formatting`` of ``dataset_info.json`` too (``alpaca``,
+            ``sharegpt`` or None); finds the columns that it needs.
+        read: the turns of a row.
+    """
+
+    name: str
+    shown: str
+    fits: Callable[[Columns, str | None], bool]
+    read: Callable[[Fields, Found], list[Turn]]

@@ -1,0 +1,187 @@
+"""How well a model predicts the targets of a micro-batch: of each token, then of each sample.
+
+packed       loss of each token  (1, T)     only where a label is, in pieces: logits are the largest tensor there is
+restored     one row a sample    (S, R)     from the token before its first target on: ``restore_padding``
+summed       one number a sample (S,)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from packtool.attention.recurrent import recurrent_layers, release_recurrent_layers
+from packtool.attention.register import ATTENTION_NAME, set_attention, set_text_attention
+from packtool.attention.support import refuse_unsupported
+from packtool.batch.batch import Batch
+from packtool.batch.padding import restore_padding
+from packtool.constants import IGNORE_INDEX
+from packtool.errors import UnsupportedModelError
+from packtool.train.model.head_loss import HeadLoss, losses_of_head
+from packtool.train.model.loss import label_positions, takes_logits_to_keep, target_logits
+
+SCORES = ("sum of losses", "target tokens", "right ones", "first wrong position or -1")
+"""Columns of what ``sample_scores`` returns."""
+
+_TARGETS_AT_ONCE = 1024
+"""Positions whose logits are turned into float32 together, where logits are all made at once."""
+
+_CELLS_AT_ONCE = 1 << 22
+"""Entries of the restored rows that are summed together, so that one long sample does not make many wide rows."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Where S samples lie in a packed sequence, and where their targets begin.
+
+    Args:
+        seqlens: int64 (S,), tokens of each sample, without padding.
+        cu_seqlens: int64 (S + 1,), where each begins, padding included.
+        prompts: int64 (S,), tokens before the first target; all tokens where there is none.
+    """
+
+    seqlens: Tensor
+    cu_seqlens: Tensor
+    prompts: Tensor
+
+    def __getitem__(self, some: slice) -> Rows:
+        ends = slice(some.start, None if some.stop is None else some.stop + 1)
+        return Rows(self.seqlens[some], self.cu_seqlens[ends], self.prompts[some])
+
+    def to(self, device: torch.device) -> Rows:
+        """These rows with their tensors on another device."""
+        return Rows(self.seqlens.to(device), self.cu_seqlens.to(device), self.prompts.to(device))
+
+
+class Scorer:
+    """A model that scores the tokens of micro-batches; ``evaluating`` makes it.
+
+    Args:
+        model: bare, or with adapters.
+        head_loss: what makes losses in the model's head; None for a model whose head does not allow it.
+    """
+
+    def __init__(self, model: nn.Module, head_loss: HeadLoss | None) -> None:
+        self._model, self._head_loss = model, head_loss
+        self._label_logits_only = takes_logits_to_keep(model)
+
+    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Score the first row of a micro-batch: each position's loss, and whether its label is the most likely token.
+
+        Returns:
+            float32 (1, T) in nats and bool (1, T); 0 and False where there is no label.
+        """
+        num_tokens, device = batch.labels.shape[1], batch.labels.device
+        losses, right = torch.zeros(num_tokens, device=device), torch.zeros(num_tokens, dtype=torch.bool, device=device)
+        if self._head_loss is not None:
+            found = self._head_loss.losses(self._model, batch)
+            losses[found.positions], right[found.positions] = found.losses, found.correct
+            return losses[None], right[None]
+        logits, labels = target_logits(self._model, batch, label_logits_only=self._label_logits_only)
+        kept = label_positions(batch) if self._label_logits_only else torch.arange(num_tokens, device=device)
+        for start in range(0, len(kept), _TARGETS_AT_ONCE):
+            some = slice(start, start + _TARGETS_AT_ONCE)
+            piece, wanted = logits[0, some], labels[0, some]
+            losses[kept[some]] = F.cross_entropy(piece.float(), wanted, ignore_index=IGNORE_INDEX, reduction="none")
+            right[kept[some]] = piece.argmax(-1) == wanted
+        return losses[None], right[None]
+
+
+def sample_scores(rows: Rows, labels: Tensor, losses: Tensor, right: Tensor) -> Tensor:
+    """What a ``Scorer`` found, sample by sample.
+
+    Args:
+        rows: S samples in a row of T tokens.
+        labels: int64 (1, T), shifted.
+        losses: float32 (1, T).
+        right: bool (1, T).
+
+    Returns:
+        float64 (S, 4): see ``SCORES``.
+    """
+    widths = rows.seqlens - rows.prompts
+    width = int(widths.max()) if len(widths) else 0
+    num_at_once = max(1, _CELLS_AT_ONCE // max(width, 1))
+    found = [torch.zeros(0, 4, dtype=torch.float64, device=losses.device)]
+    for start in range(0, len(widths), num_at_once):
+        some = rows[start : start + num_at_once]
+        place = some.seqlens, some.cu_seqlens, width, some.prompts
+        is_target = restore_padding(labels != IGNORE_INDEX, *place)
+        is_wrong = is_target & ~restore_padding(right, *place)
+        num_targets, num_wrong = is_target.sum(1), is_wrong.sum(1)
+        # The column of the first True; its token comes after the prompt.
+        wrong = (is_wrong.cumsum(1) == 0).sum(1) + some.prompts
+        sums = restore_padding(losses, *place).double().sum(1)
+        wrong = torch.where(num_wrong > 0, wrong, -1)
+        found.append(torch.stack([sums, *(n.double() for n in (num_targets, num_targets - num_wrong, wrong))], dim=1))
+    return torch.cat(found)
+
+
+def can_be_packed(config: PreTrainedConfig) -> bool:
+    """Whether samples of this model can share a forward pass; if not, they must be evaluated one by one."""
+    try:
+        refuse_unsupported(config)
+    except UnsupportedModelError:
+        return False
+    return True
+
+
+def bare_model(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel, whose forward would wait for the other ranks."""
+    while isinstance(model, DistributedDataParallel):
+        model = model.module
+    return model
+
+
+def is_packed(model: nn.Module) -> bool:
+    """Whether a model's attention is packtool's already."""
+    return str(_attention_of(transformers_model(model))).startswith(ATTENTION_NAME)
+
+
+def transformers_model(model: nn.Module) -> PreTrainedModel:
+    """The model without the adapters around it."""
+    inner: Any = model
+    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+
+
+@contextmanager
+def evaluating(model: nn.Module, *, packed: bool) -> Iterator[Scorer]:
+    """Inside, a model has neither dropout nor gradients and can score; afterwards it is as it was, each of its modules.
+
+    Args:
+        model: bare, or with adapters.
+        packed: keep packed samples apart; a model that is trained on padded rows has transformers' own attention.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    inner = transformers_model(model)
+    name = _attention_of(inner)
+    was_isolated = any("forward" in vars(layer) for layer in recurrent_layers(inner))
+    switch = packed and not is_packed(model)
+    if switch:
+        set_attention(inner)
+    model.eval()
+    try:
+        # Not inference mode: what a model remembers of a forward pass must be fit for the next training step.
+        with torch.no_grad(), losses_of_head(model) as head_loss:
+            yield Scorer(model, head_loss)
+    finally:
+        for module, was_training in modes:
+            module.training = was_training
+        if switch:
+            set_text_attention(inner, str(name))
+            if not was_isolated:
+                release_recurrent_layers(inner)
+
+
+def _attention_of(model: PreTrainedModel) -> str | None:
+    text: Any = model.config.get_text_config()
+    name: str | None = text._attn_implementation
+    return name

@@ -1,0 +1,61 @@
+"""The figures that a user sees of every log line, and what each of them is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from packtool.simulate.hardware import peak_tflops
+from packtool.train.prepare.prepared import PreparedRun
+
+_VAL_LOSS = "val loss"
+
+
+def heading_lines(run: PreparedRun, gpu: str | None) -> Iterator[str]:
+    """What each figure of a log line is, and its unit; said once, before the first step.
+
+    Args:
+        gpu: name of this rank's GPU, None without one.
+    """
+    by_samples = run.config.loss_reduction == "sample"
+    mean = "each sample's mean over its target tokens" if by_samples else "target tokens"
+    told = {
+        "loss": f"mean over {'samples of ' if by_samples else ''}{mean}, in nats",
+        "grad norm": "length of the gradient of all trained weights, before it is clipped",
+        "lr": "learning rate",
+        "targets/s": "target tokens a second, all processes together",
+        "fill": "tokens of samples, of all that are computed",
+        "waiting": "share of the time that steps waited for their data",
+        "memory": f"the most that this process has held so far of its {'machine' if gpu is None else 'GPU'}, in GiB",
+    }
+    if gpu is not None and (peak := peak_tflops(gpu)) is not None:
+        told["MFU"] = f"FLOP/s of the model, of the {peak:,.0f} TFLOP/s that the GPU has at its best in 16 bits"
+        told["HFU"] = "the same with activations that are computed again"
+    if run.validation is not None:
+        told[_VAL_LOSS] = "the loss of the val split, a line of its own"
+    yield "log lines, each of the steps since the one before (metrics.jsonl has more):"
+    width = max(map(len, told))
+    yield from (f"  {name:{width}}  {meaning}" for name, meaning in told.items())
+
+
+def shown_figures(logs: Mapping[str, Any]) -> dict[str, float | int | str]:
+    """The figures of a log line that are shown, by the names of ``heading_lines``.
+
+    Args:
+        logs: a line of ``metrics.jsonl``, of training or of an evaluation.
+    """
+    if "loss" not in logs:
+        return {_VAL_LOSS: round(logs["eval_loss"], 4)}
+    shown: dict[str, float | int | str] = {"loss": round(float(logs["loss"]), 4)}
+    if (norm := logs.get("grad_norm")) is not None:
+        shown["grad norm"] = float(f"{norm:.3g}")
+    shown |= {
+        "lr": float(f"{logs['learning_rate']:.3g}"),
+        "targets/s": round(logs["target_tokens_per_second"]),
+        "fill": f"{logs['fill']:.1%}",
+        "waiting": f"{logs['data_wait']:.0%}",
+        "memory": f"{logs['memory_gib']:.1f} GiB",
+    }
+    if "mfu" in logs:
+        shown |= {"MFU": f"{logs['mfu']:.0%}", "HFU": f"{logs['hfu']:.0%}"}
+    return shown

@@ -1,0 +1,204 @@
+"""What a run is once it is prepared: one interface, whether its samples come from caches or from a stream. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from packtool.attention.parallel.axes import Axes
+from packtool.batch.micro_batch import MicroBatch
+from packtool.cache.chosen import SampleReader
+from packtool.cache.reader import CacheReader
+from packtool.config.train import TrainConfig
+from packtool.encode.encoded import EncodedSample
+from packtool.encode.families import MediaLimits
+from packtool.encode.model_files import ModelFiles
+from packtool.launch.world import World
+from packtool.plan.evaluation import EvaluationPlan
+from packtool.train.prepare.checkpoint import RunState, read_state
+from packtool.train.prepare.figures import StepFigures
+from packtool.train.prepare.place import checkpoint_of
+from packtool.train.prepare.result import TrainResult
+from packtool.train.prepare.schedule import Schedule
+from packtool.train.prepare.whole import check_resumable
+
+
+@dataclass(frozen=True, eq=False)
+class Validation:
+    """The val split of a run's caches.
+
+    Args:
+        samples: with their labels as ``--loss-scale`` chooses them.
+        plan: micro-batches of all ranks.
+    """
+
+    reader: CacheReader
+    samples: SampleReader
+    plan: EvaluationPlan
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Where a run begins, or goes on.
+
+    Args:
+        checkpoint: the one to go on from, or None.
+        before: its state.
+        weights: checkpoint to take weights from, and nothing else; None for those of the model.
+        notes: what is to be said of checkpoints that were passed over.
+    """
+
+    checkpoint: str | None
+    before: RunState | None
+    weights: str | None
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> Beginning:
+        """What the options and the output directory say.
+
+        Raises:
+            ConfigError, MismatchError: as ``checkpoint_of``.
+        """
+        found = checkpoint_of(config)
+        if config.resume_only_model:
+            return cls(None, None, found.directory, tuple(found.notes()))
+        before = read_state(found.directory) if found.directory is not None else None
+        return cls(found.directory, before, None, tuple(found.notes()))
+
+    @property
+    def start(self) -> int:
+        """The first step to train."""
+        return self.before.step if self.before is not None else 0
+
+    def check(self, state: RunState, world: World) -> None:
+        """Raise unless the run with this state may go on from the checkpoint.
+
+        Raises:
+            MismatchError: naming every difference, or what the checkpoint lacks.
+        """
+        if self.checkpoint is not None and self.before is not None:
+            state.check_continues(self.checkpoint, self.before)
+            check_resumable(self.checkpoint, world.rank, world.size)
+
+
+class Exchange(Protocol):
+    """How ranks tell each other numbers while they train; every rank calls each method at the same step."""
+
+    def sums(self, counts: Sequence[int]) -> list[int]:
+        """Each number added up over the data-parallel ranks."""
+
+    def gathered(self, value: Any) -> list[Any]:
+        """What each data-parallel rank has, by rank."""
+
+
+@dataclass(frozen=True, eq=False)
+class RankStep:
+    """One optimizer step of one rank, before anything of it is read.
+
+    Args:
+        micro_batches: of this rank, the same number on every rank.
+        begin: gives the figures over all ranks; called once on every rank, when the step is next.
+    """
+
+    micro_batches: tuple[MicroBatch, ...]
+    begin: Callable[[], StepFigures]
+
+
+class Steps(ABC):
+    """The steps of one rank from the first that is to be trained.
+
+    Attributes:
+        ended: whether the step that was begun last is the last there is, however many were expected.
+    """
+
+    ended = False
+
+    @abstractmethod
+    def drawn(self) -> Iterator[RankStep]:
+        """The steps in order; they are drawn ahead of those that are trained."""
+
+    def save(self, checkpoint: str, step: int) -> None:  # noqa: B027  # nothing is what most do
+        """Keep in a checkpoint what this rank needs to go on after so many steps; most need nothing."""
+
+    def counted(self, result: TrainResult) -> TrainResult:
+        """The result with what was only found out on the way; every rank calls this at the end."""
+        return result
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PreparedRun(ABC):
+    """A run that only has to be trained.
+
+    Args:
+        config: its settings.
+        world: this process among the others.
+        files: of the model.
+        media_limits: that pixels and sounds are loaded with.
+        schedule: its steps by number.
+        state: what a checkpoint of this run says of it, and what a run that goes on must agree with.
+        beginning: where it begins.
+        axes: how rows are shared.
+        notes: remarks for the user.
+        validation: what is evaluated between steps, None for nothing.
+    """
+
+    config: TrainConfig
+    world: World
+    files: ModelFiles
+    media_limits: MediaLimits
+    schedule: Schedule
+    state: RunState
+    beginning: Beginning
+    axes: Axes
+    notes: tuple[str, ...] = ()
+    validation: Validation | None = None
+
+    @property
+    def start(self) -> int:
+        """The first step to train."""
+        return self.beginning.start
+
+    @abstractmethod
+    def expected(self) -> TrainResult:
+        """What is known of the run's result before the first step."""
+
+    @abstractmethod
+    def lines(self, expected: TrainResult) -> Iterator[str]:
+        """What is to be said before the first step."""
+
+    @abstractmethod
+    def media_tokens(self) -> float:
+        """Media tokens of one rank's micro-batch, about as many as there will be."""
+
+    @abstractmethod
+    def most_media_tokens(self) -> int:
+        """Media tokens of the micro-batch of one rank that has most of them."""
+
+    @abstractmethod
+    def first_samples(self, most: int) -> list[EncodedSample]:
+        """Some of the first samples of this rank, short ones, to try the model on."""
+
+    @property
+    @abstractmethod
+    def read(self) -> Callable[[Any], EncodedSample]:
+        """What turns that which a ``MicroBatch`` has of a sample into the sample; can be sent to worker processes."""
+
+    @abstractmethod
+    def names(self, micro_batch: MicroBatch) -> list[str]:
+        """Where the samples of a micro-batch came from, in words."""
+
+    @abstractmethod
+    def words(self, micro_batch: MicroBatch) -> str:
+        """What a micro-batch holds, in one line for ``--debug``."""
+
+    @abstractmethod
+    def steps(self, exchange: Exchange) -> Steps:
+        """The steps of this rank from ``start`` on."""
+
+    def with_config(self, **changes: Any) -> PreparedRun:
+        """The same run with other settings that its plan does not depend on."""
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, **changes))

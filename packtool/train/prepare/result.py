@@ -1,0 +1,173 @@
+"""What a run was and did, as numbers for ``packtool_train.json``, for the table and for ``--json``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from packtool.cache.evaluation_file import plain_json
+from packtool.config.train import TrainConfig
+from packtool.plan.summary import SkrullFigures
+from packtool.train.prepare.place import RESULT_NAME
+from packtool.train.prepare.schedule import PlannedSchedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """A finished (or, with ``--dry-run``, a planned) run.
+
+    Args:
+        num_samples: in the plan of an epoch.
+        filtered: samples of the caches that are longer than ``max_length``.
+        num_packs: of an epoch; padded rows without packing.
+        samples_per_pack: mean.
+        fill: true tokens over computed tokens, 0 to 1.
+        steps, steps_without_packing: optimizer steps of the whole run.
+        num_empty_micro_batches: zero-loss micro-batches of the whole run.
+        num_processes: data-parallel ranks.
+        target_tokens: labels that carry loss in the steps of this run; after a resume, those that were left.
+        seconds: between the first step and the last checkpoint.
+        target_tokens_per_second: over all ranks.
+        first_loss, last_loss: mean over the target tokens of the first and the last log line.
+        checkpoint: directory of the trained model or adapter.
+        resumed_from: checkpoint that this run went on from.
+        num_trainable_parameters, num_parameters: of the model with its adapters.
+        output_dir: as given.
+        streaming: nothing was known of the samples beforehand; their figures are of those that were trained.
+        num_skipped: samples of the steps of this run that ``--on-bad-media skip`` left out.
+        dropped: rows that could not be used, by reason; of a streaming run.
+    """
+
+    num_samples: int
+    filtered: int
+    num_packs: int
+    samples_per_pack: float
+    fill: float
+    packing: bool
+    max_length: int
+    packing_length: int
+    steps: int
+    steps_without_packing: int
+    num_empty_micro_batches: int
+    num_processes: int
+    target_tokens: int
+    output_dir: str
+    seconds: float = 0.0
+    target_tokens_per_second: float | None = None
+    first_loss: float | None = None
+    last_loss: float | None = None
+    checkpoint: str | None = None
+    resumed_from: str | None = None
+    num_trainable_parameters: int | None = None
+    num_parameters: int | None = None
+    num_skipped: int = 0
+    streaming: bool = False
+    dropped: Mapping[str, int] = field(default_factory=dict)
+
+    def write(self) -> None:
+        """Into the output directory."""
+        with open(os.path.join(self.output_dir, RESULT_NAME), "w", encoding="utf-8") as file:
+            json.dump(plain_json(dataclasses.asdict(self)), file, indent=1)
+            file.write("\n")
+
+
+def settings_lines(config: TrainConfig) -> Iterator[str]:
+    """The settings that are not their defaults, however they were given: on one line, as options."""
+    words = []
+    for setting in dataclasses.fields(config):
+        value = getattr(config, setting.name)
+        default = setting.default_factory() if callable(setting.default_factory) else setting.default
+        if value != default and isinstance(value, Mapping) and not setting.metadata["flag"]:
+            words += [
+                f"--set {shlex.quote(f'{setting.name}.{name}={json.dumps(item)}')}" for name, item in value.items()
+            ]
+        elif value != default and isinstance(value, Mapping):
+            words.append(f"--{setting.name.replace('_', '-')} {shlex.quote(json.dumps(value))}")
+        elif value != default:
+            shown = " ".join(value) if isinstance(value, tuple) else str(value)
+            words.append(f"--{setting.name.replace('_', '-')} {shown.lower() if isinstance(value, bool) else shown}")
+    yield f"settings: {' '.join(words)}"
+
+
+def next_lines(config: TrainConfig, result: TrainResult) -> Iterator[str]:
+    """What to do with what was trained."""
+    if result.checkpoint is None:
+        return
+    caches = shlex.join(config.cached_dataset or ("CACHE",))
+    checkpoint = shlex.quote(result.checkpoint)
+    yield f"evaluate: packtool eval --model {checkpoint} --cached-dataset {caches} --output eval.parquet"
+    if config.train_type == "lora":
+        yield f'load: peft.PeftModel.from_pretrained(model, "{result.checkpoint}")  # onto {config.model}'
+        yield f"merge: packtool merge {checkpoint} --output MERGED"
+    else:
+        from packtool.batch.spec import auto_class, model_config  # torch, which a launcher does not need
+
+        auto = auto_class(model_config(config.model))
+        yield f'load: transformers.{auto.__name__}.from_pretrained("{result.checkpoint}")'
+
+
+def plan_lines(config: TrainConfig, schedule: PlannedSchedule, result: TrainResult) -> Iterator[str]:
+    """What is to be said of the plan before it is trained."""
+    summary = schedule.first.summary
+    left_out = f"; {summary.num_filtered:,} longer than {summary.max_length:,} tokens are left out"
+    yield f"samples in the caches: {summary.num_cached:,}{left_out if summary.num_filtered else ''}"
+    num = f"{summary.num_samples:,}"
+    yield f"samples to train on: {num}, lengths known: {num}, longest {summary.longest:,}"
+    processes = f"{result.num_processes} process{'es' if result.num_processes > 1 else ''}"
+    if summary.skrull is not None:
+        yield _skrull_line(summary.skrull, summary.num_tokens, summary.num_empty_micro_batches)
+        yield f"optimizer steps: {result.steps:,}; {processes}"
+        return
+    if not summary.packing:
+        yield f"packing: no, but {_unpacked(config)}, {summary.fill:.1%} of whose tokens are true; {processes}"
+        yield f"optimizer steps: {result.steps:,}"
+        return
+    yield (
+        f"packing: yes (--packing false pads); packing length: {summary.packing_length:,}, packing processes: "
+        f"{summary.packing_num_proc}, {processes}"
+    )
+    yield (
+        f"packs: {summary.num_packs:,} (at least {summary.lower_bound:,} are needed), "
+        f"{summary.samples_per_pack:.2f} samples a pack, fill {summary.fill:.2%}"
+    )
+    if last := last_step_line(schedule):
+        yield last
+    saved = 1 - result.steps / result.steps_without_packing
+    without = result.steps_without_packing
+    yield f"optimizer steps: {result.steps:,} with packing, {without:,} without, one sample a row ({saved:.0%} fewer)"
+
+
+def _unpacked(config: TrainConfig) -> str:
+    """What micro-batches are where samples are not packed."""
+    if config.dynamic_batch_tokens is not None:
+        return f"batches of up to {config.dynamic_batch_tokens:,} tokens without padding (--dynamic-batch-tokens)"
+    return "padded rows of one sample each (--packing false)"
+
+
+def _skrull_line(skrull: SkrullFigures, num_tokens: int, num_empty: int) -> str:
+    options = skrull.options
+    shared = f"; {skrull.num_local_tokens / num_tokens:.1%} of the tokens local to a process, the others shared by "
+    batches = f"{skrull.num_micro_batches:,} micro-batch{'es' if skrull.num_micro_batches != 1 else ''}"
+    return (
+        f"skrull: {batches} of {options.bucket_size:,} tokens at most a process, "
+        f"{skrull.bucket_fill:.1%} of that used, and {num_empty:,} empty ones"
+        f"{shared + str(options.sequence_parallel_size) if options.sequence_parallel_size > 1 else ''}"
+    )
+
+
+def last_step_line(schedule: PlannedSchedule) -> str | None:
+    """A remark on an epoch's last step where it is smaller than the others."""
+    steps = schedule.first.steps
+    packs_before = steps.cell_offsets[steps.step_offsets]
+    full, last = int(packs_before[1]), int(packs_before[-1] - packs_before[-2])
+    if last == full and not steps.num_empty_micro_batches:
+        return None
+    filled = f", filled up with {steps.num_empty_micro_batches} of zero loss"
+    return (
+        f"packs of a step: {full:,}, of an epoch's last one: {last:,}"
+        f"{filled if steps.num_empty_micro_batches else ''}; no pack is left out"
+    )

@@ -1,0 +1,33 @@
+"""A rank's part of a shared row: which pictures it loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from packtool.batch.collate import collate_packs
+from packtool.batch.collate_shard import collate_shard
+from packtool.batch.shard import SHARDED, Cut
+from packtool.batch.spec import InputSpec
+from packtool.encode.encoded import EncodedSample
+from tests.batch.reduced import make_sample, reduced_config, reduced_limits, reduced_spec, save_image_processor
+
+
+def test_a_local_samples_pictures_stay_with_it(tmp_path: Path) -> None:
+    save_image_processor("qwen3_vl", str(tmp_path))
+    spec, limits = reduced_spec("qwen3_vl", str(tmp_path)), reduced_limits(reduced_config("qwen3_vl"))
+    samples = [make_sample(8, ((side, side),), seed=n, limits=limits) for n, side in enumerate((32, 64, 48, 64))]
+    for places in ([0, 1, 1, 0], [1, SHARDED, 0, SHARDED], [SHARDED] * 4):
+        seen = [_media_of(samples, places, spec, Cut(2, 1, rank)) for rank in range(2)]
+        for sample, place in enumerate(places):
+            owner = [rank for rank in range(2) if seen[rank][sample]]
+            assert len(owner) == 1 if place == SHARDED else owner == [place]
+    # Rank 0 has a picture of its own as large as the largest of the others, which goes to rank 1.
+    assert _media_of(samples, [SHARDED, 0, SHARDED, SHARDED], spec, Cut(2, 1, 1)) == [True, False, False, True]
+
+
+def _media_of(samples: list[EncodedSample], places: list[int], spec: InputSpec, cut: Cut) -> list[bool]:
+    """Which samples' pictures a rank is given, found by their pixels."""
+    batch = collate_shard(samples, spec, cut, places)
+    whole = [collate_packs([sample], spec).media["pixel_values"] for sample in samples]
+    rows = {tuple(row.tolist()) for row in batch.media["pixel_values"]}
+    return [tuple(pixels[0].tolist()) in rows for pixels in whole]

@@ -1,0 +1,132 @@
+"""What an index says of the towers' work, and caches of a packtool that did not keep it yet."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from packtool.cache import task as task_module
+from packtool.cache.guessed import with_guesses
+from packtool.cache.reader import CacheReader
+from packtool.cache.schema import ADDED, INDEX, UNKNOWN
+from packtool.cache.summary import ExportSummary
+from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
+from packtool.encode.families import ImageLimits, MediaLimits
+from tests.cache.conftest import tree
+
+Export = Callable[..., ExportSummary]
+OLDER = pa.schema([field for field in INDEX if field.name not in ADDED])
+
+
+def _make_older(cache: Path) -> None:
+    """The cache as a packtool without these columns would have written it."""
+    path = cache / "packtool.json"
+    document = json.loads(path.read_text())
+    for split, info in document["splits"].items():
+        index = cache / split / "index.arrow"
+        with pa.ipc.open_file(pa.BufferReader(index.read_bytes())) as file:
+            batches = [file.get_batch(i).select(OLDER.names) for i in range(file.num_record_batches)]
+        with pa.OSFile(str(index), "wb") as sink, pa.ipc.new_file(sink, OLDER) as writer:
+            for batch in batches:
+                writer.write_batch(batch)
+        info["index_sha256"] = hashlib.sha256(index.read_bytes()).hexdigest()
+    path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+
+
+def test_the_index_adds_up_what_towers_see_and_hear(run_export: Export, tmp_path: Path) -> None:
+    run_export()
+    reader = CacheReader.open([str(tmp_path / "cache")])
+    samples = [reader.sample(i) for i in range(len(reader))]
+    assert reader.index.patch_squares.tolist() == [sample.patch_squares for sample in samples]
+    assert reader.index.patch_squares.dtype == np.int64
+    seen = [sample for sample in samples if sample.images]
+    assert seen
+    assert all(sample.patch_squares == (4 * sample.num_media_tokens) ** 2 > 0 for sample in seen)
+    assert not reader.index.audio_tokens.any()
+    assert reader.index.vision_tokens.tolist() == reader.index.media_tokens.tolist()
+
+
+def test_patches_see_their_own_frame_and_sound_tracks_are_heard() -> None:
+    nothing = np.zeros(0, np.int32)
+    track = EncodedAudio(None, None, 1, 1, 7)
+    image = EncodedImage("a", None, 1, 1, (1, 4, 6), 6)
+    video = EncodedVideo("b", None, (), 1, 1, 1, 1.0, (0,), (3, 4, 2), 1.0, 6, track)
+    plain = EncodedImage("c", None, 1, 1, (), 5)  # of a family without grids
+    sound = EncodedAudio("d", None, 1, 1, 3)
+    sample = EncodedSample(nothing, nothing, nothing, (image, plain), None, "s", 0, videos=(video,), audios=(sound,))
+    assert sample.patch_squares == 24**2 + 3 * 8**2
+    assert (sample.num_media_tokens, sample.num_audio_tokens) == (6 + 5 + 6 + 7 + 3, 10)
+
+
+def test_an_older_cache_is_read_beside_a_new_one(run_export: Export, tmp_path: Path) -> None:
+    for name in ("old", "new"):
+        run_export(name)
+    _make_older(tmp_path / "old")
+    old, new = (CacheReader.open([str(tmp_path / name)]) for name in ("old", "new"))
+    assert old.fingerprint == new.fingerprint
+    # A picture a sample: what is guessed is what is true.
+    assert old.index.patch_squares.tolist() == new.index.patch_squares.tolist()
+    both = CacheReader.open([str(tmp_path / "old"), str(tmp_path / "new")]).index
+    assert both.patch_squares.tolist() == 2 * new.index.patch_squares.tolist()
+    run_export("old")  # is finished already
+
+
+def test_an_older_index_is_repaired_as_it_was(run_export: Export, tmp_path: Path) -> None:
+    run_export()
+    _make_older(tmp_path / "cache")
+    whole = tree(tmp_path / "cache")
+    (tmp_path / "cache" / "train" / "index.arrow").unlink()
+    run_export(repair=True)
+    assert tree(tmp_path / "cache") == whole
+
+
+def test_an_export_goes_on_from_parts_of_an_older_one(
+    run_export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_export("whole")
+    written = task_module._index_bytes
+
+    def older(parts: list[dict[str, Any]]) -> bytes:
+        with pa.ipc.open_stream(written(parts)) as stream:
+            table = stream.read_all().select(OLDER.names)
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, OLDER) as writer:
+            writer.write_table(table)
+        return sink.getvalue().to_pybytes()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(task_module, "_index_bytes", older)
+        run_export(num_tasks=2, task_index=0)
+    run_export(num_tasks=2, task_index=1)
+    found, whole = (CacheReader.open([str(tmp_path / name)]).index for name in ("cache", "whole"))
+    assert found.patch_squares.tolist() == whole.patch_squares.tolist()
+    with pa.ipc.open_file(pa.BufferReader((tmp_path / "cache/train/index.arrow").read_bytes())) as file:
+        kept = file.read_all().column("patch_squares").to_numpy()
+    assert (kept == UNKNOWN).any()
+    assert (kept > 0).any()
+
+
+def test_what_is_not_known_is_guessed_from_counts() -> None:
+    limits = MediaLimits(image=ImageLimits(1, 1, patch_size=16, merge_size=2, temporal_patch_size=2))
+    columns = {
+        "media_tokens": np.array([0, 100, 1024, 60, 90, 7], np.int32),
+        "num_images": np.array([0, 2, 0, 0, 1, 1], np.int32),
+        "num_videos": np.array([0, 0, 1, 0, 0, 0], np.int32),
+        "num_audios": np.array([0, 0, 0, 3, 2, 0], np.int32),
+        "audio_tokens": np.array([-1, -1, -1, -1, -1, 0], np.int32),
+        "patch_squares": np.array([-1, -1, -1, -1, -1, 5]),
+    }
+    found = with_guesses(columns, limits)
+    assert found["audio_tokens"].tolist() == [0, 0, 0, 60, 60, 0]
+    frames = 1024 / 256
+    assert found["patch_squares"].tolist() == [0, 2 * 200**2, frames * 1024**2, 0, 120**2, 5]
+    assert found["audio_tokens"].dtype == np.int32
+    without = with_guesses(columns, MediaLimits())
+    assert without["patch_squares"].tolist() == [0, 0, 0, 0, 0, 5]

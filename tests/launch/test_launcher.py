@@ -1,0 +1,67 @@
+"""How a command begins: alone, as one of several processes, or by starting them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from packtool.errors import ConfigError
+from packtool.launch.launcher import find_place
+from packtool.launch.world import World
+
+ARGUMENTS = ("eval", "--model", "m")
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Command lines that this process would have become."""
+    found: list[list[str]] = []
+
+    def note(path: str, command: list[str], environ: dict[str, str]) -> None:
+        found.append(command)
+        raise SystemExit
+
+    monkeypatch.setattr(os, "execvpe", note)
+    for name in ("NPROC_PER_NODE", "NNODES", "RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    return found
+
+
+def test_one_process_is_enough(started: list[list[str]]) -> None:
+    prepared: list[World] = []
+    assert find_place(ARGUMENTS, 1, prepared.append) == World(0, 1, 1)
+    assert (started, prepared) == ([], [])
+
+
+@pytest.mark.parametrize("even_one", [False, True])
+def test_several_are_started_once_all_fits(
+    started: list[list[str]], monkeypatch: pytest.MonkeyPatch, even_one: bool
+) -> None:
+    monkeypatch.setenv("NPROC_PER_NODE", "1" if even_one else "4")
+    prepared: list[World] = []
+    with pytest.raises(SystemExit):
+        find_place(ARGUMENTS, 1 if even_one else 2, prepared.append, even_one=even_one)
+    assert prepared == [World(0, 1, 1) if even_one else World(0, 4, 2)]
+    assert started[0][-5:] == ["--module", "packtool", *ARGUMENTS][-5:]
+
+
+def test_what_does_not_fit_starts_nothing(started: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPROC_PER_NODE", "3")
+
+    def refuse(world: World) -> None:
+        raise ConfigError("does not fit")
+
+    with pytest.raises(ConfigError, match="does not fit"):
+        find_place(ARGUMENTS, 1, refuse)
+    with pytest.raises(ConfigError, match="cannot be divided into groups of 2"):
+        find_place(ARGUMENTS, 2, refuse)
+    assert find_place(ARGUMENTS, 3, refuse, starts_none=True) == World(0, 3, 3)
+    assert not started
+
+
+def test_a_process_of_several_knows_its_place(started: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"LOCAL_RANK": "1", "RANK": "1", "WORLD_SIZE": "2", "NPROC_PER_NODE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    assert find_place(ARGUMENTS, 1, pytest.fail) == World(1, 2)
+    assert not started

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from packtool.report.axes import SIZE, Axis, labels, round_numbers
+
+
+@given(st.floats(0.01, 1e9), st.integers(3, 6), st.booleans())
+def test_numbers_are_round_and_evenly_spaced(high: float, most: int, cover: bool) -> None:
+    numbers = round_numbers(0, high, most, cover=cover)
+    assert 2 <= len(numbers) <= most + 2
+    assert numbers[-1] >= high * (1 - 1e-6) if cover else numbers[-1] <= high * (1 + 1e-6)
+    steps = [later - earlier for earlier, later in pairwise(numbers)]
+    assert steps == pytest.approx([steps[0]] * len(steps))
+    assert f"{steps[0]:e}".rstrip("0123456789").rstrip("+-e").rstrip("0") in ("1.", "2.", "2.5", "5.")
+    assert all(number == int(number) for number in round_numbers(0, max(round(high), 1), most, whole=True))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "settings", "wanted"),
+    [
+        (0, 1.04e-4, {}, ["0", "2.5e-5", "5e-5", "7.5e-5", "1e-4"]),
+        (90, 100, {"suffix": "%"}, ["90%", "92%", "94%", "96%", "98%", "100%"]),
+        (0, 363, {"whole": True}, ["0", "100", "200", "300"]),
+        (1, 3, {"whole": True}, ["1", "2", "3"]),
+        (0, 21_000, {}, ["0", "5,000", "10,000", "15,000", "20,000"]),
+        (0, 2_600_000, {}, ["0", "1M", "2M"]),
+        (-1.5, 2.2, {}, ["-1", "0", "1", "2"]),
+        (1, 1.17, {"cover": True}, ["1.00", "1.05", "1.10", "1.15", "1.20"]),
+    ],
+)
+def test_labels(low: float, high: float, settings: dict[str, Any], wanted: list[str]) -> None:
+    axis = Axis.over("", low, high, 5, **settings)
+    assert [label for _, label in axis.ticks] == wanted
+    assert axis.at(low) == 0
+    assert axis.at(axis.high) == SIZE
+    assert axis.high == (pytest.approx(1.2) if "cover" in settings else high)
+
+
+def test_a_single_number_is_labelled() -> None:
+    assert labels([3.0]) == ["3"]

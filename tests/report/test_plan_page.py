@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from packtool.report.drawing import Box, Drawing, Note
+from packtool.report.plan_page import (
+    Stretch,
+    balance_chart,
+    num_lines,
+    packs_drawing,
+    page,
+    plain_batches,
+    stretches_drawing,
+)
+from packtool.report.sweep import _COLUMNS, sweep_page
+from tests.report.contents import content
+
+HOSTILE = ("<b>'", "<i onload", "\u202e", "\x1b", "\x07")
+
+
+def widths(drawing: Drawing, look: str) -> float:
+    """Thousandths of a line that all rectangles of a look take."""
+    boxes = [shape for shape in drawing.shapes if isinstance(shape, Box)]
+    return sum(box.width for box in boxes if box.look.startswith(look))
+
+
+@given(st.lists(st.lists(st.integers(1, 500), min_size=1, max_size=9), min_size=1, max_size=9), st.integers(1, 20))
+def test_plain_batches_have_the_same_samples(packs: list[list[int]], each: int) -> None:
+    found = plain_batches(packs, each)
+    samples = [stretch for stretch in found if stretch.colour is not None]
+    wanted = [(length, i % 5) for pack in packs for i, length in enumerate(pack)]
+    assert sorted((sample.tokens, sample.colour) for sample in samples) == sorted(wanted)
+    padded = sum(
+        max(sample.tokens for sample in samples[start : start + each]) * len(samples[start : start + each])
+        for start in range(0, len(samples), each)
+    )
+    assert sum(stretch.tokens for stretch in found) == padded
+
+
+def test_packs_are_to_scale() -> None:
+    drawing = packs_drawing([[500, 250], [1000]], 1000)
+    assert widths(drawing, "s c") == pytest.approx(1750)
+    assert widths(drawing, "room") == pytest.approx(250)
+    assert [box.hint for box in drawing.shapes if isinstance(box, Box)][2] == "250 tokens free"
+
+
+def test_stretches_wrap_to_scale() -> None:
+    stretches = [Stretch(700, 0), Stretch(800, None), Stretch(600, 1)]
+    assert num_lines(stretches, 1000) == 3
+    drawing = stretches_drawing(stretches, 1000, most_lines=10)
+    assert widths(drawing, "s c") == pytest.approx(1300)
+    assert widths(drawing, "waste") == pytest.approx(800)
+    assert widths(stretches_drawing(stretches, 1000, most_lines=1), "waste") == pytest.approx(300)
+
+
+def test_one_far_step_does_not_press_the_others_flat() -> None:
+    near = balance_chart([1.1, 1.2, 1.1], [1.0, 1.1, 1.0])
+    far = balance_chart([1.1, 1.2, 1.1, 9.0], [1.0, 1.1, 1.0, 9.0])
+    assert near.notes == []
+    assert far.notes == [Note(875, [("c0", "9.00 ↑")])]
+    assert near.y.high == far.y.high == pytest.approx(1.2)
+    assert [shape.look for shape in balance_chart([2.0], [2.0]).shapes] == ["dot-after"], "drawn once: nothing changed"
+
+
+def test_words_of_others_are_no_markup() -> None:
+    evil = "<b>'\"&\u202e\x1b]0;t\x07_<i onload=hit()>"
+    parts = content(title=evil, reason=evil, command=f"packtool {evil}")
+    parts = dataclasses.replace(parts, figures=[(evil, evil)], headline=[(evil, evil, evil)])
+    row = {name: 1 for name, *_ in _COLUMNS} | {"samples": 1}
+    for text in (page(parts), sweep_page([row], evil, evil)):
+        assert [part for part in HOSTILE if part in text] == []
+        assert "&lt;b&gt;&#39;&#34;&amp;\\u202e\\x1b]0;t\\x07_" in text.replace("<wbr>", "")
+
+
+def test_shares_are_never_rounded_to_all_or_nothing() -> None:
+    text = page(content(rows=[("in the plan", 10_000_000), ("dropped", 1)]))
+    assert "> 99.99%" in text.replace("&gt;", ">")
+    assert "< 0.01%" in text.replace("&lt;", "<")

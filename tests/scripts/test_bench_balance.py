@@ -1,0 +1,32 @@
+"""The benchmark of balance compares ways of assignment the same work."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from tests.scripts.loading import load_script
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    return load_script("bench_balance")
+
+
+def test_what_work_costs_evens_out_more_than_tokens(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    random = np.random.default_rng(0)
+    seen = np.where(random.random(2000) < 0.5, 0, random.integers(16, 3900, 2000))
+    samples = bench.Samples(seen + 100, np.full(2000, 50), seen, (4 * seen) ** 2, (seen > 0).astype(np.int64))
+    monkeypatch.setattr(bench, "read_samples", lambda *given: samples)
+    bench.main([".", "--ranks", "4", "--packing-length", "4096"])
+    lines = capsys.readouterr().out.splitlines()[-6:]
+    means = [float(line.split()[-2]) for line in lines]
+    for cards, tokens, cost in (means[:3], means[3:]):
+        assert 1 <= cost < tokens < cards
+    cost = bench.CostModel.of_config(bench.QWEN3_VL_8B)
+    blind = bench.by_tokens(cost, samples)
+    assert samples.towers(blind).flops.sum() == pytest.approx(samples.towers(cost).flops.sum())

@@ -1,0 +1,312 @@
+"""Every sample is evaluated as if it were alone, whatever shares its forward pass, and in the order of the caches."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from packtool.attention.register import ATTENTION_NAME
+from packtool.batch.collate import collate_packs
+from packtool.batch.spec import InputSpec
+from packtool.cache.evaluation_file import read_evaluation
+from packtool.cache.reader import CacheReader
+from packtool.errors import DataError
+from packtool.launch.world import World
+from packtool.progress import SilentProgress
+from packtool.train.evaluate import per_sample as module
+from packtool.train.evaluate.per_sample import evaluate, evaluate_in_training
+from packtool.train.evaluate.totals import Evaluation
+from packtool.train.model.head_loss import HeadLoss, head_of
+from packtool.train.model.load import load_model, make_trainable
+from packtool.train.prepare.evaluation import plan_of_samples
+from packtool.train.run import train
+from tests.train.tiny import TinyWorld, export_rows, make_tiny_text_world
+from tests.train.two_evaluations import run_two_processes
+
+SETTINGS: dict[str, Any] = {"gradient_accumulation_steps": 4, "learning_rate": 1e-2, "num_train_epochs": 6.0}
+CHANNELS = ("pictures", "text", None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A trained model and the cache that it is evaluated on."""
+
+    checkpoint: str
+    cache: str
+    rows: str
+    spec: InputSpec
+
+    @property
+    def reader(self) -> CacheReader:
+        return CacheReader.open([self.cache])
+
+    def load(self, *, packing: bool = False) -> nn.Module:
+        return load_model(self.checkpoint, self.spec.config, dtype=torch.float32, packing=packing).eval()
+
+    def evaluate(self, model: nn.Module | None = None, **plan: Any) -> Evaluation:
+        reader = self.reader
+        return evaluate(model or self.load(), reader, self.spec, plan_of_samples(reader, World(), **plan))
+
+
+@pytest.fixture(scope="module")
+def case(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """A model that has learned some answers by heart, and the tiny world's rows with and without channels."""
+    root = tmp_path_factory.mktemp("case")
+    checkpoint = str(train(tiny.config(root / "full", **SETTINGS), SilentProgress()).checkpoint)
+    rows = json.loads(Path(tiny.rows).read_text())
+    folder = Path(tiny.rows).parent
+    for number, row in enumerate(rows):
+        row["images"] = [str(folder / image) for image in row["images"]]
+        row["channel"] = CHANNELS[0 if row["images"] else 1] if number % 5 else None
+    (root / "rows.json").write_text(json.dumps(rows))
+    channels = dataclasses.replace(tiny, rows=str(root / "rows.json"), cache=str(root / "cache"))
+    export_rows(channels, channels.cache, media_root=str(folder))
+    limits = CacheReader.open([channels.cache]).manifests[0].identity.media_limits
+    return Case(checkpoint, channels.cache, channels.rows, InputSpec.load(checkpoint, limits))
+
+
+@torch.no_grad()
+def alone(case: Case) -> list[dict[str, float]]:
+    """Each sample by transformers' own means: its attention, its mask, its positions, its loss."""
+    model: Any = case.load()
+    assert model.config.get_text_config()._attn_implementation == "sdpa"
+    found = []
+    for sample in map(case.reader.sample, range(len(case.reader))):
+        ids = torch.from_numpy(sample.input_ids.astype(np.int64)).unsqueeze(0)
+        inputs: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": (ids == case.spec.image_pad_id).int()}
+        if sample.images:
+            batch = collate_packs([sample], case.spec)
+            inputs |= {"pixel_values": batch.pixel_values, "image_grid_thw": batch.image_grid_thw}
+        logits = model(**inputs).logits[0, :-1]
+        labels = torch.from_numpy(sample.labels[1:].astype(np.int64))
+        places = (labels != -100).nonzero().squeeze(1)
+        right = logits.argmax(-1)[places] == labels[places]
+        wrong = places[~right]
+        found.append(
+            {
+                "loss": F.cross_entropy(logits, labels).item(),
+                "target_tokens": len(places),
+                "token_accuracy": right.double().mean().item(),
+                "first_wrong": int(wrong[0]) + 1 if len(wrong) else -1,
+            }
+        )
+    return found
+
+
+@pytest.fixture(scope="module")
+def reference(case: Case) -> list[dict[str, float]]:
+    return alone(case)
+
+
+def largest_error(evaluation: Evaluation, reference: list[dict[str, float]]) -> float:
+    """Of all losses; what is counted must be the same."""
+    assert len(evaluation) == len(reference)
+    assert evaluation.target_tokens.tolist() == [sample["target_tokens"] for sample in reference]
+    assert evaluation.first_wrong.tolist() == [sample["first_wrong"] for sample in reference]
+    expected = np.array([[sample["loss"], sample["token_accuracy"]] for sample in reference])
+    assert evaluation.token_accuracy == pytest.approx(expected[:, 1], abs=1e-12)
+    assert evaluation.perplexity == pytest.approx(np.exp(expected[:, 0]), rel=1e-5)
+    return float(np.abs(evaluation.loss - expected[:, 0]).max())
+
+
+def test_the_reference_has_right_and_wrong_answers(reference: list[dict[str, float]]) -> None:
+    first = [sample["first_wrong"] for sample in reference]
+    assert 3 < first.count(-1) < 37
+    assert len(set(first)) > 8
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {},
+        {"max_tokens": 130},
+        {"max_tokens": 400, "alignment": 8},
+        {"max_tokens": 300, "max_samples": 2},
+        {"max_samples": 1},
+    ],
+    ids=str,
+)
+def test_each_sample_is_what_it_is_alone(plan: dict[str, int], case: Case, reference: list[dict[str, float]]) -> None:
+    error = largest_error(case.evaluate(**plan), reference)
+    print(f"{plan}: largest error of a loss {error:.1e}")
+    assert error <= 1e-5
+
+
+def test_a_model_that_cannot_be_packed_is_evaluated_one_by_one(
+    case: Case, reference: list[dict[str, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "can_be_packed", lambda config: False)
+    model: Any = case.load()
+    seen = []
+    model.register_forward_pre_hook(lambda *given: seen.append(given[-1]["input_ids"].shape[0]), with_kwargs=True)
+    assert largest_error(case.evaluate(model), reference) <= 1e-5
+    assert len(seen) == 40
+
+
+@pytest.mark.parametrize("label_logits_only", [True, False])
+def test_logits_where_a_head_allows_no_losses(
+    label_logits_only: bool, case: Case, reference: list[dict[str, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HeadLoss, "applies_to", lambda model: False)
+    monkeypatch.setattr("packtool.train.evaluate.scorer.takes_logits_to_keep", lambda model: label_logits_only)
+    monkeypatch.setattr("packtool.train.evaluate.scorer._TARGETS_AT_ONCE", 7)
+    monkeypatch.setattr("packtool.train.evaluate.scorer._CELLS_AT_ONCE", 30)
+    assert largest_error(case.evaluate(max_tokens=400), reference) <= 1e-5
+
+
+def test_a_model_of_text_alone(tmp_path: Path) -> None:
+    text = make_tiny_text_world(tmp_path)
+    reader = CacheReader.open([text.cache])
+    spec = InputSpec.load(text.model, reader.manifests[0].identity.media_limits)
+    case = Case(text.model, text.cache, text.rows, spec)
+    together, single = case.evaluate(), case.evaluate(max_samples=1)
+    assert together.loss == pytest.approx(single.loss, abs=1e-5)
+    assert together.first_wrong.tolist() == single.first_wrong.tolist()
+    assert together.total.loss == pytest.approx(math.log(272), abs=2)
+
+
+def test_order_origins_and_totals(case: Case, reference: list[dict[str, float]]) -> None:
+    found, reader = case.evaluate(max_tokens=256), case.reader
+    for position in range(len(reader)):
+        sample = reader.sample(position)
+        assert (found.sources[found.source[position]], found.row[position]) == (sample.source, sample.row)
+        assert found.tokens[position] == sample.length
+        assert (*found.channels, None)[found.channel[position]] == sample.channel
+    targets = np.array([sample["target_tokens"] for sample in reference])
+    losses = np.array([sample["loss"] for sample in reference])
+    rights = np.array([sample["token_accuracy"] for sample in reference]) * targets
+    assert set(found.channel_totals) == set(CHANNELS)
+    chosen = {name: np.array([reader.sample(i).channel == name for i in range(40)]) for name in CHANNELS}
+    for total, some in [(found.total, targets > 0), *((found.channel_totals[name], chosen[name]) for name in CHANNELS)]:
+        assert (total.samples, total.target_tokens) == (some.sum(), targets[some].sum())
+        assert total.loss == pytest.approx((losses * targets)[some].sum() / targets[some].sum(), abs=1e-5)
+        assert total.perplexity == pytest.approx(math.exp(total.loss))
+        assert total.token_accuracy == pytest.approx(rights[some].sum() / targets[some].sum())
+        assert total.exact_samples == sum(reference[i]["first_wrong"] == -1 for i in np.flatnonzero(some))
+    metrics = found.metrics()
+    assert metrics["eval_loss"] == found.total.loss
+    assert metrics["eval_loss/text"] == found.channel_totals["text"].loss
+    assert not [name for name in metrics if "None" in name]
+
+
+def test_some_samples_of_several_caches(case: Case, tiny: TinyWorld) -> None:
+    whole = case.evaluate()
+    reader = CacheReader.open([tiny.cache, case.cache])
+    plan = plan_of_samples(reader, World(), limit=55)
+    both = evaluate(case.load(), reader, case.spec, plan)
+    assert len(both) == 55
+    assert both.loss == pytest.approx(np.concatenate([whole.loss, whole.loss[:15]]), abs=1e-5)
+    assert both.channel[:40].tolist() == [-1] * 40
+    assert len(both.sources) == 2
+
+
+def test_samples_without_targets_have_no_loss(case: Case) -> None:
+    class Silent:
+        """The first sample's labels are gone."""
+
+        def __init__(self, reader: CacheReader) -> None:
+            self.reader, self.index = reader, reader.index
+
+        def sample(self, position: int) -> Any:
+            sample = self.reader.sample(position)
+            return sample if position else dataclasses.replace(sample, labels=np.full_like(sample.labels, -100))
+
+    reader = case.reader
+    silent: Any = Silent(reader)
+    for limit in (1, 4):
+        found = evaluate(case.load(), silent, case.spec, plan_of_samples(reader, World(), limit=limit))
+        assert found.target_tokens[0] == found.loss_sum[0] == 0
+        assert found.first_wrong[0] == -1
+        assert np.isnan([found.loss[0], found.perplexity[0], found.token_accuracy[0]]).all()
+        assert math.isnan(found.total.loss) == (limit == 1)
+        assert found.total.exact_samples == int((found.first_wrong[1:] == -1).sum())
+
+
+@pytest.fixture
+def in_training(case: Case, tiny: TinyWorld) -> nn.Module:
+    """A model in the middle of training on padded rows: adapters with dropout, one module not in training mode."""
+    config = tiny.config("unused", train_type="lora", lora_dropout=0.5, packing=False)
+    model: Any = make_trainable(
+        load_model(case.checkpoint, case.spec.config, dtype=torch.float32, packing=False), config
+    )
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.05)
+    model.train()
+    model.get_base_model().model.visual.eval()
+    return model
+
+
+def test_training_goes_on_as_if_nothing_had_been(in_training: nn.Module, case: Case) -> None:
+    model: Any = in_training
+    reader = case.reader
+    plan = plan_of_samples(reader, World(), max_tokens=200)
+    modes = {name: part.training for name, part in model.named_modules()}
+    states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+    first, second = (
+        evaluate_in_training(model, reader, case.spec, plan, world=World(), num_workers=workers) for workers in (0, 1)
+    )
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert np.array_equal(states[1], np.random.get_state()[1])
+    assert states[2] == random.getstate()
+    assert modes == {name: part.training for name, part in model.named_modules()}
+    assert len(set(modes.values())) == 2
+    assert model.config.get_text_config()._attn_implementation == "sdpa"
+    assert first == second
+    assert torch.is_grad_enabled()
+    head: Any = head_of(model)
+    assert "forward" not in vars(head)
+    # With the Trainer's own losses in the head, which stay there.
+    theirs = HeadLoss(model)
+    assert evaluate_in_training(model, reader, case.spec, plan, world=World()) == first
+    assert head.forward.__self__ is theirs
+    del head.forward
+    packed = load_model(case.checkpoint, case.spec.config, dtype=torch.float32, packing=True)
+    without_adapter = evaluate(packed, reader, case.spec, plan).total.loss
+    assert abs(first["eval_loss"] - without_adapter) > 1e-3
+    assert packed.training == packed.lm_head.training
+    assert packed.config.get_text_config()._attn_implementation == ATTENTION_NAME
+
+
+def test_after_an_error_the_model_is_as_before(in_training: nn.Module, case: Case) -> None:
+    class Broken(SilentProgress):
+        def advance(self, num_done: int, **fields: float | int | str) -> None:
+            raise DataError("gone")
+
+    reader = case.reader
+    with pytest.raises(DataError):
+        evaluate(in_training, reader, case.spec, plan_of_samples(reader, World()), progress=Broken())
+    assert in_training.training
+    model: Any = in_training
+    assert model.config.get_text_config()._attn_implementation == "sdpa"
+
+
+def test_two_processes_share_the_work_and_know_the_whole(case: Case, tmp_path: Path) -> None:
+    """One start: samples shared, a wrapped model, a rank without samples, plans that differ."""
+    job = {"model": case.checkpoint, "cache": case.cache, "output": str(tmp_path / "two.parquet")}
+    run_two_processes(job | {"results": str(tmp_path / "rank-{}.json")}, tmp_path)
+    first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second
+    assert first["differing"] == "MismatchError"
+    assert first["single"]["samples"] == 1
+    assert first["sharded"] == pytest.approx(first["single"])
+    whole = case.evaluate()
+    expected = whole.metrics()
+    assert first["wrapped"].keys() == expected.keys()
+    for name, value in expected.items():
+        assert first["wrapped"][name] == pytest.approx(value, abs=1e-5, rel=1e-5)
+    columns, info = read_evaluation(str(tmp_path / "two.parquet"))
+    assert columns["sample"] == list(range(40))
+    assert columns["loss"] == pytest.approx(whole.loss, abs=1e-5)
+    assert columns["first_wrong"] == whole.first_wrong.tolist()
+    assert info["total"]["loss"] == pytest.approx(whole.total.loss, abs=1e-5)

@@ -1,0 +1,49 @@
+"""An adapter that was saved goes onto a model that has all of its places, and onto no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+
+from packtool.errors import MismatchError
+from packtool.train.model.adapters import attach_adapter, take_adapter
+from tests.batch.reduced import reduced_model
+
+
+def adapted(**settings: Any) -> PeftModel:
+    """A small model with an adapter that has an effect."""
+    given = {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+    return get_peft_model(reduced_model("qwen3"), LoraConfig(**given | settings))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("adapter")
+    adapted().save_pretrained(directory)
+    return directory
+
+
+def test_what_fits_is_taken_whole(saved: Path) -> None:
+    attached, taking = attach_adapter(reduced_model("qwen3"), str(saved)), adapted()
+    take_adapter(taking, str(saved))
+    theirs, ours = (get_peft_model_state_dict(model, save_embedding_layers=False) for model in (attached, taking))
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(weight, ours[name]) for name, weight in theirs.items())
+
+
+@pytest.mark.parametrize(
+    "settings", [{"r": 3}, {"target_modules": ["q_proj"]}, {"modules_to_save": ["lm_head"]}, {"use_dora": True}]
+)
+def test_what_does_not_fit_is_named(saved: Path, settings: dict[str, Any]) -> None:
+    with pytest.raises(MismatchError, match=r"is not that of these settings: \d+ of its weights do not fit, such as "):
+        take_adapter(adapted(**settings), str(saved))
+
+
+def test_a_file_that_is_damaged_is_told(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"no adapter")
+    with pytest.raises(MismatchError, match="cannot be read"):
+        take_adapter(adapted(), str(tmp_path))

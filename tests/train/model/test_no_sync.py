@@ -1,0 +1,159 @@
+"""A packed forward pass and its loss never make the host wait for the device: every family, on CUDA that is not there.
+
+Under ``FakeTensorMode`` tensors lie on a device ``cuda`` without one, and whatever needs a value on the host
+(``.item``, ``.tolist``, ``nonzero``, ``repeat_interleave`` without a size, a boolean index) raises. Devices and dtypes
+that do not go together raise too.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from transformers import AutoConfig, PreTrainedConfig, Qwen3_5MoeConfig, Qwen3MoeConfig, Qwen3VLMoeConfig
+
+from packtool.attention.register import set_attention
+from packtool.batch.batch import PackedBatch, target_positions
+from packtool.batch.spec import InputSpec
+from packtool.batch.tower_inputs import tower_inputs
+from packtool.encode.families import MediaLimits
+from packtool.train.model.head_loss import HeadLoss
+from packtool.train.model.load import auto_class
+from tests.attention.hybrids import hybrid_config
+from tests.batch.reduced import reduced_config
+from tests.train.real_models import reduced
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+ON_TEXT = ("qwen2", "qwen2_sliding", "qwen3", "qwen3_moe", "qwen3_next")
+THAT_SEE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+THAT_HEAR = ("qwen2.5-omni", "qwen3-omni")
+ADAPTED = ["q_proj", "v_proj", "qkv", "in_proj_qkv", "down_proj"]
+
+
+def config_of(name: str, realdata: Path, folder: Path) -> PreTrainedConfig:
+    if name in THAT_HEAR:
+        settings = json.loads((realdata / "tokenizers" / name / "config.json").read_text())
+        reduced(settings, name)
+        (folder / "config.json").write_text(json.dumps(settings))
+        thinker: PreTrainedConfig = AutoConfig.from_pretrained(folder).thinker_config
+        return thinker
+    if name == "qwen3_moe":
+        return Qwen3MoeConfig(**reduced_config("qwen3").to_dict() | {"model_type": "qwen3_moe"} | EXPERTS)
+    if name == "qwen3_vl_moe":
+        settings = reduced_config("qwen3_vl").to_dict() | {"model_type": "qwen3_vl_moe"}
+        return Qwen3VLMoeConfig(**with_experts(settings, "qwen3_vl_moe"))
+    if name == "qwen3_5_moe":
+        settings = hybrid_config("qwen3_5").to_dict() | {"model_type": "qwen3_5_moe"}
+        return Qwen3_5MoeConfig(**with_experts(settings, "qwen3_5_moe"))
+    return hybrid_config(name) if name in ("qwen3_next", "qwen3_5") else reduced_config(name)
+
+
+def with_experts(settings: dict[str, Any], name: str) -> dict[str, Any]:
+    settings["text_config"] |= EXPERTS | {"model_type": f"{name}_text", "shared_expert_intermediate_size": 16}
+    settings["vision_config"]["model_type"] = f"{name}_vision" if name == "qwen3_5_moe" else name
+    return settings
+
+
+def media_of(spec: InputSpec) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Two pictures, a video and two sounds, as far as the model takes them, and how many tokens stand for each kind."""
+    if not spec.sees:
+        return {}, {}
+    merged = spec.config.vision_config.spatial_merge_size**2
+    grids = {"image": torch.tensor([[1, 4, 6], [1, 8, 4]]), "video": torch.tensor([[3, 4, 4]])}
+    patches = {kind: int(grid.prod(1).sum()) for kind, grid in grids.items()}
+    media = {
+        "pixel_values": torch.zeros(patches["image"], spec.patch_dim),
+        "image_grid_thw": grids["image"],
+        "pixel_values_videos": torch.zeros(patches["video"], spec.patch_dim),
+        "video_grid_thw": grids["video"],
+    }
+    tokens = {kind: number // merged for kind, number in patches.items()}
+    if spec.hears:
+        mask = torch.zeros(2, 200, dtype=torch.int64)
+        mask[0], mask[1, :132] = 1, 1
+        media |= {"input_features": torch.zeros(2, spec.num_mel_bins, 200), "feature_attention_mask": mask}
+        tokens["audio"] = 26 + 17 if spec.config.model_type.startswith("qwen3") else 50 + 33
+    return media, tokens
+
+
+def batch_for(spec: InputSpec) -> PackedBatch:
+    """Three documents."""
+    media, tokens = media_of(spec)
+    ids = [5] * 9
+    for kind, number in tokens.items():
+        ids += [spec.pad_ids[kind]] * number + [7] * 4
+    input_ids = torch.tensor([ids])
+    positions = torch.arange(len(ids)).view(1, -1)
+    labels = torch.where(positions > len(ids) // 2, input_ids, -100)
+    lengths = (4, 5, len(ids) - 9) if len(ids) > 9 else (4, 5)
+    return PackedBatch(
+        input_ids=input_ids,
+        labels=labels,
+        position_ids=positions[None].expand(4, 1, -1) if spec.sees else positions,
+        media=media,
+        towers=tower_inputs(spec, media, input_ids),
+        target_positions=target_positions(labels),
+        loss_weights=torch.ones(1, len(ids)),
+        channels=(None,) * len(lengths),
+        num_samples=len(lengths),
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
+        lengths=lengths,
+    )
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTensorMode]:
+    """A Hopper GPU that holds shapes and no numbers."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_, **__: True)
+    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
+        yield mode
+
+
+def loss_of(mode: FakeTensorMode, spec: InputSpec, batch: PackedBatch, *, adapters: bool) -> Tensor:
+    """The loss of a forward pass in training, in bf16 by autocast."""
+    with torch.device("meta"):
+        model: Any = auto_class(spec.config).from_config(copy.deepcopy(spec.config), attn_implementation="sdpa")
+        set_attention(model, "varlen")
+        if adapters:
+            model = get_peft_model(model, LoraConfig(target_modules=ADAPTED, r=4), low_cpu_mem_usage=True)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            on_gpu = nn.Parameter(torch.empty_like(parameter, device="cuda"), parameter.requires_grad)
+            setattr(module, name, on_gpu)
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device="cuda"))
+    model.train()
+    on_device = batch.map(lambda tensor: torch.empty_like(mode.from_tensor(tensor), device="cuda"))
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        return HeadLoss(model).losses(model, on_device).sum(on_device.loss_weights)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("name", [*ON_TEXT, *THAT_SEE, *THAT_HEAR])
+def test_no_family_waits(name: str, adapters: bool, realdata: Path, tmp_path: Path, request: Any) -> None:
+    config = config_of(name, realdata, tmp_path)
+    spec = InputSpec(str(tmp_path), config, MediaLimits())
+    batch = batch_for(spec)
+    mode = request.getfixturevalue("fake_cuda")
+    loss = loss_of(mode, spec, batch, adapters=adapters)
+    assert (loss.device.type, loss.dtype, loss.shape) == ("cuda", torch.float32, ())
+
+
+def test_the_trace_finds_what_waits(realdata: Path, tmp_path: Path, request: Any) -> None:
+    """transformers' own way does: without tower inputs, at the first size that it asks the device for."""
+    spec = InputSpec(str(tmp_path), config_of("qwen3_vl", realdata, tmp_path), MediaLimits())
+    batch = batch_for(spec)
+    object.__setattr__(batch, "towers", {})
+    mode = request.getfixturevalue("fake_cuda")
+    with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
+        loss_of(mode, spec, batch, adapters=False)
