@@ -131,7 +131,7 @@ def test_torchs_varlen_is_called_as_each_version_wants(
     check_calls(kernel, head_dim=head_dim, has_windows=has_windows)
     if not has_windows:
         with pytest.raises(ConfigError, match="without sliding windows"):
-            kernel.fwd(*random_heads(sum(LENGTHS), 4, 2, head_dim), Varlen.of_lengths(LENGTHS), window=3)
+            kernel.fwd(*random_heads(sum(LENGTHS), 4, 2, head_dim), varlen=Varlen.of_lengths(LENGTHS), window=3)
 
 
 @pytest.mark.parametrize("head_dim", [8, 6])
@@ -145,10 +145,10 @@ def test_flash_attention_is_called_as_each_version_wants(
         check_calls(kernel, head_dim=head_dim, has_windows=True)
         return
     heads, varlen = random_heads(sum(LENGTHS), 4, 2, head_dim), Varlen.of_lengths(LENGTHS)
-    expected = KERNELS["reference"].attend(*heads, varlen, window=3)
-    torch.testing.assert_close(kernel.attend(*heads, varlen, window=3), expected.float(), rtol=0, atol=2e-5)
+    expected = KERNELS["reference"].attend(*heads, varlen=varlen, window=3)
+    torch.testing.assert_close(kernel.attend(*heads, varlen=varlen, window=3), expected.float(), rtol=0, atol=2e-5)
     with pytest.raises(ConfigError, match="does not tell the lse"):
-        kernel.fwd(*heads, varlen)
+        kernel.fwd(*heads, varlen=varlen)
 
 
 @pytest.mark.parametrize(("package", "version"), versions("flash-attn", "kernels-community/flash-attn2"))
@@ -179,8 +179,8 @@ def test_blocks_of_shared_rows_fit_torchs_operators(
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
     varlen = Varlen.of_lengths(LENGTHS)
     block, heads = AttentionBlock(varlen, varlen, True, 0.3, window), random_heads(sum(LENGTHS), 4, 2, 6)
-    out, lse = CudaFlashBlockKernel().fwd(*heads, block)
-    gradients = CudaFlashBlockKernel().bwd(out, *heads, out, lse, block)
+    out, lse = CudaFlashBlockKernel().fwd(*heads, block=block)
+    gradients = CudaFlashBlockKernel().bwd(out, *heads, out=out, lse=lse, block=block)
     assert [tensor.shape for tensor in gradients] == [tensor.shape for tensor in heads]
     for found in called.values():
         assert found["cum_seq_q"] is found["cum_seq_k"] is varlen.cu_seqlens
