@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
@@ -27,6 +28,19 @@ class FakeBatch:
 
     def record_stream(self, stream: Any) -> None:
         self.events.append(f"recorded on {stream.name}")
+
+
+@dataclass
+class BatchOfOne:
+    """A single tensor."""
+
+    tensor: torch.Tensor
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> BatchOfOne:
+        return BatchOfOne(self.tensor.to(device, non_blocking=non_blocking))
+
+    def map(self, function: Any) -> BatchOfOne:
+        return BatchOfOne(function(self.tensor))
 
 
 class Stream:
@@ -106,6 +120,20 @@ def test_waits_are_read_once_and_never_before_the_device_is_there(
     assert copies.waited() == 0.0
     monkeypatch.setattr(Event, "reached", True)
     assert copies.waited() == 1.0
+    assert copies.waited() == 0.0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_on_a_gpu_copies_arrive_and_their_waits_are_told() -> None:
+    copies, expected = DeviceCopies(torch.device("cuda")), torch.arange(1 << 22)
+    batch = BatchOfOne(expected.pin_memory())
+    for _ in range(3):
+        arrived = copies.bring(batch)  # type: ignore[type-var]
+        assert int((arrived.tensor + 1).sum()) == int(expected.sum()) + len(expected)
+    waited = copies.waited()
+    assert waited is not None
+    assert 0 < waited < 10
     assert copies.waited() == 0.0
 
 
