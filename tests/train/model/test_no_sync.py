@@ -25,6 +25,7 @@ from packtool.batch.batch import PackedBatch, target_positions
 from packtool.batch.spec import InputSpec
 from packtool.batch.tower_inputs import tower_inputs
 from packtool.encode.families import MediaLimits
+from packtool.train.loop.finite import StepNumbers
 from packtool.train.model.head_loss import HeadLoss
 from packtool.train.model.load import auto_class
 from tests.attention.hybrids import hybrid_config
@@ -115,6 +116,9 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTensorMode]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_, **__: True)
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+    # Autograd makes its threads at its first backward pass, for this device, too, if it knows of it by then; and a
+    # process that has them cannot be forked by the tests of other files.
+    torch.zeros(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:
         yield mode
 
@@ -147,6 +151,17 @@ def test_no_family_waits(name: str, adapters: bool, realdata: Path, tmp_path: Pa
     mode = request.getfixturevalue("fake_cuda")
     loss = loss_of(mode, spec, batch, adapters=adapters)
     assert (loss.device.type, loss.dtype, loss.shape) == ("cuda", torch.float32, ())
+
+
+@pytest.mark.parametrize("has_norm", [True, False])
+@pytest.mark.usefixtures("fake_cuda")
+def test_numbers_that_are_none_are_found_without_waiting(has_norm: bool) -> None:
+    gpu, numbers = torch.device("cuda"), StepNumbers()
+    loss = torch.ones((), device=gpu)
+    numbers.see_loss(loss)
+    numbers.see_norm(loss if has_norm else 1.0, is_scaled=False)
+    bad = numbers.bad(gpu)
+    assert (bad.device.type, bad.dtype, bad.shape) == ("cuda", torch.int64, ())
 
 
 def step_on(device: str, kernel: str, spec: InputSpec) -> Callable[[], Tensor]:
