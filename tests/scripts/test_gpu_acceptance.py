@@ -57,24 +57,20 @@ def test_the_command_needs_no_environment_to_say_so(repository: Path, tmp_path: 
 
 
 def test_the_machinery_on_a_cpu(repository: Path, tmp_path: Path) -> None:
-    command = [sys.executable, str(repository / "scripts" / "_gpu_acceptance.py"), "--cpu", "--parts", "tests", "bench"]
+    command = [sys.executable, str(repository / "scripts" / "_gpu_acceptance.py"), "--cpu", "--parts", "tests"]
     command += ["--select", "tests/attention/test_on_gpu.py", "--out", str(tmp_path)]
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout[-3000:]
     whole = json.loads((tmp_path / "cpu.json").read_text())
-    tests, bench = whole["parts"]
-    assert (tests["name"], tests["outcome"], bench["outcome"]) == ("tests", "passed", "passed")
+    (tests,) = whole["parts"]
+    assert (tests["name"], tests["outcome"]) == ("tests", "passed")
     assert {(test["outcome"], test["reason"]) for test in tests["tests"]} == {("skipped", "no GPU here")}
-    assert len(bench["found"]["memory"]) == 2
     assert torch.__version__.startswith(whole["versions"]["torch"])
     page = (tmp_path / "cpu.md").read_text()
     assert page.startswith("# CPU\n")
     assert re.search(rf"^\| tests \| passed \| 0 \| 0 \| {len(tests['tests'])} \|", page, re.MULTILINE)
     assert re.search(r"^\| no GPU here \| \d+ \| tests\.attention\.test_on_gpu::", page, re.MULTILINE)
-    assert re.search(r"^\| tiny vision.*memory \| \d\.\d+ \|  \|  \| not measured \|", page, re.MULTILINE)
-    for heading in ("Checks of attention and packs", "Memory told beforehand and measured", "Speed"):
-        assert f"\n## {heading}" in page
 
 
 def part_of(code: str) -> list[str]:
@@ -93,7 +89,9 @@ def test_what_failed_is_told_and_the_rest_goes_on(
     bad = {"kernel": "varlen", "name": "varlen: out", "error": None, "allowed": None, "note": "RuntimeError: a | b"}
     memory = {"what": "8b text", "traced": 10.0, "measured": 12.0, "passing": 2.0, "ratio": 0.83, "passed": False}
     found = tmp_path / "bench.json"
-    found.write_text(json.dumps({"checks": [{**bad, "passed": False}], "rows": [], "memory": [memory]}))
+    row = {"what": "8b text", "way": "packed", "ms": 12.5, "tflops": 300.0, "mfu": 0.4, "gib": 60.0, "ratio": 1.9}
+    rows = [{**row, "note": ""}]
+    found.write_text(json.dumps({"checks": [{**bad, "passed": False}], "rows": rows, "memory": [memory]}))
     made = {
         "tests": acceptance.Command(
             part_of("raise SystemExit(1)"), read=lambda part: acceptance.read_tests(part, junit)
@@ -112,6 +110,7 @@ def test_what_failed_is_told_and_the_rest_goes_on(
         "| assert 1 == 2 | 1 | tests.a::two |",
         "| varlen: out |  |  | RuntimeError: a \\| b |",
         "| 8b text | 10.00 | 12.00 | 0.83 | FAILED |",
+        "| 8b text | packed | 12.50 | 300.0 | 40.0% | 60.0 | 1.90 |",
         "| shared | skipped: it needs two GPUs, and there is one |",
         "| demo | passed |",
         "exact: 97 %",
