@@ -55,7 +55,7 @@ import numpy.typing as npt
 
 from packtool.errors import ConfigError
 from packtool.plan.longest_shared import Falling
-from packtool.plan.step_time import StepTime
+from packtool.plan.step_time import NOTHING, Load, StepTime
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -114,13 +114,13 @@ def schedule_step(
     step = _Step(
         np.asarray(lengths).tolist(),
         padded.tolist(),
-        times.work(lengths, costs).tolist(),
-        times.work(padded, costs, sequence_parallel_size).tolist(),
+        times.loads(lengths, costs),
+        times.loads(padded, costs, sequence_parallel_size),
         sequence_parallel_size,
         bucket_size * sequence_parallel_size,
         times,
     )
-    return [step.rank(sequences) for sequences in _assign(step.local, num_ranks)]
+    return [step.rank(sequences) for sequences in _assign([load.flops for load in step.local], num_ranks)]
 
 
 def check_buckets(
@@ -169,15 +169,18 @@ def planned_time(
     times = times or StepTime()
     padded = -(-np.asarray(lengths) // alignment) * alignment
     costs = np.asarray(flops, dtype=np.float64)
-    local_work, shared_work = times.work(lengths, costs), times.work(padded, costs, sequence_parallel_size)
+    local_loads, shared_loads = times.loads(lengths, costs), times.loads(padded, costs, sequence_parallel_size)
     slowest = 0.0
     for micro_batches in ranks:
         seconds = 0.0
         for batch in micro_batches:
-            is_local = batch.places != SHARDED
-            local = np.bincount(batch.places[is_local], local_work[batch.samples[is_local]], sequence_parallel_size)
-            sharded = batch.samples[~is_local]
-            seconds += times.micro_batch(local.tolist(), float(shared_work[sharded].sum()), int(padded[sharded].sum()))
+            local, sharded, tokens = [NOTHING] * sequence_parallel_size, NOTHING, 0
+            for sample, place in zip(batch.samples.tolist(), batch.places.tolist(), strict=True):
+                if place == SHARDED:
+                    sharded, tokens = sharded.plus(shared_loads[sample]), tokens + int(padded[sample])
+                else:
+                    local[place] = local[place].plus(local_loads[sample])
+            seconds += times.micro_batch(local, sharded, tokens)
         slowest = max(slowest, seconds)
     return slowest
 
@@ -209,15 +212,15 @@ class _Step:
     Args:
         sizes: tokens of each.
         padded: tokens of each if it is sharded.
-        local, sharded: work of each in FLOPs, on one rank, and summed over all that share it.
+        local, sharded: work of each, on one rank, and summed over all that share it.
         num_ranks: N, that share a micro-batch.
         room: C N: room is counted in N-ths of a token, so that a sharded sequence takes a whole number of them.
     """
 
     sizes: list[int]
     padded: list[int]
-    local: list[float]
-    sharded: list[float]
+    local: list[Load]
+    sharded: list[Load]
     num_ranks: int
     room: int
     times: StepTime
@@ -233,7 +236,7 @@ class _Step:
             sharded = self._micro_batches(ascending, self._shard)
             if sharded is not None and _seconds(sharded) < _seconds(found):
                 found = sharded
-        found.sort(key=lambda placed: -math.fsum(self.local[i] for i in placed.sequences))
+        found.sort(key=lambda placed: -math.fsum(self.local[i].flops for i in placed.sequences))
         return [MicroBatch(np.array(one.sequences, np.int64), np.array(one.places, np.int64)) for one in found]
 
     def _micro_batches(
@@ -264,8 +267,8 @@ class _Step:
         tokens = sum(self.padded[i] for i in ascending)
         if tokens > self.room:
             return None
-        work = math.fsum(self.sharded[i] for i in ascending)
-        seconds = self.times.micro_batch([0.0] * self.num_ranks, work, tokens)
+        work = Load.sum(self.sharded[i] for i in ascending)
+        seconds = self.times.micro_batch([NOTHING] * self.num_ranks, work, tokens)
         return _Placed(ascending, [SHARDED] * len(ascending), seconds)
 
     def _place(self, ascending: list[int]) -> _Placed | None:
@@ -297,21 +300,21 @@ class _Bench:
 
     Attributes:
         room: of each rank, in N-ths of a token; below 0 only between two roll-backs.
-        load: FLOPs of each rank's local sequences.
+        load: of each rank's local sequences.
         local: local sequences of each rank, by rising length.
     """
 
     def __init__(self, step: _Step) -> None:
         self.step, self.ranks = step, range(step.num_ranks)
         self.room = [step.room] * step.num_ranks
-        self.load = [0.0] * step.num_ranks
+        self.load = [NOTHING] * step.num_ranks
         self.local: list[list[int]] = [[] for _ in self.ranks]
         self.place_of: dict[int, int] = {}
-        self.sharded_flops, self.sharded_tokens = 0.0, 0
+        self.sharded, self.sharded_tokens = NOTHING, 0
 
     def seconds(self) -> float:
         """Seconds that the micro-batch takes."""
-        return self.step.times.micro_batch(self.load, self.sharded_flops, self.sharded_tokens)
+        return self.step.times.micro_batch(self.load, self.sharded, self.sharded_tokens)
 
     def add(self, sequence: int) -> bool:
         """Place a sequence, no shorter than those before it; False if there is no room however these are placed."""
@@ -338,8 +341,9 @@ class _Bench:
         places, num_best = dict(self.place_of), 0
         while step.num_ranks > 1:
             busiest = self.load.index(max(self.load))
-            # Where the communication is waited for, sharding still more can only make it longer.
-            if step.times.computation(self.load[busiest]) <= step.times.communication(self.sharded_tokens):
+            # Sharding more makes work, never less: what even ranks without any exchange would take is a bound.
+            work = (math.fsum(load.flops for load in self.load) + self.sharded.flops) / step.num_ranks
+            if not self.local[busiest] or step.times.computation(work) >= best:
                 break
             rolled_back.append(self._roll_back(busiest))
             seconds = self.seconds()
@@ -350,14 +354,14 @@ class _Bench:
 
     def _keep(self, sequence: int, rank: int) -> None:
         self.room[rank] -= self.step.sizes[sequence] * self.step.num_ranks
-        self.load[rank] += self.step.local[sequence]
+        self.load[rank] = self.load[rank].plus(self.step.local[sequence])
         self.local[rank].append(sequence)
         self.place_of[sequence] = rank
 
     def _shard(self, sequence: int) -> None:
         padded = self.step.padded[sequence]
         self.room = [room - padded for room in self.room]
-        self.sharded_flops += self.step.sharded[sequence]
+        self.sharded = self.sharded.plus(self.step.sharded[sequence])
         self.sharded_tokens += padded
         self.place_of[sequence] = SHARDED
 
@@ -366,7 +370,7 @@ class _Bench:
         sequence = self.local[rank].pop()
         self.room[rank] += self.step.sizes[sequence] * self.step.num_ranks
         # Added up anew: a difference of floats would leave a rest on a rank that has nothing.
-        self.load[rank] = sum(self.step.local[i] for i in self.local[rank])
+        self.load[rank] = Load.sum(self.step.local[i] for i in self.local[rank])
         self._shard(sequence)
         return sequence
 
