@@ -71,13 +71,15 @@ class Falling:
             # Some rank has the longest, and by convexity one waits no less than ranks with even loads would.
             longest = self.local[num] if num < len(self.local) else NOTHING
             even = Load(left.flops / self.num_ranks, left.attention / self.num_ranks)
-            if times.micro_batch([longest, *[even] * (self.num_ranks - 1)], work, tokens) >= limit:
+            if times.computation(even.flops + work.flops / self.num_ranks) >= limit:
+                break  # and more so with more of them: sharding makes work, never less
+            if times.micro_batch([longest, even], work, tokens, self.num_ranks) >= limit:
                 continue
             placed = self._assigned(num, room)
             if placed is None:
                 continue
             ranks, loads = placed
-            seconds = times.micro_batch(loads, work, tokens)
+            seconds = times.micro_batch(loads, work, tokens, self.num_ranks)
             if seconds < limit:
                 found, limit = LongestShared(num, ranks, seconds), seconds
         return found

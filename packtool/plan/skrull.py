@@ -180,7 +180,7 @@ def planned_time(
                     sharded, tokens = sharded.plus(shared_loads[sample]), tokens + int(padded[sample])
                 else:
                     local[place] = local[place].plus(local_loads[sample])
-            seconds += times.micro_batch(local, sharded, tokens)
+            seconds += times.micro_batch(local, sharded, tokens, sequence_parallel_size)
         slowest = max(slowest, seconds)
     return slowest
 
@@ -268,7 +268,7 @@ class _Step:
         if tokens > self.room:
             return None
         work = Load.sum(self.sharded[i] for i in ascending)
-        seconds = self.times.micro_batch([NOTHING] * self.num_ranks, work, tokens)
+        seconds = self.times.micro_batch([NOTHING], work, tokens, self.num_ranks)
         return _Placed(ascending, [SHARDED] * len(ascending), seconds)
 
     def _place(self, ascending: list[int]) -> _Placed | None:
@@ -314,7 +314,7 @@ class _Bench:
 
     def seconds(self) -> float:
         """Seconds that the micro-batch takes."""
-        return self.step.times.micro_batch(self.load, self.sharded, self.sharded_tokens)
+        return self.step.times.micro_batch(self.load, self.sharded, self.sharded_tokens, self.step.num_ranks)
 
     def add(self, sequence: int) -> bool:
         """Place a sequence, no shorter than those before it; False if there is no room however these are placed."""
@@ -341,9 +341,8 @@ class _Bench:
         places, num_best = dict(self.place_of), 0
         while step.num_ranks > 1:
             busiest = self.load.index(max(self.load))
-            # Sharding more makes work, never less: what even ranks without any exchange would take is a bound.
-            work = (math.fsum(load.flops for load in self.load) + self.sharded.flops) / step.num_ranks
-            if not self.local[busiest] or step.times.computation(work) >= best:
+            # One from every rank without anything won: sharding still more only makes work.
+            if not self.local[busiest] or len(rolled_back) - num_best >= step.num_ranks:
                 break
             rolled_back.append(self._roll_back(busiest))
             seconds = self.seconds()

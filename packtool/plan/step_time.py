@@ -17,14 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 Lengths = npt.NDArray[np.integer[Any]]
 Costs = npt.NDArray[np.float64]
-Number = TypeVar("Number", float, Costs)
+Seconds = npt.NDArray[np.float64]
 
 
 class Load(NamedTuple):
@@ -67,15 +67,9 @@ class Exchange:
     behind_local: float = 0.0
     behind_sharded: float = 0.0
 
-    def travel(self, num_tokens: Number) -> Number:
+    def travel(self, num_tokens: int) -> float:
         """Seconds that all of them take, for so many sharded tokens: fixed below a size, then linear."""
-        fixed, moved = self.fixed_seconds, num_tokens * self.token_seconds
-        return (num_tokens > 0) * self.times * (fixed + _above_zero(moved - fixed))
-
-    def waited(self, num_tokens: Number, local_attention: Number, sharded_attention: Number) -> Number:
-        """Seconds of that which a rank's attention (seconds, forward and backward) does not hide."""
-        hidden = self.behind_local * local_attention + self.behind_sharded * sharded_attention
-        return _above_zero(self.travel(num_tokens) - hidden)
+        return self.times * max(self.fixed_seconds, num_tokens * self.token_seconds) if num_tokens else 0.0
 
 
 @dataclass(frozen=True)
@@ -124,31 +118,40 @@ class StepTime:
         """Seconds of so many FLOPs on one device."""
         return flops / self.flops_per_second
 
-    def micro_batch(self, local: Sequence[Load], sharded: Load, sharded_tokens: int) -> float:
+    def micro_batch(self, local: Sequence[Load], sharded: Load, sharded_tokens: int, num_ranks: int) -> float:
         """Seconds of a micro-batch.
 
         Args:
-            local: (N,), the sequences local to each rank.
+            local: the sequences local to each rank; of ranks that have alike, one is enough.
             sharded: all sharded sequences, as ``loads`` tells them for N; each rank computes an N-th.
             sharded_tokens: of all sharded sequences, with their padding. A lone rank has nobody to ask for them.
+            num_ranks: N.
         """
-        num_ranks, speed = len(local), self.flops_per_second
-        if num_ranks == 1 or sharded_tokens == 0:
-            busiest = max(local)[0]
-        else:
-            attention = sharded.attention / num_ranks / speed
-            busiest = max(
-                load.flops + speed * self.waited(sharded_tokens, load.attention / speed, attention) for load in local
+        busiest = max(local)[0]
+        if num_ranks > 1 and sharded_tokens:
+            speed, attention, in_the_open = self.flops_per_second, sharded.attention / num_ranks, 0.0
+            hidden = []
+            for exchange in self.exchanges:
+                flops = speed * exchange.travel(sharded_tokens) - exchange.behind_sharded * attention
+                if flops > 0 and exchange.behind_local:
+                    hidden.append((flops, exchange.behind_local))
+                elif flops > 0:
+                    in_the_open += flops
+            busiest = in_the_open + max(
+                load[0] + sum([max(0.0, flops - share * load[1]) for flops, share in hidden]) for load in local
             )
         return max(self.launch_seconds, self.computation(busiest + sharded.flops / num_ranks))
 
-    def waited(self, sharded_tokens: Number, local_attention: Number, sharded_attention: Number) -> Number:
-        """Seconds of a rank's exchanges in the open, see ``Exchange.waited``."""
-        found = 0.0 * sharded_tokens
+    def waited(self, sharded_tokens: Seconds, local_attention: Seconds, sharded_attention: Seconds) -> Seconds:
+        """Seconds of exchanges in the open, for many ranks at once.
+
+        Args:
+            sharded_tokens: (n,), of the micro-batch of each rank.
+            local_attention, sharded_attention: (n,), seconds of each rank, forward and backward.
+        """
+        found = np.zeros(len(sharded_tokens))
         for exchange in self.exchanges:
-            found = found + exchange.waited(sharded_tokens, local_attention, sharded_attention)
+            travel = exchange.times * np.maximum(exchange.fixed_seconds, sharded_tokens * exchange.token_seconds)
+            hidden = exchange.behind_local * local_attention + exchange.behind_sharded * sharded_attention
+            found += np.where(sharded_tokens > 0, np.maximum(travel - hidden, 0.0), 0.0)
         return found
-
-
-def _above_zero(seconds: Number) -> Number:
-    return (seconds + abs(seconds)) / 2
