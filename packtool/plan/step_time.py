@@ -85,6 +85,7 @@ class StepTime:
         exchanges: of a micro-batch with sharded sequences.
         attention_flops: of each unit of s^2 that the FLOPs of sequences hold.
         square_flops, query_flops: see the module.
+        batch_flops: that every micro-batch costs besides, since kernels on few tokens are slow.
         launch_seconds: that a micro-batch takes at least.
         device: what the numbers are of.
     """
@@ -98,6 +99,7 @@ class StepTime:
     attention_flops: float = 36 * 2 * 32 * 128 * 3.5
     square_flops: float = 0.0
     query_flops: float = 0.0
+    batch_flops: float = 0.0
     launch_seconds: float = 0.0
     device: str = "H100"
 
@@ -140,7 +142,7 @@ class StepTime:
             busiest = in_the_open + max(
                 load[0] + sum([max(0.0, flops - share * load[1]) for flops, share in hidden]) for load in local
             )
-        return max(self.launch_seconds, self.computation(busiest + sharded.flops / num_ranks))
+        return max(self.launch_seconds, self.computation(busiest + sharded.flops / num_ranks + self.batch_flops))
 
     def waited(self, sharded_tokens: Seconds, local_attention: Seconds, sharded_attention: Seconds) -> Seconds:
         """Seconds of exchanges in the open, for many ranks at once.

@@ -42,8 +42,8 @@ Int64Array = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]
 
 _GATHERED = 4
-"""K and V of a layer that all-gather holds of each token of the group, in units of ``kv_bytes``: as they came, a copy of
-what is seen, and gradients of 32 bits. The other ways hold less, and are charged as much."""
+"""What all-gather holds of a layer for each token of the group, in units of ``kv_bytes``: K and V as they came, a copy of
+those that are seen, and gradients of 32 bits. The other ways hold less, and are charged as much."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,6 +352,7 @@ class Machine:
             attention_flops=square,
             square_flops=square * (slower - 1),
             query_flops=square * slower * self.constants.attention_half_tokens,
+            batch_flops=self.constants.matmul_half_tokens * self.sizes.cost.per_token,
             launch_seconds=self.launch_seconds,
             device=hardware.name,
         )

@@ -8,7 +8,6 @@ paper only: packs of equal work (WLB-LLM), and groups of many sizes (``dynamic_g
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -16,6 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from packtool.config.simulate import StrategyName, StrategyOptions
+from packtool.plan.balance import even_packs
 from packtool.plan.dynamic import rearrange
 from packtool.plan.epoch import group_by_length
 from packtool.plan.pack_plan import Int32Array
@@ -210,7 +210,7 @@ def _of_equal_work(sequences: Sequences, options: SimulateOptions, num_groups: i
 
     WLB-LLM (Wang et al. 2025, arXiv 2503.17924) balances packs of several lengths by both, under a limit of tokens, and
     cuts every document by itself, as packtool does. Its queue for outliers, which changes a step's sequences, is left
-    out. The heaviest sequence first, each to the pack with the least work that has room.
+    out.
     """
     num_ranks = options.machine.world_size // num_groups
     capacity = options.packing_length * num_ranks
@@ -224,34 +224,12 @@ def _of_equal_work(sequences: Sequences, options: SimulateOptions, num_groups: i
         packs: list[list[int]] | None = None
         num_packs = num_groups * -(-sum(sizes) // (capacity * num_groups))
         while packs is None:
-            packs = packs_of_equal_work(sizes, work, num_packs, capacity)
+            packs = even_packs(sizes, work, num_packs, capacity)
             num_packs += num_groups
-        packs.sort(key=lambda pack: -sum(work[i] for i in pack))
         for number, pack in enumerate(packs):
             samples = np.array(sorted(pack), np.int64) + first
             batches.append(_on_group(step, number % num_groups, num_groups, samples, options))
     return schedule_of(batches, sequences, options)
-
-
-def packs_of_equal_work(
-    sizes: Sequence[int], work: Sequence[float], num_packs: int, capacity: int
-) -> list[list[int]] | None:
-    """Sequences of so many packs, or None where one has no room in any; ties go to the earlier sequence and pack."""
-    packs: list[list[int]] = [[] for _ in range(num_packs)]
-    room, lightest = [capacity] * num_packs, [(0.0, number) for number in range(num_packs)]
-    for one in sorted(range(len(work)), key=lambda i: (-work[i], i)):
-        passed = []
-        while lightest and room[lightest[0][1]] < sizes[one]:
-            passed.append(heapq.heappop(lightest))
-        if not lightest:
-            return None
-        load, number = lightest[0]
-        packs[number].append(one)
-        room[number] -= sizes[one]
-        heapq.heapreplace(lightest, (load + work[one], number))
-        for other in passed:
-            heapq.heappush(lightest, other)
-    return packs
 
 
 def _skrull(sequences: Sequences, options: SimulateOptions) -> SimulatedSchedule:
