@@ -155,40 +155,6 @@ def longest_in_bucket(bucket_size: int, sequence_parallel_size: int, alignment: 
     return max(bucket_size, bucket_size * sequence_parallel_size // alignment * alignment)
 
 
-def planned_time(
-    ranks: Sequence[Sequence[MicroBatch]],
-    lengths: npt.NDArray[np.integer[Any]],
-    flops: npt.NDArray[np.floating[Any]],
-    *,
-    sequence_parallel_size: int,
-    alignment: int = 1,
-    times: StepTime | None = None,
-) -> float:
-    """Seconds of a step: of the data-parallel rank that is done last with its micro-batches, one after the other.
-
-    Args:
-        ranks: as ``schedule_step`` returns them.
-        others: as for ``schedule_step``.
-    """
-    times = times or StepTime()
-    padded = -(-np.asarray(lengths) // alignment) * alignment
-    costs = np.asarray(flops, dtype=np.float64)
-    local_loads, shared_loads = times.loads(lengths, costs), times.loads(padded, costs, sequence_parallel_size)
-    slowest = 0.0
-    for micro_batches in ranks:
-        seconds = 0.0
-        for batch in micro_batches:
-            local, sharded, tokens = [NOTHING] * sequence_parallel_size, NOTHING, 0
-            for sample, place in zip(batch.samples.tolist(), batch.places.tolist(), strict=True):
-                if place == SHARDED:
-                    sharded, tokens = sharded.plus(shared_loads[sample]), tokens + int(padded[sample])
-                else:
-                    local[place] = local[place].plus(local_loads[sample])
-            seconds += times.micro_batch(local, sharded, tokens, sequence_parallel_size)
-        slowest = max(slowest, seconds)
-    return slowest
-
-
 def _assign(flops: Sequence[float], num_ranks: int) -> list[list[int]]:
     """Sequences for each data-parallel rank."""
     hands: list[list[int]] = [[] for _ in range(num_ranks)]

@@ -42,8 +42,8 @@ Int64Array = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]
 
 _GATHERED = 4
-"""What all-gather holds of a layer for each token of the group, in units of ``kv_bytes``: K and V as they came, a copy of
-those that are seen, and gradients of 32 bits. The other ways hold less, and are charged as much."""
+"""What all-gather holds of a layer for each token of the group, in units of ``kv_bytes``: K and V, a copy of what is
+seen, and gradients of 32 bits. The other ways hold less, and are charged as much."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -115,7 +115,7 @@ def _placed(
 def _micro_batches(hand: list[int], tokens: Int64Array, room: int) -> list[Int64Array]:
     """A group's sequences in the fewest micro-batches that the emptiest-first rule manages."""
     falling = sorted(hand, key=lambda i: (-int(tokens[i]), i))
-    for num in range(-(-int(tokens[hand].sum()) // room), len(hand) + 1):
+    for num in range(min(-(-int(tokens[hand].sum()) // room), len(hand)), len(hand) + 1):
         loads, batches = [0] * num, [list[int]() for _ in range(num)]
         for one in falling:
             emptiest = loads.index(min(loads))

@@ -8,7 +8,7 @@ paper only: packs of equal work (WLB-LLM), and groups of many sizes (``dynamic_g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 

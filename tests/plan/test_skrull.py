@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from packtool.errors import ConfigError
 from packtool.plan.cost import CostModel
-from packtool.plan.skrull import SHARDED, MicroBatch, longest_in_bucket, planned_time, schedule_step
+from packtool.plan.skrull import SHARDED, MicroBatch, longest_in_bucket, schedule_step
 from packtool.plan.step_time import NOTHING, Exchange, Load, StepTime
 
 COST = CostModel.of_8b()
@@ -51,6 +51,35 @@ def all_sharded(
         if all(padded(lengths[part], alignment).sum() <= room for part in parts):
             return [MicroBatch(part, np.full(len(part), SHARDED)) for part in parts]
     raise AssertionError("each fits alone")
+
+
+def planned_time(
+    ranks: Any,
+    lengths: Any,
+    flops: Any,
+    *,
+    sequence_parallel_size: int,
+    alignment: int = 1,
+    times: StepTime | None = None,
+) -> float:
+    """Seconds of a step: of the data-parallel rank that is done last; args as for ``schedule_step``."""
+    times = times or StepTime()
+    padded = -(-np.asarray(lengths) // alignment) * alignment
+    costs = np.asarray(flops, dtype=np.float64)
+    local_loads, shared_loads = times.loads(lengths, costs), times.loads(padded, costs, sequence_parallel_size)
+    slowest = 0.0
+    for micro_batches in ranks:
+        seconds = 0.0
+        for batch in micro_batches:
+            local, sharded, tokens = [NOTHING] * sequence_parallel_size, NOTHING, 0
+            for sample, place in zip(batch.samples.tolist(), batch.places.tolist(), strict=True):
+                if place == SHARDED:
+                    sharded, tokens = sharded.plus(shared_loads[sample]), tokens + int(padded[sample])
+                else:
+                    local[place] = local[place].plus(local_loads[sample])
+            seconds += times.micro_batch(local, sharded, tokens, sequence_parallel_size)
+        slowest = max(slowest, seconds)
+    return slowest
 
 
 @st.composite
