@@ -80,7 +80,7 @@ def _aligned(lengths: npt.NDArray[np.integer[Any]], size: int) -> Int64Array:
 def _seconds(
     machine: Machine, tokens: Int64Array, targets: npt.NDArray[np.integer[Any]], size: int
 ) -> npt.NDArray[np.float64]:
-    """Of each sequence alone on a group of this size, without what micro-batches cost however small they are."""
+    """Times (n,) of each sequence alone on a group of this size, without what every micro-batch costs besides."""
     times = machine.step_time(size)
     loads = times.loads(tokens, machine.sizes.cost(tokens, tokens**2, targets), size)
     busy = np.array([load.flops for load in loads]) / size / times.flops_per_second

@@ -254,7 +254,7 @@ def _skrull(sequences: Sequences, options: SimulateOptions) -> SimulatedSchedule
 
 
 def _dynamic_cp(sequences: Sequences, options: SimulateOptions) -> SimulatedSchedule:
-    """Of several ways to place the sequences of each step in groups, the one that is timed fastest."""
+    """Each step's sequences in groups: of several ways to place them, the one that is timed fastest."""
     per_step, machine = options.sequences_per_step, options.machine
     found: list[PlacedBatch] = []
     for step, first in enumerate(range(0, len(sequences), per_step)):
