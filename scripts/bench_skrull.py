@@ -238,7 +238,7 @@ def run_settings(settings: Sequence[Setting], steps: int, seed: int) -> Iterator
 
 
 def run_rivals(settings: Sequence[Setting], steps: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Rows with the speed-ups of dynamic context parallelism over Skrull, and of Skrull over WLB-LLM, in other places."""
+    """Rows with (dynamic context parallelism over Skrull, Skrull over WLB-LLM, Skrull's local share) for each place."""
     for setting in settings:
         usual = setting.sequence_parallel_size
         row: dict[str, Any] = {"model": setting.model, "data": setting.data}

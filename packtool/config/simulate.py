@@ -22,7 +22,7 @@ StrategyName = Literal[
 ]
 STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
 BASELINE: StrategyName = "packed-shared"
-"""What speed-ups are told over, where it is simulated: packs that groups share, as Megatron-LM and others train them."""
+"""What speed-ups are told over, where it is simulated: packs that groups share, as most frameworks train them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +103,8 @@ class SimulateConfig(StrategyOptions):
     )
     sequence_parallel_type: SequenceParallelType = option(
         "auto",
-        "How they share: ulysses, ring or allgather; auto is ulysses within a node where the heads can be dealt, else "
-        "allgather.",
+        "How the GPUs of a group attend: ulysses, ring or allgather; auto is ulysses within a node where the heads "
+        "can be shared evenly, else allgather.",
         panel="Steps",
     )
     bucket_size: str = option(

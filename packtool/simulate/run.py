@@ -115,7 +115,7 @@ def run_simulation(config: SimulateConfig, progress: Progress) -> Simulation:
     if config.sequence_parallel_type == "ulysses" and not can_share_heads(sizes, config.sequence_parallel_size):
         raise ConfigError(
             f"--sequence-parallel-type ulysses: {sizes.num_heads} heads of Q and {sizes.num_key_heads} of K and V "
-            f"cannot be dealt evenly to {config.sequence_parallel_size} GPUs",
+            f"cannot be shared evenly by {config.sequence_parallel_size} GPUs",
             "Take ring or allgather, or another --sequence-parallel-size.",
         )
     options = _options(config, machine, model)

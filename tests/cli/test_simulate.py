@@ -129,7 +129,7 @@ def test_hardware_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (("--distribution", "wikipedia", "--zero-stage", "1"), "--zero-stage"),
         (
             ("--distribution", "wikipedia", "--model", "qwen2.5-0.5b", "--sequence-parallel-type", "ulysses"),
-            "14 heads of Q and 2 of K and V cannot be dealt evenly to 8 GPUs",
+            "14 heads of Q and 2 of K and V cannot be shared evenly by 8 GPUs",
         ),
         (("--distribution", "books"), "books"),
     ],
