@@ -338,7 +338,7 @@ class _Bench:
 
     def shard_more(self) -> float:
         """Roll back on the rank that computes longest while that may win time; the seconds of the best that was met."""
-        step, best, rolled_back = self.step, self.seconds(), []
+        step, best, rolled_back = self.step, self.seconds(), list[int]()
         places, num_best = dict(self.place_of), 0
         while step.num_ranks > 1:
             busiest = self.load.index(max(self.load))

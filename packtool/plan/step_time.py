@@ -34,12 +34,12 @@ class Load(NamedTuple):
     attention: float
 
     def plus(self, other: Load) -> Load:
-        """Both together."""
+        """The sum of both."""
         return Load(self.flops + other.flops, self.attention + other.attention)
 
     @staticmethod
     def sum(loads: Iterable[Load]) -> Load:
-        """All together."""
+        """The sum of all, in their order."""
         total = NOTHING
         for load in loads:
             total = total.plus(load)
@@ -47,6 +47,7 @@ class Load(NamedTuple):
 
 
 NOTHING = Load(0.0, 0.0)
+"""No work."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ KINDS = {
     "local": ("c0", "local sequences"),
     "sharded": ("c2", "sharded sequences"),
     "communication": ("c1", "exposed communication"),
-    "launching": ("c4", "launching kernels"),
+    "launching": ("c4", "waiting for launches or weights"),
     "synchronisation": ("c3", "gradients and weights"),
     "waiting": ("wait", "waiting for others"),
 }

@@ -72,7 +72,8 @@ class Constants:
 class SimulatedSchedule:
     """K sequences in C micro-batches of some steps on W devices: what every strategy comes to.
 
-    Micro-batches that share devices run one after the other, as they are listed.
+    Micro-batches that share devices run one after the other, as they are listed. Of two that do, the devices of the
+    later one are among those of the earlier, so that all of them begin it together.
 
     Args:
         num_devices: W.
