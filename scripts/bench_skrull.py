@@ -33,9 +33,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a checkout, too
 
 from packtool.plan.pack_plan import Int32Array
-from packtool.plan.skrull import SHARDED, MicroBatch
+from packtool.plan.skrull import SHARDED, PlacedMicroBatch
 from packtool.simulate.cost import Machine
-from packtool.simulate.distributions import DistributionName, draw
+from packtool.simulate.distributions import DistributionName, draw_lengths
 from packtool.simulate.hardware import PRESETS
 from packtool.simulate.model_sizes import PRESETS as MODELS
 from packtool.simulate.model_sizes import ModelSizes
@@ -91,9 +91,11 @@ class Setting:
 
     def lengths(self, options: SimulateOptions) -> Int32Array:
         """As many as all strategies need."""
-        typical = draw(self.data, 10_000, seed=options.seed + 1)
+        typical = draw_lengths(self.data, 10_000, seed=options.seed + 1)
         fitting = typical[typical <= options.longest]
-        return arrange(draw(self.data, round(1.1 * options.sequences_wanted(fitting)), seed=options.seed), options)[0]
+        return arrange(
+            draw_lengths(self.data, round(1.1 * options.sequences_wanted(fitting)), seed=options.seed), options
+        )[0]
 
 
 SETTINGS = (
@@ -151,7 +153,7 @@ class Ranks:
 
 def as_printed(
     lengths: Int32Array, options: SimulateOptions, *, in_turn: bool = False, roll_back: bool = True
-) -> list[list[list[MicroBatch]]]:
+) -> list[list[list[PlacedMicroBatch]]]:
     """The paper's algorithm (corrected) on every step, and what is left of it without a part.
 
     Args:
@@ -174,16 +176,18 @@ def as_printed(
                 ]
                 if not roll_back or all(fits for _, fits in placed):
                     break
-            ranks.append([MicroBatch(batch.samples + first, batch.places) for batch, _ in placed])
+            ranks.append([PlacedMicroBatch(batch.samples + first, batch.places) for batch, _ in placed])
         steps.append(ranks)
     return steps
 
 
 def _place(
     part: Sequence[int], sizes: Sequence[int], flops: Sequence[float], ranks: Ranks, roll_back: bool
-) -> tuple[MicroBatch, bool]:
+) -> tuple[PlacedMicroBatch, bool]:
     fits = [ranks.add(one, sizes[one], flops[one], roll_back) for one in part]
-    return MicroBatch(np.array(part, np.int64), np.array([ranks.places[one] for one in part], np.int64)), all(fits)
+    return PlacedMicroBatch(np.array(part, np.int64), np.array([ranks.places[one] for one in part], np.int64)), all(
+        fits
+    )
 
 
 def _assign(flops: Sequence[float], num_ranks: int) -> list[list[int]]:

@@ -89,7 +89,7 @@ def reason_against(name: str) -> str | None:
     return None
 
 
-def find(name: str, command: str, *, variable: bool = False) -> PeerName | None:
+def find_peer(name: str, command: str, *, variable: bool = False) -> PeerName | None:
     """What became of a name, if another tool has it and it is not simply the same here.
 
     Args:

@@ -97,7 +97,7 @@ class Tokens:
     spans: list[Span]
 
 
-def join(
+def join_pieces(
     layout: MediaLayout,
     unit_ids: Sequence[Sequence[int]],
     control_ids: Mapping[str, int],

@@ -11,7 +11,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from packtool.config.export import EncodeSpec
-from packtool.encode.assemble import MediaLayout, Tokens, join, lay_out, num_common
+from packtool.encode.assemble import MediaLayout, Tokens, join_pieces, lay_out, num_common
 from packtool.encode.control import ControlVocabulary, Piece, Shield
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.families import MediaEncoding, MediaKind, Medium, media_encoding
@@ -253,7 +253,7 @@ class Encoder:
         return medium
 
     def _tokenized(self, item: _Rendered, unit_ids: list[list[int]]) -> Tokenized:
-        tokens = join(item.layout, unit_ids, self._vocabulary.ids, self._encode_one)
+        tokens = join_pieces(item.layout, unit_ids, self._vocabulary.ids, self._encode_one)
         turns = self._turns(item, tokens, unit_ids)
         media: Any = {kind: tuple(found) for kind, found in item.media.items()}
         return Tokenized(

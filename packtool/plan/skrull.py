@@ -64,7 +64,7 @@ SHARDED = -1
 
 
 @dataclass(frozen=True, eq=False)
-class MicroBatch:
+class PlacedMicroBatch:
     """n sequences that are computed at once by the N ranks that share a micro-batch.
 
     Args:
@@ -85,7 +85,7 @@ def schedule_step(
     bucket_size: int,
     alignment: int = 1,
     times: StepTime | None = None,
-) -> list[list[MicroBatch]]:
+) -> list[list[PlacedMicroBatch]]:
     """Spread the sequences of an optimizer step; see the module.
 
     Args:
@@ -152,7 +152,7 @@ def longest_in_bucket(bucket_size: int, sequence_parallel_size: int, alignment: 
 
 
 def planned_time(
-    ranks: Sequence[Sequence[MicroBatch]],
+    ranks: Sequence[Sequence[PlacedMicroBatch]],
     lengths: npt.NDArray[np.integer[Any]],
     flops: npt.NDArray[np.floating[Any]],
     *,
@@ -222,7 +222,7 @@ class _Step:
     room: int
     times: StepTime
 
-    def rank(self, sequences: list[int]) -> list[MicroBatch]:
+    def rank(self, sequences: list[int]) -> list[PlacedMicroBatch]:
         """The micro-batches of a data-parallel rank."""
         if not sequences:
             return []
@@ -234,7 +234,7 @@ class _Step:
             if sharded is not None and _seconds(sharded) < _seconds(found):
                 found = sharded
         found.sort(key=lambda placed: -math.fsum(self.local[i] for i in placed.sequences))
-        return [MicroBatch(np.array(one.sequences, np.int64), np.array(one.places, np.int64)) for one in found]
+        return [PlacedMicroBatch(np.array(one.sequences, np.int64), np.array(one.places, np.int64)) for one in found]
 
     def _micro_batches(
         self, ascending: list[int], place: Callable[[list[int]], _Placed | None]

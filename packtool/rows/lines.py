@@ -107,7 +107,7 @@ def chunks_of_lines(path: str, file: Hashed, longest: int = MAX_ROW_BYTES) -> It
         yield LongLine(num_bytes)
 
 
-def text_of(source: Source, block: RowBlock) -> bytes | None:
+def block_text(source: Source, block: RowBlock) -> bytes | None:
     """The bytes of a block; None if it is one row that was too large to be held when it was found.
 
     Raises:
@@ -129,7 +129,7 @@ def numbered_lines(source: Source, block: RowBlock, data: bytes | None) -> Itera
     """(line number, line without byte order mark) of a block's lines that are not blank; None for one too long.
 
     Args:
-        data: of the block, as ``text_of`` gives it.
+        data: of the block, as ``block_text`` gives it.
     """
     if data is None:
         yield block.first_row, None

@@ -8,7 +8,7 @@ from typing import Any
 
 from packtool.rows.boundary import held, unexpected
 from packtool.rows.json_array import elements_of
-from packtool.rows.lines import numbered_lines, read_texts, text_of, too_large
+from packtool.rows.lines import block_text, numbered_lines, read_texts, too_large
 from packtool.rows.parsing import JsonProblem, parse_json
 from packtool.rows.records import read_records
 from packtool.rows.sample import Dropped
@@ -25,7 +25,7 @@ def read_block(source: Source, block: RowBlock) -> Iterator[Row]:
         StorageError: if it cannot be read.
     """
     if source.kind in _PARSE:
-        rows = parse_block(source, block, text_of(source, block))
+        rows = parse_block(source, block, block_text(source, block))
     else:
         from packtool.rows.tables import read_table_rows  # here, because text needs no pyarrow
 

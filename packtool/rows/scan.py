@@ -22,7 +22,7 @@ from packtool.rows.lines import find_lines
 from packtool.rows.opened import Hashed, close_readers, open_text
 from packtool.rows.read import parse_block, read_block
 from packtool.rows.records import find_records
-from packtool.rows.sampling import draw
+from packtool.rows.sampling import draw_rows
 from packtool.rows.source import RowBlock, RowBlocks, ScannedSource, Source, SourceSpec
 
 _FIRST_BYTES = 4096
@@ -89,7 +89,7 @@ def _sampled(members: list[ScannedSource], seed: int) -> list[ScannedSource]:
     spec = members[0].spec
     if spec.num_sampled is None:
         return members
-    drawn = draw([found.blocks for found in members], spec.num_sampled, (seed, spec.group))
+    drawn = draw_rows([found.blocks for found in members], spec.num_sampled, (seed, spec.group))
     return [replace(found, blocks=blocks) for found, blocks in zip(members, drawn, strict=True)]
 
 

@@ -21,7 +21,7 @@ from packtool.errors import ConfigError, DataError
 from packtool.launch.devices import gpu_names
 from packtool.progress import Progress
 from packtool.simulate.cost import Machine
-from packtool.simulate.distributions import draw, quantiles
+from packtool.simulate.distributions import draw_lengths, quantiles
 from packtool.simulate.hardware import PRESETS, Hardware, nearest_preset
 from packtool.simulate.lengths import names_of, read_lengths
 from packtool.simulate.model_sizes import PRESETS as MODELS
@@ -168,7 +168,7 @@ def _lengths(
     if not len(typical):
         raise DataError(f"No sample like {config.distribution}'s fits.", "Raise --bucket-size or --max-length.")
     num = round(options.sequences_wanted(typical) * _TYPICAL / len(typical))
-    return draw(config.distribution, num, seed=config.seed), f"lengths as in {config.distribution}"
+    return draw_lengths(config.distribution, num, seed=config.seed), f"lengths as in {config.distribution}"
 
 
 def _model_of(reader: CacheReader | None) -> str:

@@ -20,7 +20,7 @@ from packtool.plan.epoch import PlanOptions, assign_packs, group_by_length
 from packtool.plan.pack_plan import Int32Array, PackPlan, offsets_of, with_packs_in_order
 from packtool.plan.packing import pack, pack_singletons
 from packtool.plan.shuffle import RandomStream, seeded_order
-from packtool.plan.skrull import SHARDED, MicroBatch, schedule_step
+from packtool.plan.skrull import SHARDED, PlacedMicroBatch, schedule_step
 from packtool.plan.steps import StepPlan
 from packtool.simulate.cost import Int64Array, Machine, SimulatedSchedule
 
@@ -225,7 +225,7 @@ def _of_steps(
     )
 
 
-def skrull_steps(lengths: Int32Array, options: SimulateOptions) -> list[list[list[MicroBatch]]]:
+def skrull_steps(lengths: Int32Array, options: SimulateOptions) -> list[list[list[PlacedMicroBatch]]]:
     """Skrull's micro-batches, of each step and data-parallel rank; their samples are positions in ``lengths``."""
     per_step = options.sequences_per_step
     found = []
@@ -241,7 +241,7 @@ def skrull_steps(lengths: Int32Array, options: SimulateOptions) -> list[list[lis
             times=options.machine.step_time(options.sequence_parallel_size),
         )
         first = step * per_step
-        found.append([[MicroBatch(batch.samples + first, batch.places) for batch in rank] for rank in ranks])
+        found.append([[PlacedMicroBatch(batch.samples + first, batch.places) for batch in rank] for rank in ranks])
     return found
 
 
@@ -250,7 +250,7 @@ def _skrull(lengths: Int32Array, options: SimulateOptions) -> SimulatedSchedule:
 
 
 def schedule_of(
-    steps: list[list[list[MicroBatch]]], lengths: Int32Array, options: SimulateOptions
+    steps: list[list[list[PlacedMicroBatch]]], lengths: Int32Array, options: SimulateOptions
 ) -> SimulatedSchedule:
     """Micro-batches of each step and data-parallel rank as a schedule."""
     cells = [

@@ -10,7 +10,7 @@ import torch
 from transformers import TrainingArguments
 
 from packtool.cli.main import _SETTINGS
-from packtool.config.peers import EVERY_COMMAND, SET_TOO, STATUSES, find, peer_names, reason_against
+from packtool.config.peers import EVERY_COMMAND, SET_TOO, STATUSES, find_peer, peer_names, reason_against
 from packtool.config.settings import option_names
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
@@ -100,7 +100,7 @@ def test_fields_with_an_option_are_not_set(field: str, tmp_path: object) -> None
 
 
 def test_what_is_said_of_one_command_comes_first() -> None:
-    of_export, of_plan = find("padding_free", "export"), find("padding_free", "plan")
+    of_export, of_plan = find_peer("padding_free", "export"), find_peer("padding_free", "plan")
     assert of_export is not None
     assert "training" in of_export.why or "packtool train" in of_export.why
     assert of_plan is None

@@ -12,7 +12,7 @@ from packtool.config.simulate import STRATEGIES, StrategyName
 from packtool.errors import DataError
 from packtool.plan.skrull import SHARDED
 from packtool.simulate.cost import Constants, Machine, SimulatedSchedule
-from packtool.simulate.distributions import draw
+from packtool.simulate.distributions import draw_lengths
 from packtool.simulate.hardware import PRESETS, Hardware
 from packtool.simulate.model_sizes import PRESETS as MODELS
 from packtool.simulate.model_sizes import ModelSizes
@@ -39,7 +39,7 @@ def options(of: Machine | None = None, **changes: Any) -> SimulateOptions:
 
 
 def lengths_for(chosen: SimulateOptions, name: Any = "wikipedia") -> Any:
-    return arrange(draw(name, 12_000, seed=0), chosen)[0]
+    return arrange(draw_lengths(name, 12_000, seed=0), chosen)[0]
 
 
 def outcomes(chosen: SimulateOptions, data: Any = "wikipedia") -> dict[StrategyName, Outcome]:

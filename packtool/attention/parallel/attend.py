@@ -24,7 +24,7 @@ from torch import Tensor
 from packtool.attention.kernel import default_scale
 from packtool.attention.parallel.blocks import AttentionBlock, BlockKernel, Gradients
 from packtool.attention.parallel.exchange import heads_to_tokens, tokens_to_heads
-from packtool.attention.parallel.layout import ShardLayout, layout_of
+from packtool.attention.parallel.layout import ShardLayout, shard_layout
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.parallel.ring import RingCall, ring_backward, ring_forward
 from packtool.batch.shard import SequenceShard
@@ -53,7 +53,7 @@ class Call:
 
     def layout(self, device: torch.device) -> ShardLayout:
         """The layout of this rank's shard on a device."""
-        return layout_of(self.shard, device)
+        return shard_layout(self.shard, device)
 
     def ring(self, device: torch.device) -> RingCall:
         """The sharded part of it."""

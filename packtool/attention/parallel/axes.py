@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from packtool.config.parallel import ParallelOptions
-from packtool.encode.families import text_of, thinker_of
+from packtool.encode.families import text_config_of, thinker_of
 from packtool.errors import ConfigError, UnsupportedModelError
 
 Way = Literal["ring", "allgather"]
@@ -37,7 +37,7 @@ class Heads:
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> Heads:
         """Read the numbers of heads from a ``config.json``; of a multimodal model, those of its text tower."""
-        text = text_of(config)
+        text = text_config_of(config)
         queries = int(text["num_attention_heads"])
         layers = text.get("layer_types")
         # Without the list all layers have the window, as Mistral's, unless it is switched off, as in most of Qwen2's.
@@ -87,7 +87,7 @@ def refuse_shared(config: Mapping[str, Any], *, trained: bool = False) -> None:
         UnsupportedModelError: naming what it has that cannot.
     """
     hears = "thinker_config" in config or "audio_config" in config
-    name, text = thinker_of(config).get("model_type"), text_of(config)
+    name, text = thinker_of(config).get("model_type"), text_config_of(config)
     found = ["sounds"] * hears + ["recurrent layers"] * ("linear_attention" in (text.get("layer_types") or ()))
     if found:
         raise UnsupportedModelError(

@@ -259,7 +259,7 @@ class CudaFlashBlockKernel(BlockKernel):
         return settings
 
 
-def merge(out: Tensor, lse: Tensor, more: Tensor, its_lse: Tensor) -> tuple[Tensor, Tensor]:
+def merge_outputs(out: Tensor, lse: Tensor, more: Tensor, its_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Two blocks of the same queries as one.
 
     Args:

@@ -126,7 +126,7 @@ def thinker_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return thinker
 
 
-def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a ``config.json`` that tells of the text tower: all of it in a model of text alone."""
     thinker = thinker_of(config)
     text: Mapping[str, Any] = thinker.get("text_config") or thinker

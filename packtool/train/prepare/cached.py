@@ -33,7 +33,7 @@ from packtool.train.prepare.figures import SampleFigures, StepFigures, figures_o
 from packtool.train.prepare.place import with_resumed_version
 from packtool.train.prepare.planner import Assignment, Planner, plan_options
 from packtool.train.prepare.prepared import Beginning, Exchange, PreparedRun, RankStep, Steps, Validation
-from packtool.train.prepare.result import TrainResult, plan_lines
+from packtool.train.prepare.result import TrainResult, schedule_lines
 from packtool.train.prepare.schedule import PlannedSchedule
 from packtool.train.prepare.sequence_parallel import axes_of
 
@@ -77,7 +77,7 @@ class CachedRun(PreparedRun):
 
     def lines(self, expected: TrainResult) -> Iterator[str]:
         """See ``PreparedRun``."""
-        return plan_lines(self.config, self.schedule, expected)
+        return schedule_lines(self.config, self.schedule, expected)
 
     def media_tokens(self) -> float:
         """See ``PreparedRun``; those of the epoch that comes next."""

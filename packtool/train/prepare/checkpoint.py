@@ -113,7 +113,7 @@ class RunState:
             )
 
 
-def read_state(checkpoint: str) -> RunState:
+def read_run_state(checkpoint: str) -> RunState:
     """The state of a finished checkpoint.
 
     Raises:
@@ -144,7 +144,7 @@ def read_whole_state(checkpoint: str) -> tuple[RunState, Sums]:
         ) from error
 
 
-def write_state(checkpoint: str, state: RunState) -> None:
+def write_run_state(checkpoint: str, state: RunState) -> None:
     """Declare a checkpoint finished, as it is."""
     values = {**dataclasses.asdict(state), "files": sums_of(checkpoint)}
     values[_ASSIGNMENTS] = values.pop("assignments")
@@ -162,7 +162,7 @@ def _digest(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def discard_state(checkpoint: str) -> None:
+def discard_run_state(checkpoint: str) -> None:
     """Declare a checkpoint unfinished, before anything of it is overwritten or deleted."""
     with contextlib.suppress(FileNotFoundError):
         os.remove(os.path.join(checkpoint, STATE_NAME))
@@ -240,7 +240,7 @@ def _checkpoints(output_dir: str) -> list[str]:
 
 def _saved_at(checkpoint: str) -> tuple[float, int] | None:
     try:
-        state = read_state(checkpoint)
+        state = read_run_state(checkpoint)
     except MismatchError:
         return None
     return state.saved_at, state.step
@@ -264,12 +264,14 @@ def remove_oldest(output_dir: str, limit: int | None, *, last_good: int | None =
         keep: another one that stays.
     """
     finished = finished_checkpoints(output_dir)
-    good = [checkpoint for checkpoint in finished if last_good is not None and read_state(checkpoint).step <= last_good]
+    good = [
+        checkpoint for checkpoint in finished if last_good is not None and read_run_state(checkpoint).step <= last_good
+    ]
     kept = {os.path.abspath(checkpoint) for checkpoint in (*good[-1:], *([keep] if keep is not None else []))}
     for checkpoint in finished[:-limit] if limit else []:
         if os.path.abspath(checkpoint) in kept:
             continue
-        discard_state(checkpoint)
+        discard_run_state(checkpoint)
         shutil.rmtree(checkpoint)
 
 

@@ -24,7 +24,7 @@ from packtool.launch.world import World
 from packtool.train.prepare.checkpoint import (
     PREFIX,
     FoundCheckpoint,
-    discard_state,
+    discard_run_state,
     find_checkpoint,
     finished_checkpoints,
 )
@@ -132,7 +132,7 @@ def _clear(output_dir: str) -> None:
     for name in _left_by_a_run(output_dir):
         path = os.path.join(output_dir, name)
         if name.startswith(PREFIX):
-            discard_state(path)
+            discard_run_state(path)
             shutil.rmtree(path)
         else:
             os.remove(path)

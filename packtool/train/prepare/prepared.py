@@ -18,7 +18,7 @@ from packtool.encode.families import MediaLimits
 from packtool.encode.model_files import ModelFiles
 from packtool.launch.world import World
 from packtool.plan.evaluation import EvaluationPlan
-from packtool.train.prepare.checkpoint import RunState, read_state
+from packtool.train.prepare.checkpoint import RunState, read_run_state
 from packtool.train.prepare.figures import StepFigures
 from packtool.train.prepare.place import checkpoint_of
 from packtool.train.prepare.result import TrainResult
@@ -66,7 +66,7 @@ class Beginning:
         found = checkpoint_of(config)
         if config.resume_only_model:
             return cls(None, None, found.directory, tuple(found.notes()))
-        before = read_state(found.directory) if found.directory is not None else None
+        before = read_run_state(found.directory) if found.directory is not None else None
         return cls(found.directory, before, None, tuple(found.notes()))
 
     @property

@@ -110,7 +110,7 @@ def next_lines(config: TrainConfig, result: TrainResult) -> Iterator[str]:
         yield f'load: transformers.{auto.__name__}.from_pretrained("{result.checkpoint}")'
 
 
-def plan_lines(config: TrainConfig, schedule: PlannedSchedule, result: TrainResult) -> Iterator[str]:
+def schedule_lines(config: TrainConfig, schedule: PlannedSchedule, result: TrainResult) -> Iterator[str]:
     """What is to be said of the plan before it is trained."""
     summary = schedule.first.summary
     left_out = f"; {summary.num_filtered:,} longer than {summary.max_length:,} tokens are left out"

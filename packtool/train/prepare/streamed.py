@@ -25,7 +25,7 @@ from packtool.rows.source import SourceSpec
 from packtool.rows.sources import sources_of
 from packtool.stream.packs import PackStream, StreamOptions
 from packtool.stream.reading import MOST_OPEN
-from packtool.stream.state import StreamState, read_state
+from packtool.stream.state import StreamState, read_stream_state
 from packtool.train.prepare.checkpoint import RunState
 from packtool.train.prepare.costs import RunCosts
 from packtool.train.prepare.from_rows import length_of_rows, rows_fingerprint
@@ -194,7 +194,7 @@ def prepare_stream(config: TrainConfig, world: World) -> StreamedRun:
         spec=asked.encode_spec,
         options=_options(config, packing_length),
         costs=RunCosts.of(config, files.config),
-        stream=read_state(beginning.checkpoint, world.data.rank) if beginning.checkpoint is not None else None,
+        stream=read_stream_state(beginning.checkpoint, world.data.rank) if beginning.checkpoint is not None else None,
     )
 
 
