@@ -1,8 +1,8 @@
 """Processes that share a packed sequence for ``bench_sequence_parallel.py``: steps of a small model, and their price.
 
 ``Ranks`` is held by the benchmark, everything below ``run_rank`` by the processes. They live as long as the benchmark,
-so that ways can take turns without a start in between. A step is forward and backward of one row: gradients are not
-averaged and no weight moves, for that costs all ways the same.
+so that ways can take turns without a start in between. A step is forward and backward of one sequence: gradients are
+not averaged and no weight moves, for that costs all ways the same.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Work:
     """What is measured, the same for all.
 
     Args:
-        lengths: of the documents of the row.
+        lengths: of the documents of the sequence.
         model: of ``MODELS``.
         device: ``cpu`` or ``cuda``.
     """
@@ -80,7 +80,7 @@ class Step:
 
     Args:
         num_tokens: that it computed, padding included.
-        num_row_tokens: of the row that the ranks shared, with the padding of its documents.
+        num_sequence_tokens: of the sequence that the ranks shared, with the padding of its documents.
         loss: its share, of the sum over all targets.
         kept: bytes that wait for the backward pass, without weights.
         peak: most bytes above what was there before, NaN if nobody knows.
@@ -89,7 +89,7 @@ class Step:
     """
 
     num_tokens: int
-    num_row_tokens: int
+    num_sequence_tokens: int
     loss: float
     kept: int
     peak: float
@@ -205,8 +205,8 @@ class _Stepper:
         peak = _Peak(self.device)
         self._loss(batch).backward()
         num_tokens = batch.input_ids.numel()
-        num_row_tokens = sum(getattr(batch, "lengths", (num_tokens,)))
-        return Step(num_tokens, num_row_tokens, found, kept.num_bytes, peak.num_bytes(), sum(sent), sum(sent_back))
+        num_sequence_tokens = sum(getattr(batch, "lengths", (num_tokens,)))
+        return Step(num_tokens, num_sequence_tokens, found, kept.num_bytes, peak.num_bytes(), sum(sent), sum(sent_back))
 
     def seconds(self, way: str) -> tuple[float, float]:
         """One step, and what this process's threads were busy with it."""
@@ -228,7 +228,7 @@ class _Stepper:
         return self.head_loss.losses(self.model, batch).sum(None)
 
     def _prepare(self, way: str) -> Batch:
-        """The rank's part of the row, and a model that knows what to do with it."""
+        """The rank's part of the sequence, and a model that knows what to do with it."""
         if way not in self._ways:
             self._ways[way] = self._assigned(way)
         batch, parallel = self._ways[way]

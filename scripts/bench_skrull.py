@@ -166,10 +166,10 @@ def as_printed(
         sizes = lengths[first : first + per_step].astype(np.int64)
         flops = options.machine.sizes.cost(sizes, sizes**2, target_tokens=sizes)
         ranks = []
-        for hand in _assign(flops.tolist(), options.num_groups):
-            ascending = sorted(hand, key=lambda one: (sizes[one], one))
-            fewest = -(-int(sizes[hand].sum()) // (options.bucket_size * options.sequence_parallel_size))
-            for num in range(fewest, len(hand) + 1):
+        for sequences in _assign(flops.tolist(), options.num_groups):
+            ascending = sorted(sequences, key=lambda one: (sizes[one], one))
+            fewest = -(-int(sizes[sequences].sum()) // (options.bucket_size * options.sequence_parallel_size))
+            for num in range(fewest, len(sequences) + 1):
                 cut = [ascending[part::num] for part in range(num)]
                 placed = [
                     _place(part, sizes.tolist(), flops.tolist(), Ranks(options, in_turn), roll_back) for part in cut
@@ -191,13 +191,13 @@ def _place(
 
 
 def _assign(flops: Sequence[float], num_ranks: int) -> list[list[int]]:
-    hands: list[list[int]] = [[] for _ in range(num_ranks)]
+    rank_sequences: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [(0.0, rank) for rank in range(num_ranks)]
     for one in sorted(range(len(flops)), key=lambda one: -flops[one]):
         load, rank = heapq.heappop(loads)
-        hands[rank].append(one)
+        rank_sequences[rank].append(one)
         heapq.heappush(loads, (load + flops[one], rank))
-    return hands
+    return rank_sequences
 
 
 def variant(lengths: Int32Array, options: SimulateOptions, **parts: bool) -> Outcome:

@@ -158,7 +158,7 @@ def _listen(module: Any, inputs: TowerInputs, media: Mapping[str, Any]) -> Tenso
 
 
 def _add_features(module: nn.Module, hidden_states: Tensor, where: Tensor, features: Tensor) -> Tensor:
-    """A text tower's ``_deepstack_process``, also for positions (N,) of the flattened row in place of a mask (B, T)."""
+    """A text tower's ``_deepstack_process``, also for positions (N,) of the flat batch in place of a mask (B, T)."""
     if where.dtype == torch.bool:
         own: Any = type(module)
         found: Tensor = own._deepstack_process(module, hidden_states, where, features)

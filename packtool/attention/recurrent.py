@@ -1,9 +1,9 @@
 """Layers that carry a state along the sequence, run so that the state starts anew with every document.
 
-A gated delta net (Qwen3-Next, Qwen3.5) mixes along the row twice: a short convolution over the last few tokens, and a
-recurrence over all before. Both must know where documents begin::
+A gated delta net (Qwen3-Next, Qwen3.5) mixes along the sequence twice: a short convolution over the last few tokens,
+and a recurrence over all before. Both must know where documents begin::
 
-    row          a0 a1 a2 | b0 b1 b2 b3
+    sequence     a0 a1 a2 | b0 b1 b2 b3
     convolution  .. .. ..   .. .. .. ..      a window of 4 would show a1 and a2 to b0 and b1
     recurrence   S1 S2 S3   S4 S5 S6 S7      S3 would be the state that b0 starts from
 
@@ -106,7 +106,7 @@ def _forward(
     if attention_mask is not None:
         raise LeakError(f"{name} was given a mask; packed documents are told apart by cu_seq_lens_q alone")
     if hidden_states.shape[0] != 1:
-        raise LeakError(f"{name} was given {hidden_states.shape[0]} rows; a packed micro-batch is one row")
+        raise LeakError(f"{name} was given {hidden_states.shape[0]} sequences; a packed micro-batch is one sequence")
     varlen = Varlen(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("document_lengths"))
     lengths = varlen.host_lengths()
     if keeps_documents_apart(layer, hidden_states):
@@ -134,16 +134,16 @@ def _try(layer: nn.Module, like: Tensor) -> bool:
     # Drawn on the CPU by a generator of its own: the run's random numbers stay as they would have been.
     generator = torch.Generator().manual_seed(0)
     first, last = _TRIED_LENGTHS
-    row, other = (torch.randn(1, first + last, like.shape[-1], generator=generator).to(like) for _ in range(2))
-    changed = torch.cat([other[:, :first], row[:, first:]], dim=1)
+    sequence, other = (torch.randn(1, first + last, like.shape[-1], generator=generator).to(like) for _ in range(2))
+    changed = torch.cat([other[:, :first], sequence[:, first:]], dim=1)
     try:
-        before, after = (_at_once(layer, hidden, _TRIED_LENGTHS) for hidden in (row, changed))
+        before, after = (_at_once(layer, hidden, _TRIED_LENGTHS) for hidden in (sequence, changed))
     except Exception:  # whatever a layer says to boundaries that it does not know, it does not honour them
         return False
     if torch.equal(before[:, :first], after[:, :first]) or not torch.equal(before[:, first:], after[:, first:]):
         return False
     varlen = Varlen.of_lengths(_TRIED_LENGTHS, like.device)
-    alone = torch.cat(list(_one_by_one(layer, row, varlen)), dim=1)
+    alone = torch.cat(list(_one_by_one(layer, sequence, varlen)), dim=1)
     return bool((before - alone).abs().max() <= _SAME_AS_ALONE[before.dtype] * alone.abs().max())
 
 

@@ -118,7 +118,7 @@ def set_attention(model: PreTrainedModel, impl: str = AUTO, parallel: SequencePa
 
     Raises:
         ConfigError: if there is no such kernel.
-        UnsupportedModelError: for recurrent layers in rows that ranks share.
+        UnsupportedModelError: for recurrent layers in sequences that ranks share.
     """
     register()
     name = attention_name(impl)
@@ -186,7 +186,8 @@ def packed_attention(
     if (shard := kwargs.get("sequence_shard")) is not None:
         if dropout:
             raise UnsupportedModelError(
-                f"the model drops {dropout:g} of its attention weights, which rows that several processes share cannot",
+                f"the model drops {dropout:g} of its attention weights, which sequences that several processes share "
+                "cannot",
                 "Set attention_dropout to 0 in the model's config.json.",
             )
         blocks = choose_blocks(kwargs["impl"], q.device, q.dtype, head_dims=(q.shape[-1], v.shape[-1]))
@@ -249,13 +250,13 @@ def _refuse_leaks(
     name = type(module).__name__
     shard = kwargs.get("sequence_shard")
     if shard is not None and kwargs.get("parallel") is None:
-        raise LeakError(f"{name} was given a part of a row, but the model was not told which ranks have the others")
+        raise LeakError(f"{name} was given a part of a sequence, but the model was not told which ranks have the rest")
     if shard is None and kwargs.get("cu_seq_lens_q") is None:
         raise LeakError(f"{name} was called without cu_seq_lens_q: the documents of a pack could not be told apart")
     if attention_mask is not None:
         raise LeakError(f"{name} was given a mask; packed documents are told apart by cu_seq_lens_q alone")
     if query.shape[0] != 1:
-        raise LeakError(f"{name} was given {query.shape[0]} rows; a packed micro-batch is one row")
+        raise LeakError(f"{name} was given {query.shape[0]} sequences; a packed micro-batch is one sequence")
     if query.shape[2] != key.shape[2]:
         raise LeakError(f"{name} sees {key.shape[2]} keys for {query.shape[2]} queries: a key-value cache is on")
 

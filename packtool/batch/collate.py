@@ -40,7 +40,7 @@ LongArray = npt.NDArray[np.int64]
 def collate_packs(
     samples: Sequence[EncodedSample], spec: InputSpec, towers: frozenset[Tower] | None = None
 ) -> PackedBatch:
-    """Lay samples end to end in one row.
+    """Lay samples end to end in one sequence.
 
     Args:
         samples: in their order; none at all makes a micro-batch of filler documents, with zero loss.

@@ -75,7 +75,7 @@ class World:
 
     @property
     def share_rank(self) -> int:
-        """0-based number of this process among those that it shares rows with."""
+        """0-based number of this process among those that it shares sequences with."""
         return self.rank % self.sequence_parallel_size
 
     @property

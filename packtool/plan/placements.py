@@ -74,7 +74,7 @@ def reorder_groups(values: Int64Array, counts: Int64Array, order: Int64Array) ->
     return values[where]
 
 
-def hand_out(by_length: Int64Array, placements: Placements, starts: Int64Array) -> tuple[Int64Array, Int32Array]:
+def fill_slots(by_length: Int64Array, placements: Placements, starts: Int64Array) -> tuple[Int64Array, Int32Array]:
     """Put the samples in the slots that the placements gave to their length.
 
     Args:

@@ -143,7 +143,7 @@ def test_gradient_checkpointing_reaches_the_same(setting: Setting) -> None:
         ({"cu_seq_lens_q": None}, "without cu_seq_lens_q"),
         ({"cache_params": object()}, "cache"),
         ({"attention_mask": torch.ones(1, 6)}, "given a mask"),
-        ({"hidden_states": torch.zeros(2, 6, 32)}, "2 rows"),
+        ({"hidden_states": torch.zeros(2, 6, 32)}, "2 sequences"),
     ],
 )
 def test_refuses_calls_that_could_leak(setting: Setting, changes: dict[str, Any], message: str) -> None:

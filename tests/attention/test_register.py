@@ -54,7 +54,7 @@ def test_returns_tokens_before_heads_as_transformers_wants() -> None:
     [
         ({"cu_seq_lens_q": None}, "without cu_seq_lens_q"),
         ({"attention_mask": torch.ones(1, 6)}, "given a mask"),
-        ({"query": torch.randn(2, 4, 6, 8)}, "2 rows"),
+        ({"query": torch.randn(2, 4, 6, 8)}, "2 sequences"),
         ({"key": torch.randn(1, 2, 9, 8)}, "key-value cache"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A rank's part of a shared row: which pictures it loads."""
+"""A rank's part of a shared sequence: which pictures it loads."""
 
 from __future__ import annotations
 

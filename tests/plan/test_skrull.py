@@ -36,10 +36,10 @@ def tokens_of_ranks(batch: PlacedMicroBatch, lengths: Any, sequence_parallel_siz
 
 
 def all_sharded(
-    hand: Any, lengths: Any, bucket_size: int, sequence_parallel_size: int, alignment: int
+    sequences: Any, lengths: Any, bucket_size: int, sequence_parallel_size: int, alignment: int
 ) -> list[PlacedMicroBatch]:
     """A rank's sequences, all sharded, in the fewest interleaved micro-batches that hold them."""
-    ascending = np.array(sorted(hand.tolist(), key=lambda i: (lengths[i], i)), dtype=np.int64)
+    ascending = np.array(sorted(sequences.tolist(), key=lambda i: (lengths[i], i)), dtype=np.int64)
     room = bucket_size * sequence_parallel_size
     for num in range(max(-(-int(lengths[ascending].sum()) // room), 1), len(ascending) + 1):
         parts = [ascending[first::num] for first in range(num)]
@@ -89,8 +89,8 @@ def test_what_always_holds(step: tuple[np.ndarray, dict[str, int], StepTime]) ->
         shared = {"sequence_parallel_size": num, "alignment": alignment, "times": times}
         for rank in ranks:
             if rank:
-                hand = np.concatenate([batch.samples for batch in rank])
-                plain = all_sharded(hand, lengths, bucket, num, alignment)
+                sequences = np.concatenate([batch.samples for batch in rank])
+                plain = all_sharded(sequences, lengths, bucket, num, alignment)
                 fastest = planned_time([plain], lengths, flops, **shared)
                 assert planned_time([rank], lengths, flops, **shared) <= fastest * (1 + 1e-9)
     again = schedule_step(lengths.copy(), flops.copy(), **options, times=times)

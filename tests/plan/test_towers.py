@@ -47,7 +47,7 @@ def test_a_device_has_the_pictures_that_it_looks_at() -> None:
     assert device_costs(assigned, lengths + towers.flops * 1.0, 2, towers).tolist() == [[44, 48, 45, 1]]
 
 
-def test_packs_are_dealt_by_language_model_and_tower_together() -> None:
+def test_packs_are_assigned_by_language_model_and_tower_together() -> None:
     lengths = np.full(64, 100, np.int32)
     flops = np.zeros(64, np.int64)
     flops[::16] = 300  # one sample in sixteen has a picture as heavy as three texts

@@ -1,4 +1,4 @@
-"""Training, evaluation and verify on rows that several processes share: as if each process had its own."""
+"""Training, evaluation and verify on sequences that several processes share: as if each process had its own."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_a_dry_run_says_how_rows_are_shared(tiny: TinyWorld, tmp_path: Path) -> 
 
     train(tiny.config(tmp_path, **TWO, dry_run=True), Listening(), World(0, 4))
     (line,) = [note for note in notes if note.startswith("sequence parallel")]
-    assert "each row on 2 processes, ulysses over 2" in line
+    assert "each sequence on 2 processes, ulysses over 2" in line
     assert "2 data-parallel ranks" in line
 
 

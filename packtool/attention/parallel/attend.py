@@ -80,7 +80,7 @@ def attend_shard(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Causal attention within each document of a row that several ranks share; all of them call this.
+    """Causal attention within each document of a sequence that several ranks share; all of them call this.
 
     Args:
         q: (T, Hq, D) of this rank's tokens.
@@ -98,7 +98,7 @@ def attend_shard(
         raise UnsupportedModelError(
             "a layer has a sliding window, which chunks on a ring would cut", "Use --sequence-parallel-type ulysses."
         )
-    assert len(q) == shard.num_local + sum(shard.sharded_lengths) // parallel.cut.size, "a part of another row"
+    assert len(q) == shard.num_local + sum(shard.sharded_lengths) // parallel.cut.size, "a part of another sequence"
     call = Call(parallel, shard, blocks, default_scale(q, scale), window)
     out: Tensor = _Attend.apply(q, k, v, call)
     return out

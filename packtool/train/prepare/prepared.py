@@ -141,7 +141,7 @@ class PreparedRun(ABC):
         schedule: its steps by number.
         state: what a checkpoint of this run says of it, and what a run that goes on must agree with.
         beginning: where it begins.
-        axes: how rows are shared.
+        axes: how sequences are shared.
         notes: remarks for the user.
         validation: what is evaluated between steps, None for nothing.
     """

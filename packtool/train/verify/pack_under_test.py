@@ -122,7 +122,7 @@ class PackUnderTest:
 
     def _shared_logits(self, batch: ShardedBatch, rows: Tensor) -> Tensor:
         """Each rank computes those of its own tokens; every rank has all of them."""
-        assert self.parallel is not None, "somebody shares the row"
+        assert self.parallel is not None, "somebody shares the sequence"
         slots = {position: slot for slot, position in enumerate(batch.index.tolist())}
         mine = [(number, slots[row]) for number, row in enumerate(rows.tolist()) if row in slots]
         # All ranks run the model, whether or not a position of theirs is asked for.
@@ -137,7 +137,7 @@ class PackUnderTest:
         return _logits(self.model, self.alone[number], _positions(self.lengths[number]))
 
     def loss(self, batch: Batch) -> Tensor:
-        """A batch's share of the pack's mean loss; of a row that ranks share, this rank's part."""
+        """A batch's share of the pack's mean loss; of a sequence that ranks share, this rank's part."""
         with losses_of_head(self.model) as head_loss:
             # As the step makes it, so that the check never holds more logits than the step.
             if head_loss is not None:

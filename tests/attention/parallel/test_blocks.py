@@ -108,7 +108,7 @@ def test_which_blocks_a_kernel_means() -> None:
     assert choose_blocks("sdpa", CPU, torch.bfloat16, head_dims=(64, 64)).name == "cpu_flash"
     assert choose_blocks("auto", CPU, torch.float32, head_dims=(96, 64)).name == "math"
     assert choose_blocks("reference", CPU, torch.float64, head_dims=(64, 64)).name == "math"
-    with pytest.raises(ConfigError, match="flash_attention_2: rows that several processes share"):
+    with pytest.raises(ConfigError, match="flash_attention_2: sequences that several processes share"):
         choose_blocks("flash_attention_2", CPU, torch.bfloat16, head_dims=(64, 64))
     with pytest.raises(ConfigError, match="CUDA"):
         choose_blocks("varlen", CPU, torch.bfloat16, head_dims=(64, 64))

@@ -90,13 +90,13 @@ def alone(case: Case) -> list[dict[str, float]]:
         logits = model(**inputs).logits[0, :-1]
         labels = torch.from_numpy(sample.labels[1:].astype(np.int64))
         places = (labels != -100).nonzero().squeeze(1)
-        right = logits.argmax(-1)[places] == labels[places]
-        wrong = places[~right]
+        correct = logits.argmax(-1)[places] == labels[places]
+        wrong = places[~correct]
         found.append(
             {
                 "loss": F.cross_entropy(logits, labels).item(),
                 "target_tokens": len(places),
-                "token_accuracy": right.double().mean().item(),
+                "token_accuracy": correct.double().mean().item(),
                 "first_wrong": int(wrong[0]) + 1 if len(wrong) else -1,
             }
         )

@@ -67,7 +67,7 @@ def test_skrull_is_told_of_the_devices_that_there_are() -> None:
     assert with_model(plain, MODEL, Learning(), HARDWARE["a100"]).skrull is None
 
 
-def test_what_learns_is_told_where_packs_were_dealt_by_it() -> None:
+def test_what_learns_is_told_where_packs_were_assigned_by_it() -> None:
     given: dict[str, Any] = {"plan": "p", "cache": "c", "seed": 0, "train_type": "lora", "packing": True}
     given |= {"max_length": 8, "packing_length": 8, "world_size": 1, "gradient_accumulation_steps": 1}
     state = RunState(**given, per_device_train_batch_size=1, steps="s", learning="towers frozen")

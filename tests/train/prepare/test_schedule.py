@@ -181,7 +181,7 @@ def test_every_pack_is_trained_once_whatever_the_processes(step: int, world_size
 
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("step", [0, 1, 3, 5])
-def test_what_skrull_took_apart_is_dealt_anew_in_whole_packs(step: int, packing: bool) -> None:
+def test_what_skrull_took_apart_is_assigned_anew_in_whole_packs(step: int, packing: bool) -> None:
     """Every sample once, in steps as large as without Skrull, whatever the processes and when they change again."""
 
     def options(world_size: int) -> PlanOptions:
