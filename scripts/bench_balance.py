@@ -28,7 +28,9 @@ from packtool.cache.reader import CacheReader
 from packtool.config.export import ExportConfig
 from packtool.plan.balance import imbalance
 from packtool.plan.cost import CostModel, Learning
-from packtool.plan.epoch import PlanOptions, pack_costs, plan_epoch
+from packtool.plan.epoch import plan_epoch
+from packtool.plan.options import PlanOptions
+from packtool.plan.summary import pack_costs
 from packtool.plan.towers import TowerWork
 from packtool.progress import SilentProgress
 from packtool.simulate.model_sizes import PRESETS

@@ -33,7 +33,8 @@ import numpy.typing as npt
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a checkout, too
 
-from packtool.plan.packing import PackOptions, pack
+from packtool.config.packing import PackOptions
+from packtool.plan.packing import pack
 from packtool.plan.placements import falling_histogram
 
 Lengths = npt.NDArray[np.int32]

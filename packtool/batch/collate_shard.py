@@ -23,7 +23,6 @@ from packtool.batch.padding import PAD_ID, align_sample
 from packtool.batch.pixels import load_pixels
 from packtool.batch.positions import sample_positions
 from packtool.batch.shard import (
-    SHARDED,
     Cut,
     FeatureRoute,
     Int64Array,
@@ -36,6 +35,7 @@ from packtool.batch.spec import InputSpec
 from packtool.batch.tower_inputs import tower_inputs
 from packtool.encode.encoded import EncodedImage, EncodedSample, EncodedVideo, patch_squares
 from packtool.encode.families import MediaKind
+from packtool.plan.skrull import SHARDED
 from packtool.plan.towers import assign_heaviest_first
 
 Medium = tuple[int, str, int, EncodedImage | EncodedVideo]

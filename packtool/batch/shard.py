@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from packtool.plan.skrull import SHARDED as SHARDED
+from packtool.plan.skrull import SHARDED
 
 Int64Array = npt.NDArray[np.int64]
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from packtool.config.packing import Balance
 from packtool.errors import ConfigError
 from packtool.plan.balance import Costs, assign_evenly, group_alike
-from packtool.plan.packing import Int64Array, PackPlan, digest_arrays
+from packtool.plan.pack_plan import Int64Array, PackPlan, digest_arrays
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,8 @@ import numpy as np
 
 from packtool.config.packing import Balance
 from packtool.config.simulate import StrategyName, StrategyOptions
-from packtool.plan.epoch import PlanOptions, assign_packs, group_by_length
+from packtool.plan.epoch import assign_packs, group_by_length
+from packtool.plan.options import PlanOptions
 from packtool.plan.pack_plan import Int32Array, PackPlan, offsets_of, with_packs_in_order
 from packtool.plan.packing import pack, pack_singletons
 from packtool.plan.shuffle import RandomStream, seeded_order

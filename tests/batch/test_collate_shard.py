@@ -6,9 +6,10 @@ from pathlib import Path
 
 from packtool.batch.collate import collate_packs
 from packtool.batch.collate_shard import collate_shard
-from packtool.batch.shard import SHARDED, Cut
+from packtool.batch.shard import Cut
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
+from packtool.plan.skrull import SHARDED
 from tests.batch.reduced import make_sample, reduced_config, reduced_limits, reduced_spec, save_image_processor
 
 

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packtool.plan.cost import CostModel
-from packtool.plan.epoch import PlanOptions, plan_epoch
-from packtool.plan.packing import PackPlan
+from packtool.plan.epoch import plan_epoch
+from packtool.plan.options import PlanOptions
+from packtool.plan.pack_plan import PackPlan
 from packtool.plan.skrull import SHARDED
 from packtool.plan.skrull_steps import SkrullSteps, device_costs
 from packtool.plan.steps import step_plan

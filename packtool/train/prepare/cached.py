@@ -269,22 +269,17 @@ def _validation(
 def _state(config: TrainConfig, planner: Planner, assignment: Assignment, cache: str) -> RunState:
     plan = planner.plan_of(0, assignment)
     world_size, _, _ = assignment
-    return RunState(
+    return RunState.of(
+        config,
         plan=plan.packs.fingerprint,
         steps=plan.steps.fingerprint if plan.places is None else plan.fingerprint,
         cache=cache,
-        seed=config.seed,
-        train_type=config.train_type,
-        packing=config.packing,
         max_length=planner.options.max_length,
         packing_length=planner.options.packing_length,
         world_size=world_size,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-        per_device_train_batch_size=config.per_device_train_batch_size,
         loss_scale=config.loss_scale or "",
         loss_reduction=config.loss_reduction,
         schedule=_schedule_of(planner),
-        master_weights=config.master_weights,
         learning=learning_of(config).words,
     )
 

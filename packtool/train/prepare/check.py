@@ -23,7 +23,7 @@ from packtool.encode.loss_scale import is_hybrid_thinking, loss_scale_of, parse_
 from packtool.encode.model_files import ModelFiles, given_template
 from packtool.encode.relabel import TargetChoice
 from packtool.errors import MismatchError
-from packtool.plan.packing import PackPlan
+from packtool.plan.pack_plan import PackPlan
 
 _MEDIA_NAMES = frozenset(field.name for field in fields(MediaOptions))
 

@@ -20,12 +20,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, MismatchError
 from packtool.train.prepare.whole import ONLY_MODEL, Sums, damages, sums_of
 
 STATE_NAME = "packtool_state.json"
 _ASSIGNMENTS = "dealings"  # in the file, as the first checkpoints had it
 PREFIX = "checkpoint-"
+# Not by the fields' names: a state's plan, schedule and streaming are other things than the options called so.
+_FROM_OPTIONS = (
+    "seed",
+    "train_type",
+    "packing",
+    "gradient_accumulation_steps",
+    "per_device_train_batch_size",
+    "master_weights",
+)
 
 # All that a tokenizer or processor is saved as; weights, configs and adapters are the checkpoint's own.
 _PROCESSOR_FILE = re.compile(
@@ -77,6 +87,16 @@ class RunState:
     epoch: int = 0
     step_in_epoch: int = 0
     saved_at: float = 0.0
+
+    @classmethod
+    def of(cls, config: TrainConfig, **found: Any) -> RunState:
+        """The state of a run before its first step.
+
+        Args:
+            config: whose options are part of the state under their own names.
+            found: the fields that no option has as they are.
+        """
+        return cls(**{name: getattr(config, name) for name in _FROM_OPTIONS}, **found)
 
     @property
     def assignment(self) -> tuple[int, int, int]:

@@ -15,7 +15,7 @@ from packtool.config.adapters import LearningOptions
 from packtool.config.train import TrainConfig
 from packtool.plan.balance import Costs
 from packtool.plan.cost import CostModel, Learning, Learns
-from packtool.plan.epoch import PlanOptions
+from packtool.plan.options import PlanOptions
 from packtool.plan.towers import TowerWork
 from packtool.simulate.cost import Machine
 from packtool.simulate.hardware import Hardware

@@ -18,15 +18,9 @@ from packtool.cache.reader import CacheReader
 from packtool.config.plan import PlanConfig
 from packtool.encode.model_files import ModelFiles
 from packtool.plan.balance import imbalance
-from packtool.plan.epoch import (
-    EpochPlan,
-    PlanOptions,
-    PlanSummary,
-    assign_packs,
-    pack_costs,
-    padded_fill,
-    plan_epoch,
-)
+from packtool.plan.epoch import EpochPlan, assign_packs, plan_epoch
+from packtool.plan.options import PlanOptions
+from packtool.plan.summary import PlanSummary, pack_costs, padded_fill
 from packtool.plan.towers import TowerWork
 from packtool.simulate.lengths import read_lengths
 from packtool.simulate.model_sizes import PRESETS

@@ -164,19 +164,14 @@ def prepare_stream(config: TrainConfig, world: World) -> StreamedRun:
     check_template(config.model, encoder, (follow(spec) for spec in specs[:MOST_OPEN]))
     refusals = [refused_at_first(*follow(spec)) for spec in specs[:MOST_OPEN]]
     packing_length = config.packing_length or max_length
-    state = RunState(
+    state = RunState.of(
+        config,
         plan="stream",
         cache=rows_fingerprint(asked, files, specs, with_times=False),
-        seed=config.seed,
-        train_type=config.train_type,
-        packing=True,
         max_length=max_length,
         packing_length=packing_length,
         world_size=world.data.size,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-        per_device_train_batch_size=config.per_device_train_batch_size,
         streaming=_settings(config),
-        master_weights=config.master_weights,
     )
     beginning = Beginning.of(config)
     beginning.check(state, world)

@@ -17,10 +17,10 @@ from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.batch.batch import Batch, PackedBatch, ShardedBatch
 from packtool.batch.collate import collate_packs
 from packtool.batch.collate_shard import collate_shard, with_own_media
-from packtool.batch.shard import SHARDED
 from packtool.batch.sounds import sounds_in_order
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
+from packtool.plan.skrull import SHARDED
 from packtool.train.model.head_loss import losses_of_head
 from packtool.train.model.loss import sum_of_losses, takes_logits_to_keep
 from packtool.train.model.memory import CHECKED_POSITIONS

@@ -17,7 +17,8 @@ from packtool.attention.parallel.axes import Axes
 from packtool.attention.parallel.blocks import BlockKernel, CpuFlashBlockKernel, MathBlockKernel
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.varlen import Varlen
-from packtool.batch.shard import SHARDED, SequenceShard, assign_tokens
+from packtool.batch.shard import SequenceShard, assign_tokens
+from packtool.plan.skrull import SHARDED
 from tests.attention.parallel.shared_model import check_model
 from tests.batch.reduced import VISION_MODELS
 

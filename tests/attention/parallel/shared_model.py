@@ -15,8 +15,8 @@ from packtool.attention.register import set_attention
 from packtool.batch.batch import Batch, ShardedBatch
 from packtool.batch.collate import collate_packs
 from packtool.batch.collate_shard import collate_shard
-from packtool.batch.shard import SHARDED
 from packtool.batch.spec import InputSpec
+from packtool.plan.skrull import SHARDED
 from packtool.train.model.loss import sum_of_losses, takes_logits_to_keep
 from tests.batch.reduced import VISION_MODELS, mixed_samples, reduced_model, reduced_spec, save_image_processor
 

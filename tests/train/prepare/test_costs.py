@@ -11,7 +11,7 @@ from packtool.config.plan import PlanConfig
 from packtool.config.train import TrainConfig
 from packtool.errors import MismatchError
 from packtool.plan.cost import CostModel, Learning
-from packtool.plan.epoch import PlanOptions
+from packtool.plan.options import PlanOptions
 from packtool.plan.skrull_steps import SkrullOptions
 from packtool.simulate.cost import Machine
 from packtool.simulate.hardware import PRESETS as HARDWARE
