@@ -23,7 +23,6 @@ from packtool.attention.parallel.axes import refuse_shared
 from packtool.attention.parallel.blocks import choose_blocks
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.recurrent import (
-    has_recurrent_layers,
     isolate_recurrent_layers,
     recurrent_layers,
     release_recurrent_layers,
@@ -68,22 +67,8 @@ def register() -> None:
         AttentionInterface.register(attention_name(impl), function)
 
 
-def attention_for(config: PreTrainedConfig, impl: str = AUTO) -> str | dict[str, str]:
-    """The ``attn_implementation`` that routes a model's text tower, and only it, through a kernel.
-
-    Raises:
-        UnsupportedModelError: for a model with recurrent layers, which a name does not reach: ``set_attention`` does.
-    """
-    if has_recurrent_layers(config):
-        raise UnsupportedModelError(
-            f"{config.model_type} has recurrent layers: an attention function alone does not keep packed samples apart",
-            _NO_PACKING,
-        )
-    return route(config, attention_name(impl))
-
-
 def route(config: PreTrainedConfig, name: str) -> str | dict[str, str]:
-    """``attention_for`` for any name that transformers knows."""
+    """The ``attn_implementation`` that gives a model's text tower, and only it, the attention of that name."""
     towers = [tower for tower in config.sub_configs if getattr(config, tower, None) is not None]
     if "text_config" not in towers:
         return name

@@ -34,8 +34,6 @@ from packtool.encode.encoded import EncodedImage, EncodedSample
 from packtool.encode.families import MediaKind
 from packtool.errors import DataError
 
-LongArray = npt.NDArray[np.int64]
-
 
 def collate_packs(
     samples: Sequence[EncodedSample], spec: InputSpec, towers: frozenset[Tower] | None = None

@@ -121,11 +121,6 @@ class InputSpec:
         return {name: value for name, value in vars(self).items() if name not in ("meta_model", "family")}
 
     @property
-    def image_pad_id(self) -> int | None:
-        """The token that stands for a piece of a picture."""
-        return self.pad_ids.get("image")
-
-    @property
     def patch_dim(self) -> int:
         """Numbers in one row of ``pixel_values``."""
         vision = self.config.vision_config

@@ -154,10 +154,6 @@ class Encoder:
             f"writes the empty thinking block itself, so it carries no loss; {asked}+keep_empty_think trains it",
         )
 
-    def forget_media(self) -> None:
-        """Measure every medium anew: the sizes of files that were seen before are remembered."""
-        self._measured.clear()
-
     def _render(self, sample: Sample) -> _Rendered | Dropped:
         try:
             media = {

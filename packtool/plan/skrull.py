@@ -151,37 +151,6 @@ def longest_in_bucket(bucket_size: int, sequence_parallel_size: int, alignment: 
     return max(bucket_size, bucket_size * sequence_parallel_size // alignment * alignment)
 
 
-def planned_time(
-    ranks: Sequence[Sequence[PlacedMicroBatch]],
-    lengths: npt.NDArray[np.integer[Any]],
-    flops: npt.NDArray[np.floating[Any]],
-    *,
-    sequence_parallel_size: int,
-    alignment: int = 1,
-    times: StepTime | None = None,
-) -> float:
-    """Seconds of a step: of the data-parallel rank that is done last with its micro-batches, one after the other.
-
-    Args:
-        ranks: as ``schedule_step`` returns them.
-        others: as for ``schedule_step``.
-    """
-    times = times or StepTime()
-    padded = -(-np.asarray(lengths) // alignment) * alignment
-    costs = np.asarray(flops, dtype=np.float64)
-    local_work, shared_work = times.work(lengths, costs), times.work(padded, costs, sequence_parallel_size)
-    slowest = 0.0
-    for micro_batches in ranks:
-        seconds = 0.0
-        for batch in micro_batches:
-            is_local = batch.places != SHARDED
-            local = np.bincount(batch.places[is_local], local_work[batch.samples[is_local]], sequence_parallel_size)
-            sharded = batch.samples[~is_local]
-            seconds += times.micro_batch(local.tolist(), float(shared_work[sharded].sum()), int(padded[sharded].sum()))
-        slowest = max(slowest, seconds)
-    return slowest
-
-
 def _assign(flops: Sequence[float], num_ranks: int) -> list[list[int]]:
     """Sequences for each data-parallel rank."""
     rank_sequences: list[list[int]] = [[] for _ in range(num_ranks)]

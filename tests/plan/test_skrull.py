@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from packtool.errors import ConfigError
 from packtool.plan.cost import CostModel
-from packtool.plan.skrull import SHARDED, PlacedMicroBatch, longest_in_bucket, planned_time, schedule_step
+from packtool.plan.skrull import SHARDED, PlacedMicroBatch, longest_in_bucket, schedule_step
 from packtool.plan.step_time import StepTime
 
 COST = CostModel.of_8b()
@@ -33,6 +33,21 @@ def tokens_of_ranks(batch: PlacedMicroBatch, lengths: Any, sequence_parallel_siz
     """Tokens that each of the ranks holds."""
     shared = padded(lengths, alignment)[batch.samples[batch.places == SHARDED]].sum() / sequence_parallel_size
     return [lengths[batch.samples[batch.places == rank]].sum() + shared for rank in range(sequence_parallel_size)]
+
+
+def planned_time(
+    micro_batches: list[PlacedMicroBatch], lengths: Any, flops: Any, num: int, times: StepTime, alignment: int = 1
+) -> float:
+    """Seconds that a data-parallel rank computes on its micro-batches, one after the other."""
+    of_padded = padded(lengths, alignment)
+    local_work, shared_work = times.work(lengths, flops), times.work(of_padded, flops, num)
+    seconds = 0.0
+    for batch in micro_batches:
+        is_local = batch.places != SHARDED
+        local = np.bincount(batch.places[is_local], local_work[batch.samples[is_local]], num)
+        sharded = batch.samples[~is_local]
+        seconds += times.micro_batch(local.tolist(), float(shared_work[sharded].sum()), int(of_padded[sharded].sum()))
+    return seconds
 
 
 def all_sharded(
@@ -86,13 +101,12 @@ def test_what_always_holds(step: tuple[np.ndarray, dict[str, int], StepTime]) ->
             assert (batch.places == 0).all()
     # Never slower than all sharded, each data-parallel rank for itself.
     if num > 1 and (padded(lengths, alignment) <= bucket * num).all():
-        shared = {"sequence_parallel_size": num, "alignment": alignment, "times": times}
         for rank in ranks:
             if rank:
                 sequences = np.concatenate([batch.samples for batch in rank])
                 plain = all_sharded(sequences, lengths, bucket, num, alignment)
-                fastest = planned_time([plain], lengths, flops, **shared)
-                assert planned_time([rank], lengths, flops, **shared) <= fastest * (1 + 1e-9)
+                fastest = planned_time(plain, lengths, flops, num, times, alignment)
+                assert planned_time(rank, lengths, flops, num, times, alignment) <= fastest * (1 + 1e-9)
     again = schedule_step(lengths.copy(), flops.copy(), **options, times=times)
     for one, other in zip(batches, (batch for rank in again for batch in rank), strict=True):
         assert one.samples.tolist() == other.samples.tolist()
@@ -232,7 +246,7 @@ def best_of_all(lengths: Any, flops: Any, bucket_size: int, num: int, times: Ste
     for places in itertools.product(range(SHARDED, num), repeat=len(lengths)):
         batch = PlacedMicroBatch(samples, np.array(places))
         if max(tokens_of_ranks(batch, lengths, num, 1)) <= bucket_size:
-            best = min(best, planned_time([[batch]], lengths, flops, sequence_parallel_size=num, times=times))
+            best = min(best, planned_time([batch], lengths, flops, num, times))
     return best
 
 
@@ -249,7 +263,7 @@ def test_how_near_the_best_of_all_placements(times: StepTime, mean: float, worst
         bucket = int(max(lengths.sum() / 2 * 1.15, 16))
         (rank,) = schedule_step(lengths, flops, num_ranks=1, sequence_parallel_size=2, bucket_size=bucket, times=times)
         assert len(rank) == 1
-        found = planned_time([rank], lengths, flops, sequence_parallel_size=2, times=times)
+        found = planned_time(rank, lengths, flops, 2, times)
         ratios.append(found / best_of_all(lengths, flops, bucket, 2, times))
     assert min(ratios) >= 1 - 1e-9
     assert np.mean(ratios) < mean
