@@ -47,7 +47,7 @@ SHARING = ("ulysses", "ring", "allgather")
 _RINGS: Mapping[str, Literal["ring", "allgather"]] = {"ring": "ring", "allgather": "allgather", WHOLE: "ring"}
 
 _CHUNK_LOGITS = 2**20
-"""Few at a time: the head's memory would hide the decoder's, which is all there is to share."""
+"""Logits made at a time, few: the head's memory would hide the decoder's, which is all there is to share."""
 
 # The part of a tensor that leaves a rank, of N that exchange it.
 _SENT: Mapping[str, Callable[[int], float]] = {
@@ -130,11 +130,11 @@ class Ranks:
             process.join()
 
     def step(self, way: str) -> list[Step]:
-        """Of each rank."""
+        """Run a step in one way; what each rank found, by rank."""
         return self._ask("step", way)
 
     def seconds(self, way: str) -> tuple[float, float]:
-        """Of a step, from when all begin until the last is done; and of all cores together."""
+        """Seconds of a step from when all begin until the last is done, and seconds of all cores together."""
         whole, of_cores = zip(*self._ask("seconds", way), strict=True)
         return max(whole), sum(of_cores)
 
@@ -293,7 +293,7 @@ class _Kept(torch.autograd.graph.saved_tensors_hooks):
 
     @property
     def num_bytes(self) -> int:
-        """So far."""
+        """Bytes of all storages that were kept so far."""
         return sum(self._storages.values())
 
     def _see(self, tensor: Tensor) -> Tensor:
@@ -325,13 +325,13 @@ class _Peak:
             self._before = _status("VmRSS")
 
     def num_bytes(self) -> float:
-        """So far."""
+        """The highest number of bytes above those at the beginning, so far; NaN if it is not known."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device) - self._before
         return self._before if math.isnan(self._before) else _status("VmHWM") - self._before
 
 
 def _status(name: str) -> float:
-    """Bytes, of this process."""
+    """A figure of memory of this process, in bytes, by its name in ``/proc``."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))

@@ -65,7 +65,7 @@ class Samples:
     num_seen: Any
 
     def towers(self, cost: CostModel) -> TowerWork:
-        """Their media's work."""
+        """The work of the samples' media."""
         flops = cost.towers(self.vision_tokens, self.patch_squares)
         return TowerWork(np.rint(flops).astype(np.int64), self.num_seen)
 
@@ -89,7 +89,7 @@ def read_samples(realdata: Path, packing_length: int, copies: int) -> Samples:
 
 
 def by_tokens(cost: CostModel, samples: Samples) -> CostModel:
-    """The same work in all, but every token of a picture costs the same."""
+    """A cost model with the same work in all, but of which every token of a picture costs the same."""
     squares = samples.patch_squares.sum() / samples.vision_tokens.sum()
     per_token = cost.per_vision_token + cost.per_patch_square * squares
     return dataclasses.replace(cost, per_vision_token=float(per_token), per_patch_square=0.0)

@@ -124,7 +124,7 @@ def run_binpacking(lengths: Lengths, capacity: int, chunk: int | None = None) ->
 
 
 def run_binpacking_in_thousands(lengths: Lengths, capacity: int) -> tuple[int, float]:
-    """As ms-swift calls it."""
+    """binpacking in blocks of 1,000 samples, as ms-swift calls it."""
     return run_binpacking(lengths, capacity, 1000)
 
 
@@ -144,7 +144,7 @@ def run_trl(lengths: Lengths, capacity: int, chunk: int | None = None) -> tuple[
 
 
 def run_trl_in_thousands(lengths: Lengths, capacity: int) -> tuple[int, float]:
-    """As ``pack_dataset`` does unless told otherwise."""
+    """TRL's packing in blocks of 1,000 samples, as ``pack_dataset`` does unless told otherwise."""
     return run_trl(lengths, capacity, 1000)
 
 

@@ -56,7 +56,7 @@ from scripts._sequence_ranks import MODELS, PACKED, PADDED, SHARING, WHOLE, Rank
 Int64Array = npt.NDArray[np.int64]
 
 ALLOWED_ERROR = {"cpu": 1e-5, "cuda": 1e-2}
-"""Of a loss: what is rounding in float32, and in bfloat16."""
+"""How far losses may differ: what is rounding in float32, and in bfloat16."""
 
 BALANCE_RANKS, BALANCE_ROW = 8, 32768
 # From, to, share: Wikipedia's lengths (Skrull, arXiv 2505.19609, table 1), in each of them log-uniform.
@@ -80,7 +80,7 @@ class Way:
     seconds: list[tuple[float, float]] = field(default_factory=list)
 
     def most(self, what: str) -> float:
-        """Of the busiest rank."""
+        """A figure of the busiest rank's steps."""
         return max(getattr(step, what) for step in self.steps)
 
     def slower(self, other: Way, which: int) -> float:
@@ -183,7 +183,7 @@ def wikipedia_lengths(number: int, longest: int) -> npt.NDArray[np.int32]:
 
 
 def cuts_of(lengths: Sequence[int], size: int) -> Iterator[tuple[str, Int64Array]]:
-    """For each way to cut a sequence the pairs of query and key that each of so many ranks attends to."""
+    """The pairs of query and key that each of so many ranks attends to, for each way to cut a sequence."""
     # The query at position i sees i + 1 keys.
     pairs = np.concatenate([np.arange(1, length + 1) for length in lengths])
     chunks = [int(part.sum()) for part in np.array_split(pairs, 2 * size)]

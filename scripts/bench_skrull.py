@@ -75,7 +75,7 @@ class Setting:
     sequences_per_rank: int = 64
 
     def options(self, steps: int, seed: int) -> SimulateOptions:
-        """With the paper's buckets."""
+        """The options of a simulation with the paper's buckets."""
         large = self.model == "qwen2.5-7b"
         sizes = ModelSizes.of_config(MODELS[self.model])
         bucket = (13 if large else 26) * 1024
@@ -90,7 +90,7 @@ class Setting:
         )
 
     def lengths(self, options: SimulateOptions) -> Int32Array:
-        """As many as all strategies need."""
+        """As many drawn lengths as all strategies need."""
         typical = draw_lengths(self.data, 10_000, seed=options.seed + 1)
         fitting = typical[typical <= options.longest]
         return arrange(

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers import PreTrainedConfig
 
 from packtool.attention.varlen import LeakError, Varlen
 from packtool.encode.families import FAMILIES
@@ -44,11 +43,6 @@ _SAME_AS_ALONE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2,
 """How far a document in company may be from itself alone, relative to the largest number: other blocks, other sums."""
 
 _tried: dict[tuple[type, str, torch.dtype], bool] = {}
-
-
-def has_recurrent_layers(config: PreTrainedConfig) -> bool:
-    """Whether the text tower has layers that only ``isolate_recurrent_layers`` keeps apart."""
-    return RECURRENT_LAYER in (getattr(config.get_text_config(), "layer_types", None) or ())
 
 
 def isolate_recurrent_layers(model: nn.Module) -> int:

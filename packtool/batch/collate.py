@@ -185,7 +185,7 @@ def load_media(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, T
 
 
 def filler(input_ids: list[int], images: tuple[EncodedImage, ...]) -> EncodedSample:
-    """A document without labels."""
+    """A document of these tokens and pictures without labels, so that its loss is zero."""
     ids = np.array(input_ids, np.int32)
     return EncodedSample(ids, np.full_like(ids, IGNORE_INDEX), np.zeros(0, np.int32), images, None, "filler", 0)
 

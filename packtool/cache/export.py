@@ -140,7 +140,7 @@ class _Ahead:
         self._missing = 2 * (config.rows_per_shard or LEAST_SHARD_ROWS) if starts else sys.maxsize
 
     def expect(self, num_rows: int) -> None:
-        """So many rows more."""
+        """Tell that so many more rows will be encoded."""
         if self._missing > 0:
             self._missing -= num_rows
             if self._missing <= 0:

@@ -70,7 +70,7 @@ class World:
 
     @property
     def data(self) -> World:
-        """The same without those that share sequences: a rank for each group, data-parallel ones."""
+        """The data-parallel ranks: one for each group of processes that share sequences."""
         return World(self.rank // self.sequence_parallel_size, self.size // self.sequence_parallel_size)
 
     @property

@@ -241,7 +241,7 @@ class Machine:
 
     @property
     def token_flops(self) -> float:
-        """f: of a token, without attention."""
+        """FLOPs of a token without attention, f in the formulas."""
         return self.sizes.cost.per_token + self.sizes.cost.per_target_token
 
     def linear_seconds(self, tokens: npt.NDArray[Any]) -> Seconds:

@@ -182,7 +182,7 @@ class PackStream:
             yield self._drawn(buffer)
 
     def _drawn(self, buffer: list[EncodedSample]) -> EncodedSample:
-        """Taken from the buffer."""
+        """A sample drawn at random from the buffer, which loses it."""
         if len(buffer) == 1:
             return buffer.pop()
         if self._options.shuffle_buffer_size == 1:

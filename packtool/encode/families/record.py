@@ -44,7 +44,7 @@ def _encoding(name: str, files: ModelFiles, limits: MediaOptions, **options: Any
 
 
 TEXT_ONLY = encoded_by("text.TextOnly")
-"""Of models that take no media."""
+"""The encoding of media by models that take none."""
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ class TrainResult:
     dropped: Mapping[str, int] = field(default_factory=dict)
 
     def write(self) -> None:
-        """Into the output directory."""
+        """Write the result into the output directory, as JSON."""
         with open(os.path.join(self.output_dir, RESULT_NAME), "w", encoding="utf-8") as file:
             json.dump(plain_json(dataclasses.asdict(self)), file, indent=1)
             file.write("\n")
