@@ -84,7 +84,7 @@ SIZES = {
     "4b": Size(_text(2560, 9728, 36, (32, 8, 128), tied=True), _SMALL_VISION, recompute=True),
     "8b": Size(_text(4096, 12288, 36, (32, 8, 128), tied=False), _LARGE_VISION, recompute=True),
 }
-"""Sizes by name: the text towers of Qwen3-VL-2B, 4B and 8B (1.7, 4.0 and 8.2 billion weights) with their vision towers."""
+"""Sizes by name: the text towers of Qwen3-VL-2B, 4B and 8B (1.7, 4.0 and 8.2 billion weights) with their towers."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -33,7 +33,7 @@ from packtool.plan.options import PlanOptions
 from packtool.plan.summary import pack_costs
 from packtool.plan.towers import TowerWork
 from packtool.progress import SilentProgress
-from packtool.simulate.model_sizes import PRESETS
+from packtool.simulate.model_sizes import MODEL_PRESETS
 
 # What the model's own config.json says.
 TOWER: dict[str, Any] = {
@@ -47,7 +47,7 @@ TOWER: dict[str, Any] = {
     "out_hidden_size": 4096,
     "deepstack_visual_indexes": [8, 16, 24],
 }
-QWEN3_VL_8B: dict[str, Any] = {"text_config": PRESETS["8b"], "vision_config": TOWER}
+QWEN3_VL_8B: dict[str, Any] = {"text_config": MODEL_PRESETS["8b"], "vision_config": TOWER}
 WAYS = {
     "adapters, frozen tower": Learning(language="lora", towers="frozen", aligner="frozen"),
     "all weights": Learning(),

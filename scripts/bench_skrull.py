@@ -36,16 +36,15 @@ from packtool.plan.pack_plan import Int32Array
 from packtool.plan.skrull import SHARDED, PlacedMicroBatch
 from packtool.simulate.cost import Machine
 from packtool.simulate.distributions import DistributionName, draw_lengths
-from packtool.simulate.hardware import PRESETS
-from packtool.simulate.model_sizes import PRESETS as MODELS
-from packtool.simulate.model_sizes import ModelSizes
+from packtool.simulate.hardware import HARDWARE_PRESETS
+from packtool.simulate.model_sizes import MODEL_PRESETS, ModelSizes
 from packtool.simulate.outcomes import Outcome, arrange, outcome, simulate
 from packtool.simulate.strategies import SimulateOptions, schedule_of
 
 # An all-gather of 2 MB took 53 us there, and one of 1024 MB 6468 us: (7 / 8) 1024 MB / 6468 us. The links between nodes
 # are not told: 80 % of 400 Gb/s for each GPU.
 PAPERS_H100 = dataclasses.replace(
-    PRESETS["h100"],
+    HARDWARE_PRESETS["h100"],
     latency_us=53.0,
     intra_node_gb_per_s=7 / 8 * 1024e6 / 6468e-6 / 1e9,
     inter_node_gb_per_s=40.0,
@@ -77,7 +76,7 @@ class Setting:
     def options(self, steps: int, seed: int) -> SimulateOptions:
         """The options of a simulation with the paper's buckets."""
         large = self.model == "qwen2.5-7b"
-        sizes = ModelSizes.of_config(MODELS[self.model])
+        sizes = ModelSizes.of_config(MODEL_PRESETS[self.model])
         bucket = (13 if large else 26) * 1024
         return SimulateOptions(
             machine=Machine(sizes=sizes, hardware=PAPERS_H100, world_size=self.world_size, recompute=large),

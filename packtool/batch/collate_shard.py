@@ -38,7 +38,7 @@ from packtool.encode.families import MediaKind
 from packtool.plan.skrull import SHARDED
 from packtool.plan.towers import assign_heaviest_first
 
-Medium = tuple[int, str, int, EncodedImage | EncodedVideo]
+DocumentMedium = tuple[int, str, int, EncodedImage | EncodedVideo]
 """Number of its document, kind, number in the document, and itself."""
 
 
@@ -171,9 +171,9 @@ def with_own_media(
 
 def _owned_media(
     documents: Sequence[EncodedSample], placed: Sequence[int], spec: InputSpec, cut: Cut
-) -> tuple[list[Medium], Int64Array]:
+) -> tuple[list[DocumentMedium], Int64Array]:
     """All pictures and videos of a sequence, and the rank that looks at each: a local document's, else as shared."""
-    media: list[Medium] = []
+    media: list[DocumentMedium] = []
     for number, document in enumerate(documents):
         media += [(number, "image", i, image) for i, image in enumerate(document.images)]
         media += [(number, "video", i, video) for i, video in enumerate(document.videos)]

@@ -11,7 +11,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from packtool.config.export import EncodeSpec
-from packtool.encode.assemble import MediaLayout, Tokens, join_pieces, lay_out, num_common
+from packtool.encode.assemble import MediaLayout, TokenizedLayout, join_pieces, lay_out, num_common
 from packtool.encode.control import ControlVocabulary, Piece, Shield
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.families import MediaEncoding, MediaKind, Medium, media_encoding
@@ -263,7 +263,7 @@ class Encoder:
             weights=self._weights(item, tokens, turns),
         )
 
-    def _weights(self, item: _Rendered, tokens: Tokens, turns: Sequence[_TrainedTurn]) -> Weights | None:
+    def _weights(self, item: _Rendered, tokens: TokenizedLayout, turns: Sequence[_TrainedTurn]) -> Weights | None:
         """Weight of each token as a target, None where the turns' tokens weigh 1."""
         asked = item.sample.loss_scale or self.spec.loss_scale
         scale = parse_loss_scale(loss_scale_of(asked, self._is_hybrid_thinking))
@@ -282,7 +282,9 @@ class Encoder:
             weights[slice(*turn.span)] = here * factor
         return weights
 
-    def _rule_weights(self, layout: MediaLayout, tokens: Tokens, turn: _TrainedTurn, scale: LossScale) -> Weights:
+    def _rule_weights(
+        self, layout: MediaLayout, tokens: TokenizedLayout, turn: _TrainedTurn, scale: LossScale
+    ) -> Weights:
         """Weights of a turn's tokens by the rules for its text; each token counts as its first character does."""
         text, firsts, places = "", list[int](), list[int]()
         for number in range(turn.first_unit, turn.last_unit + 1):
@@ -307,7 +309,7 @@ class Encoder:
     def _encode_one(self, piece: Piece) -> list[int]:
         return self._pieces.encode([piece])[0]
 
-    def _turns(self, item: _Rendered, tokens: Tokens, unit_ids: list[list[int]]) -> list[_TrainedTurn]:
+    def _turns(self, item: _Rendered, tokens: TokenizedLayout, unit_ids: list[list[int]]) -> list[_TrainedTurn]:
         """The assistant's turns that have tokens."""
         pieces, firsts, sample = item.pieces, item.layout.firsts, item.sample
         if sample.is_text:

@@ -12,7 +12,7 @@ from packtool.config.rows import MAX_ROW_BYTES
 from packtool.rows.encoding import check_encoding
 from packtool.rows.opened import Hashed, read_text
 from packtool.rows.sample import Dropped
-from packtool.rows.source import BLOCK_ROWS, Row, RowBlock, Source
+from packtool.rows.source import BLOCK_ROWS, NumberedRow, RowBlock, Source
 
 CHUNK_BYTES = 1 << 23
 # First bytes of a line that may hold nothing but blanks and a byte order mark.
@@ -140,7 +140,7 @@ def numbered_lines(source: Source, block: RowBlock, data: bytes | None) -> Itera
             yield number, line if len(line) <= source.max_row_bytes else None
 
 
-def read_texts(source: Source, block: RowBlock, data: bytes | None) -> Iterator[Row]:
+def read_texts(source: Source, block: RowBlock, data: bytes | None) -> Iterator[NumberedRow]:
     """(line number, {"text": line}) of each line of a block that is not blank; one that is no UTF-8 is ``Dropped``."""
     for number, line in numbered_lines(source, block, data):
         if line is None:

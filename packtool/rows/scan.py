@@ -14,7 +14,7 @@ from itertools import groupby, islice
 
 from packtool import storage
 from packtool.errors import ConfigError, DataError
-from packtool.rows.file_formats import KNOWN, format_of
+from packtool.rows.file_formats import KNOWN_FORMATS, format_of
 from packtool.rows.forms import check_first_rows
 from packtool.rows.forms.known import RowLayout, detect
 from packtool.rows.json_array import find_elements
@@ -113,7 +113,7 @@ def _source(spec: SourceSpec) -> Source:
         raise DataError(f"--dataset {shown}: there is no such file", "Check the path.")
     found = format_of(spec.path)
     if found is None:
-        raise DataError(f"--dataset {shown}: its name says no kind of rows", f"Known are {KNOWN}.")
+        raise DataError(f"--dataset {shown}: its name says no kind of rows", f"Known are {KNOWN_FORMATS}.")
     kind, compression = found
     source = Source(
         path=spec.path,

@@ -13,18 +13,17 @@ from packtool.errors import DataError
 from packtool.plan.skrull import SHARDED
 from packtool.simulate.cost import Constants, Machine, SimulatedSchedule
 from packtool.simulate.distributions import draw_lengths
-from packtool.simulate.hardware import PRESETS, Hardware
-from packtool.simulate.model_sizes import PRESETS as MODELS
-from packtool.simulate.model_sizes import ModelSizes
+from packtool.simulate.hardware import HARDWARE_PRESETS, Hardware
+from packtool.simulate.model_sizes import MODEL_PRESETS, ModelSizes
 from packtool.simulate.outcomes import Outcome, arrange, simulate
 from packtool.simulate.strategies import TITLES, SimulateOptions, schedule
 
-SIZES = ModelSizes.of_config(MODELS["qwen2.5-0.5b"])
+SIZES = ModelSizes.of_config(MODEL_PRESETS["qwen2.5-0.5b"])
 NO_LAUNCHES = Constants(launch_us=0)
 
 
 def machine(world_size: int = 32, constants: Constants = NO_LAUNCHES, **hardware: Any) -> Machine:
-    changed: Hardware = replace(PRESETS["h100"], **hardware)
+    changed: Hardware = replace(HARDWARE_PRESETS["h100"], **hardware)
     return Machine(sizes=SIZES, hardware=changed, world_size=world_size, constants=constants)
 
 
@@ -158,7 +157,12 @@ def test_links_without_limits_cost_nothing() -> None:
 @pytest.mark.parametrize("data", ["wikipedia", "lmsys", "chatqa2"])
 @pytest.mark.parametrize("model", ["qwen2.5-0.5b", "qwen2.5-7b"])
 def test_skrull_is_not_slower_than_sharding_everything(data: str, model: str) -> None:
-    of = Machine(sizes=ModelSizes.of_config(MODELS[model]), hardware=PRESETS["h100"], world_size=32, recompute=True)
+    of = Machine(
+        sizes=ModelSizes.of_config(MODEL_PRESETS[model]),
+        hardware=HARDWARE_PRESETS["h100"],
+        world_size=32,
+        recompute=True,
+    )
     chosen = options(of, bucket_size=13_000, packing_length=13_000)
     lengths = lengths_for(chosen, data)
     shared, skrull = simulate(lengths, ["context-parallel", "skrull"], chosen)

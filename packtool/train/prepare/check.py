@@ -96,7 +96,7 @@ def check_limits(directory: str, manifest: Manifest, config: TrainConfig) -> Non
 
 
 def check_video_and_audio(directory: str, manifest: Manifest, config: TrainConfig, files: ModelFiles) -> None:
-    """Limits on videos and sounds that are given again agree with the export's, if in other words that mean the same."""
+    """Limits on videos and sounds that are given again agree with the export's, in whatever words."""
     spec = manifest.identity.spec
     names = [field.name for field in fields(MediaOptions) if field.metadata["panel"] == "Video and audio"]
     given = {name: getattr(config, name) for name in names if getattr(config, name) not in (None, spec.get(name))}

@@ -14,12 +14,12 @@ from packtool.plan.cost import CostModel, Learning
 from packtool.plan.options import PlanOptions
 from packtool.plan.skrull_steps import SkrullOptions
 from packtool.simulate.cost import Machine
-from packtool.simulate.hardware import PRESETS as HARDWARE
-from packtool.simulate.model_sizes import PRESETS, ModelSizes
+from packtool.simulate.hardware import HARDWARE_PRESETS as HARDWARE
+from packtool.simulate.model_sizes import MODEL_PRESETS, ModelSizes
 from packtool.train.prepare.checkpoint import RunState
 from packtool.train.prepare.costs import RunCosts, cost_of, learning_of, with_model
 
-MODEL: dict[str, Any] = PRESETS["qwen2.5-0.5b"]
+MODEL: dict[str, Any] = MODEL_PRESETS["qwen2.5-0.5b"]
 
 
 def run_config(**settings: Any) -> TrainConfig:
