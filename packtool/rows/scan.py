@@ -78,9 +78,13 @@ def follow(spec: SourceSpec) -> tuple[Source, Iterator[RowBlock]]:
         )
     finder = _Finder.of(_source(spec))
     source = finder.source
-    first = list(islice(finder.blocks, _FIRST_BLOCKS))
-    if (form := _form(spec, source, first, finder.take_head())) is not None:
-        source = replace(source, form=form.form, columns=form.columns)
+    try:
+        first = list(islice(finder.blocks, _FIRST_BLOCKS))
+        if (form := _form(spec, source, first, finder.take_head())) is not None:
+            source = replace(source, form=form.form, columns=form.columns)
+    except BaseException:
+        finder.close()
+        raise
     return source, finder.then_close(first)
 
 
