@@ -109,7 +109,7 @@ class Row:
     note: str = ""
 
     def print(self, peak: float | None) -> None:
-        """With a dash where nothing is known."""
+        """A figure as text, a dash where nothing is known."""
         start = f"{self.what:<30} {self.way:<30}"
         if self.ms is None:
             print(f"{start}  {self.note}", flush=True)

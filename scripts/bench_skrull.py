@@ -89,7 +89,7 @@ class Setting:
         )
 
     def lengths(self, options: SimulateOptions) -> Int32Array:
-        """As many drawn lengths as all strategies need."""
+        """Drawn lengths, as many as all strategies need."""
         typical = draw_lengths(self.data, 10_000, seed=options.seed + 1)
         fitting = typical[typical <= options.longest]
         return arrange(

@@ -10,6 +10,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -235,15 +236,32 @@ def test_text_of_others_is_shown_in_few_places() -> None:
     assert not wrong
 
 
+# A preposition or a conjunction that begins a docstring goes on from the name: it says nothing alone.
+FRAGMENTS = re.compile(r"(Of|That|For|As|And|With|Without|By|So|Into|On|Than|Because|The same (for|with|in|where))\b")
+
+
+def _docstrings(tree: ast.AST) -> Iterator[str]:
+    """What modules, classes and functions say, and the strings behind constants and fields."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)):
+            if text := ast.get_docstring(node):
+                yield text
+            for before, after in pairwise(node.body):
+                if isinstance(before, (ast.Assign, ast.AnnAssign)):
+                    match after:
+                        case ast.Expr(ast.Constant(str() as text)):
+                            yield text.strip()
+
+
 def test_docstrings_say_what_is_returned() -> None:
     """A fragment of the function's name ("Of the shard.", "For a person.") tells nobody what comes back."""
-    fragments = []
-    for path, tree in TREES.items():
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)):
-                words = (ast.get_docstring(node) or "- -").split()
-                if words[0] in ("Of", "That", "For", "As", "And") or len(words) == 1:
-                    fragments.append(f"{path.relative_to(PACKAGE)}: {ast.get_docstring(node)}")
+    scripts = {path: ast.parse(path.read_text()) for path in (PACKAGE.parent / "scripts").glob("*.py")}
+    fragments = [
+        f"{path.relative_to(PACKAGE.parent)}: {text}"
+        for path, tree in (TREES | scripts).items()
+        for text in _docstrings(tree)
+        if FRAGMENTS.match(text) or len(text.split()) == 1
+    ]
     assert not fragments
 
 

@@ -36,7 +36,7 @@ _SOUNDS = ("input_features", "feature_attention_mask")
 _ATTRIBUTE = "_packtool_look"
 
 Features = dict[MediaKind, list[Tensor]]
-"""For each kind of medium its features (N, D): what the embeddings get, then what the first layers get (DeepStack)."""
+"""The features (N, D) of each kind of medium: what the embeddings get, then what the first layers get (DeepStack)."""
 
 
 def look_once(model: nn.Module) -> None:

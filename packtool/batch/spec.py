@@ -117,7 +117,7 @@ class InputSpec:
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the model and the family's record, which another process finds for itself."""
+        """The state without the model and the family's record, which another process finds for itself."""
         return {name: value for name, value in vars(self).items() if name not in ("meta_model", "family")}
 
     @property

@@ -17,7 +17,7 @@ Placer = Callable[[Sequence[int], Sequence[int]], Placements]
 Noise = npt.NDArray[np.float64]
 
 FEW_PER_LENGTH = 10
-"""With fewer samples per distinct length than this, a strict order leaves little to chance: see ``_place_mixed``."""
+"""Samples per distinct length below which a strict order leaves little to chance: see ``_place_mixed``."""
 
 GOOD = 1e-4
 """Share of packs over the fewest possible that is not worth a second attempt."""

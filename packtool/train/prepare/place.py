@@ -38,7 +38,7 @@ _VERSION = re.compile(r"v(\d+)-\d{8}-\d{6}")
 
 
 def with_resumed_version(config: TrainConfig) -> TrainConfig:
-    """With ``--add-version`` a run that goes on does so in the folder that it began in: that of its checkpoint."""
+    """A run that goes on with ``--add-version`` does so in the folder that it began in: that of its checkpoint."""
     resume = config.resume_from_checkpoint
     if not config.add_version or resume is None or resume.lower() == "false":
         return config
