@@ -109,7 +109,7 @@ class Row:
     note: str = ""
 
     def print(self, peak: float | None) -> None:
-        """A figure as text, a dash where nothing is known."""
+        """Print the line, with a dash where nothing is known."""
         start = f"{self.what:<30} {self.way:<30}"
         if self.ms is None:
             print(f"{start}  {self.note}", flush=True)

@@ -78,7 +78,7 @@ class SimulateOptions(StrategyOptions):
         return max(self.bucket_size * self.sequence_parallel_size // self.alignment * self.alignment, self.bucket_size)
 
     def sequences_wanted(self, typical: Int64Array) -> int:
-        """The number of lengths like the typical ones (tokens of each) that every strategy has its number of full steps."""
+        """Lengths needed, if all are like the typical ones (tokens), for every strategy to have its full steps."""
         most = self.sequences_per_step
         for num_groups, capacity in (
             (self.machine.world_size, self.packing_length),
