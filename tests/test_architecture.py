@@ -236,6 +236,21 @@ def test_text_of_others_is_shown_in_few_places() -> None:
     assert not wrong
 
 
+# What each of several clients of a store does in its own way.
+ONCE_PER_CLIENT = {"forget_connections"}
+
+
+def test_a_name_means_one_thing() -> None:
+    """A reader who searches for a public function or class finds one."""
+    places: dict[str, list[str]] = {}
+    for path, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    wrong = {name: found for name, found in places.items() if len(found) > 1 and name not in ONCE_PER_CLIENT}
+    assert not wrong
+
+
 # A preposition or a conjunction that begins a docstring goes on from the name: it says nothing alone.
 FRAGMENTS = re.compile(r"(Of|That|For|As|And|With|Without|By|So|Into|On|Than|Because|The same (for|with|in|where))\b")
 

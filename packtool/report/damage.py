@@ -12,7 +12,7 @@ from packtool.progress import Progress
 from packtool.train.prepare.check import export_command
 
 
-def find(directory: str, progress: Progress) -> dict[str, Any]:
+def find_damage(directory: str, progress: Progress) -> dict[str, Any]:
     """Read all files of a cache.
 
     Returns:
