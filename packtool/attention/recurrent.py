@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedConfig
 
+from packtool.attention.opaque import with_shown_boundaries
 from packtool.attention.varlen import LeakError, Varlen
 from packtool.encode.families import FAMILIES
 
@@ -78,6 +79,7 @@ def recurrent_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in ISOLATED_CLASSES]
 
 
+@torch.compiler.disable(reason="documents are run one by one, or by kernels that are told where each begins")
 def _forward(
     layer: nn.Module,
     hidden_states: Tensor,
@@ -99,6 +101,7 @@ def _forward(
         LeakError: on a call in which one document could see another.
     """
     name = type(layer).__name__
+    kwargs = with_shown_boundaries(kwargs)
     if kwargs.get("cu_seq_lens_q") is None:
         raise LeakError(f"{name} was called without cu_seq_lens_q: the documents of a pack could not be told apart")
     if cache_params is not None:

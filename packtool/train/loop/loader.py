@@ -21,6 +21,7 @@ from packtool.launch.world import World
 from packtool.train.loop.batch_log import is_watched, watched
 from packtool.train.model.towers import frozen_parts
 from packtool.train.prepare.figures import StepFigures
+from packtool.train.prepare.lengths import length_step
 from packtool.train.prepare.prepared import PreparedRun
 
 
@@ -87,6 +88,7 @@ class StepLoader:
                 skip_bad_media=config.on_bad_media == "skip",
                 cut=cut,
                 always=always_run(self.spec, config),
+                multiple_of=length_step(run),
             ),
             (micro_batch for step in ahead for micro_batch in step.micro_batches),
             num_workers=config.dataloader_num_workers or 0,

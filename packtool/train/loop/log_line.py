@@ -28,6 +28,8 @@ def heading_lines(run: PreparedRun, gpu: str | None) -> Iterator[str]:
         "waiting": "share of the time that steps waited for their data",
         "memory": f"the most that this process has held so far of its {'machine' if gpu is None else 'GPU'}, in GiB",
     }
+    if run.config.torch_compile:
+        told["padding"] = "tokens that make micro-batches one of a few lengths, of all that this process computes"
     if gpu is not None and (peak := peak_tflops(gpu)) is not None:
         told["MFU"] = f"FLOP/s of the model, of the {peak:,.0f} TFLOP/s that the GPU has at its best in 16 bits"
         told["HFU"] = "the same with activations that are computed again"
@@ -56,6 +58,8 @@ def shown_figures(logs: Mapping[str, Any]) -> dict[str, float | int | str]:
         "waiting": f"{logs['data_wait']:.0%}",
         "memory": f"{logs['memory_gib']:.1f} GiB",
     }
+    if "padding" in logs:
+        shown["padding"] = f"{logs['padding']:.1%}"
     if "mfu" in logs:
         shown |= {"MFU": f"{logs['mfu']:.0%}", "HFU": f"{logs['hfu']:.0%}"}
     return shown
