@@ -49,12 +49,12 @@ def compile_layers(model: nn.Module, backend: str) -> int:
     # Cuts graphs where DDP's buckets end; here they end with every layer.
     dynamo_config.optimize_ddp = False
     kinds = {kind: _compiled(kind, backend) for kind in {type(layer) for layer in layers}}
+    as_ever: Any = torch.compiler.disable
     for layer in layers:
         for module in layer.modules():
             if type(module).__name__.endswith("Experts"):
                 # A bound method, which a deep copy binds to the copy.
-                as_ever = torch.compiler.disable(type(module).forward, reason="experts get other tokens every time")
-                module.forward = types.MethodType(as_ever, module)
+                module.forward = types.MethodType(as_ever(type(module).forward), module)
         layer.__class__ = kinds[type(layer)]
     return len(layers)
 
@@ -75,7 +75,7 @@ def _compiled(kind: type[nn.Module], backend: str) -> type[nn.Module]:
     """The subclass of a layer's class that compiles its forward; it has the same name, by which FSDP finds layers."""
     own: Any = kind.forward
     # Static: a graph for any length would be slower, and made in the middle of a run, when a second length comes.
-    compiled = torch.compile(own, backend=backend, dynamic=False)
+    compiled: Any = torch.compile(own, backend=backend, dynamic=False)
 
     def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not layer.training:
