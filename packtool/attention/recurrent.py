@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from packtool.attention.opaque import with_shown_boundaries
 from packtool.attention.varlen import LeakError, Varlen
 from packtool.encode.families import FAMILIES
 
@@ -72,6 +73,7 @@ def recurrent_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in ISOLATED_CLASSES]
 
 
+@torch.compiler.disable(reason="boundaries differ in every micro-batch")  # type: ignore[no-untyped-call]
 def _forward(
     layer: nn.Module,
     hidden_states: Tensor,
@@ -93,6 +95,7 @@ def _forward(
         LeakError: on a call in which one document could see another.
     """
     name = type(layer).__name__
+    kwargs = with_shown_boundaries(kwargs)
     if kwargs.get("cu_seq_lens_q") is None:
         raise LeakError(f"{name} was called without cu_seq_lens_q: the documents of a pack could not be told apart")
     if cache_params is not None:

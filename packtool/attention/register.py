@@ -18,6 +18,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from packtool.attention.choose import AUTO, KERNELS, choose
 from packtool.attention.features import own_features, share_features, towers_of_media
+from packtool.attention.opaque import with_shown_boundaries
 from packtool.attention.parallel.attend import attend_shard
 from packtool.attention.parallel.axes import refuse_shared
 from packtool.attention.parallel.blocks import choose_blocks
@@ -136,6 +137,7 @@ def own_attention(model: PreTrainedModel) -> Iterator[None]:
             isolate_recurrent_layers(model)
 
 
+@torch.compiler.disable(reason="boundaries differ in every micro-batch")  # type: ignore[no-untyped-call]
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -165,6 +167,7 @@ def packed_attention(
         UnsupportedModelError: the layer asks for something that would silently be left out.
         LeakError: the call does not say where the documents end, or there is a mask or a cache.
     """
+    kwargs = with_shown_boundaries(kwargs)
     _refuse_leaks(module, query, key, attention_mask, kwargs)
     window = _window(module, kwargs)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in _as_autocast(query, key, value))

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from packtool.batch.batch import PackedBatch, PaddedBatch, target_positions
 from packtool.batch.micro_batch import Tower
+from packtool.batch.padding import PAD_ID
 from packtool.batch.pixels import load_pixels
 from packtool.batch.positions import sample_positions
 from packtool.batch.sounds import load_sounds
@@ -36,7 +37,11 @@ from packtool.errors import DataError
 
 
 def collate_packs(
-    samples: Sequence[EncodedSample], spec: InputSpec, towers: frozenset[Tower] | None = None
+    samples: Sequence[EncodedSample],
+    spec: InputSpec,
+    towers: frozenset[Tower] | None = None,
+    *,
+    multiple_of: int = 1,
 ) -> PackedBatch:
     """Lay samples end to end in one sequence.
 
@@ -44,12 +49,16 @@ def collate_packs(
         samples: in their order; none at all makes a micro-batch of filler documents, with zero loss.
         spec: the model they are for.
         towers: that run whatever the samples bring; by default all that the model has.
+        multiple_of: the row's length becomes one, by a filler document behind the others.
 
     Raises:
         DataError: naming a picture that cannot be read or has changed, or a sample whose pads do not fit its pictures.
     """
     check_pads(samples, spec)
     documents, media = _with_fillers(samples, spec, towers)
+    num_padding = -sum(document.length for document in documents) % multiple_of
+    if num_padding:
+        documents.append(filler([PAD_ID] * num_padding, ()))
     input_ids = np.concatenate([sample.input_ids for sample in documents], dtype=np.int64)
     labels = np.concatenate([shifted_labels(sample) for sample in documents], dtype=np.int64)
     if spec.sees:
@@ -68,6 +77,7 @@ def collate_packs(
         loss_weights=torch.from_numpy(np.concatenate(weights)).unsqueeze(0) if weights is not None else None,
         channels=tuple(sample.channel for sample in documents),
         num_samples=len(samples),
+        num_padding=num_padding,
         cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
         lengths=lengths,
     )

@@ -48,6 +48,8 @@ def collate_shard(
     cut: Cut,
     places: Sequence[int] | None = None,
     towers: frozenset[Tower] | None = None,
+    *,
+    multiple_of: int = 1,
 ) -> ShardedBatch:
     """One rank's part of some samples.
 
@@ -57,12 +59,16 @@ def collate_shard(
         cut: how they are cut, and the rank that this is for.
         places: of each sample ``SHARDED``, or the rank that it is local to; all are sharded without it.
         towers: that run whatever the samples bring; by default all that the model has.
+        multiple_of: the length of each rank's part becomes one, by a filler document of its own.
 
     Raises:
         DataError: as ``collate_packs``, of the pictures that this rank loads.
     """
     check_pads(samples, spec)
     documents, placed = _documents(samples, list(places or [SHARDED] * len(samples)), cut)
+    paddings = _paddings(documents, placed, cut, multiple_of)
+    documents += [filler([PAD_ID] * number, ()) for number in paddings.values()]
+    placed += paddings
     lengths = [document.length for document in documents]
     assigned = assign_tokens(lengths, placed, cut)
     index = assigned.index[cut.rank]
@@ -87,6 +93,7 @@ def collate_shard(
         loss_weights=torch.from_numpy(np.concatenate(weights)[index]).unsqueeze(0) if weights is not None else None,
         channels=tuple(document.channel for document in documents),
         num_samples=len(samples) if cut.rank == 0 else 0,
+        num_padding=paddings.get(cut.rank, 0),
         shard=shard,
         index=torch.from_numpy(index),
         lengths=tuple(lengths),
@@ -108,6 +115,14 @@ def _documents(samples: Sequence[EncodedSample], places: list[int], cut: Cut) ->
         documents += [filler([PAD_ID], ()) for _ in bare]
         places = [*places, *bare]
     return documents, places
+
+
+def _paddings(documents: Sequence[EncodedSample], places: Sequence[int], cut: Cut, multiple_of: int) -> dict[int, int]:
+    """The tokens that each rank's part lacks of a multiple, where it lacks some."""
+    lengths = np.array([document.length for document in documents], np.int64)
+    shared = int(lengths[np.array(places) == SHARDED].sum()) // cut.size
+    held = [shared + int(lengths[np.array(places) == rank].sum()) for rank in range(cut.size)]
+    return {rank: -number % multiple_of for rank, number in enumerate(held) if number % multiple_of}
 
 
 def _picked(parts: Sequence[npt.NDArray[np.integer]], index: Int64Array) -> Int64Array:

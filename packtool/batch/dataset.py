@@ -33,6 +33,7 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
         skip_bad_media: leave samples out whose media cannot be loaded.
         cut: of sequences that several ranks share, and this rank's part.
         always: towers that run in every micro-batch; by default all. Others run where some rank has need of them.
+        multiple_of: the length of rows without padding becomes one; see ``collate_packs``.
     """
 
     def __init__(
@@ -44,9 +45,10 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
         skip_bad_media: bool = False,
         cut: Cut | None = None,
         always: frozenset[Tower] | None = None,
+        multiple_of: int = 1,
     ) -> None:
         self.read, self.spec, self.packing = read, spec, packing
-        self.skip_bad_media, self.cut = skip_bad_media, cut
+        self.skip_bad_media, self.cut, self.multiple_of = skip_bad_media, cut, multiple_of
         self.always = spec.towers if always is None else always
 
     def __getitem__(self, wanted: MicroBatch) -> Batch | PacktoolError:
@@ -58,8 +60,9 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
             samples = [self.read(sample) for sample in wanted.samples]
             if self.cut is not None:
                 places = None if wanted.places is None else list(wanted.places)
-                return collate_shard(samples, self.spec, self.cut, places, towers)
-            collate = partial(collate_packs if self.packing else collate_padded, towers=towers)
+                return collate_shard(samples, self.spec, self.cut, places, towers, multiple_of=self.multiple_of)
+            packed = partial(collate_packs, multiple_of=self.multiple_of)
+            collate: Any = partial(packed if self.packing else collate_padded, towers=towers)
             return _collated(samples, self.spec, collate, skip_bad_media=self.skip_bad_media)
         except PacktoolError as error:
             return error

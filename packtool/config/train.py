@@ -158,6 +158,17 @@ class TrainConfig(
         panel="Precision and memory",
     )
     use_liger_kernel: bool = option(False, "Liger's kernels for norms, RoPE and SwiGLU.", panel="Precision and memory")
+    torch_compile: bool = option(
+        False,
+        "Compile the layers of the language model; micro-batches are padded to one of a few lengths, each of which is "
+        "compiled once.",
+        panel="Precision and memory",
+    )
+    torch_compile_backend: str = option(
+        "inductor",
+        "What --torch-compile compiles with: inductor makes kernels; aot_eager and eager make none, to find mistakes.",
+        panel="Precision and memory",
+    )
 
     logging_steps: int = option(5, "Optimizer steps between two log lines.", panel="Checkpoints and logs", minimum=1)
     enable_channel_loss: bool = option(
@@ -262,6 +273,7 @@ class TrainConfig(
             *adapter_problems(self),
             *checkpoint_problems(self, may_evaluate=self.eval_strategy != "no" and not self.streaming),
             *self._precision_problems(),
+            *self._compile_problems(),
         ]
 
     def _precision_problems(self) -> list[str]:
@@ -274,6 +286,20 @@ class TrainConfig(
                 found.append(f"--{name} false contradicts --torch-dtype {dtype}: leave out one of them")
             if asked and self.torch_dtype not in ("auto", "float32", dtype):
                 found.append(f"--{name} true contradicts --torch-dtype {self.torch_dtype}: leave out one of them")
+        return found
+
+    def _compile_problems(self) -> list[str]:
+        """Options that do not go with ``--torch-compile``."""
+        if not self.torch_compile:
+            return []
+        found = []
+        if not self.removes_padding:
+            found.append(
+                "--torch-compile true pads packs to a few lengths, and rows of one sample each have other shapes in "
+                "every micro-batch: leave out --packing false"
+            )
+        if self.use_liger_kernel:
+            found.append("--torch-compile and --use-liger-kernel fuse the same operations: give one of them")
         return found
 
     def _master_problems(self) -> list[str]:

@@ -169,6 +169,7 @@ class PackTrainer(Trainer):
             self.accelerator.gradient_state._set_sync_gradients(is_last)
             with contextlib.nullcontext() if is_last else self.accelerator.no_sync(model=model):
                 loss = super().training_step(model, {"batch": self._copies.bring(batch), "mean": mean})
+            self._meter.run_over(batch)
             self.numbers.see_loss(loss)
             total += loss
             self.skipped += batch.skipped
