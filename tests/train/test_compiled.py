@@ -24,10 +24,8 @@ ONCE = DESCENT | {"eval_strategy": "no"}
 TWO: dict[str, Any] = {"sequence_parallel_size": 2, "per_device_train_batch_size": 8}
 # All samples in one step of plain gradient descent: its weights tell the gradient.
 STEPS: dict[str, dict[str, Any]] = {
-    "ddp": COMPILED | {"gradient_accumulation_steps": 4},
     "fsdp": WITH_AUTOGRAD | {"gradient_accumulation_steps": 4, "fsdp": ["full_shard"], "gradient_checkpointing": True},
-    "ring": COMPILED | TWO | {"sequence_parallel_type": "ring"},
-    "skrull": COMPILED | TWO | {"schedule": "skrull", "bucket_size": "96"},
+    "skrull": COMPILED | TWO | {"schedule": "skrull", "bucket_size": "96", "sequence_parallel_type": "ring"},
     "dynamic": COMPILED
     | {"packing": False, "per_device_train_batch_size": 20, "dynamic_batch_tokens": 300, "dynamic_max_batch_size": 9},
 }

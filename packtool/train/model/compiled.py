@@ -26,7 +26,7 @@ from packtool.attention.opaque import with_hidden_boundaries
 from packtool.errors import ConfigError, UnsupportedModelError, did_you_mean
 
 _MOST_COMPILATIONS = 128
-"""Compilations of one function: kinds of layers, times those with and without a gradient on their input, times lengths."""
+"""Compilations of one function: kinds of layers, times lengths, and twice for inputs with and without a gradient."""
 
 _REMEDY = "Leave --torch-compile out; the losses are the same."
 
