@@ -68,7 +68,7 @@ def run_tasks(
                     if waiting:
                         busy[pipe].give(waiting.pop())
                     else:
-                        busy.pop(pipe).end()
+                        busy.pop(pipe).kill()  # at once: it holds nothing, and clearing up would take it a while
                     yield told
                 else:
                     report(*told)
@@ -121,8 +121,8 @@ class _Worker(PipeWorker):
     def __init__(self, context: SpawnContext, spec: EncodeSpec) -> None:
         super().__init__(context, _work, spec)
 
-    def give(self, item: Work | Task | None) -> None:
-        """First what all its tasks share, then a task at a time, and None to end."""
+    def give(self, item: Work | Task) -> None:
+        """First what all its tasks share, then a task at a time."""
         with suppress(OSError):  # it died, which is heard next
             self.pipe.send(item)
 
@@ -147,15 +147,9 @@ class _Worker(PipeWorker):
             raise told
         return told
 
-    def end(self) -> None:
-        """Let it go; there is nothing left to do."""
-        self.give(None)
-        self._process.join()
-        self.pipe.close()
-
 
 def _work(spec: EncodeSpec, pipe: Connection) -> None:
-    """Encode tasks as they come, until the pipe closes: the main function of a worker process."""
+    """Encode tasks as they come, until it is killed: the main function of a worker process."""
     begin_worker()
     threading.Thread(target=end_with_parent, daemon=True).start()
     tokenize_in_one_thread()
@@ -164,8 +158,8 @@ def _work(spec: EncodeSpec, pipe: Connection) -> None:
     try:
         encoder = Encoder(spec, ModelFiles.load(spec.model, spec.chat_template))
         work = pipe.recv()
-        while (task := pipe.recv()) is not None:
-            result = run_task(task, encoder, work, teller)
+        while True:
+            result = run_task(pipe.recv(), encoder, work, teller)
             teller.tell()
             pipe.send(result)
     except Exception as error:
