@@ -70,7 +70,7 @@ def run_tasks(
                     else:
                         busy.pop(pipe).kill()  # at once: it holds nothing, and clearing up would take it a while
                     yield told
-                else:
+                elif told is not None:
                     report(*told)
     finally:
         for worker in busy.values():
@@ -83,11 +83,13 @@ class Workers:
     Args:
         spec: of all tasks.
         num_proc: how many processes; one works in this process.
+        enough: expected rows with which they begin.
     """
 
-    def __init__(self, spec: EncodeSpec, num_proc: int) -> None:
-        self._spec, self.num_proc = spec, num_proc
+    def __init__(self, spec: EncodeSpec, num_proc: int, enough: int) -> None:
+        self._spec, self.num_proc, self._missing = spec, num_proc, enough
         self._idle: list[_Worker] = []
+        self._can_encode = False
 
     def __enter__(self) -> Self:
         return self
@@ -100,6 +102,38 @@ class Workers:
         """Start all of them, because there will be work for all."""
         if self.num_proc > 1:
             self._start(self.num_proc)
+
+    @property
+    def have_begun(self) -> bool:
+        """Whether they make their encoders, or have them."""
+        return bool(self._idle)
+
+    def expect(self, num_rows: int) -> None:
+        """Begin if there are rows enough for several workers with so many more.
+
+        Raises:
+            ConfigError: if workers that have begun found out that the model cannot be encoded for.
+            PacktoolError: if one died.
+        """
+        self._missing -= num_rows
+        if self.have_begun:
+            self._hear_first(0.0)
+        elif self._missing <= 0:
+            self.begin()
+
+    def wait(self) -> None:
+        """Wait until workers that have begun can encode.
+
+        Raises:
+            ConfigError, PacktoolError: as ``expect``.
+        """
+        while self.have_begun and not self._can_encode:
+            self._hear_first(_GLANCE_S)
+
+    def _hear_first(self, wait_s: float) -> None:
+        if not self._can_encode and self._idle[0].pipe.poll(wait_s):
+            self._idle[0].hear("0")
+            self._can_encode = True
 
     def take(self, most: int) -> Iterator[_Worker]:
         """Up to so many of them, started if they are not; they are the caller's to end."""
@@ -126,8 +160,8 @@ class _Worker(PipeWorker):
         with suppress(OSError):  # it died, which is heard next
             self.pipe.send(item)
 
-    def hear(self, done: str) -> TaskResult | tuple[int, int, int]:
-        """What it says: a task is done, or rows, drops and tokens of one under way.
+    def hear(self, done: str) -> TaskResult | tuple[int, int, int] | None:
+        """What it says: a task is done, rows, drops and tokens of one under way, or None at first: it can encode.
 
         Args:
             done: shards, for the message.
@@ -136,7 +170,7 @@ class _Worker(PipeWorker):
             PacktoolError: that it met, or that it died.
         """
         try:
-            told: TaskResult | tuple[int, int, int] | BaseException = self.pipe.recv()
+            told: TaskResult | tuple[int, int, int] | BaseException | None = self.pipe.recv()
         except (EOFError, OSError):
             raise PacktoolError(
                 f"a worker process died after {done} shards (killed, or out of memory?)",
@@ -157,6 +191,7 @@ def _work(spec: EncodeSpec, pipe: Connection) -> None:
     teller = _Teller(pipe)
     try:
         encoder = Encoder(spec, ModelFiles.load(spec.model, spec.chat_template))
+        pipe.send(None)
         work = pipe.recv()
         while True:
             result = run_task(pipe.recv(), encoder, work, teller)

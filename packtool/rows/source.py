@@ -219,6 +219,9 @@ class RowBlocks(Sequence[RowBlock]):
         picks = self._picks_of(at, at + 1)
         return RowBlock(start, stop, first_row, num_rows, None if picks is None else tuple(picks.tolist()))
 
+    def __iter__(self) -> Iterator[RowBlock]:
+        return map(self.__getitem__, range(len(self)))
+
     def _picks_of(self, low: int, high: int) -> np.ndarray | None:
         if self._picks is None or self._ends is None:
             return None
