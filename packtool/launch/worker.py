@@ -87,7 +87,8 @@ class PipeWorker:
     def __init__(self, context: SpawnContext, target: Callable[..., None], *arguments: object) -> None:
         self.pipe, theirs = context.Pipe()
         self._process: SpawnProcess = context.Process(target=target, args=(*arguments, theirs), daemon=True)
-        with _without_main(), signals_wait():  # what reaches the whole group is the parent's to answer: targets call ``begin_worker``
+        # What reaches the whole group is the parent's to answer: targets call ``begin_worker``.
+        with _without_main(), signals_wait():
             self._process.start()
         theirs.close()  # so that its end is heard
 

@@ -70,9 +70,7 @@ class SourceSpec:
         """What of it, beside the file, decides the samples, as one line of JSON; empty where nothing was asked for."""
         if (values := _settings(self)) == _USUAL:
             return ""
-        told = {
-            name: value for name, value, usual in zip(_SETTINGS, values, _USUAL, strict=True) if value != usual
-        }
+        told = {name: value for name, value, usual in zip(_SETTINGS, values, _USUAL, strict=True) if value != usual}
         if self.num_sampled is None:
             told.pop("group", None)
         return json.dumps(told, sort_keys=True) if told else ""
