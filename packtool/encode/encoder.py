@@ -52,6 +52,9 @@ class Encoder:
         files: the model's tokenizer, template and settings.
         media: how its media are encoded; made of the two if it is not given.
 
+    Attributes:
+        remarks: what a user should know: ``remarks_on``.
+
     Raises:
         ConfigError: if the model cannot be encoded for.
     """
@@ -78,7 +81,7 @@ class Encoder:
             )
         self._pieces = PieceTokenizer(tokenizer, self._vocabulary)
         self._is_hybrid_thinking = is_hybrid_thinking(files)
-        loss_scale_of(spec.loss_scale, self._is_hybrid_thinking)  # refuses what cannot be understood
+        self.remarks = remarks_on(spec, files, self._media)
         self._end_of_text = files.template_variables.get("eos_token", "")
         self._measured: dict[tuple[str, str, MediaRights], Medium] = {}
 
@@ -135,24 +138,6 @@ class Encoder:
                 found |= {i: both for i, both in ends.items() if both is not None}
             at += len(units)
         return found
-
-    @property
-    def has_template(self) -> bool:
-        """Whether conversations can be encoded; without a chat template only plain texts can."""
-        return self._template is not None
-
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        """What a user should know of how this model is encoded for, a line each."""
-        remarks = self._media.remarks
-        asked, meant = self.spec.loss_scale, loss_scale_of(self.spec.loss_scale, self._is_hybrid_thinking)
-        if meant == asked:
-            return remarks
-        return (
-            *remarks,
-            f"--loss-scale {asked} means {meant} here: the chat template is one for hybrid thinking, whose prompt "
-            f"writes the empty thinking block itself, so it carries no loss; {asked}+keep_empty_think trains it",
-        )
 
     def _render(self, sample: Sample) -> _Rendered | Dropped:
         try:
@@ -329,6 +314,22 @@ class Encoder:
                 message = said[number] if len(said) == len(item.turns) else Turn("assistant", "")
                 turns.append(_TrainedTurn(message, (start, end), first, last))
         return turns
+
+
+def remarks_on(spec: EncodeSpec, files: ModelFiles, media: MediaEncoding) -> tuple[str, ...]:
+    """What a user should know of how a model is encoded for, a line each.
+
+    Raises:
+        ConfigError: if the loss scale cannot be understood.
+    """
+    asked, meant = spec.loss_scale, loss_scale_of(spec.loss_scale, is_hybrid_thinking(files))
+    if meant == asked:
+        return media.remarks
+    return (
+        *media.remarks,
+        f"--loss-scale {asked} means {meant} here: the chat template is one for hybrid thinking, whose prompt "
+        f"writes the empty thinking block itself, so it carries no loss; {asked}+keep_empty_think trains it",
+    )
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from packtool.rows.source import Pairs, SourceSpec
 
 _SAMPLE = re.compile(r"(.+)#(\d+)", re.DOTALL)
 _MAGIC = re.compile(r"[*?[]")
+_HIDDEN = re.compile(r"(?:^|[/\\])\.")
 # Files beside the rows that datasets and its like write about them.
 _ABOUT = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 _STATE_NAME, _DICT_NAME = "state.json", "dataset_dict.json"
@@ -52,7 +53,8 @@ def sources_of(config: ExportConfig) -> list[SourceSpec]:
     specs = []
     for group, (name, option, split) in enumerate(named):
         paths, own = _paths(name, option, info, plain)
-        specs += [replace(plain, path=path, name=name, split=split, group=group, **own) for path in paths]
+        shared = vars(replace(plain, name=name, split=split, group=group, **own))
+        specs += [SourceSpec(**{**shared, "path": path}) for path in paths]  # sooner than ``replace``, for thousands
     return specs
 
 
@@ -144,7 +146,7 @@ def _folder(folder: str, option: str) -> list[str]:
 
 
 def _is_hidden(folder: str, path: str) -> bool:
-    return any(part.startswith(".") for part in re.split(r"[/\\]", path[len(folder) :]))
+    return _HIDDEN.search(path[len(folder) :]) is not None
 
 
 def _is_about(path: str) -> bool:

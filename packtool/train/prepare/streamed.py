@@ -161,7 +161,7 @@ def prepare_stream(config: TrainConfig, world: World) -> StreamedRun:
     asked = config.export_config("", max_length)
     encoder = Encoder(asked.encode_spec, files)  # refuses what cannot be encoded
     specs = sources_of(asked)
-    check_template(config.model, encoder, (follow(spec) for spec in specs[:MOST_OPEN]))
+    check_template(config.model, files, (follow(spec) for spec in specs[:MOST_OPEN]))
     refusals = [refused_at_first(*follow(spec)) for spec in specs[:MOST_OPEN]]
     packing_length = config.packing_length or max_length
     state = RunState.of(
