@@ -64,6 +64,11 @@ class StepPlan:
         self._check("step", step, self.num_steps)
         return int(self.step_offsets[step + 1] - self.step_offsets[step]) // self.world_size
 
+    @property
+    def most_micro_batches(self) -> int:
+        """Micro-batches of the step that has most of them, on each rank."""
+        return int(np.diff(self.step_offsets).max(initial=0)) // self.world_size
+
     def packs(self, step: int, rank: int, micro_batch: int) -> Int64Array:
         """Packs of one micro-batch of one rank, often one, possibly none; a view, not a copy."""
         return self.order[self.cell(step, rank, micro_batch)]
@@ -105,6 +110,16 @@ class StepPlan:
         cells = (self.step_offsets[1:] - self.step_offsets[:-1]) // self.world_size
         first = self.step_offsets[:-1, None] + cells[:, None] * np.arange(self.world_size + 1)
         return np.diff(sums[self.cell_offsets[first]], axis=1)
+
+    def cell_sums(self, per_pack: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+        """Sum over the packs of each cell, (C,), of numbers (K,) of the packs."""
+        return np.diff(np.concatenate(([0.0], np.cumsum(per_pack[self.order])))[self.cell_offsets])
+
+    def rank_sums(self, per_cell: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+        """Sum over the cells of each rank in each step, (S, W), of numbers (C,) of the cells."""
+        cells = (self.step_offsets[1:] - self.step_offsets[:-1]) // self.world_size
+        first = self.step_offsets[:-1, None] + cells[:, None] * np.arange(self.world_size + 1)
+        return np.diff(np.concatenate(([0.0], np.cumsum(per_cell)))[first], axis=1)
 
     @cached_property
     def fingerprint(self) -> str:
