@@ -202,7 +202,9 @@ def test_a_pass_is_traced_once(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch)
         sharded = dataclasses.replace(config, fsdp=way, packing_length=300)
         assert trace(sharded, none, none, 100, 10) == told_bytes(config, none, none, 100, 10)
     assert calls == [(100, 10)] * 2, "with sharding and without"
-    assert trace.at_least(config, none, 200, 10) == trace.at_least(config, none, 1 << 20, 1 << 19) == calls_bytes(config)
+    assert (
+        trace.at_least(config, none, 200, 10) == trace.at_least(config, none, 1 << 20, 1 << 19) == calls_bytes(config)
+    )
     assert trace.at_least(config, none, 99, 10) == trace.at_least(config, none, 200, 9) == 0
 
 
