@@ -146,7 +146,7 @@ class _Memory:
         self._known: dict[str, MemoryEstimate] = {}
 
     def of(self, expected: Expected) -> MemoryEstimate:
-        """As ``packtool train --dry-run`` tells it.
+        """The estimate that ``packtool train --dry-run`` tells.
 
         Raises:
             UnsupportedModelError: if the model cannot be traced.
@@ -229,7 +229,7 @@ def _nothing_fits(config: PlanConfig, expected: list[Expected], memory: _Memory,
     remedies += ["shorter samples (--max-length)"]
     remedies += ["--fsdp full_shard offload, which keeps weights in the machine's memory"] if not config.fsdp else []
     return ConfigError(
-        f"--fit: nothing fits into {budget / _GIB:.1f} GiB (of {config.fit / _GIB:.1f}, the rest is for libraries and "
+        f"--fit: nothing fits into {budget / _GIB:.1f} GiB (of {(config.fit or 0) / _GIB:.1f}, the rest is for libraries and "
         f"the allocator). Nearest is {told}: {total / _GIB:.1f} GiB, {(total - budget) / _GIB:.1f} too many "
         f"({memory.of(each).sentence()}).",
         f"Try {'; or '.join(remedies)}.",

@@ -103,7 +103,7 @@ class ExpectedTime:
         return Collectives(last=2 * reduced)
 
     def _seconds(self, num_bytes: int) -> float:
-        """Of a collective over all ranks, layer by layer."""
+        """Seconds of a collective over all ranks, layer by layer."""
         num_layers = self._sizes.num_layers
         return num_layers * self.hardware.collective_seconds(num_bytes / num_layers, self.world_size)
 

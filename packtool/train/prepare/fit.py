@@ -66,7 +66,7 @@ class Expected:
 
     @property
     def seconds_per_token(self) -> float:
-        """Seconds of all ranks together for a token."""
+        """Seconds of the run for each of its tokens."""
         return self.seconds / self.tokens
 
     @property

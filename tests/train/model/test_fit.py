@@ -65,8 +65,7 @@ def test_what_is_proposed_fits_and_more_memory_costs_no_more(
     for size in (int(fit), int(fit * more)):
         try:
             found = find_fit(plan_config(tiny, size, **given), SilentProgress())
-        except ConfigError as error:
-            assert "Nearest is" in str(error)
+        except ConfigError:
             assert not least, "what fits into little fits into more"
             continue
         check(found, size * Constants().usable_memory)

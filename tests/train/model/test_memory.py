@@ -120,6 +120,33 @@ def test_gathered_layers_are_counted_where_weights_are_sharded(tiny: TinyWorld) 
     full = estimate(tiny, fsdp=("full_shard",))
     assert 0 < full.gathered * GIB <= 2 * 3 * full.num_parameters
     assert "gathered layers" in full.sentence()
+    whole = estimate(tiny, fsdp=("shard_grad_op",))
+    assert whole.gathered * GIB >= 2 * whole.num_parameters
+    assert whole.gathered > full.gathered
+    assert (whole.weights, whole.gradients, whole.optimizer) == (full.weights, full.gradients, full.optimizer)
+
+
+def test_gradients_before_their_exchange_are_counted(tiny: TinyWorld, tmp_path: Path) -> None:
+    """torch's buckets are copies; FSDP adds up whole float32 gradients until a step's last micro-batch."""
+    plain = estimate(tiny)
+    assert plain.waiting == plain.gradients
+    assert estimate(tiny, world_size=1).waiting == estimate(tiny, deepspeed="zero2").waiting == 0
+    config, model_config = tiny.config("out", fsdp=("full_shard",)), reduced_config("qwen3_vl")
+    model = model_without_weights(config, model_config, torch.bfloat16)
+    one, several = (
+        estimate_memory(config, model, model_config, dtype=torch.bfloat16, world_size=4, num_micro_batches=number)
+        for number in (1, 2)
+    )
+    assert one.waiting == 0
+    assert several.waiting * GIB == 4 * several.num_trainable
+    assert several.total == pytest.approx(one.total + several.waiting)
+    assert "gradients before their exchange" in several.sentence()
+
+
+def test_stages_of_a_file_are_told(tiny: TinyWorld, tmp_path: Path) -> None:
+    path = tmp_path / "stages.json"
+    path.write_text('{"zero_optimization": {"stage": 2}}')
+    assert estimate(tiny, deepspeed=str(path)) == estimate(tiny, deepspeed="zero2")
 
 
 def test_a_model_that_cannot_be_traced_says_so(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
