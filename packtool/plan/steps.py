@@ -64,11 +64,6 @@ class StepPlan:
         self._check("step", step, self.num_steps)
         return int(self.step_offsets[step + 1] - self.step_offsets[step]) // self.world_size
 
-    @property
-    def most_micro_batches(self) -> int:
-        """Micro-batches of the step that has most of them, on each rank."""
-        return int(np.diff(self.step_offsets).max(initial=0)) // self.world_size
-
     def packs(self, step: int, rank: int, micro_batch: int) -> Int64Array:
         """Packs of one micro-batch of one rank, often one, possibly none; a view, not a copy."""
         return self.order[self.cell(step, rank, micro_batch)]

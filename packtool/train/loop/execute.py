@@ -118,7 +118,6 @@ def _estimate(run: PreparedRun, model: nn.Module, spec: InputSpec, dtype: torch.
         dtype=dtype,
         world_size=run.world.size,
         num_media_tokens=run.most_media_tokens(),
-        num_micro_batches=run.most_micro_batches(),
     )
 
 

@@ -198,7 +198,6 @@ class _Memory:
             dtype=self._dtype(run),
             world_size=expected.world_size,
             num_media_tokens=expected.most_media_tokens,
-            num_micro_batches=expected.most_micro_batches,
             trace=trace,
         )
 
@@ -229,8 +228,8 @@ def _nothing_fits(config: PlanConfig, expected: list[Expected], memory: _Memory,
     remedies += ["shorter samples (--max-length)"]
     remedies += ["--fsdp full_shard offload, which keeps weights in the machine's memory"] if not config.fsdp else []
     return ConfigError(
-        f"--fit: nothing fits into {budget / _GIB:.1f} GiB (of {(config.fit or 0) / _GIB:.1f}, the rest is for libraries and "
-        f"the allocator). Nearest is {told}: {total / _GIB:.1f} GiB, {(total - budget) / _GIB:.1f} too many "
-        f"({memory.of(each).sentence()}).",
+        f"--fit: nothing fits into {budget / _GIB:.1f} GiB, which is {Constants().usable_memory:.0%} of it: "
+        f"the rest is for libraries and the allocator. Nearest is {told}: {total / _GIB:.1f} GiB, "
+        f"{(total - budget) / _GIB:.1f} too many ({memory.of(each).sentence()}).",
         f"Try {'; or '.join(remedies)}.",
     )

@@ -43,8 +43,7 @@ class MemoryEstimate:
         activations: the most that a forward and backward pass of one micro-batch holds, traced; None where the model
             cannot be traced.
         gathered: weights that FSDP or ZeRO-3 bring together at a time, and gradients that are not sharded yet.
-        waiting: whole gradients until they are exchanged: the buckets of data-parallel ranks without sharding, and what
-            FSDP adds up over the micro-batches of a step.
+        buckets: copies of the gradients that data-parallel ranks without sharding exchange.
         num_tokens: of that micro-batch.
         num_parameters, num_trainable: of the whole model.
     """
@@ -54,7 +53,7 @@ class MemoryEstimate:
     optimizer: float
     activations: float | None
     gathered: float
-    waiting: float
+    buckets: float
     num_tokens: int
     num_parameters: int
     num_trainable: int
@@ -62,13 +61,13 @@ class MemoryEstimate:
     @property
     def total(self) -> float:
         """GiB of a rank in all, as far as it is known."""
-        return self.weights + self.gradients + self.optimizer + (self.activations or 0.0) + self.gathered + self.waiting
+        return self.weights + self.gradients + self.optimizer + (self.activations or 0.0) + self.gathered + self.buckets
 
     def sentence(self) -> str:
         """The estimate as one sentence."""
         parts = f"weights {self.weights:.2f}, gradients {self.gradients:.2f}, optimizer {self.optimizer:.2f}"
         parts += f", gathered layers {self.gathered:.2f}" if self.gathered else ""
-        parts += f", gradients before their exchange {self.waiting:.2f}" if self.waiting else ""
+        parts += f", buckets of gradients {self.buckets:.2f}" if self.buckets else ""
         if self.activations is None:
             return f"estimated memory of a rank: {self.total:.2f} GiB ({parts}) and activations, which cannot be traced"
         return (
@@ -91,7 +90,6 @@ def estimate_memory(
     dtype: torch.dtype,
     world_size: int,
     num_media_tokens: int = 0,
-    num_micro_batches: int = 1,
     trace: PassBytesOf | None = None,
 ) -> MemoryEstimate:
     """The memory of a rank that trains a full micro-batch.
@@ -100,7 +98,6 @@ def estimate_memory(
         model: made trainable, on whatever device.
         dtype: of the computation.
         num_media_tokens: of the micro-batch's tokens, those that stand for pictures and videos.
-        num_micro_batches: of a step on a rank, at most.
         trace: what tells the bytes of a pass; by default each is traced.
     """
     sizes = [
@@ -113,19 +110,15 @@ def estimate_memory(
     activations = traced_bytes(config, model_config, dtype, tokens, min(num_media_tokens, tokens - 1), trace)
     checked = 3 * 4 * _checked_logits(config, tokens, int(model_config.get_text_config().vocab_size))
     gathered = _gathered_bytes(model, dtype, keeps_whole="shard_grad_op" in config.fsdp) if stage >= 3 else 0
-    waiting = 0
-    if world_size > 1 and config.deepspeed is None and not config.fsdp:
-        waiting = trained  # torch's buckets, which are no views of the gradients
-    elif config.fsdp and num_micro_batches > 1:
-        # Reduced in float32, and until a step's last micro-batch by nobody: see FSDP2's set_requires_gradient_sync.
-        waiting = 4 * sum(count for count, _, is_trained in sizes if is_trained)
+    # torch's buckets are no views of the gradients.
+    buckets = trained if world_size > 1 and config.deepspeed is None and not config.fsdp else 0
     return MemoryEstimate(
         weights=weights / _GIB / (world_size if stage >= 3 else 1),
         gradients=trained / _GIB / (world_size if stage >= 2 else 1),
         optimizer=_optimizer_bytes(config, trained, dtype) / _GIB / (world_size if stage >= 1 else 1),
         activations=None if activations is None else max(activations, checked) / _GIB,
         gathered=gathered / _GIB,
-        waiting=waiting / _GIB,
+        buckets=buckets / _GIB,
         num_tokens=tokens,
         num_parameters=sum(count for count, _, _ in sizes),
         num_trainable=sum(count for count, _, is_trained in sizes if is_trained),

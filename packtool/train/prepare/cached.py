@@ -90,10 +90,6 @@ class CachedRun(PreparedRun):
         each = packs.sums_per_pack(self.figures.media_tokens[packs.samples])
         return int(each.max(initial=0)) * self.config.per_device_train_batch_size
 
-    def most_micro_batches(self) -> int:
-        """See ``PreparedRun``; those of the epoch that comes next."""
-        return self.schedule.plan_of(self.schedule.locate(self.start)[0]).steps.most_micro_batches
-
     def first_samples(self, most: int) -> list[EncodedSample]:
         """See ``PreparedRun``; the shortest ones of the first micro-batch, in its order."""
         epoch, step = self.schedule.locate(self.start)

@@ -92,8 +92,7 @@ class ExpectedTime:
         gathered, reduced = self._seconds(self.weight_bytes), self._seconds(self.gradient_bytes)
         if config.fsdp:
             passes = 1 if "shard_grad_op" in config.fsdp else 2
-            # FSDP sends gradients in a step's last micro-batch alone.
-            return Collectives(each=passes * gathered, last=reduced)
+            return Collectives(each=passes * gathered + reduced)
         stage = config.deepspeed[4:5] if config.deepspeed is not None else ""
         if stage == "3":
             return Collectives(each=2 * gathered + reduced)

@@ -46,7 +46,6 @@ class Expected:
         run: its settings.
         world_size: ranks.
         most_media_tokens: of a micro-batch on a rank.
-        most_micro_batches: of a step on a rank.
         fill: of the packs.
         num_steps: of an epoch.
         tokens: of an epoch.
@@ -57,7 +56,6 @@ class Expected:
     run: TrainConfig
     world_size: int
     most_media_tokens: int
-    most_micro_batches: int
     fill: float
     num_steps: int
     tokens: int
@@ -174,7 +172,6 @@ class Search:
             run=run,
             world_size=self.config.world_size,
             most_media_tokens=int(media.max(initial=0)) * run.per_device_train_batch_size,
-            most_micro_batches=plan.steps.most_micro_batches,
             fill=plan.summary.fill,
             num_steps=plan.steps.num_steps,
             tokens=plan.packs.num_tokens,

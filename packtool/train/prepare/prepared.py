@@ -179,10 +179,6 @@ class PreparedRun(ABC):
         """Media tokens of the micro-batch of one rank that has most of them."""
 
     @abstractmethod
-    def most_micro_batches(self) -> int:
-        """Micro-batches of the step that has most of them, on one rank."""
-
-    @abstractmethod
     def first_samples(self, most: int) -> list[EncodedSample]:
         """Some of the first samples of this rank, short ones, to try the model on."""
 

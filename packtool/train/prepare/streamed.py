@@ -103,10 +103,6 @@ class StreamedRun(PreparedRun):
         """See ``PreparedRun``; all tokens, for nobody knows."""
         return int(self.media_tokens())
 
-    def most_micro_batches(self) -> int:
-        """See ``PreparedRun``; every step has as many."""
-        return self.config.gradient_accumulation_steps
-
     def first_samples(self, most: int) -> list[EncodedSample]:
         """See ``PreparedRun``; the shortest ones of the first block of the first file."""
         source, blocks = follow(self.specs[0])

@@ -126,21 +126,13 @@ def test_gathered_layers_are_counted_where_weights_are_sharded(tiny: TinyWorld) 
     assert (whole.weights, whole.gradients, whole.optimizer) == (full.weights, full.gradients, full.optimizer)
 
 
-def test_gradients_before_their_exchange_are_counted(tiny: TinyWorld, tmp_path: Path) -> None:
-    """torch's buckets are copies; FSDP adds up whole float32 gradients until a step's last micro-batch."""
+def test_buckets_of_gradients_are_counted(tiny: TinyWorld) -> None:
+    """Data-parallel ranks exchange copies; one process, and ranks that shard, have none."""
     plain = estimate(tiny)
-    assert plain.waiting == plain.gradients
-    assert estimate(tiny, world_size=1).waiting == estimate(tiny, deepspeed="zero2").waiting == 0
-    config, model_config = tiny.config("out", fsdp=("full_shard",)), reduced_config("qwen3_vl")
-    model = model_without_weights(config, model_config, torch.bfloat16)
-    one, several = (
-        estimate_memory(config, model, model_config, dtype=torch.bfloat16, world_size=4, num_micro_batches=number)
-        for number in (1, 2)
-    )
-    assert one.waiting == 0
-    assert several.waiting * GIB == 4 * several.num_trainable
-    assert several.total == pytest.approx(one.total + several.waiting)
-    assert "gradients before their exchange" in several.sentence()
+    assert plain.buckets == plain.gradients
+    assert "buckets of gradients" in plain.sentence()
+    assert estimate(tiny, world_size=1).buckets == 0
+    assert estimate(tiny, deepspeed="zero2").buckets == estimate(tiny, fsdp=("full_shard",)).buckets == 0
 
 
 def test_stages_of_a_file_are_told(tiny: TinyWorld, tmp_path: Path) -> None:
