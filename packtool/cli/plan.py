@@ -73,7 +73,7 @@ def _fit(config: PlanConfig, invocation: Invocation) -> None:
     if invocation.as_json:
         show_json(named(figures))
         return
-    show("\n".join([fit_title(figures), *fit_lines(figures), *fit_advice(figures, config.hardware)]))
+    show("\n".join([*fit_title(figures), *fit_lines(figures), *fit_advice(figures, config.hardware)]))
 
 
 def _publish(path: str, page: str) -> None:

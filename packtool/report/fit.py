@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from packtool.report.statistics import percent
 from packtool.report.tables import aligned
 
 _TITLES = (
-    *("", "packing length", "recompute", "sharding", "sequence parallel", "GiB a rank", "tokens a step"),
-    *("s a step", "tokens/s", "hours", "fill"),
+    *("", "packing length", "recompute", "sharding", "ranks a pack", "GiB a rank"),
+    *("tokens/step", "s/step", "tokens/s", "hours"),
 )
 
 
@@ -28,20 +27,20 @@ def fit_lines(figures: Mapping[str, Any]) -> list[str]:
             f"{found['step_seconds']:.3g}",
             f"{found['tokens_per_second']:,.0f}",
             f"{found['hours']:,.2f}",
-            percent(found["fill"]),
         )
         for number, found in enumerate(figures["proposals"], start=1)
     ]
     return aligned([_TITLES, *rows], "r")
 
 
-def fit_title(figures: Mapping[str, Any]) -> str:
+def fit_title(figures: Mapping[str, Any]) -> list[str]:
     """What was searched, and what came of it."""
-    return (
-        f"{figures['num_settings']:,} settings for {figures['hardware']}, by time per token; the first "
-        f"{figures['num_tried']:,} were tried, {figures['num_too_large']:,} of them do not fit into "
-        f"{figures['budget_gib']:.1f} GiB of {figures['fit'] / 2**30:.1f} (the rest is for libraries and the allocator)"
-    )
+    return [
+        f"{figures['num_settings']:,} settings for {figures['hardware']}, of which the {figures['num_tried']:,} of "
+        "least time per token were tried:",
+        f"{figures['num_too_large']:,} of them do not fit into {figures['budget_gib']:.1f} GiB of "
+        f"{figures['fit'] / 2**30:.1f} (the rest is for libraries and the allocator)",
+    ]
 
 
 def fit_advice(figures: Mapping[str, Any], hardware: str | None) -> list[str]:
@@ -50,6 +49,7 @@ def fit_advice(figures: Mapping[str, Any], hardware: str | None) -> list[str]:
         "",
         "the first one trains with:",
         f"  {figures['proposals'][0]['command']}",
-        f"--dry-run --hardware {hardware or 'h100'} behind it checks it on any machine. What is given to --fit is kept "
-        "(--packing-length, --gradient-checkpointing, --fsdp, ...), and --json has every row with its command.",
+        f"--dry-run --hardware {hardware or 'h100'} behind it checks it on any machine. --json has every row with its "
+        "command;",
+        "what is given beside --fit (--packing-length, --gradient-checkpointing, --fsdp, ...) is kept.",
     ]

@@ -188,12 +188,12 @@ class Search:
                     yield {"sequence_parallel_size": size, "gradient_checkpointing": recomputes, **sharding}
 
     def _shardings(self) -> list[dict[str, Any]]:
-        """The plainest first; DeepSpeed's only where it is installed."""
+        """The plainest first, then what needs least; DeepSpeed's only where it is installed."""
         if self.config.fsdp or self.config.deepspeed is not None:
             return [{}]
         ways: list[dict[str, Any]] = [{}]
         if self.config.world_size > 1:
-            ways += [{"fsdp": ("shard_grad_op",)}, {"fsdp": ("full_shard",)}]
+            ways += [{"fsdp": ("full_shard",)}, {"fsdp": ("shard_grad_op",)}]
             if importlib.util.find_spec("deepspeed") is not None:
                 ways += [{"deepspeed": f"zero{stage}"} for stage in (1, 2, 3)]
         return ways
