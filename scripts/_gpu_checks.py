@@ -117,7 +117,7 @@ def _kernel_error(name: str, heads: tuple[int, int, int], device: torch.device) 
 
 
 def _out_and_gradients(name: str, inputs: list[Tensor], weight: Tensor, varlen: Varlen) -> list[Tensor]:
-    out = KERNELS[name].fwd(*inputs, varlen)[0]
+    out = KERNELS[name].attend(*inputs, varlen)
     gradients = torch.autograd.grad((out.double() * weight.double()).sum(), inputs)
     return [tensor.detach().double() for tensor in (out, *gradients)]
 

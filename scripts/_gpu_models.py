@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -142,8 +143,9 @@ def make_model(config: Qwen3Config | Qwen3VLConfig, device: torch.device, dtype:
     """Random weights, drawn where they stay; transformers' own SDPA attention."""
     auto: Any = Qwen3VLForConditionalGeneration if isinstance(config, Qwen3VLConfig) else Qwen3ForCausalLM
     torch.manual_seed(0)
+    # A configuration of its own: what attention is set later stays there, and other models are made of the same.
     with torch.device(device):
-        return auto._from_config(config, dtype=dtype, attn_implementation="sdpa")
+        return auto._from_config(copy.deepcopy(config), dtype=dtype, attn_implementation="sdpa")
 
 
 def checkpoint_activations(model: Any) -> None:

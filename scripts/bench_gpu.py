@@ -13,22 +13,24 @@ TFLOP/s and MFU count matrix products of true tokens, backward twice the forward
 (``packtool.plan.cost``): neither padding nor recomputed activations. Times are medians over ``--repeats`` steps
 between CUDA events, after a warm-up. What does not fit is told as "out of memory" and the rest goes on.
 
+The memory of a packed step is told beforehand, too, as ``packtool train`` tells it: from a trace of the same model
+without numbers (this needs peft). On a GPU what is measured may be 10 % off.
+
     python scripts/bench_gpu.py [--size 1b 4b 8b] [--tokens 8192] [--what attention text vision] [--repeats 5]
+                                [--json FILE]
 
 Without CUDA the checks run on the CPU and nothing is measured. ``--size tiny`` measures there, too, to see that
-everything runs; its times say nothing. Exit code 1: a check failed, or something else than memory stopped a row.
+everything runs; its times say nothing. ``--json`` keeps everything in a file, written anew with every line. Exit code
+1: a check failed, the memory told was wrong, or something else than memory stopped a row.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import math
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,17 @@ from packtool.plan.cost import CostModel
 from packtool.simulate.hardware import peak_tflops
 from packtool.train.model.head_loss import HeadLoss
 from scripts._gpu_checks import kernels_at_hand, run_checks, work_type
+from scripts._gpu_measure import (
+    FAILED,
+    HEADINGS,
+    OUT_OF_MEMORY,
+    Bench,
+    Findings,
+    Memory,
+    Row,
+    free_memory,
+    measured,
+)
 from scripts._gpu_models import (
     SIZES,
     Sample,
@@ -65,107 +78,10 @@ from scripts._gpu_models import (
     vision_config,
 )
 
-OUT_OF_MEMORY, FAILED = "out of memory", "failed"
 WHAT = ("attention", "text", "vision")
 PICTURE_SIDE = 32
 """Patches along a side of a picture: 512 pixels, 256 tokens."""
-
-
-@dataclass(frozen=True)
-class Bench:
-    """What all measurements share.
-
-    Args:
-        kernels: names of those that run here.
-        peak: TFLOP/s that the device can do, None if nobody knows.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    kernels: Sequence[str]
-    peak: float | None
-    options: argparse.Namespace
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of the table.
-
-    Args:
-        flops: of true tokens in one repeat.
-        tokens: true ones of one repeat.
-        ms: median; None if there is no figure, and ``note`` says why.
-        gib: peak memory.
-        ratio: speed over that of the row it is compared with.
-    """
-
-    what: str
-    way: str
-    flops: float
-    tokens: int
-    ms: float | None = None
-    gib: float | None = None
-    ratio: float | None = None
-    note: str = ""
-
-    def print(self, peak: float | None) -> None:
-        """With a dash where nothing is known."""
-        start = f"{self.what:<30} {self.way:<30}"
-        if self.ms is None:
-            print(f"{start}  {self.note}", flush=True)
-            return
-        tflops = self.flops / self.ms / 1e9
-        mfu = f"{tflops / peak:.1%}" if peak else "-"
-        gib = f"{self.gib:.1f}" if self.gib is not None else "-"
-        ratio = f"{self.ratio:.2f}" if self.ratio is not None else "-"
-        rate = self.tokens / self.ms * 1e3
-        print(f"{start} {self.ms:>9.2f} {rate:>10,.0f} {tflops:>8.1f} {mfu:>6} {gib:>6} {ratio:>6}", flush=True)
-
-
-HEADINGS = f"{'what':<30} {'way':<30} {'ms':>9} {'tokens/s':>10} {'TFLOP/s':>8} {'MFU':>6} {'GiB':>6} {'ratio':>6}"
-
-
-def measured(bench: Bench, row: Row, prepare: Callable[[], Callable[[], None]]) -> Row:
-    """Time and peak memory of what ``prepare`` returns; too little memory, and any error, become a note."""
-    try:
-        free_memory()
-        if bench.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(bench.device)
-        ms = median_ms(prepare(), bench)
-        gib = torch.cuda.max_memory_allocated(bench.device) / 2**30 if bench.device.type == "cuda" else None
-        return replace(row, ms=ms, gib=gib)
-    except torch.OutOfMemoryError:
-        return replace(row, note=OUT_OF_MEMORY)
-    except Exception as error:  # one row must not keep the others from being measured
-        first = (str(error).splitlines() or [""])[0]
-        return replace(row, note=f"{FAILED}: {type(error).__name__}: {first[:90]}")
-
-
-def median_ms(run: Callable[[], None], bench: Bench) -> float:
-    """Milliseconds of a call, after a warm-up."""
-    for _ in range(bench.options.warm_up):
-        run()
-    times = []
-    for _ in range(bench.options.repeats):
-        if bench.device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            run()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
-        else:
-            since = time.perf_counter()
-            run()
-            times.append((time.perf_counter() - since) * 1e3)
-    return statistics.median(times)
-
-
-def free_memory() -> None:
-    """Give back what no tensor holds."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+MEMORY_MAY_BE_OFF = 0.1
 
 
 def bench_attention(bench: Bench, name: str) -> Iterator[Row]:
@@ -236,7 +152,7 @@ def _packed_attention(bench: Bench, size: Size, kernel: str, lengths: Sequence[i
     return run
 
 
-def bench_model(bench: Bench, name: str, *, sees: bool) -> Iterator[Row]:
+def bench_model(bench: Bench, name: str, *, sees: bool) -> Iterator[Row | Memory]:
     """Training steps on the same samples, padded and packed."""
     size, options = SIZES[name], bench.options
     config = vision_config(size) if sees else text_config(size)
@@ -246,7 +162,8 @@ def bench_model(bench: Bench, name: str, *, sees: bool) -> Iterator[Row]:
     row = _model_row(f"{name} {'vision' if sees else 'text'}", config, samples)
     try:
         model = make_model(config, bench.device, bench.dtype)
-        stepper = Stepper(model, recompute=size.recompute if options.recompute == "auto" else options.recompute == "on")
+        recompute = size.recompute if options.recompute == "auto" else options.recompute == "on"
+        stepper = Stepper(model, recompute=recompute)
     except torch.OutOfMemoryError:
         yield replace(row, way="weights", note=OUT_OF_MEMORY)
         return
@@ -269,6 +186,43 @@ def bench_model(bench: Bench, name: str, *, sees: bool) -> Iterator[Row]:
         if base.ms is not None and found.ms is not None:
             found = replace(found, ratio=base.ms / found.ms)
         yield found
+    if best in bench.kernels:
+        yield from bench_memory(bench, stepper, samples, config, replace(row, way="memory"))
+
+
+def bench_memory(bench: Bench, stepper: Stepper, samples: Sequence[Sample], config: Any, row: Row) -> Iterator[Any]:
+    """The peak of a packed step with gradients from the one before, as in a step of several micro-batches, and a trace.
+
+    Args:
+        row: what is told where there is no figure.
+    """
+    try:
+        from packtool.train.model.trace import trace_pass
+    except ImportError as error:
+        yield replace(row, note=f"not traced: {error}")
+        return
+    num_media_tokens = sum(sample.num_media_tokens for sample in samples)
+    is_on_gpu = bench.device.type == "cuda"
+    best = choose("auto", bench.device, bench.dtype).name
+    step = stepper.prepare([pack(samples, config)], best, keep_gradients=True)
+    try:
+        step()
+        free_memory()
+        if is_on_gpu:
+            torch.cuda.reset_peak_memory_stats(bench.device)
+            step()
+    except torch.OutOfMemoryError:
+        yield replace(row, note=OUT_OF_MEMORY)
+        return
+    # AdamW's moments are of the weights' type.
+    standing = 4 * sum(parameter.numel() * parameter.element_size() for parameter in stepper.model.parameters())
+    meta = make_model(config, torch.device("meta"), bench.dtype)
+    if stepper.recompute:
+        checkpoint_activations(meta)
+    traced = trace_pass(meta, config, num_tokens=row.tokens, num_media_tokens=num_media_tokens).peak
+    gib = 2**30
+    peak = torch.cuda.max_memory_allocated(bench.device) / gib if is_on_gpu else None
+    yield Memory(f"{row.what}, memory", (standing + traced) / gib, peak, traced / gib)
 
 
 def fill_of(batches: Sequence[Batch]) -> float:
@@ -297,14 +251,16 @@ class Stepper:
     """
 
     def __init__(self, model: Any, *, recompute: bool) -> None:
-        self.model = model.train()
+        self.model, self.recompute = model.train(), recompute
         if recompute:
             checkpoint_activations(model)
         self.head_loss = HeadLoss(model)
         is_on_gpu = next(model.parameters()).device.type == "cuda"
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=is_on_gpu)
 
-    def prepare(self, batches: Sequence[Batch], kernel: str | None, *, all_logits: bool = False) -> Callable[[], None]:
+    def prepare(
+        self, batches: Sequence[Batch], kernel: str | None, *, all_logits: bool = False, keep_gradients: bool = False
+    ) -> Callable[[], None]:
         """A step on micro-batches, with a kernel of packed attention, or None for transformers' own."""
         # What a step that ran out of memory has left.
         self.optimizer.zero_grad()
@@ -319,7 +275,7 @@ class Stepper:
                 loss = self._all_logits(batch) if all_logits else self.head_loss.losses(self.model, batch).sum(None)
                 (loss / total).backward()
             self.optimizer.step()
-            self.optimizer.zero_grad()
+            self.optimizer.zero_grad(set_to_none=not keep_gradients)
 
         return run
 
@@ -328,7 +284,7 @@ class Stepper:
         return F.cross_entropy(logits, batch.labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
-def check(device: torch.device) -> tuple[list[str], bool]:
+def check(device: torch.device, findings: Findings) -> tuple[list[str], bool]:
     """Print what is there and every check; the kernels that passed, and whether everything did."""
     dtype = work_type(device)
     kernels, missing = kernels_at_hand(device)
@@ -337,18 +293,20 @@ def check(device: torch.device) -> tuple[list[str], bool]:
     print(f"kernels: {', '.join(kernels)}; auto is {choose('auto', device, dtype).name}")
     for kernel, reason in missing.items():
         print(f"  not {kernel}: {reason}")
+    findings.found["missing_kernels"] = missing
     print(f"\n{'checks':<62} {'error':>8} {'allowed':>8}")
     failed: set[str] = set()
     for found in run_checks(kernels, device):
         verdict = found.note or ("ok" if found.passed else "FAILED")
         print(f"{found.name:<62} {found.error:>8.1e} {found.allowed:>8.1e}  {verdict}", flush=True)
+        findings.add("checks", found, passed=found.passed)
         if not found.passed:
             failed.add(found.kernel)
     free_memory()
     return [] if "" in failed else [kernel for kernel in kernels if kernel not in failed], not failed
 
 
-def rows_of(bench: Bench) -> Iterator[Row]:
+def rows_of(bench: Bench) -> Iterator[Row | Memory]:
     """Everything that was asked for."""
     for name in bench.options.size:
         if "attention" in bench.options.what:
@@ -357,6 +315,23 @@ def rows_of(bench: Bench) -> Iterator[Row]:
             if what in bench.options.what:
                 yield from bench_model(bench, name, sees=sees)
                 free_memory()
+
+
+def measure(bench: Bench, findings: Findings) -> bool:
+    """Print everything; whether nothing failed."""
+    print(HEADINGS)
+    passed = True
+    for found in rows_of(bench):
+        if isinstance(found, Row):
+            found.print(bench.peak)
+            findings.add("rows", found, tflops=found.tflops, mfu=found.mfu(bench.peak))
+            passed &= not found.note.startswith(FAILED)
+            continue
+        is_right = found.ratio is None or abs(found.ratio - 1) <= MEMORY_MAY_BE_OFF
+        found.print(is_right)
+        findings.add("memory", found, ratio=found.ratio, passed=is_right)
+        passed &= is_right
+    return passed
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -369,10 +344,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--recompute", choices=("auto", "on", "off"), default="auto", help="auto: from 4b on")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="file for everything that is found")
     options = parser.parse_args(arguments)
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if has_gpu else "cpu")
-    kernels, all_passed = check(device)
+    findings = Findings(options.json)
+    kernels, all_passed = check(device, findings)
     options.size = options.size or (["1b"] if has_gpu else [])
     if not options.size:
         print("\nno CUDA device: the checks ran on the CPU, and nothing was measured")
@@ -385,12 +362,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(
         f"\n{options.tokens:,} tokens; peak {f'{peak:g} TFLOP/s' if peak else 'not known'}; ratio: to the first row\n"
     )
-    print(HEADINGS)
-    any_failed = False
-    for row in rows_of(bench):
-        row.print(peak)
-        any_failed |= row.note.startswith(FAILED)
-    return 0 if all_passed and not any_failed else 1
+    return 0 if measure(bench, findings) and all_passed else 1
 
 
 if __name__ == "__main__":

@@ -10,7 +10,13 @@ and other papers; none was chosen to meet these results. Speed-ups are over cont
 a micro-batch, which is our reading of the paper's ZeRO-2 baseline.
 
 - *as printed*: the paper's algorithm with its two errors corrected; *Skrull*: packtool's, which goes on from there.
-- *over packed*: Skrull over packs that whole groups share, a baseline that the paper does not have.
+- *over packed*, *over WLB*: Skrull over packs of equal tokens, and of equal work, that whole groups share: stronger
+  baselines than the paper's. *dynamic*: groups of a power of two for each sequence, over Skrull. *local*: share of
+  Skrull's tokens that one GPU computes alone.
+
+All have the same sequences in their steps, as many as the paper's global batch. The rivals are compared once more
+where groups are larger, with five times the batch, and with weights that are sharded over all GPUs (ZeRO-3), so that
+micro-batches run in lock-step.
 
 Ablation (0.5B, ChatQA2, one group of 8): sequences to ranks in turn instead of to the least loaded one, and no
 roll-back, so that what fits nowhere is sharded all the same.
@@ -32,7 +38,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a checkout, too
 
-from packtool.plan.pack_plan import Int32Array
+from packtool.config.simulate import StrategyName
 from packtool.plan.skrull import SHARDED, MicroBatch
 from packtool.simulate.cost import Machine
 from packtool.simulate.distributions import DistributionName, draw
@@ -40,7 +46,7 @@ from packtool.simulate.hardware import PRESETS
 from packtool.simulate.model_sizes import PRESETS as MODELS
 from packtool.simulate.model_sizes import ModelSizes
 from packtool.simulate.outcomes import Outcome, arrange, outcome, simulate
-from packtool.simulate.strategies import SimulateOptions, schedule_of
+from packtool.simulate.strategies import PlacedBatch, Sequences, SimulateOptions, schedule_of
 
 # An all-gather of 2 MB took 53 us there, and one of 1024 MB 6468 us: (7 / 8) 1024 MB / 6468 us. The links between nodes
 # are not told: 80 % of 400 Gb/s for each GPU.
@@ -56,8 +62,7 @@ PAPER_ABLATION = {"round robin": "1.17x", "Skrull as printed": "1.40x"}
 DEPARTURES = """where this departs from the paper
 - Their times are measured, these are computed. How their baseline fills micro-batches is not known to us; here it is
   one sequence each. With short sequences a GPU then has less to do than launching kernels takes (18 ms for 0.5B),
-  which is why those settings come out far above theirs. A baseline of packs, which hold several global batches where
-  sequences are short, takes that away (over packed).
+  which is why those settings come out far above theirs. Packs of the same global batch take that away (over packed).
 - 7B is timed with recomputed activations, without which 13K tokens do not fit into 80 GB by this model; 0.5B without.
 - Gradients are synchronised once a step; if ZeRO-2 does so for every micro-batch, the baseline is slower than here.
 - Lengths are drawn through the published points, log-linear between them and from 64 tokens on. What 8 (or 16) buckets
@@ -89,13 +94,21 @@ class Setting:
             seed=seed,
         )
 
-    def lengths(self, options: SimulateOptions) -> Int32Array:
+    def sequences(self, options: SimulateOptions) -> Sequences:
         """As many as all strategies need."""
-        typical = draw(self.data, 10_000, seed=options.seed + 1)
-        fitting = typical[typical <= options.longest]
-        return arrange(draw(self.data, round(1.1 * options.sequences_wanted(fitting)), seed=options.seed), options)[0]
+        return arrange(draw(self.data, round(1.1 * options.sequences_wanted) + 10, seed=options.seed), options)[0]
 
 
+STRATEGIES: tuple[StrategyName, ...] = ("context-parallel", "sorted", "packed-shared", "wlb", "dynamic-cp", "skrull")
+RIVALS: tuple[StrategyName, ...] = ("wlb", "dynamic-cp", "skrull")
+# GPUs of a group (None: the setting's), what is sharded over all, and how many times the global batch.
+RIVALRIES = {
+    "as above": (None, 2, 1),
+    "batch x 5": (None, 2, 5),
+    "groups of 16": (16, 2, 1),
+    "groups of 32": (32, 2, 1),
+    "lock-step": (None, 3, 1),
+}
 SETTINGS = (
     Setting("qwen2.5-0.5b", "wikipedia"),
     Setting("qwen2.5-0.5b", "lmsys"),
@@ -150,21 +163,21 @@ class Ranks:
 
 
 def as_printed(
-    lengths: Int32Array, options: SimulateOptions, *, in_turn: bool = False, roll_back: bool = True
-) -> list[list[list[MicroBatch]]]:
+    sequences: Sequences, options: SimulateOptions, *, in_turn: bool = False, roll_back: bool = True
+) -> list[PlacedBatch]:
     """The paper's algorithm (corrected) on every step, and what is left of it without a part.
 
     Args:
         in_turn: sequences go to the ranks of a group in turn, not to the least loaded one.
         roll_back: False gives up instead, with as few micro-batches as the tokens need.
     """
-    per_step = options.sequences_per_step
-    steps = []
-    for first in range(0, options.num_steps * per_step, per_step):
-        sizes = lengths[first : first + per_step].astype(np.int64)
+    per_step, size = options.sequences_per_step, options.sequence_parallel_size
+    found = []
+    for step in range(options.num_steps):
+        first = step * per_step
+        sizes = sequences.lengths[first : first + per_step].astype(np.int64)
         flops = options.machine.sizes.cost(sizes, sizes**2, target_tokens=sizes)
-        ranks = []
-        for hand in _assign(flops.tolist(), options.num_groups):
+        for group, hand in enumerate(_assign(flops.tolist(), options.num_groups)):
             ascending = sorted(hand, key=lambda one: (sizes[one], one))
             fewest = -(-int(sizes[hand].sum()) // (options.bucket_size * options.sequence_parallel_size))
             for num in range(fewest, len(hand) + 1):
@@ -174,9 +187,8 @@ def as_printed(
                 ]
                 if not roll_back or all(fits for _, fits in placed):
                     break
-            ranks.append([MicroBatch(batch.samples + first, batch.places) for batch, _ in placed])
-        steps.append(ranks)
-    return steps
+            found += [PlacedBatch(step, group * size, size, one.samples + first, one.places) for one, _ in placed]
+    return found
 
 
 def _place(
@@ -196,20 +208,19 @@ def _assign(flops: Sequence[float], num_ranks: int) -> list[list[int]]:
     return hands
 
 
-def variant(lengths: Int32Array, options: SimulateOptions, **parts: bool) -> Outcome:
+def variant(sequences: Sequences, options: SimulateOptions, **parts: bool) -> Outcome:
     """A variant of Skrull, timed."""
-    plan = schedule_of(as_printed(lengths, options, **parts), lengths, options)
-    return outcome("skrull", options.machine.time(plan), lengths, options)
+    return outcome(
+        "skrull", schedule_of(as_printed(sequences, options, **parts), sequences, options), sequences, options
+    )
 
 
 def run_settings(settings: Sequence[Setting], steps: int, seed: int) -> Iterator[dict[str, Any]]:
-    """A row for each setting: speed-ups over context parallelism for all."""
+    """A row for each setting: speed-ups over context parallelism for all, and Skrull's over packs and its rivals."""
     for setting in settings:
         options = setting.options(steps, seed)
-        lengths = setting.lengths(options)
-        base, by_length, packed, skrull = simulate(
-            lengths, ["context-parallel", "sorted", "packed-shared", "skrull"], options
-        )
+        sequences = setting.sequences(options)
+        base, by_length, packed, balanced, dynamic, skrull = simulate(sequences, STRATEGIES, options)
         assert not skrull.out_of_memory.any()
         yield {
             "model": setting.model,
@@ -217,23 +228,42 @@ def run_settings(settings: Sequence[Setting], steps: int, seed: int) -> Iterator
             "baseline_seconds": float(base.timing.step_seconds.mean()),
             "sorted": by_length.speedup_over(base),
             "packed": packed.speedup_over(base),
-            "as_printed": variant(lengths, options).speedup_over(base),
+            "as_printed": variant(sequences, options).speedup_over(base),
             "skrull": skrull.speedup_over(base),
-            "over_sorted": skrull.speedup_over(by_length),
             "over_packed": skrull.speedup_over(packed),
+            "over_balanced": skrull.speedup_over(balanced),
+            "dynamic_over_skrull": dynamic.speedup_over(skrull),
+            "local": skrull.local_share,
         }
+
+
+def run_rivals(settings: Sequence[Setting], steps: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Rows with (dynamic context parallelism over Skrull, Skrull over WLB-LLM, Skrull's local share) for each place."""
+    for setting in settings:
+        usual = setting.sequence_parallel_size
+        row: dict[str, Any] = {"model": setting.model, "data": setting.data}
+        for name, (size, zero_stage, times) in RIVALRIES.items():
+            num_ranks = size or usual
+            per_rank = times * setting.sequences_per_rank * num_ranks // usual
+            placed = dataclasses.replace(setting, sequence_parallel_size=num_ranks, sequences_per_rank=per_rank)
+            options = placed.options(steps, seed)
+            machine = dataclasses.replace(options.machine, zero_stage=zero_stage)
+            options = dataclasses.replace(options, machine=machine)
+            balanced, dynamic, skrull = simulate(placed.sequences(options), RIVALS, options)
+            row[name] = dynamic.speedup_over(skrull), skrull.speedup_over(balanced), skrull.local_share
+        yield row
 
 
 def run_ablation(setting: Setting, steps: int, seed: int) -> Iterator[tuple[str, float, int]]:
     """(what, speed-up over context parallelism for all, steps out of memory)."""
     options = setting.options(steps, seed)
-    lengths = setting.lengths(options)
-    base, skrull = simulate(lengths, ["context-parallel", "skrull"], options)
+    sequences = setting.sequences(options)
+    base, skrull = simulate(sequences, ["context-parallel", "skrull"], options)
     found = {
-        "round robin": variant(lengths, options, in_turn=True),
-        "round robin, no roll-back": variant(lengths, options, in_turn=True, roll_back=False),
-        "Skrull as printed": variant(lengths, options),
-        "as printed, no roll-back": variant(lengths, options, roll_back=False),
+        "round robin": variant(sequences, options, in_turn=True),
+        "round robin, no roll-back": variant(sequences, options, in_turn=True, roll_back=False),
+        "Skrull as printed": variant(sequences, options),
+        "as printed, no roll-back": variant(sequences, options, roll_back=False),
         "Skrull": skrull,
     }
     for name, one in found.items():
@@ -249,18 +279,25 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     constants = SETTINGS[0].options(1, 0).machine.constants
     print(f"constants: {constants}\nhardware: {PAPERS_H100}\n")
-    names = ("baseline", "sorted", "packed", "as printed", "Skrull", "over sorted", "over packed")
-    print(f"{'':<26}" + "".join(f"{name:>13}" for name in names))
+    names = ("baseline", "sorted", "packed", "as printed", "Skrull", "over packed", "over WLB", "dynamic", "local")
+    print(f"{'':<26}" + "".join(f"{name:>12}" for name in names))
     rows = []
     for row in run_settings(SETTINGS, args.steps, args.seed):
         rows.append(row)
-        speedups = [row[key] for key in ("sorted", "packed", "as_printed", "skrull", "over_sorted", "over_packed")]
-        shown = "".join(f"{value:>12.2f}x" for value in speedups)
-        print(f"{row['model']:<14}{row['data']:<12}{row['baseline_seconds'] * 1000:>10,.0f} ms{shown}", flush=True)
+        speedups = [value for key, value in row.items() if key not in ("model", "data", "baseline_seconds", "local")]
+        shown = "".join(f"{value:>11.2f}x" for value in speedups) + f"{row['local']:>12.0%}"
+        print(f"{row['model']:<14}{row['data']:<12}{row['baseline_seconds'] * 1000:>9,.0f} ms{shown}", flush=True)
     print(f"\n{'Skrull over ZeRO-2':<26}{'paper':>13}{'as printed':>13}{'Skrull':>13}")
     for name, pick in summaries(rows).items():
         shown = "".join(f"{value:>12.2f}x" for value in pick)
         print(f"{name:<26}{PAPER[name]:>12.2f}x{shown}")
+    print("\ndynamic over Skrull | Skrull over WLB | local")
+    print(f"{'':<26}" + "".join(f"{name:>22}" for name in RIVALRIES))
+    rivals = []
+    for row in run_rivals(SETTINGS, max(args.steps // 2, 1), args.seed):
+        rivals.append(row)
+        cells = [f"{dyn:.2f} | {over:.2f} | {local:.0%}" for dyn, over, local in (row[name] for name in RIVALRIES)]
+        print(f"{row['model']:<14}{row['data']:<12}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
     print(f"\n{'ablation':<26}{'paper':>13}{'here':>13}{'out of memory':>16}")
     ablation = list(run_ablation(ABLATION, args.steps, args.seed))
     for name, speedup, full in ablation:
@@ -268,7 +305,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{name:<26}{told:>13}{speedup:>12.2f}x{f'{full} of {args.steps}' if full else '-':>16}")
     print(f"\n{DEPARTURES}")
     if args.json is not None:
-        args.json.write_text(json.dumps({"settings": rows, "ablation": ablation}))
+        args.json.write_text(json.dumps({"settings": rows, "rivals": rivals, "ablation": ablation}))
         print(f"wrote {args.json}")
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from packtool.attention.kernel import Kernel, Unavailable, default_scale, needs_fast_gpu, pad_heads
 from packtool.attention.varlen import Varlen
+from packtool.errors import ConfigError
 
 _MODULES = {2: "flash_attn", 3: "flash_attn_interface"}
 _PACKAGES = {2: "flash-attn", 3: "flash-attn-3"}
@@ -62,11 +63,19 @@ class FlashKernel(Kernel):
     def fwd(
         self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, *, scale: float | None = None, window: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Attend as ``Kernel.fwd`` says."""
-        function = _function(self.version)
-        found = self._call(q, k, v, varlen, scale, window, _asking_for_lse(function))
+        """Attend as ``Kernel.fwd`` says.
+
+        Raises:
+            ConfigError: for a build of version 3 that keeps the lse to itself, as those of flash-attention 2.8.2 do.
+        """
+        found = self._call(q, k, v, varlen, scale, window, _asking_for_lse(_function(self.version)))
+        if not isinstance(found, tuple):
+            raise ConfigError(
+                f"this build of {_PACKAGES[self.version]} does not tell the lse of its attention",
+                "Install one of September 2025 or later, or use --attn-impl varlen.",
+            )
         out, lse = found[:2]
-        return out[..., : v.shape[-1]], _flat_lse(lse, varlen).detach()
+        return out[..., : v.shape[-1]], lse.detach()
 
     def attend(
         self,
@@ -104,18 +113,9 @@ class FlashKernel(Kernel):
 
 
 def _asking_for_lse(function: Callable[..., Any]) -> dict[str, bool]:
-    """The argument that adds the lse to the result; early builds of version 3 always tell it and have none."""
-    known = inspect.signature(function).parameters
-    names = ("return_attn_probs", "return_softmax_lse")
-    return {name: True for name in names if name in known}
-
-
-def _flat_lse(lse: Tensor, varlen: Varlen) -> Tensor:
-    """(Hq, T) from that, or from the (S, Hq, longest) of flash-attn before 2.7."""
-    if lse.ndim == 2:
-        return lse
-    lengths = varlen.host_lengths()
-    return torch.cat([lse[number, :, :length] for number, length in enumerate(lengths)], dim=1)
+    """The argument that adds the lse to the result; the hub's and early builds of version 3 always tell it."""
+    name = "return_attn_probs"
+    return {name: True} if name in inspect.signature(function).parameters else {}
 
 
 def _has_package(version: int) -> bool:

@@ -132,6 +132,22 @@ def refuse_if_busy(directory: str, *, is_part: bool, own: str = "") -> None:
             raise _busy(directory, name, holder)
 
 
+def remove_stale(directory: str, *, own: str = "") -> bool:
+    """Remove the locks of the dead; gives whether nobody else is at work there.
+
+    Args:
+        own: name of the lock of who asks.
+
+    Raises:
+        StorageError: if that fails.
+    """
+    alive = {name for name, holder in holders(directory).items() if holder.is_live}
+    for name in storage.list_names(directory):
+        if is_lock(name) and name != own and name not in alive:
+            storage.remove(storage.join(directory, name))
+    return not alive - {own}
+
+
 def _busy(directory: str, name: str, holder: Holder) -> MismatchError:
     return MismatchError(
         f"{directory} is being written by another {holder}",
@@ -214,10 +230,7 @@ class DirectoryLock:
             name = f"{_PREFIX}{max(numbers, default=0) + 1:06d}{_SUFFIX}"
             if storage.publish_new(storage.join(self._directory, name), content):
                 self._name = name
-        alive = {name for name, holder in holders(self._directory).items() if holder.is_live}
-        for name in storage.list_names(self._directory):
-            if is_lock(name) and name != self._name and name not in alive:
-                storage.remove(storage.join(self._directory, name))
+        remove_stale(self._directory, own=self._name)
 
     def _renew(self) -> None:
         while not self._end.wait(_RENEWED_S):

@@ -11,7 +11,7 @@ from typing import Any
 
 from packtool import __version__, storage
 from packtool.cache.finish import is_shard, tidy
-from packtool.cache.lock import holders, is_lock
+from packtool.cache.lock import is_lock, remove_stale
 from packtool.cache.manifest import PATH_SETTINGS, Identity, Manifest, SourceInfo, fingerprint_of
 from packtool.cache.reader import check_sizes
 from packtool.cache.task import TASKS_DIR, TaskResult
@@ -74,8 +74,9 @@ def find_finished(directory: str, identity: Identity, specs: Sequence[SourceSpec
     if manifest is not None:
         for split in manifest.splits:
             check_sizes(directory, manifest, split)
-        if not any(holder.is_live for holder in holders(directory).values()):
-            tidy(directory, manifest)  # for an export that was killed at its very end
+        with suppress(StorageError):  # a finished cache may be read-only
+            if remove_stale(directory):
+                tidy(directory, manifest)  # for an export that was killed at its very end
     return manifest
 
 

@@ -5,13 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
+from packtool.config.parallel import SequenceParallelType
 from packtool.config.settings import option
 from packtool.config.sizes import Tokens, num_tokens
 
-StrategyName = Literal["padded", "packed", "packed-balanced", "context-parallel", "sorted", "packed-shared", "skrull"]
+StrategyName = Literal[
+    "padded",
+    "packed",
+    "packed-balanced",
+    "context-parallel",
+    "sorted",
+    "packed-shared",
+    "wlb",
+    "dynamic-cp",
+    "skrull",
+]
 STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
-BASELINE: StrategyName = "context-parallel"
-"""What speed-ups are told over, where it is simulated: DeepSpeed's ZeRO-2 with context parallelism for all."""
+BASELINE: StrategyName = "packed-shared"
+"""What speed-ups are told over, where it is simulated: packs that groups share, as most frameworks train them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +86,13 @@ class SimulateConfig(StrategyOptions):
         "h100", "h100, h200, a100, 910b, or a .yaml or .json file of the same fields.", panel="Model and hardware"
     )
     world_size: int = option(32, "GPUs.", panel="Model and hardware", minimum=1)
+    zero_stage: int = option(
+        2,
+        "What is sharded over all GPUs: 2 gradients and optimizer, 3 weights as well.",
+        panel="Model and hardware",
+        minimum=2,
+        maximum=3,
+    )
     gradient_checkpointing: bool = option(False, "Recompute activations to save memory.", panel="Model and hardware")
 
     sequence_parallel_size: int = option(
@@ -82,6 +100,12 @@ class SimulateConfig(StrategyOptions):
         "GPUs of a group, which share the micro-batches of the context parallel strategies.",
         panel="Steps",
         minimum=1,
+    )
+    sequence_parallel_type: SequenceParallelType = option(
+        "auto",
+        "How the GPUs of a group attend: ulysses, ring or allgather; auto is ulysses within a node where the heads "
+        "can be shared evenly, else allgather.",
+        panel="Steps",
     )
     bucket_size: str = option(
         "auto",

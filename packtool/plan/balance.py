@@ -8,6 +8,8 @@ pair of packs as long as that helps. All steps are worked on at once, so that mi
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -119,6 +121,35 @@ def group_alike(packs: Int64Array, costs: Costs, num_ranks: int) -> Int64Array:
         steps = rounds.transpose(1, 0, 2).reshape(num_here, num_packs)
         grouped[start : start + num_here] = steps[np.argsort(steps.min(axis=1), kind="stable")]
     return grouped
+
+
+def even_packs(sizes: Sequence[int], work: Sequence[float], num_packs: int, capacity: int) -> list[list[int]] | None:
+    """Things in so many packs of about equal work, which come by falling work; None where one has no room in any.
+
+    The heaviest thing first, each to the pack with the least work that has room. Ties go to the later thing and the
+    lower pack. Within a pack they come by rising work.
+
+    Args:
+        sizes: (n,), room that the things take.
+        work: (n,), of each.
+        num_packs: that may stay empty.
+        capacity: room of each pack.
+    """
+    packs: list[list[int]] = [[] for _ in range(num_packs)]
+    room, lightest = [capacity] * num_packs, [(0.0, number) for number in range(num_packs)]
+    for one in sorted(range(len(work)), key=lambda i: (-work[i], -i)):
+        full = []
+        while lightest and room[lightest[0][1]] < sizes[one]:
+            full.append(heapq.heappop(lightest))
+        if not lightest:
+            return None
+        load, number = lightest[0]
+        packs[number].append(one)
+        room[number] -= sizes[one]
+        heapq.heapreplace(lightest, (load + work[one], number))
+        for other in full:
+            heapq.heappush(lightest, other)
+    return [packs[number][::-1] for _, number in sorted(lightest, key=lambda one: (-one[0], one[1]))]
 
 
 def imbalance(rank_costs: Costs) -> Costs:

@@ -14,7 +14,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from packtool.plan.step_time import StepTime
+from packtool.plan.step_time import NOTHING, Load, StepTime
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,15 @@ class Falling:
     Args:
         sizes: tokens of each.
         padded: tokens of each if it is sharded.
-        local, sharded: work of each in FLOPs, on one rank, and summed over all that share it.
+        local, sharded: work of each, on one rank, and summed over all that share it.
         num_ranks: N.
         room: N-ths of a token that each rank has room for.
     """
 
     sizes: Sequence[int]
     padded: Sequence[int]
-    local: Sequence[float]
-    sharded: Sequence[float]
+    local: Sequence[Load]
+    sharded: Sequence[Load]
     num_ranks: int
     room: int
 
@@ -58,31 +58,35 @@ class Falling:
         that could be faster than those before it, by the mean work of the ranks and the longest local sequence.
         """
         found = None
-        room, work, tokens, left = self.room, 0.0, 0, sum(self.local)
+        room, work, tokens, left = self.room, NOTHING, 0, Load.sum(self.local)
         for num in range(len(self.sizes) + 1):
             if num:
                 room -= self.padded[num - 1]
-                work += self.sharded[num - 1]
+                work = work.plus(self.sharded[num - 1])
                 tokens += self.padded[num - 1]
-                left -= self.local[num - 1]
+                done = self.local[num - 1]
+                left = Load(max(left.flops - done.flops, 0.0), max(left.attention - done.attention, 0.0))
             if room < 0:
                 break
-            longest = self.local[num] if num < len(self.local) else 0.0
-            least = max(longest, left / self.num_ranks, 0.0)
-            if times.micro_batch([least] * self.num_ranks, work, tokens) >= limit:
+            # Some rank has the longest, and by convexity one waits no less than ranks with even loads would.
+            longest = self.local[num] if num < len(self.local) else NOTHING
+            even = Load(left.flops / self.num_ranks, left.attention / self.num_ranks)
+            if times.computation(even.flops + work.flops / self.num_ranks) >= limit:
+                break  # and more so with more of them: sharding makes work, never less
+            if times.micro_batch([longest, even], work, tokens, self.num_ranks) >= limit:
                 continue
             placed = self._assigned(num, room)
             if placed is None:
                 continue
             ranks, loads = placed
-            seconds = times.micro_batch(loads, work, tokens)
+            seconds = times.micro_batch(loads, work, tokens, self.num_ranks)
             if seconds < limit:
                 found, limit = LongestShared(num, ranks, seconds), seconds
         return found
 
-    def _assigned(self, num_sharded: int, room: int) -> tuple[list[int], list[float]] | None:
+    def _assigned(self, num_sharded: int, room: int) -> tuple[list[int], list[Load]] | None:
         """Ranks of the local sequences, and the work of each rank; None where one has no room on its rank."""
-        rooms, loads = [room] * self.num_ranks, [0.0] * self.num_ranks
+        rooms, loads = [room] * self.num_ranks, [NOTHING] * self.num_ranks
         lightest = [(0.0, rank) for rank in range(self.num_ranks)]
         ranks = []
         for size, work in zip(self.sizes[num_sharded:], self.local[num_sharded:], strict=True):
@@ -90,7 +94,7 @@ class Falling:
             rooms[rank] -= size * self.num_ranks
             if rooms[rank] < 0:
                 return None
-            loads[rank] += work
-            heapq.heapreplace(lightest, (loads[rank], rank))
+            loads[rank] = loads[rank].plus(work)
+            heapq.heapreplace(lightest, (loads[rank].flops, rank))
             ranks.append(rank)
         return ranks, loads

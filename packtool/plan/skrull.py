@@ -29,14 +29,17 @@ Not in the paper:
   a micro-batch is wide, that can halve their number.
 - Beside the paper's placement, those are tried that shard the longest sequences, however many, and lay the others
   evenly on the ranks (``longest_shared``).
-- Roll-backs go on while there may be something to win: of the placements met, that with the least planned time
-  (``step_time``) is kept. Otherwise a single sequence that fits on one rank leaves the N - 1 others idle.
+- Roll-backs go on while there may be something to win: of the placements met, that with the least planned time is kept
+  (``step_time``; attention alone hides what travels, not all local work). Otherwise a single sequence that fits on one
+  rank leaves the N - 1 others idle.
+- Micro-batches of sequences of like work are tried, too, as many as what fits on a rank needs to stay whole there
+  (``_whole``): where sequences are about a bucket long, hardly anything has to travel.
 - A data-parallel rank that would be done sooner with all its sequences sharded has them so: none is ever planned
   slower than that.
 - Micro-batches run heaviest first, so that those which run at the same time on different ranks are alike.
 
-A heuristic: of all placements of six sequences that nearly fill two buckets, the best is planned 0.7 % faster in the
-mean with the links of ``StepTime()``, and 0.9 % with links that are a sixteenth as fast.
+A heuristic: of all placements of six sequences that nearly fill two buckets, the best is planned 1.0 % faster in the
+mean with the links of ``StepTime()``, and 0.7 % with links that are a sixteenth as fast.
 
 Price: O(n log n) for n sequences of a step, and O(n (n + N)) at worst, mostly O(n N), for each m that is tried.
 """
@@ -54,8 +57,9 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.errors import ConfigError
+from packtool.plan.balance import even_packs
 from packtool.plan.longest_shared import Falling
-from packtool.plan.step_time import StepTime
+from packtool.plan.step_time import NOTHING, Load, StepTime
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -114,13 +118,13 @@ def schedule_step(
     step = _Step(
         np.asarray(lengths).tolist(),
         padded.tolist(),
-        times.work(lengths, costs).tolist(),
-        times.work(padded, costs, sequence_parallel_size).tolist(),
+        times.loads(lengths, costs),
+        times.loads(padded, costs, sequence_parallel_size),
         sequence_parallel_size,
         bucket_size * sequence_parallel_size,
         times,
     )
-    return [step.rank(sequences) for sequences in _assign(step.local, num_ranks)]
+    return [step.rank(sequences) for sequences in _assign([load.flops for load in step.local], num_ranks)]
 
 
 def check_buckets(
@@ -151,37 +155,6 @@ def longest_in_bucket(bucket_size: int, sequence_parallel_size: int, alignment: 
     return max(bucket_size, bucket_size * sequence_parallel_size // alignment * alignment)
 
 
-def planned_time(
-    ranks: Sequence[Sequence[MicroBatch]],
-    lengths: npt.NDArray[np.integer[Any]],
-    flops: npt.NDArray[np.floating[Any]],
-    *,
-    sequence_parallel_size: int,
-    alignment: int = 1,
-    times: StepTime | None = None,
-) -> float:
-    """Seconds of a step: of the data-parallel rank that is done last with its micro-batches, one after the other.
-
-    Args:
-        ranks: as ``schedule_step`` returns them.
-        others: as for ``schedule_step``.
-    """
-    times = times or StepTime()
-    padded = -(-np.asarray(lengths) // alignment) * alignment
-    costs = np.asarray(flops, dtype=np.float64)
-    local_work, shared_work = times.work(lengths, costs), times.work(padded, costs, sequence_parallel_size)
-    slowest = 0.0
-    for micro_batches in ranks:
-        seconds = 0.0
-        for batch in micro_batches:
-            is_local = batch.places != SHARDED
-            local = np.bincount(batch.places[is_local], local_work[batch.samples[is_local]], sequence_parallel_size)
-            sharded = batch.samples[~is_local]
-            seconds += times.micro_batch(local.tolist(), float(shared_work[sharded].sum()), int(padded[sharded].sum()))
-        slowest = max(slowest, seconds)
-    return slowest
-
-
 def _assign(flops: Sequence[float], num_ranks: int) -> list[list[int]]:
     """Sequences for each data-parallel rank."""
     hands: list[list[int]] = [[] for _ in range(num_ranks)]
@@ -209,15 +182,15 @@ class _Step:
     Args:
         sizes: tokens of each.
         padded: tokens of each if it is sharded.
-        local, sharded: work of each in FLOPs, on one rank, and summed over all that share it.
+        local, sharded: work of each, on one rank, and summed over all that share it.
         num_ranks: N, that share a micro-batch.
         room: C N: room is counted in N-ths of a token, so that a sharded sequence takes a whole number of them.
     """
 
     sizes: list[int]
     padded: list[int]
-    local: list[float]
-    sharded: list[float]
+    local: list[Load]
+    sharded: list[Load]
     num_ranks: int
     room: int
     times: StepTime
@@ -230,10 +203,9 @@ class _Step:
         found = self._micro_batches(ascending, self._place)
         assert found is not None, "each sequence has been seen to fit alone"
         if self.num_ranks > 1:
-            sharded = self._micro_batches(ascending, self._shard)
-            if sharded is not None and _seconds(sharded) < _seconds(found):
-                found = sharded
-        found.sort(key=lambda placed: -math.fsum(self.local[i] for i in placed.sequences))
+            others = [self._micro_batches(ascending, self._shard), self._whole(ascending, len(found))]
+            found = min([found, *filter(None, others)], key=_seconds)
+        found.sort(key=lambda placed: -math.fsum(self.local[i].flops for i in placed.sequences))
         return [MicroBatch(np.array(one.sequences, np.int64), np.array(one.places, np.int64)) for one in found]
 
     def _micro_batches(
@@ -259,13 +231,40 @@ class _Step:
             heapq.heapreplace(loads, (load + self.padded[sequence], hand))
         return [hand[::-1] for hand in hands]
 
+    def _whole(self, ascending: list[int], fewest: int) -> list[_Placed] | None:
+        """The fewest micro-batches, of at most twice as many, in which all that fits on a rank can be whole."""
+        found = (self._whole_in(ascending, num) for num in range(fewest, 2 * fewest + 1))
+        return next(filter(None, found), None)
+
+    def _whole_in(self, ascending: list[int], num: int) -> list[_Placed] | None:
+        """Buckets of even work, N of about the same in a micro-batch; longer sequences are sharded beside them.
+
+        Each of these goes to the micro-batch with the fewest tokens so far. None where there is no room.
+        """
+        bucket = self.room // self.num_ranks
+        short = [i for i in ascending if self.sizes[i] <= bucket]
+        sizes, work = [self.sizes[i] for i in short], [self.local[i].flops for i in short]
+        buckets = even_packs(sizes, work, num * self.num_ranks, bucket)
+        if buckets is None:
+            return None
+        benches = [_Bench(self) for _ in range(num)]
+        for number, members in enumerate(buckets):
+            for member in members:
+                benches[number // self.num_ranks].keep(short[member], number % self.num_ranks)
+        for sequence in reversed(ascending):
+            if self.sizes[sequence] > bucket:
+                max(benches, key=lambda bench: sum(bench.room)).shard(sequence)
+        if min(min(bench.room) for bench in benches) < 0:
+            return None
+        return [bench.placed() for bench in benches if bench.place_of]
+
     def _shard(self, ascending: list[int]) -> _Placed | None:
         """All sequences sharded, or None if they do not fit."""
         tokens = sum(self.padded[i] for i in ascending)
         if tokens > self.room:
             return None
-        work = math.fsum(self.sharded[i] for i in ascending)
-        seconds = self.times.micro_batch([0.0] * self.num_ranks, work, tokens)
+        work = Load.sum(self.sharded[i] for i in ascending)
+        seconds = self.times.micro_batch([NOTHING], work, tokens, self.num_ranks)
         return _Placed(ascending, [SHARDED] * len(ascending), seconds)
 
     def _place(self, ascending: list[int]) -> _Placed | None:
@@ -273,8 +272,7 @@ class _Step:
         bench = _Bench(self)
         found = None
         if all(map(bench.add, ascending)):
-            seconds = bench.shard_more()
-            found = _Placed(ascending, [bench.place_of[i] for i in ascending], seconds)
+            found = bench.placed()
         if self.num_ranks == 1:
             return found
         order = ascending[::-1]
@@ -297,21 +295,21 @@ class _Bench:
 
     Attributes:
         room: of each rank, in N-ths of a token; below 0 only between two roll-backs.
-        load: FLOPs of each rank's local sequences.
+        load: of each rank's local sequences.
         local: local sequences of each rank, by rising length.
     """
 
     def __init__(self, step: _Step) -> None:
         self.step, self.ranks = step, range(step.num_ranks)
         self.room = [step.room] * step.num_ranks
-        self.load = [0.0] * step.num_ranks
+        self.load = [NOTHING] * step.num_ranks
         self.local: list[list[int]] = [[] for _ in self.ranks]
         self.place_of: dict[int, int] = {}
-        self.sharded_flops, self.sharded_tokens = 0.0, 0
+        self.sharded, self.sharded_tokens = NOTHING, 0
 
     def seconds(self) -> float:
         """Seconds that the micro-batch takes."""
-        return self.step.times.micro_batch(self.load, self.sharded_flops, self.sharded_tokens)
+        return self.step.times.micro_batch(self.load, self.sharded, self.sharded_tokens, self.step.num_ranks)
 
     def add(self, sequence: int) -> bool:
         """Place a sequence, no shorter than those before it; False if there is no room however these are placed."""
@@ -322,24 +320,30 @@ class _Bench:
                 if self.room[rank] < size:
                     rank = self.room.index(max(self.room))
                 if self.room[rank] >= size:
-                    self._keep(sequence, rank)
+                    self.keep(sequence, rank)
                     return True
                 if self.step.num_ranks > 1 and min(self.room) >= self.step.padded[sequence]:
-                    self._shard(sequence)
+                    self.shard(sequence)
                     return True
             fullest = self.room.index(min(self.room))
             if self.step.num_ranks == 1 or not self.local[fullest]:
                 return False
             self._roll_back(fullest)
 
+    def placed(self) -> _Placed:
+        """The sequences as they lie, or with more of them sharded if that takes less."""
+        seconds = self.shard_more()
+        ascending = sorted(self.place_of, key=lambda i: (self.step.sizes[i], i))
+        return _Placed(ascending, [self.place_of[i] for i in ascending], seconds)
+
     def shard_more(self) -> float:
         """Roll back on the rank that computes longest while that may win time; the seconds of the best that was met."""
-        step, best, rolled_back = self.step, self.seconds(), []
+        step, best, rolled_back = self.step, self.seconds(), list[int]()
         places, num_best = dict(self.place_of), 0
         while step.num_ranks > 1:
             busiest = self.load.index(max(self.load))
-            # Where the communication is waited for, sharding still more can only make it longer.
-            if step.times.computation(self.load[busiest]) <= step.times.communication(self.sharded_tokens):
+            # One from every rank without anything won: sharding still more only makes work.
+            if not self.local[busiest] or len(rolled_back) - num_best >= step.num_ranks:
                 break
             rolled_back.append(self._roll_back(busiest))
             seconds = self.seconds()
@@ -348,16 +352,16 @@ class _Bench:
         self.place_of = places | dict.fromkeys(rolled_back[:num_best], SHARDED)
         return best
 
-    def _keep(self, sequence: int, rank: int) -> None:
+    def keep(self, sequence: int, rank: int) -> None:
         self.room[rank] -= self.step.sizes[sequence] * self.step.num_ranks
-        self.load[rank] += self.step.local[sequence]
+        self.load[rank] = self.load[rank].plus(self.step.local[sequence])
         self.local[rank].append(sequence)
         self.place_of[sequence] = rank
 
-    def _shard(self, sequence: int) -> None:
+    def shard(self, sequence: int) -> None:
         padded = self.step.padded[sequence]
         self.room = [room - padded for room in self.room]
-        self.sharded_flops += self.step.sharded[sequence]
+        self.sharded = self.sharded.plus(self.step.sharded[sequence])
         self.sharded_tokens += padded
         self.place_of[sequence] = SHARDED
 
@@ -366,8 +370,8 @@ class _Bench:
         sequence = self.local[rank].pop()
         self.room[rank] += self.step.sizes[sequence] * self.step.num_ranks
         # Added up anew: a difference of floats would leave a rest on a rank that has nothing.
-        self.load[rank] = sum(self.step.local[i] for i in self.local[rank])
-        self._shard(sequence)
+        self.load[rank] = Load.sum(self.step.local[i] for i in self.local[rank])
+        self.shard(sequence)
         return sequence
 
 

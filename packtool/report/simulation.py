@@ -13,11 +13,11 @@ from packtool.report.timeline import KINDS, duration, legend, timeline
 from packtool.simulate.outcomes import Outcome
 from packtool.simulate.run import Simulation
 
-_COLUMNS = ("step time", "speed-up", "balance", "comm.", "memory", "out of memory", "micro-batches", "sequences")
-_ALIKE = ("padded", "context-parallel", "skrull")
+_COLUMNS = ("step time", "speed-up", "balance", "comm.", "memory", "out of memory", "micro-batches", "local tokens")
 _MEANINGS = (
-    "step time: mean of an optimizer step; sequences are in it, micro-batches one after the other on a GPU.",
+    "step time: mean of an optimizer step, of as many sequences in each strategy. micro-batches: one after the other.",
     "balance: computing time of the busiest GPU ÷ mean GPU. comm.: share of the step time spent waiting for links.",
+    "local tokens: of sequences that one GPU computes alone; several share the others.",
 )
 
 
@@ -51,7 +51,7 @@ def _cells(outcome: Outcome, baseline: Outcome) -> tuple[str, ...]:
         f"{figures['peak_memory_gb']:.1f} GB",
         f"{full} of {figures['steps']}" if full else "-",
         f"{figures['micro_batches']:.1f}",
-        f"{figures['sequences_per_step']:,.0f}",
+        f"{figures['local_share']:.0%}",
     )
 
 
@@ -82,6 +82,9 @@ def assumption_lines(found: Simulation) -> list[Line]:
     launches = f"{constants.kernels_per_layer} kernels per layer of {constants.launch_us:g} us"
     node = f"{hardware.intra_node_gb_per_s:g} GB/s among {hardware.gpus_per_node} GPUs"
     shared = options.shared_batch_size
+    groups = f"{options.num_groups:,} of {options.sequence_parallel_size} GPUs" + f", by {options.way}" * bool(
+        options.way
+    )
     activations = f"{sizes.token_bytes(recompute=machine.recompute) / 1e6:.2f} MB per token"
     return [
         ("model", f"{sizes.num_parameters / 1e9:.2f} billion weights, {sizes.num_layers} layers"),
@@ -92,10 +95,11 @@ def assumption_lines(found: Simulation) -> list[Line]:
         ("links", f"{node}, {hardware.inter_node_gb_per_s:g} GB/s from each to other nodes"),
         ("  collectives", f"reach {hardware.link_share:.0%} of it, and take {hardware.latency_us:g} us at least"),
         ("memory", f"{hardware.memory_gb:g} GB, of which {constants.usable_memory:.0%} can be filled"),
-        ("  weights, gradients, optimizer", f"{sizes.state_bytes(machine.world_size) / 1e9:.1f} GB per GPU (ZeRO-2)"),
+        ("  weights, gradients, optimizer", f"{machine.state_bytes / 1e9:.1f} GB per GPU (ZeRO-{machine.zero_stage})"),
         ("  activations", activations + ", computed again in backward" * machine.recompute),
         ("  tokens on a GPU", f"{options.bucket_size:,} at most, {options.packing_length:,} in a pack"),
-        ("groups that share a sequence", f"{options.num_groups:,} of {options.sequence_parallel_size} GPUs"),
+        ("left out", "towers of pictures and sounds, the optimizer, loading"),
+        ("groups that share a sequence", groups),
         ("global batch", f"{options.sequences_per_step:,} sequences, {options.sequences_per_rank} for each group"),
         ("  rows of a micro-batch", f"{options.padded_batch_size} in padded, {shared} in context parallel"),
     ]
@@ -162,10 +166,10 @@ def _bars(found: Simulation) -> list[Any]:
 
 
 def _drawn(found: Simulation, outcome: Outcome) -> dict[str, Any]:
-    """A step of median time; those that see the same sequences in the same steps are drawn in the same step."""
+    """A step of median time, the same one for all strategies that have the same sequences in it."""
     timing = outcome.timing
-    alike = outcome if outcome.name not in _ALIKE else found.baseline
-    times = alike.timing.step_seconds
+    # Sorted batches have other sequences in their steps than the others.
+    times = (outcome if outcome.name == "sorted" else found.baseline).timing.step_seconds
     step = int(times.argsort(kind="stable")[len(times) // 2])
     drawn = timeline(timing, step)
     num_gpus = outcome.options.machine.world_size

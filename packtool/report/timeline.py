@@ -19,7 +19,7 @@ KINDS = {
     "local": ("c0", "local sequences"),
     "sharded": ("c2", "sharded sequences"),
     "communication": ("c1", "exposed communication"),
-    "launching": ("c4", "launching kernels"),
+    "launching": ("c4", "waiting for launches or weights"),
     "synchronisation": ("c3", "gradients and weights"),
     "waiting": ("wait", "waiting for others"),
 }
@@ -49,7 +49,7 @@ def timeline(timing: Timing, step: int) -> Timeline:
     gpus = _shown_gpus(timing, step)
     places: dict[str, list[Place]] = {}
     for number, gpu in enumerate(gpus):
-        for kind, start, length in _pieces(timing, step, *divmod(gpu, timing.schedule.sequence_parallel_size)):
+        for kind, start, length in _pieces(timing, step, gpu):
             place = (start / seconds * SIZE, number * (_LINE + _GAP), length / seconds * SIZE, _LINE)
             places.setdefault(kind, []).append(place)
     height = max(len(gpus), 1) * (_LINE + _GAP) - _GAP
@@ -67,43 +67,36 @@ def legend(kinds: Iterable[str]) -> list[tuple[str, str]]:
 
 def _shown_gpus(timing: Timing, step: int) -> dict[int, str]:
     """Numbers and names of the GPUs that are drawn."""
-    sequence_parallel_size = timing.schedule.sequence_parallel_size
-    world_size = timing.schedule.num_groups * sequence_parallel_size
+    world_size = timing.schedule.num_devices
     if world_size <= _MOST_LINES:
         return {gpu: f"GPU {gpu}" for gpu in range(world_size)}
     shown = {gpu: f"GPU {gpu}" for gpu in range(_FIRST)}
-    groups = timing.group_seconds[step]
-    for word, group, pick in (
-        ("slowest", int(groups.argmax()), np.argmax),
-        ("fastest", int(groups.argmin()), np.argmin),
-    ):
-        busy = timing.busy[step][group * sequence_parallel_size : (group + 1) * sequence_parallel_size]
-        gpu = group * sequence_parallel_size + int(pick(busy))
+    # Of those that are done at the same time, the one that computes most, or least.
+    order = np.lexsort((timing.busy[step], timing.device_seconds[step]))
+    for word, gpu in (("slowest", int(order[-1])), ("fastest", int(order[0]))):
         shown[gpu] = f"GPU {gpu:,}, {word}"
     return shown
 
 
-def _pieces(timing: Timing, step: int, group: int, rank: int) -> Iterator[tuple[str, float, float]]:
+def _pieces(timing: Timing, step: int, gpu: int) -> Iterator[tuple[str, float, float]]:
     """Kind, start and seconds of what a GPU does, in its order; they fill the step."""
     plan = timing.schedule
-    done = float(timing.group_seconds[step].max())
+    done = float(timing.device_seconds[step].max())
     at = 0.0
-    for cell in np.flatnonzero((plan.cell_steps == step) & (plan.cell_groups == group)):
-        together = float(timing.ranks[cell].max())
+    for row in np.flatnonzero(plan.row_keys == step * plan.num_devices + gpu).tolist():
+        start = float(timing.cell_starts[plan.row_cells[row]])
         parts = (
-            ("local", timing.local[cell, rank]),
-            ("communication", timing.exposed[cell, rank]),
-            ("sharded", timing.sharded[cell, rank]),
-            ("launching", timing.launching[cell, rank]),
-            ("waiting", together - timing.ranks[cell, rank]),
+            ("waiting", start - at),
+            ("local", timing.local[row]),
+            ("communication", timing.exposed[row]),
+            ("sharded", timing.sharded[row]),
+            ("launching", timing.launching[row]),
         )
-        start = at
         for kind, seconds in parts:
             if seconds > 1e-9:
-                yield kind, start, float(seconds)
-                start += float(seconds)
-        at += together
-    if done > at:
+                yield kind, at, float(seconds)
+            at += float(seconds)
+    if done - at > 1e-9:
         yield "waiting", at, done - at
     if timing.synchronisation:
         yield "synchronisation", done, timing.synchronisation

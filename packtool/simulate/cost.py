@@ -2,19 +2,21 @@
 
 N ranks share a micro-batch; each sequence is local to one of them or sharded over all. For rank j of a micro-batch
 
-    linear(n)    = (n + n0) * f / (peak * matmul share)            n tokens on the rank, local ones and shards together
+    linear(n)    = ((n + n0) * f + targets * h) / (peak * matmul share)      n tokens on the rank, local ones and shards
     local(j)     = its part of linear + sum of s (s + a0) * g / (peak * attention share)         local sequences
     sharded      = its part of linear + sum of s (s / N + a0) * g / (peak * attention share)     sharded sequences
-    time(j)      = max(launches, max(communication, local(j)) + sharded)
+    exposed(j)   = what its attention does not hide of the exchanges of keys, values and gradients (``exchanges``)
+    time(j)      = max(launches, local(j) + sharded + exposed(j))
     micro-batch  = max over j of time(j)
-    step         = max over data-parallel ranks of the sum of their micro-batches + gradients out + weights back
+    step         = when the device is done that is done last + gradients out + weights back
 
-with f FLOPs of a token and g of a unit of s^2 (``cost``; every token is taken for a target), both for forward and
-backward, and once more forward with recomputation. So efficiency saturates as n / (n + n0): a kernel on few tokens
-takes hardly less time than one on n0. A sharded sequence works on s / N queries at a time; that is what short sequences
-lose by being sharded, besides ``communication``: in each layer keys and values are gathered in forward and in backward,
-and their gradients scattered, each fixed below a size and linear above. Local work hides it (Skrull, arXiv 2505.19609,
-section 3). Gradients and weights travel once a step, in the open.
+with f FLOPs of a token, h of a target and g of a unit of s^2 (``cost``), all for forward and backward, and once more
+forward with recomputation. So efficiency saturates as n / (n + n0): a kernel on few tokens takes hardly less time than
+one on n0. A sharded sequence works on s / N queries at a time; that is what short sequences lose by being sharded,
+besides the exchanges. Gradients and weights travel once a step, in the open (ZeRO-2).
+
+With weights that are sharded, too (ZeRO-3), those of each layer are gathered ahead of it, forward and backward: a
+micro-batch takes no less than all of them need to travel, and the micro-batches of all devices run in lock-step.
 
 Left out: towers of pictures and sounds, the optimizer's own time, loading, stragglers, congestion, and padding inside
 kernels.
@@ -29,13 +31,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from packtool.config.parallel import SequenceParallelType
 from packtool.plan.skrull import SHARDED
 from packtool.plan.step_time import StepTime
+from packtool.simulate.exchanges import exchanges_of
 from packtool.simulate.hardware import Hardware
 from packtool.simulate.model_sizes import ModelSizes
 
 Int64Array = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]
+
+_GATHERED = 4
+"""What all-gather holds of a layer for each token of the group, in units of ``kv_bytes``: K and V, a copy of what is
+seen, and gradients of 32 bits. The other ways hold less, and are charged as much."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,73 +70,103 @@ class Constants:
 
 @dataclass(frozen=True, eq=False)
 class SimulatedSchedule:
-    """K sequences in C micro-batches of some steps: what every strategy comes to.
+    """K sequences in C micro-batches of some steps on W devices: what every strategy comes to.
+
+    Micro-batches that share devices run one after the other, as they are listed. Of two that do, the devices of the
+    later one are among those of the earlier, so that all of them begin it together.
 
     Args:
-        sequence_parallel_size: N, ranks that share a micro-batch.
-        num_groups: data-parallel ranks, of N devices each.
+        num_devices: W.
         num_steps: S.
         samples: int64 (K,), which sequences.
         tokens: int64 (K,), that each costs: its own, or with padding.
-        places: int64 (K,), the rank of the group that it is local to, or ``SHARDED``.
+        places: int64 (K,), the rank of its micro-batch that it is local to, or ``SHARDED``.
         cells: int64 (K,), its micro-batch, rising.
-        cell_steps, cell_groups: int64 (C,), step and data-parallel rank of each micro-batch, by step and then by rank.
+        cell_steps: int64 (C,), step of each micro-batch, rising.
+        cell_ranks: int64 (C,), N: devices that share it.
+        cell_devices: int64 (C,), the first of these; the others follow it.
     """
 
-    sequence_parallel_size: int
-    num_groups: int
+    num_devices: int
     num_steps: int
     samples: Int64Array
     tokens: Int64Array
     places: Int64Array
     cells: Int64Array
     cell_steps: Int64Array
-    cell_groups: Int64Array
+    cell_ranks: Int64Array
+    cell_devices: Int64Array
 
     @property
     def num_cells(self) -> int:
-        """The number C of micro-batches, over all steps and groups."""
+        """The number C of micro-batches, over all steps and devices."""
         return len(self.cell_steps)
+
+    @cached_property
+    def row_starts(self) -> Int64Array:
+        """int64 (C,): a row stands for a device's part of a micro-batch; this is the first row of each."""
+        return np.cumsum(self.cell_ranks) - self.cell_ranks
+
+    @cached_property
+    def row_cells(self) -> Int64Array:
+        """int64 (R,): the micro-batch of each row."""
+        return np.repeat(np.arange(self.num_cells), self.cell_ranks)
+
+    @cached_property
+    def row_devices(self) -> Int64Array:
+        """int64 (R,): the device of each row."""
+        return np.arange(len(self.row_cells)) - self.row_starts[self.row_cells] + self.cell_devices[self.row_cells]
+
+    @cached_property
+    def row_keys(self) -> Int64Array:
+        """int64 (R,): step and device of each row, as one number."""
+        return self.cell_steps[self.row_cells] * self.num_devices + self.row_devices
+
+    @cached_property
+    def rounds(self) -> Int64Array:
+        """int64 (C,): how many micro-batches the busiest of its devices has before it in its step."""
+        order = np.argsort(self.row_keys, kind="stable")
+        keys = self.row_keys[order]
+        first = np.searchsorted(keys, keys)
+        place = np.empty(len(keys), np.int64)
+        place[order] = np.arange(len(keys)) - first
+        return np.maximum.reduceat(place, self.row_starts)
 
 
 @dataclass(frozen=True, eq=False)
 class Timing:
-    """A schedule with its times.
+    """A schedule with its times; R rows, see ``SimulatedSchedule.row_cells``.
 
     Args:
-        local: (C, N), seconds of the sequences local to each rank.
-        sharded: (C, N), seconds of the shards.
-        communication: (C,), seconds that keys and values travel.
-        ranks: (C, N), seconds until each rank is done.
-        memory: (C, N), bytes on each rank.
-        tokens: (C, N), tokens on each rank.
+        local: (R,), seconds of the sequences local to each rank.
+        sharded: (R,), seconds of the shards.
+        exposed: (R,), seconds of exchanges in the open.
+        ranks: (R,), seconds until each rank is done.
+        memory: (R,), bytes on each rank.
+        tokens: (R,), tokens on each rank.
         synchronisation: seconds of gradients and weights, once a step.
+        in_step: micro-batches of all devices run in lock-step.
     """
 
     schedule: SimulatedSchedule
     local: Seconds
     sharded: Seconds
-    communication: Seconds
+    exposed: Seconds
     ranks: Seconds
     memory: npt.NDArray[np.float64]
     tokens: npt.NDArray[np.float64]
     synchronisation: float
-
-    @cached_property
-    def exposed(self) -> Seconds:
-        """(C, N): seconds of communication that no local work hides."""
-        return np.maximum(self.communication[:, None] - self.local, 0.0)
+    in_step: bool = False
 
     @cached_property
     def launching(self) -> Seconds:
-        """(C, N): seconds in which a rank has nothing to do because its kernels are not launched yet."""
-        working = np.maximum(self.communication[:, None], self.local) + self.sharded
-        return np.maximum(self.ranks - working, 0.0)
+        """(R,): seconds in which a rank has nothing to do because kernels are not launched, or weights not there."""
+        return np.maximum(self.ranks - self.local - self.sharded - self.exposed, 0.0)
 
     @cached_property
     def shares(self) -> dict[str, float]:
         """What the devices' time goes to, over all steps; the shares add up to 1."""
-        total = float(self.step_seconds.sum()) * self.schedule.num_groups * self.schedule.sequence_parallel_size
+        total = float(self.step_seconds.sum()) * self.schedule.num_devices
         found = {
             "local": float(self.local.sum()),
             "sharded": float(self.sharded.sum()),
@@ -139,38 +177,60 @@ class Timing:
         found = {name: seconds / total for name, seconds in found.items()}
         return {**found, "waiting": max(1 - sum(found.values()), 0.0)}
 
-    def sums(self, per_cell: npt.NDArray[Any]) -> Seconds:
-        """(S, W / N): of each step and data-parallel rank."""
+    def sums(self, per_row: npt.NDArray[Any]) -> Seconds:
+        """(S, W): of each step and device."""
         plan = self.schedule
-        return _sums(self._keys, per_cell, plan.num_steps * plan.num_groups).reshape(plan.num_steps, -1)
+        return _sums(plan.row_keys, per_row, plan.num_steps * plan.num_devices).reshape(plan.num_steps, -1)
 
     @cached_property
     def busy(self) -> Seconds:
         """(S, W): seconds that each device computes."""
-        parts = [self.sums(column) for column in (self.local + self.sharded).T]
-        return np.stack(parts, axis=2).reshape(self.schedule.num_steps, -1)
+        return self.sums(self.local + self.sharded)
 
     @cached_property
-    def group_seconds(self) -> Seconds:
-        """(S, W / N): until each data-parallel rank is done with its micro-batches."""
-        return self.sums(self.ranks.max(axis=1))
+    def cell_seconds(self) -> Seconds:
+        """(C,): until the last rank of each micro-batch is done."""
+        return np.maximum.reduceat(self.ranks, self.schedule.row_starts)
+
+    @cached_property
+    def cell_starts(self) -> Seconds:
+        """(C,): seconds from the step's beginning at which all devices of each micro-batch are free."""
+        return self._played[0]
+
+    @cached_property
+    def device_seconds(self) -> Seconds:
+        """(S, W): until each device is done with its micro-batches."""
+        return self._played[1]
+
+    @cached_property
+    def _played(self) -> tuple[Seconds, Seconds]:
+        plan = self.schedule
+        free = np.zeros((plan.num_steps, plan.num_devices))
+        starts = np.zeros(plan.num_cells)
+        of_rows = plan.rounds[plan.row_cells]
+        for number in range(int(plan.rounds.max(initial=-1)) + 1):
+            if self.in_step:
+                free[:] = free.max(axis=1, keepdims=True)
+            rows = np.flatnonzero(of_rows == number)
+            np.maximum.at(starts, plan.row_cells[rows], free.reshape(-1)[plan.row_keys[rows]])
+            done = starts + self.cell_seconds
+            free.reshape(-1)[plan.row_keys[rows]] = done[plan.row_cells[rows]]
+        return starts, free
 
     @cached_property
     def step_seconds(self) -> Seconds:
-        """Seconds of each step, (S,): the slowest group, and the synchronisation."""
-        return self.group_seconds.max(axis=1) + self.synchronisation
+        """Seconds of each step, (S,): the slowest device, and the synchronisation."""
+        return np.asarray(self.device_seconds.max(axis=1) + self.synchronisation)
 
     @cached_property
     def waited(self) -> Seconds:
-        """(S,): seconds of communication in the open, on the data-parallel rank that is done last."""
-        slowest = self.group_seconds.argmax(axis=1)
-        rank = self.ranks.argmax(axis=1)
-        exposed = self.sums(self.exposed[np.arange(len(rank)), rank])
-        return exposed[np.arange(len(slowest)), slowest] + self.synchronisation
-
-    @property
-    def _keys(self) -> Int64Array:
-        return self.schedule.cell_steps * self.schedule.num_groups + self.schedule.cell_groups
+        """(S,): seconds of exchanges in the open, on the ranks that the device which is done last waits for."""
+        plan = self.schedule
+        # The last row of each micro-batch in this order is that of its slowest rank.
+        slowest = np.lexsort((self.ranks, plan.row_cells))[plan.row_starts + plan.cell_ranks - 1]
+        exposed = self.sums(self.exposed[slowest][plan.row_cells])
+        last = self.device_seconds.argmax(axis=1)
+        return np.asarray(exposed[np.arange(plan.num_steps), last] + self.synchronisation)
 
 
 def _sums(keys: Int64Array, values: npt.NDArray[Any], num: int) -> Seconds:
@@ -188,6 +248,8 @@ class Machine:
         constants: of the software.
         world_size: devices, over which gradients and optimizer are sharded.
         recompute: activations are computed again in backward, which costs a third more and saves memory.
+        way: how ranks exchange what they share, see ``exchanges``.
+        zero_stage: 3 shards the weights, too.
     """
 
     sizes: ModelSizes
@@ -195,39 +257,67 @@ class Machine:
     world_size: int
     constants: Constants = Constants()
     recompute: bool = False
+    way: SequenceParallelType = "auto"
+    zero_stage: int = 2
 
-    def time(self, schedule: SimulatedSchedule) -> Timing:
-        """Times and memory of every micro-batch on every rank."""
-        sequence_parallel_size, num_cells = schedule.sequence_parallel_size, schedule.num_cells
+    def time(self, schedule: SimulatedSchedule, targets: Int64Array) -> Timing:
+        """Times and memory of every micro-batch on every rank.
+
+        Args:
+            targets: int64 (K,), of the schedule's sequences: tokens with a label.
+        """
         local = schedule.places != SHARDED
-        key = schedule.cells * sequence_parallel_size + np.where(local, schedule.places, 0)
+        num_ranks = schedule.cell_ranks[schedule.row_cells].astype(np.float64)
+        row = schedule.row_starts[schedule.cells] + np.where(local, schedule.places, 0)
+        sharing = schedule.cell_ranks[schedule.cells]
 
-        def on_ranks(values: npt.NDArray[Any]) -> Seconds:
-            return _sums(key[local], values[local], num_cells * sequence_parallel_size).reshape(
-                num_cells, sequence_parallel_size
-            )
+        def own(values: npt.NDArray[Any]) -> Seconds:
+            return _sums(row[local], values[local], len(num_ranks))
 
-        def on_all(values: npt.NDArray[Any]) -> Seconds:
-            return _sums(schedule.cells[~local], values[~local], num_cells)[:, None]
+        def shared(values: npt.NDArray[Any]) -> Seconds:
+            return _sums(schedule.cells[~local], values[~local], schedule.num_cells)[schedule.row_cells]
 
-        own, shards = on_ranks(schedule.tokens), on_all(schedule.tokens) / sequence_parallel_size
-        tokens = own + shards
-        linear = np.divide(self.linear_seconds(tokens), tokens, out=np.zeros_like(tokens), where=tokens > 0)
-        own_seconds = linear * own + on_ranks(self.attention_seconds(schedule.tokens, 1))
-        shard_seconds = linear * shards + on_all(self.attention_seconds(schedule.tokens, sequence_parallel_size))
-        communication = self.communication_seconds(shards[:, 0] * sequence_parallel_size, sequence_parallel_size)
-        ranks = np.maximum(communication[:, None], own_seconds) + shard_seconds
-        ranks = np.where(tokens > 0, np.maximum(ranks, self.launch_seconds), ranks)
+        own_tokens, sharded_tokens = own(schedule.tokens), shared(schedule.tokens)
+        tokens = own_tokens + sharded_tokens / num_ranks
+        linear = self.linear_seconds(tokens, own(targets) + shared(targets) / num_ranks)
+        linear = np.divide(linear, tokens, out=np.zeros_like(tokens), where=tokens > 0)
+        own_attention = own(self.attention_seconds(schedule.tokens, 1))
+        shard_attention = shared(self.attention_seconds(schedule.tokens, sharing))
+        local_seconds = linear * own_tokens + own_attention
+        sharded_seconds = linear * sharded_tokens / num_ranks + shard_attention
+        exposed = np.zeros(len(tokens))
+        for size in np.unique(schedule.cell_ranks).tolist():
+            some = num_ranks == size
+            times = self.step_time(size)
+            exposed[some] = times.waited(sharded_tokens[some], own_attention[some], shard_attention[some])
+        least = max(self.launch_seconds, self.gather_seconds)
+        ranks = np.where(tokens > 0, np.maximum(local_seconds + sharded_seconds + exposed, least), 0.0)
+        gathered = np.where(num_ranks > 1, sharded_tokens * self.sizes.kv_bytes * _GATHERED, 0.0)
         return Timing(
             schedule=schedule,
-            local=own_seconds,
-            sharded=shard_seconds,
-            communication=communication,
+            local=local_seconds,
+            sharded=sharded_seconds,
+            exposed=exposed,
             ranks=ranks,
-            memory=self.memory_bytes(tokens) + shards * sequence_parallel_size * self.sizes.kv_bytes,
+            memory=self.memory_bytes(tokens) + gathered,
             tokens=tokens,
-            synchronisation=2 * self.hardware.collective_seconds(self.sizes.gradient_bytes, self.world_size),
+            synchronisation=self.synchronisation_seconds,
+            in_step=self.zero_stage == 3,
         )
+
+    @property
+    def synchronisation_seconds(self) -> float:
+        """Gradients to their owners, and weights back, which ZeRO-3 gathers ahead of each layer instead."""
+        once = self.hardware.collective_seconds(self.sizes.weight_bytes, self.world_size)
+        return once if self.zero_stage == 3 else 2 * once
+
+    @property
+    def gather_seconds(self) -> float:
+        """ZeRO-3: the weights of all layers gathered, forward and backward, in every micro-batch."""
+        if self.zero_stage != 3:
+            return 0.0
+        layer = self.sizes.weight_bytes / self.sizes.num_layers
+        return 2 * self.sizes.num_layers * self.hardware.collective_seconds(layer, self.world_size)
 
     @property
     def passes(self) -> float:
@@ -239,48 +329,31 @@ class Machine:
         """Attention in units of one forward and backward pass, the latter two and a half times the former."""
         return 4.5 / 3.5 if self.recompute else 1.0
 
-    @property
-    def token_flops(self) -> float:
-        """f: of a token, without attention."""
-        return self.sizes.cost.per_token + self.sizes.cost.per_target_token
+    def linear_seconds(self, tokens: npt.NDArray[Any], targets: npt.NDArray[Any]) -> Seconds:
+        """Time of the matrix products on so many tokens at once, so many of them targets, of any shape; 0 for none."""
+        cost, speed = self.sizes.cost, self.hardware.peak * self.hardware.matmul_share / self.passes
+        flops = (tokens + self.constants.matmul_half_tokens) * cost.per_token + targets * cost.per_target_token
+        return np.where(tokens > 0, flops / speed, 0.0)
 
-    def linear_seconds(self, tokens: npt.NDArray[Any]) -> Seconds:
-        """Time of the matrix products on so many tokens at once, of any shape; 0 for none."""
-        speed = self.hardware.peak * self.hardware.matmul_share
-        seconds = (tokens + self.constants.matmul_half_tokens) * (self.passes * self.token_flops / speed)
-        return np.where(tokens > 0, seconds, 0.0)
-
-    def attention_seconds(self, lengths: npt.NDArray[Any], sequence_parallel_size: int) -> Seconds:
+    def attention_seconds(self, lengths: npt.NDArray[Any], num_ranks: npt.NDArray[Any] | int) -> Seconds:
         """Time of each sequence's attention on one of the ranks that share it."""
         speed = self.hardware.peak * self.hardware.attention_share
         queries = np.asarray(lengths, dtype=np.float64)
-        work = queries * (queries / sequence_parallel_size + self.constants.attention_half_tokens)
+        work = queries * (queries / num_ranks + self.constants.attention_half_tokens)
         return work * (self.attention_passes * self.sizes.cost.per_square / speed)
 
-    def communication_seconds(self, tokens: npt.NDArray[Any], sequence_parallel_size: int) -> Seconds:
-        """Time to exchange K, V and their gradients in all layers, for so many sharded tokens over all ranks."""
-        times = self.step_time(sequence_parallel_size)
-        if sequence_parallel_size == 1:
-            return np.zeros(len(tokens))
-        moved = tokens * times.kv_bytes_per_token / times.bytes_per_second
-        return np.where(tokens > 0, times.num_collectives * np.maximum(times.fixed_seconds, moved), 0.0)
-
-    def step_time(self, sequence_parallel_size: int) -> StepTime:
+    def step_time(self, num_ranks: int) -> StepTime:
         """What Skrull's planner is told of this machine: the same links, speeds and launches."""
         hardware, square = self.hardware, self.sizes.cost.per_square
-        gathers = 3 + self.recompute  # forward, backward, gradients; and forward once more
         speed = hardware.peak * hardware.matmul_share / self.passes
         slower = speed / (hardware.peak * hardware.attention_share / self.attention_passes)
         return StepTime(
             flops_per_second=speed,
-            num_collectives=gathers * self.sizes.num_layers,
-            kv_bytes_per_token=float(self.sizes.kv_bytes),
-            fixed_seconds=hardware.collective_seconds(1.0, sequence_parallel_size),
-            bytes_per_second=hardware.bytes_per_second(sequence_parallel_size)
-            if sequence_parallel_size > 1
-            else float("inf"),
+            exchanges=exchanges_of(self.way, self.sizes, hardware, num_ranks, recompute=self.recompute),
+            attention_flops=square,
             square_flops=square * (slower - 1),
             query_flops=square * slower * self.constants.attention_half_tokens,
+            batch_flops=self.constants.matmul_half_tokens * self.sizes.cost.per_token,
             launch_seconds=self.launch_seconds,
             device=hardware.name,
         )
@@ -294,7 +367,12 @@ class Machine:
     def memory_bytes(self, tokens: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
         """Bytes of weights, gradients, optimizer states and the activations of so many tokens."""
         per_token = self.sizes.token_bytes(recompute=self.recompute)
-        return np.asarray(self.sizes.state_bytes(self.world_size) + tokens * per_token)
+        return np.asarray(self.state_bytes + tokens * per_token)
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of weights, gradients and optimizer states on a device."""
+        return self.sizes.state_bytes(self.world_size, self.zero_stage)
 
     @property
     def usable_bytes(self) -> float:
@@ -306,7 +384,7 @@ class Machine:
 
         In whole thousands where there are as many.
         """
-        left = self.usable_bytes - self.sizes.state_bytes(self.world_size)
-        gathered = self.sizes.kv_bytes * sequence_parallel_size if sequence_parallel_size > 1 else 0
+        left = self.usable_bytes - self.state_bytes
+        gathered = self.sizes.kv_bytes * _GATHERED * sequence_parallel_size if sequence_parallel_size > 1 else 0
         tokens = int(left // (self.sizes.token_bytes(recompute=self.recompute) + gathered))
         return tokens // 1000 * 1000 if tokens >= 1000 else tokens

@@ -97,9 +97,11 @@ class Hardware:
         """
         if num_ranks == 1 or num_bytes <= 0:
             return 0.0
-        num_nodes = -(-num_ranks // self.gpus_per_node)
-        fixed = self.latency_us * 1e-6 * (1 + math.log2(num_nodes))
-        return max(fixed, num_bytes / self.bytes_per_second(num_ranks))
+        return max(self.fixed_seconds(num_ranks), num_bytes / self.bytes_per_second(num_ranks))
+
+    def fixed_seconds(self, num_ranks: int) -> float:
+        """Seconds that a collective takes however little it moves."""
+        return self.latency_us * 1e-6 * (1 + math.log2(-(-num_ranks // self.gpus_per_node)))
 
     def bytes_per_second(self, num_ranks: int) -> float:
         """Bytes that such a collective of many leaves on every rank in a second."""
@@ -107,6 +109,19 @@ class Hardware:
         inside = (num_ranks - 1) / num_ranks / self.intra_node_gb_per_s
         between = (num_nodes - 1) / num_nodes / (self.inter_node_gb_per_s * self.gpus_per_node)
         return self.link_share * 1e9 / max(inside, between)
+
+    def all_to_all_bytes_per_second(self, num_ranks: int) -> float:
+        """Bytes of each rank that it deals out evenly to all in a second; those for other nodes take its own card."""
+        num_nodes = -(-num_ranks // self.gpus_per_node)
+        inside = (num_ranks - 1) / num_ranks / self.intra_node_gb_per_s
+        between = (num_nodes - 1) / num_nodes / self.inter_node_gb_per_s
+        return self.link_share * 1e9 / max(inside, between)
+
+    def hop_bytes_per_second(self, num_ranks: int) -> float:
+        """Bytes that each rank of a ring sends to the next one in a second, at the pace of the slowest link."""
+        is_inside = num_ranks <= self.gpus_per_node
+        link = self.intra_node_gb_per_s if is_inside else min(self.intra_node_gb_per_s, self.inter_node_gb_per_s)
+        return self.link_share * 1e9 * link
 
 
 PEAK_TFLOPS: dict[str, float] = {

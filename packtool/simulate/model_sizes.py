@@ -58,7 +58,9 @@ class ModelSizes:
         num_layers: L.
         kept_bytes: activations that a layer keeps of each token for its backward pass.
         input_bytes: the part of them that is the layer's input: all that is kept with recomputation.
+        query_bytes: queries of a layer, of each token; attention's output has as many.
         kv_bytes: keys and values of a layer, of each token: what context parallelism gathers.
+        num_heads, num_key_heads: of queries, and of keys and values.
     """
 
     cost: CostModel
@@ -66,7 +68,10 @@ class ModelSizes:
     num_layers: int
     kept_bytes: int
     input_bytes: int
+    query_bytes: int
     kv_bytes: int
+    num_heads: int
+    num_key_heads: int
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> ModelSizes:
@@ -84,8 +89,9 @@ class ModelSizes:
         text = config.get("text_config") or config
         hidden, num_layers = int(text["hidden_size"]), int(text["num_hidden_layers"])
         heads = int(text["num_attention_heads"])
+        key_heads = int(text.get("num_key_value_heads") or heads)
         head_size = int(text.get("head_dim") or hidden // heads)
-        queries, keys = heads * head_size, int(text.get("num_key_value_heads") or heads) * head_size
+        queries, keys = heads * head_size, key_heads * head_size
         experts = int(text.get("num_experts") or text.get("num_local_experts") or text.get("n_routed_experts") or 0)
         dense_width = int(text.get("intermediate_size") or 4 * hidden)
         width = int(text.get("moe_intermediate_size") or dense_width) if experts else dense_width
@@ -100,12 +106,20 @@ class ModelSizes:
             num_layers=num_layers,
             kept_bytes=_BYTES * (5 * hidden + 3 * queries + 3 * keys + 4 * (width * visited + shared)),
             input_bytes=_BYTES * hidden,
+            query_bytes=_BYTES * queries,
             kv_bytes=_BYTES * 2 * keys,
+            num_heads=heads,
+            num_key_heads=key_heads,
         )
 
-    def state_bytes(self, num_ranks: int) -> float:
-        """Bytes on one rank of whole weights, and of gradients and optimizer states sharded over all ranks (ZeRO-2)."""
-        return self.num_parameters * (_BYTES + (_BYTES + _OPTIMIZER_BYTES) / num_ranks)
+    def state_bytes(self, num_ranks: int, zero_stage: int = 2) -> float:
+        """Bytes on one rank of weights, and of gradients and optimizer states sharded over all ranks.
+
+        Args:
+            zero_stage: 2 keeps the weights whole; 3 shards them too, and holds those of two layers at a time.
+        """
+        whole = 1.0 if zero_stage == 2 else 1 / num_ranks + 2 / self.num_layers
+        return self.num_parameters * (_BYTES * whole + (_BYTES + _OPTIMIZER_BYTES) / num_ranks)
 
     def token_bytes(self, *, recompute: bool) -> float:
         """Activations of one token through all layers; with recomputation the layers' inputs and one whole layer."""
@@ -114,6 +128,6 @@ class ModelSizes:
         return float(self.num_layers * self.kept_bytes)
 
     @property
-    def gradient_bytes(self) -> float:
-        """Gradients of all weights, as they travel; weights that come back have as many."""
+    def weight_bytes(self) -> float:
+        """All weights, as they travel; their gradients have as many."""
         return float(_BYTES * self.num_parameters)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,10 @@ import numpy.typing as npt
 from packtool.config.simulate import StrategyName
 from packtool.errors import DataError
 from packtool.plan.balance import imbalance
-from packtool.plan.pack_plan import Int32Array
 from packtool.plan.shuffle import RandomStream, seeded_order
-from packtool.simulate.cost import Timing
-from packtool.simulate.strategies import TITLES, SimulateOptions, schedule
+from packtool.plan.skrull import SHARDED
+from packtool.simulate.cost import SimulatedSchedule, Timing
+from packtool.simulate.strategies import TITLES, Sequences, SimulateOptions, schedule
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +28,7 @@ class Outcome:
         num_tokens: true tokens, without padding.
         num_sequences: trained.
         flops: that they need, forward and backward.
+        local_share: of its tokens, the part that no other device has a share of, 0 to 1.
         out_of_memory: bool (S,), steps in which a device holds more than it can.
         options: that were simulated.
     """
@@ -37,6 +38,7 @@ class Outcome:
     num_tokens: int
     num_sequences: int
     flops: float
+    local_share: float
     out_of_memory: npt.NDArray[np.bool_]
     options: SimulateOptions
 
@@ -64,7 +66,7 @@ class Outcome:
         timing, machine = self.timing, self.options.machine
         steps = timing.step_seconds
         balance = imbalance(timing.busy)
-        micro_batches = timing.sums(np.ones(timing.schedule.num_cells))
+        micro_batches = timing.sums(np.ones(len(timing.ranks)))
         computed = int(timing.schedule.tokens.sum())
         return {
             "strategy": self.name,
@@ -81,6 +83,7 @@ class Outcome:
             "worst_balance": float(balance.max()),
             "communication_share": float(timing.waited.sum() / steps.sum()),
             "shares": timing.shares,
+            "local_share": self.local_share,
             "padding_share": 1 - self.num_tokens / computed,
             "micro_batches": float(micro_batches.max(axis=1).mean()),
             "peak_memory_gb": float(timing.memory.max()) / 1e9,
@@ -89,8 +92,16 @@ class Outcome:
         }
 
 
-def arrange(lengths: npt.NDArray[np.integer[Any]], options: SimulateOptions) -> tuple[Int32Array, int]:
-    """The lengths in an order drawn by the seed, without those that no strategy could train, and how many these are.
+def arrange(
+    lengths: npt.NDArray[np.integer[Any]],
+    options: SimulateOptions,
+    targets: npt.NDArray[np.integer[Any]] | None = None,
+) -> tuple[Sequences, int]:
+    """The sequences in an order drawn by the seed, without those that no strategy could train; how many these are.
+
+    Args:
+        lengths: (N,), tokens.
+        targets: (N,), those with a label; None for all.
 
     Raises:
         DataError: if none is left, or one has no tokens.
@@ -98,44 +109,47 @@ def arrange(lengths: npt.NDArray[np.integer[Any]], options: SimulateOptions) -> 
     if len(lengths) and int(lengths.min()) < 1:
         raise DataError(f"{int(np.count_nonzero(lengths < 1)):,} samples have no tokens.", "Remove them.")
     order = seeded_order(len(lengths), seed=options.seed, epoch=0, stream=RandomStream.SIMULATED_ORDER)
-    shuffled = lengths[order]
-    kept = shuffled[shuffled <= options.longest].astype(np.int32)
+    kept = order[lengths[order] <= options.longest]
     if not len(kept):
         raise DataError(
             f"No sample is left to simulate: of {len(lengths):,}, none has at most {options.longest:,} tokens, which "
             f"{options.sequence_parallel_size} x {options.bucket_size:,} can hold.",
             "Raise --bucket-size or --sequence-parallel-size.",
         )
-    return kept, len(lengths) - len(kept)
+    labelled = lengths if targets is None else targets
+    found = Sequences(lengths[kept].astype(np.int32), labelled[kept].astype(np.int64))
+    return found, len(lengths) - len(kept)
 
 
-def simulate(lengths: Int32Array, names: Sequence[StrategyName], options: SimulateOptions) -> Iterator[Outcome]:
+def simulate(sequences: Sequences, names: Iterable[StrategyName], options: SimulateOptions) -> Iterator[Outcome]:
     """Plan and time each strategy, one after the other.
 
     Price: that of the planners, and O(sequences + micro-batches * N) to time them.
 
     Args:
-        lengths: int32 (N,), as ``arrange`` returns them.
+        sequences: as ``arrange`` returns them.
         names: of the strategies.
         options: see ``SimulateOptions``.
     """
     for name in names:
-        yield outcome(name, options.machine.time(schedule(name, lengths, options)), lengths, options)
+        yield outcome(name, schedule(name, sequences, options), sequences, options)
 
 
-def outcome(name: StrategyName, timing: Timing, lengths: Int32Array, options: SimulateOptions) -> Outcome:
-    """A timed schedule with what it trained and where it would run out of memory."""
-    plan, machine = timing.schedule, options.machine
-    true = lengths[plan.samples].astype(np.int64)
+def outcome(name: StrategyName, plan: SimulatedSchedule, sequences: Sequences, options: SimulateOptions) -> Outcome:
+    """A schedule with its times, what it trains and where it would run out of memory."""
+    machine = options.machine
+    true, targets = sequences.lengths[plan.samples].astype(np.int64), sequences.targets[plan.samples]
+    timing = machine.time(plan, targets)
     full = (timing.tokens > options.bucket_size) | (timing.memory > machine.usable_bytes)
     steps_over = np.zeros(plan.num_steps, dtype=np.bool_)
-    steps_over[plan.cell_steps[full.any(axis=1)]] = True
+    steps_over[plan.cell_steps[plan.row_cells[full]]] = True
     return Outcome(
         name=name,
         timing=timing,
         num_tokens=int(true.sum()),
         num_sequences=len(true),
-        flops=float(machine.sizes.cost(true, true**2, target_tokens=true).sum()),
+        flops=float(machine.sizes.cost(true, true**2, target_tokens=targets).sum()),
+        local_share=float(true[plan.places != SHARDED].sum() / true.sum()),
         out_of_memory=steps_over,
         options=options,
     )

@@ -22,6 +22,7 @@ from packtool.launch.devices import gpu_names
 from packtool.progress import Progress
 from packtool.simulate.cost import Machine
 from packtool.simulate.distributions import draw, quantiles
+from packtool.simulate.exchanges import can_share_heads
 from packtool.simulate.hardware import PRESETS, Hardware, nearest_preset
 from packtool.simulate.lengths import names_of, read_lengths
 from packtool.simulate.model_sizes import PRESETS as MODELS
@@ -80,6 +81,8 @@ class Simulation:
             "hardware": dataclasses.asdict(options.machine.hardware),
             "constants": dataclasses.asdict(options.machine.constants),
             "gradient_checkpointing": options.machine.recompute,
+            "sequence_parallel_type": options.way,
+            "zero_stage": options.machine.zero_stage,
             "seed": options.seed,
             "baseline": self.baseline.name,
             "strategies": [found.figures(self.baseline) for found in self.outcomes],
@@ -106,13 +109,21 @@ def run_simulation(config: SimulateConfig, progress: Progress) -> Simulation:
         hardware=read_hardware(config.hardware),
         world_size=config.world_size,
         recompute=config.gradient_checkpointing,
+        way=config.sequence_parallel_type,
+        zero_stage=config.zero_stage,
     )
+    if config.sequence_parallel_type == "ulysses" and not can_share_heads(sizes, config.sequence_parallel_size):
+        raise ConfigError(
+            f"--sequence-parallel-type ulysses: {sizes.num_heads} heads of Q and {sizes.num_key_heads} of K and V "
+            f"cannot be shared evenly by {config.sequence_parallel_size} GPUs",
+            "Take ring or allgather, or another --sequence-parallel-size.",
+        )
     options = _options(config, machine, model)
-    lengths, source = _lengths(config, options, reader)
+    lengths, targets, source = _lengths(config, options, reader)
     paths = config.cached_dataset or ((config.lengths,) if config.lengths is not None else ())
     begin = time.perf_counter()
-    wanted = lengths if config.max_length is None else lengths[lengths <= config.max_length]
-    kept, _ = arrange(wanted, options)
+    wanted = lengths <= (config.max_length or np.inf)
+    kept, _ = arrange(lengths[wanted], options, targets[wanted])
     names = cast("tuple[StrategyName, ...]", tuple(dict.fromkeys(config.strategies)))
     outcomes = []
     progress.start("simulating", len(names))
@@ -135,11 +146,11 @@ def run_simulation(config: SimulateConfig, progress: Progress) -> Simulation:
 def _options(config: SimulateConfig, machine: Machine, model: str) -> SimulateOptions:
     bucket_size = config.bucket_tokens or machine.largest_bucket(config.sequence_parallel_size)
     if bucket_size < 1:
-        states = machine.sizes.state_bytes(machine.world_size) / 1e9
+        states = machine.state_bytes / 1e9
         raise ConfigError(
             f"--model {model}: weights, gradients and optimizer take {states:,.0f} GB of a GPU, and "
             f"{machine.hardware.name} has {machine.usable_bytes / 1e9:,.0f} GB for them.",
-            "Take a smaller model or another --hardware; ZeRO-3 is not simulated.",
+            "Take a smaller model, another --hardware, or --zero-stage 3.",
         )
     num_groups = config.world_size // config.sequence_parallel_size
     per_step = num_groups * config.sequences_per_rank
@@ -156,19 +167,22 @@ def _options(config: SimulateConfig, machine: Machine, model: str) -> SimulateOp
 
 def _lengths(
     config: SimulateConfig, options: SimulateOptions, reader: CacheReader | None
-) -> tuple[npt.NDArray[np.integer[Any]], str]:
-    """Tokens of the samples, and where they are from."""
+) -> tuple[npt.NDArray[np.integer[Any]], npt.NDArray[np.integer[Any]], str]:
+    """Tokens of the samples, those with a label (without a cache all), and where they are from."""
     if reader is not None:
-        return reader.index.length, " ".join(config.cached_dataset)
+        return reader.index.length, reader.index.target_tokens, " ".join(config.cached_dataset)
     if config.lengths is not None:
-        return read_lengths(config.lengths), config.lengths
+        lengths = read_lengths(config.lengths)
+        return lengths, lengths, config.lengths
     assert config.distribution is not None, "checked with the settings"
     typical = quantiles(config.distribution, (np.arange(_TYPICAL) + 0.5) / _TYPICAL)
     typical = typical[typical <= min(options.longest, config.max_length or options.longest)]
     if not len(typical):
         raise DataError(f"No sample like {config.distribution}'s fits.", "Raise --bucket-size or --max-length.")
-    num = round(options.sequences_wanted(typical) * _TYPICAL / len(typical))
-    return draw(config.distribution, num, seed=config.seed), f"lengths as in {config.distribution}"
+    # A few more: the share of those that fit is not exactly the typical one.
+    num = round(1.05 * options.sequences_wanted * _TYPICAL / len(typical)) + 10
+    lengths = draw(config.distribution, num, seed=config.seed)
+    return lengths, lengths, f"lengths as in {config.distribution}"
 
 
 def _model_of(reader: CacheReader | None) -> str:

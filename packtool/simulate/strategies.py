@@ -1,28 +1,29 @@
 """What the planners make of the same sequences, one strategy each, as schedules that can be timed.
 
-Nothing is imitated: sequences are packed by ``pack``, assigned by ``assign_packs`` and placed by ``schedule_step``, as
-for training. Strategies that keep to a global batch (plain, context parallel, sorted, Skrull) see the same sequences in
-the same steps, sorted batches excepted, which exchange them between steps. Packed strategies fill every rank of a step,
-so a step of theirs holds more sequences where these are short; they are compared by tokens a second.
+Every strategy sees as many sequences in every step, and all but sorted batches the same ones, so that they are compared
+at equal global batches. Nothing that packtool trains is imitated: packs are those of ``rearrange``, which
+``--dynamic-batch-tokens`` trains, rows are sorted by ``group_by_length``, and Skrull is ``schedule_step``. Two are on
+paper only: packs of equal work (WLB-LLM), and groups of many sizes (``dynamic_groups``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
 
-from packtool.config.packing import Balance
 from packtool.config.simulate import StrategyName, StrategyOptions
-from packtool.plan.epoch import PlanOptions, assign_packs, group_by_length
-from packtool.plan.pack_plan import Int32Array, PackPlan, offsets_of, with_packs_in_order
-from packtool.plan.packing import pack, pack_singletons
-from packtool.plan.shuffle import RandomStream, seeded_order
-from packtool.plan.skrull import SHARDED, MicroBatch, schedule_step
-from packtool.plan.steps import StepPlan
+from packtool.plan.balance import even_packs
+from packtool.plan.dynamic import rearrange
+from packtool.plan.epoch import group_by_length
+from packtool.plan.pack_plan import Int32Array
+from packtool.plan.packing import pack_singletons
+from packtool.plan.skrull import SHARDED, schedule_step
 from packtool.simulate.cost import Int64Array, Machine, SimulatedSchedule
+from packtool.simulate.dynamic_groups import place_in_groups
+from packtool.simulate.exchanges import way_of
 
 TITLES: dict[StrategyName, str] = {
     "padded": "padded",
@@ -31,11 +32,50 @@ TITLES: dict[StrategyName, str] = {
     "context-parallel": "context parallel for all",
     "sorted": "context parallel, sorted",
     "packed-shared": "context parallel, packed",
+    "wlb": "context parallel, balanced (WLB-LLM)",
+    "dynamic-cp": "dynamic context parallel",
     "skrull": "Skrull",
 }
 """Every strategy, in the order of the table."""
 
 _Integers = TypeVar("_Integers", Int32Array, Int64Array)
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """What there is to train, in the order in which it comes.
+
+    Args:
+        lengths: int32 (N,), tokens.
+        targets: int64 (N,), those with a label.
+    """
+
+    lengths: Int32Array
+    targets: Int64Array
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, some: slice) -> Sequences:
+        return Sequences(self.lengths[some], self.targets[some])
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedBatch:
+    """n sequences of a micro-batch.
+
+    Args:
+        step: of the micro-batch.
+        first_device, num_devices: that share it.
+        samples: int64 (n,).
+        places: int64 (n,), rank of these devices, or ``SHARDED``.
+    """
+
+    step: int
+    first_device: int
+    num_devices: int
+    samples: Int64Array
+    places: Int64Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,225 +108,228 @@ class SimulateOptions(StrategyOptions):
 
     @property
     def alignment(self) -> int:
-        """Tokens that a sharded sequence is padded to a multiple of: two chunks a rank, so that all have equal work."""
-        return 2 * self.sequence_parallel_size if self.sequence_parallel_size > 1 else 1
+        """Tokens that a sharded sequence is padded to a multiple of, where N devices share it."""
+        return alignment_of(self.sequence_parallel_size)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence that any strategy could train."""
         return max(self.bucket_size * self.sequence_parallel_size // self.alignment * self.alignment, self.bucket_size)
 
-    def sequences_wanted(self, typical: Int64Array) -> int:
-        """So many like the typical ones (tokens of each) that every strategy has its number of full steps."""
-        most = self.sequences_per_step
-        for num_groups, capacity in (
-            (self.machine.world_size, self.packing_length),
-            (self.num_groups, self.packing_length * self.sequence_parallel_size),
-        ):
-            # What is longer than a pack takes one of its own.
-            mean = float(np.minimum(typical, capacity).mean())
-            num_packs = num_groups * self.packed_micro_batches(mean, num_groups, capacity)
-            most = max(most, round(1.05 * num_packs * capacity / mean) + 1)
-        return self.num_steps * most
+    @property
+    def way(self) -> str:
+        """How the devices of a group exchange what they share; nothing where nothing is shared."""
+        machine, size = self.machine, self.sequence_parallel_size
+        return way_of(machine.way, machine.sizes, machine.hardware, size) if size > 1 else ""
 
-    def packed_micro_batches(self, mean_tokens: float, num_groups: int, capacity: int) -> int:
-        """Packs of a step on each of so many ranks: about the tokens of a global batch, but at least one."""
-        return max(1, round(mean_tokens * self.sequences_per_step / (num_groups * capacity)))
+    @property
+    def sequences_wanted(self) -> int:
+        """So many that every strategy has its number of full steps."""
+        return self.num_steps * self.sequences_per_step
 
 
-def schedule(name: StrategyName, lengths: Int32Array, options: SimulateOptions) -> SimulatedSchedule:
+def alignment_of(num_ranks: int) -> int:
+    """Tokens that a sequence which so many ranks share is padded to a multiple of: two chunks each, for equal work."""
+    return 2 * num_ranks if num_ranks > 1 else 1
+
+
+def schedule(name: StrategyName, sequences: Sequences, options: SimulateOptions) -> SimulatedSchedule:
     """What a strategy makes of sequences.
 
     Args:
-        lengths: int32 (N,), tokens, in a random order; none longer than ``options.longest``.
+        sequences: in a random order; none longer than ``options.longest``.
 
     Returns:
         The first steps, at most ``options.num_steps``: full ones, or one that is not if there are no full ones.
     """
-    return _STRATEGIES[name](lengths, options)
+    num_steps = min(max(len(sequences) // options.sequences_per_step, 1), options.num_steps)
+    return _STRATEGIES[name](sequences[: num_steps * options.sequences_per_step], options)
 
 
-def _padded(lengths: Int32Array, options: SimulateOptions) -> SimulatedSchedule:
-    world_size = options.machine.world_size
-    rows = min(options.padded_batch_size, max(1, options.sequences_per_step // world_size))
-    micro_batches = max(1, round(options.sequences_per_step / (world_size * rows)))
-    return _in_rows(lengths, options, world_size, rows, micro_batches)
+def _padded(sequences: Sequences, options: SimulateOptions) -> SimulatedSchedule:
+    return _in_rows(sequences, options, options.machine.world_size, options.padded_batch_size)
 
 
-def _context_parallel(lengths: Int32Array, options: SimulateOptions, is_sorted: bool = False) -> SimulatedSchedule:
-    rows = min(options.shared_batch_size, options.sequences_per_rank)
-    micro_batches = max(1, round(options.sequences_per_rank / rows))
-    return _in_rows(lengths, options, options.num_groups, rows, micro_batches, is_sorted)
+def _context_parallel(sequences: Sequences, options: SimulateOptions) -> SimulatedSchedule:
+    return _in_rows(sequences, options, options.num_groups, options.shared_batch_size)
 
 
-def _sorted(lengths: Int32Array, options: SimulateOptions) -> SimulatedSchedule:
-    return _context_parallel(lengths, options, is_sorted=True)
+def _sorted(sequences: Sequences, options: SimulateOptions) -> SimulatedSchedule:
+    rows = pack_singletons(sequences.lengths, options.longest, seed=options.seed, shuffle=False)
+    order = group_by_length(rows, options.sequences_per_step).samples
+    return _in_rows(sequences, options, options.num_groups, options.shared_batch_size, order)
 
 
 def _in_rows(
-    lengths: Int32Array,
-    options: SimulateOptions,
-    num_groups: int,
-    rows: int,
-    micro_batches: int,
-    is_sorted: bool = False,
+    sequences: Sequences, options: SimulateOptions, num_groups: int, most_rows: int, order: Int64Array | None = None
 ) -> SimulatedSchedule:
-    """Micro-batches of so many rows in the order in which they come, or sorted."""
-    part = lengths[: options.num_steps * num_groups * rows * micro_batches]
-    plan_options = _plan_options(options, num_groups, micro_batches, options.longest, "none")
-    plan_options = replace(plan_options, per_device_train_batch_size=rows, packing=False)
-    packs = pack_singletons(part, options.longest, seed=options.seed, shuffle=False)
-    if is_sorted:
-        packs = group_by_length(packs, plan_options.packs_per_step)
-    return _of_steps(packs, assign_packs(packs, part, plan_options).steps, plan_options, options)
+    """Micro-batches of padded rows, in the order in which they come or another one, dealt to the groups in turn."""
+    order = np.arange(len(sequences)) if order is None else order
+    rows = max(1, min(most_rows, options.sequences_per_step // num_groups))
+    batches = []
+    for step, first in enumerate(range(0, len(order), options.sequences_per_step)):
+        part = order[first : first + options.sequences_per_step]
+        for number, start in enumerate(range(0, len(part), rows)):
+            batches.append(_on_group(step, number % num_groups, num_groups, part[start : start + rows], options))
+    return schedule_of(batches, sequences, options, is_padded=True)
 
 
-def _packed(lengths: Int32Array, options: SimulateOptions, balance: Balance = "none") -> SimulatedSchedule:
-    return _in_packs(lengths, options, options.machine.world_size, options.packing_length, balance)
+def _packed(sequences: Sequences, options: SimulateOptions) -> SimulatedSchedule:
+    return _of_equal_tokens(sequences, options, options.machine.world_size)
 
 
-def _packed_balanced(lengths: Int32Array, options: SimulateOptions) -> SimulatedSchedule:
-    return _packed(lengths, options, "window")
+def _packed_shared(sequences: Sequences, options: SimulateOptions) -> SimulatedSchedule:
+    return _of_equal_tokens(sequences, options, options.num_groups)
 
 
-def _packed_shared(lengths: Int32Array, options: SimulateOptions) -> SimulatedSchedule:
-    return _in_packs(
-        lengths, options, options.num_groups, options.packing_length * options.sequence_parallel_size, "window"
-    )
+def _of_equal_tokens(sequences: Sequences, options: SimulateOptions, num_groups: int) -> SimulatedSchedule:
+    """Packs of a step's sequences, as ``--dynamic-batch-tokens`` makes them: as few as fit, about equally full."""
+    num_ranks = options.machine.world_size // num_groups
+    capacity = options.packing_length * num_ranks
+    # What is longer than a pack gets one of its own, and is out of memory.
+    lengths = np.minimum(_aligned(sequences.lengths, alignment_of(num_ranks)), capacity)
+    found = rearrange(lengths, samples_per_step=options.sequences_per_step, num_ranks=num_groups, max_tokens=capacity)
+    packs = iter(np.split(found.order, np.cumsum(found.cell_sizes)[:-1]))
+    batches = []
+    for step, num_packs in enumerate(found.cells_per_step.tolist()):
+        for number in range(num_packs):
+            batches.append(_on_group(step, number // (num_packs // num_groups), num_groups, next(packs), options))
+    return schedule_of(batches, sequences, options)
 
 
-def _in_packs(
-    lengths: Int32Array, options: SimulateOptions, num_groups: int, capacity: int, balance: Balance
-) -> SimulatedSchedule:
-    """Packs of sequences; one that is longer than a pack is a pack of its own, and out of memory."""
-    if num_groups < options.machine.world_size:
-        # Sharded sequences need room for their alignment, too.
-        lengths = _aligned(lengths, options.alignment)
-    tokens = np.cumsum(np.minimum(lengths, capacity), dtype=np.int64)
-    micro_batches = options.packed_micro_batches(float(tokens[-1]) / len(lengths), num_groups, capacity)
-    wanted = options.num_steps * num_groups * micro_batches * capacity * 1.02
-    part = lengths[: int(np.searchsorted(tokens, wanted)) + 1]
-    plan_options = _plan_options(options, num_groups, micro_batches, capacity, balance)
-    fitting = np.flatnonzero(part <= capacity).astype(np.int64)
-    packs = pack(part[fitting], capacity, plan_options, seed=options.seed)
-    packs = PackPlan(fitting[packs.samples], packs.offsets, packs.lengths, capacity)
-    longer = np.flatnonzero(part > capacity).astype(np.int64)
-    if len(longer):
-        samples = np.concatenate((packs.samples, longer))
-        sizes = np.append(np.diff(packs.offsets), np.ones(len(longer), dtype=np.int64))
-        packs = PackPlan(samples, offsets_of(sizes), part[samples], capacity)
-        order = seeded_order(packs.num_packs, seed=options.seed, epoch=0, stream=RandomStream.SIMULATED_LONG_PACKS)
-        packs = with_packs_in_order(packs, order)
-    return _of_steps(packs, assign_packs(packs, part, plan_options).steps, plan_options, options)
+def _packed_balanced(sequences: Sequences, options: SimulateOptions) -> SimulatedSchedule:
+    return _of_equal_work(sequences, options, options.machine.world_size)
 
 
-def _plan_options(
-    options: SimulateOptions, num_groups: int, micro_batches: int, capacity: int, balance: Balance
-) -> PlanOptions:
-    return PlanOptions(
-        max_length=options.longest,
-        packing_length=capacity,
-        world_size=num_groups,
-        gradient_accumulation_steps=micro_batches,
-        balance=balance,
-        cost=options.machine.sizes.cost,
-    )
+def _wlb(sequences: Sequences, options: SimulateOptions) -> SimulatedSchedule:
+    return _of_equal_work(sequences, options, options.num_groups)
 
 
-def _of_steps(
-    packs: PackPlan, steps: StepPlan, plan_options: PlanOptions, options: SimulateOptions
-) -> SimulatedSchedule:
-    """The first full steps of a plan: packs (or rows) of a micro-batch on one device, or sharded over a group."""
-    num_full = packs.num_packs // plan_options.packs_per_step
-    num_steps = min(max(num_full, 1), options.num_steps, steps.num_steps)
-    num_cells = int(steps.step_offsets[num_steps])
-    cell_sizes = steps.cell_sizes()[:num_cells]
-    taken = with_packs_in_order(packs, steps.order[: steps.cell_offsets[num_cells]])
-    cells = np.repeat(np.repeat(np.arange(num_cells), cell_sizes), np.diff(taken.offsets))
-    tokens = taken.lengths.astype(np.int64)
-    if not plan_options.packing:
-        longest = np.maximum.reduceat(tokens, np.searchsorted(cells, np.unique(cells)))
-        tokens = np.repeat(longest, cell_sizes[cell_sizes > 0])
-    per_step = np.diff(steps.step_offsets)[:num_steps]
-    cell_steps = np.repeat(np.arange(num_steps), per_step)
-    in_step = np.arange(num_cells) - steps.step_offsets[cell_steps]
-    sequence_parallel_size = options.machine.world_size // plan_options.world_size
-    shares = sequence_parallel_size > 1
-    return SimulatedSchedule(
-        sequence_parallel_size=sequence_parallel_size,
-        num_groups=plan_options.world_size,
-        num_steps=num_steps,
-        samples=taken.samples,
-        tokens=_aligned(tokens, options.alignment) if shares else tokens,
-        places=np.full(len(tokens), SHARDED if shares else 0, dtype=np.int64),
-        cells=cells,
-        cell_steps=cell_steps,
-        cell_groups=in_step // (per_step[cell_steps] // plan_options.world_size),
-    )
+def _of_equal_work(sequences: Sequences, options: SimulateOptions, num_groups: int) -> SimulatedSchedule:
+    """Packs of a step's sequences that take equally long, attention and all else together, as many on every rank.
+
+    WLB-LLM (Wang et al. 2025, arXiv 2503.17924) balances packs of several lengths by both, under a limit of tokens, and
+    cuts every document by itself, as packtool does. Its queue for outliers, which changes a step's sequences, is left
+    out.
+    """
+    num_ranks = options.machine.world_size // num_groups
+    capacity = options.packing_length * num_ranks
+    times, cost = options.machine.step_time(num_ranks), options.machine.sizes.cost
+    batches = []
+    for step, first in enumerate(range(0, len(sequences), options.sequences_per_step)):
+        part = sequences[first : first + options.sequences_per_step]
+        tokens = _aligned(part.lengths.astype(np.int64), alignment_of(num_ranks))
+        loads = times.loads(tokens, cost(tokens, tokens**2, part.targets), num_ranks)
+        sizes, work = np.minimum(tokens, capacity).tolist(), [load.flops for load in loads]
+        packs: list[list[int]] | None = None
+        num_packs = num_groups * -(-sum(sizes) // (capacity * num_groups))
+        while packs is None:
+            packs = even_packs(sizes, work, num_packs, capacity)
+            num_packs += num_groups
+        for number, pack in enumerate(packs):
+            samples = np.array(sorted(pack), np.int64) + first
+            batches.append(_on_group(step, number % num_groups, num_groups, samples, options))
+    return schedule_of(batches, sequences, options)
 
 
-def skrull_steps(lengths: Int32Array, options: SimulateOptions) -> list[list[list[MicroBatch]]]:
-    """Skrull's micro-batches, of each step and data-parallel rank; their samples are positions in ``lengths``."""
-    per_step = options.sequences_per_step
-    found = []
-    for step in range(max(1, min(options.num_steps, len(lengths) // per_step))):
-        part = lengths[step * per_step : (step + 1) * per_step].astype(np.int64)
+def _skrull(sequences: Sequences, options: SimulateOptions) -> SimulatedSchedule:
+    per_step, size = options.sequences_per_step, options.sequence_parallel_size
+    batches = []
+    for step, first in enumerate(range(0, len(sequences), per_step)):
+        part = sequences[first : first + per_step]
+        lengths = part.lengths.astype(np.int64)
         ranks = schedule_step(
-            part,
-            options.machine.sizes.cost(part, part**2, target_tokens=part),
+            lengths,
+            options.machine.sizes.cost(lengths, lengths**2, target_tokens=part.targets),
             num_ranks=options.num_groups,
-            sequence_parallel_size=options.sequence_parallel_size,
+            sequence_parallel_size=size,
             bucket_size=options.bucket_size,
             alignment=options.alignment,
-            times=options.machine.step_time(options.sequence_parallel_size),
+            times=options.machine.step_time(size),
         )
-        first = step * per_step
-        found.append([[MicroBatch(batch.samples + first, batch.places) for batch in rank] for rank in ranks])
-    return found
+        for group, micro_batches in enumerate(ranks):
+            for batch in micro_batches:
+                batches.append(PlacedBatch(step, group * size, size, batch.samples + first, batch.places))
+    return schedule_of(batches, sequences, options)
 
 
-def _skrull(lengths: Int32Array, options: SimulateOptions) -> SimulatedSchedule:
-    return schedule_of(skrull_steps(lengths, options), lengths, options)
+def _dynamic_cp(sequences: Sequences, options: SimulateOptions) -> SimulatedSchedule:
+    """Each step's sequences in groups: of several ways to place them, the one that is timed fastest."""
+    per_step, machine = options.sequences_per_step, options.machine
+    found: list[PlacedBatch] = []
+    for step, first in enumerate(range(0, len(sequences), per_step)):
+        part = sequences[first : first + per_step]
+        best, least = list[PlacedBatch](), np.inf
+        for placed in place_in_groups(part.lengths, part.targets, machine, options.bucket_size):
+            batches = [
+                PlacedBatch(0, group.first_device, group.num_devices, group.samples, _all_sharded(group.samples))
+                for group in placed
+            ]
+            one = schedule_of(batches, part, options)
+            seconds = float(machine.time(one, part.targets[one.samples]).step_seconds[0])
+            if seconds < least:
+                best, least = batches, seconds
+        found += [replace(batch, step=step, samples=batch.samples + first) for batch in best]
+    return schedule_of(found, sequences, options)
+
+
+def _on_group(step: int, group: int, num_groups: int, samples: Int64Array, options: SimulateOptions) -> PlacedBatch:
+    """A micro-batch that all devices of a group share."""
+    num_ranks = options.machine.world_size // num_groups
+    return PlacedBatch(step, group * num_ranks, num_ranks, samples, _all_sharded(samples))
+
+
+def _all_sharded(samples: Int64Array) -> Int64Array:
+    return np.full(len(samples), SHARDED, np.int64)
 
 
 def schedule_of(
-    steps: list[list[list[MicroBatch]]], lengths: Int32Array, options: SimulateOptions
+    batches: Iterable[PlacedBatch], sequences: Sequences, options: SimulateOptions, *, is_padded: bool = False
 ) -> SimulatedSchedule:
-    """Micro-batches of each step and data-parallel rank as a schedule."""
-    cells = [
-        (step, group, batch)
-        for step, ranks in enumerate(steps)
-        for group, batches in enumerate(ranks)
-        for batch in batches
-    ]
+    """Micro-batches as a schedule, without empty ones; the batches come by step.
+
+    Args:
+        is_padded: a micro-batch's sequences are padded to its longest.
+    """
+    cells = [batch for batch in batches if len(batch.samples)]
     nothing = np.zeros(0, dtype=np.int64)
-    samples = np.concatenate([nothing, *(batch.samples for _, _, batch in cells)])
-    places = np.concatenate([nothing, *(batch.places for _, _, batch in cells)])
-    sizes = np.array([len(batch.samples) for _, _, batch in cells], dtype=np.int64)
-    tokens: Int64Array = lengths[samples].astype(np.int64)
+    samples = np.concatenate([nothing, *(batch.samples for batch in cells)])
+    places = np.concatenate([nothing, *(_places_on(batch) for batch in cells)])
+    sizes = np.array([len(batch.samples) for batch in cells], dtype=np.int64)
+    ranks = np.array([batch.num_devices for batch in cells], dtype=np.int64)
+    tokens: Int64Array = sequences.lengths[samples].astype(np.int64)
+    if is_padded:
+        tokens = np.repeat(np.maximum.reduceat(tokens, np.cumsum(sizes) - sizes), sizes)
     return SimulatedSchedule(
-        sequence_parallel_size=options.sequence_parallel_size,
-        num_groups=options.num_groups,
-        num_steps=len(steps),
+        num_devices=options.machine.world_size,
+        num_steps=1 + max(batch.step for batch in cells),
         samples=samples,
-        tokens=np.where(places == SHARDED, _aligned(tokens, options.alignment), tokens),
+        tokens=np.where(places == SHARDED, _aligned(tokens, 2 * np.repeat(ranks, sizes)), tokens),
         places=places,
         cells=np.repeat(np.arange(len(cells)), sizes),
-        cell_steps=np.array([step for step, _, _ in cells], dtype=np.int64),
-        cell_groups=np.array([group for _, group, _ in cells], dtype=np.int64),
+        cell_steps=np.array([batch.step for batch in cells], dtype=np.int64),
+        cell_ranks=ranks,
+        cell_devices=np.array([batch.first_device for batch in cells], dtype=np.int64),
     )
 
 
-def _aligned(tokens: _Integers, alignment: int) -> _Integers:
+def _places_on(batch: PlacedBatch) -> Int64Array:
+    """Its places; a lone device shares nothing."""
+    return batch.places if batch.num_devices > 1 else np.zeros_like(batch.places)
+
+
+def _aligned(tokens: _Integers, alignment: int | Int64Array) -> _Integers:
     return -(-tokens // alignment) * alignment
 
 
-_STRATEGIES: dict[StrategyName, Callable[[Int32Array, SimulateOptions], SimulatedSchedule]] = {
+_STRATEGIES: dict[StrategyName, Callable[[Sequences, SimulateOptions], SimulatedSchedule]] = {
     "padded": _padded,
     "packed": _packed,
     "packed-balanced": _packed_balanced,
     "context-parallel": _context_parallel,
     "sorted": _sorted,
     "packed-shared": _packed_shared,
+    "wlb": _wlb,
+    "dynamic-cp": _dynamic_cp,
     "skrull": _skrull,
 }

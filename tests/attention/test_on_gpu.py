@@ -11,7 +11,7 @@ from packtool.attention.varlen import Varlen
 from tests.attention.against_reference import HEADS, LENGTHS, check_kernel, random_heads
 from tests.attention.parallel.against_formulas import SHAPES, largest_error
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 GPU = torch.device("cuda")
 
 

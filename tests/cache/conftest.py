@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,7 @@ class Told(SilentProgress):
         self.notes.append(line)
 
 
-def tree(folder: Path) -> dict[str, bytes]:
-    """Every file of a folder with its bytes."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+def tree(folder: Path) -> dict[str, str]:
+    """Every file of a folder with the SHA-256 of its bytes, so that a failed comparison names the files and ends."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): sha256(path.read_bytes()).hexdigest() for path in files}

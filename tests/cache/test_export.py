@@ -114,7 +114,8 @@ def test_a_foreign_folder_is_never_touched(run_export: Export, tmp_path: Path) -
     for overwrite in (False, True):
         with pytest.raises(ConfigError, match=r"thesis\.txt"):
             run_export(overwrite=overwrite)
-    assert tree(tmp_path / "cache") == {"thesis.txt": b"precious"}
+    assert list(tree(tmp_path / "cache")) == ["thesis.txt"]
+    assert (tmp_path / "cache" / "thesis.txt").read_text() == "precious"
 
 
 def test_strict_names_file_and_row_and_leaves_no_cache(run_export: Export, tmp_path: Path) -> None:
@@ -589,7 +590,8 @@ def test_media_in_a_store_are_measured_and_embedded_without_secrets(
     reader = CacheReader.open([str(tmp_path / "embedded")])
     assert [reader.sample(i).images[0].data for i in range(2)] == [(tmp_path / "far.png").read_bytes()] * 2
     for name in ("linked", "embedded"):
-        assert not any(b"geheim" in data for data in tree(tmp_path / name).values())
+        for file in tree(tmp_path / name):
+            assert b"geheim" not in (tmp_path / name / file).read_bytes()
 
 
 def test_other_processor_settings_are_another_cache(run_export: Export, tmp_path: Path, model: Path) -> None:

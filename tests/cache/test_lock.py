@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +91,9 @@ def dead(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     return gone
 
 
-def _files(directory: str) -> dict[str, bytes]:
+def _files(directory: str) -> dict[str, str]:
     base = directory.rstrip("/") + "/"
-    return {path.removeprefix(base): storage.read_bytes(path) for path in storage.walk(directory)}
+    return {path.removeprefix(base): sha256(storage.read_bytes(path)).hexdigest() for path in storage.walk(directory)}
 
 
 def _follow(plan: list[tuple[str, int | None, bool]], directory: str, base: Path, model: Path, dead: set[str]) -> None:
@@ -135,6 +136,25 @@ def test_killed_exports_never_mix(
 ) -> None:
     directory = str(tmp_path_factory.mktemp("mixed") / "cache")
     _follow([*plan, ("all", None, True)], directory, base, model, dead)
+
+
+def test_the_same_command_ends_with_the_same_files_wherever_it_was_killed(
+    base: Path, model: Path, tmp_path: Path, dead: set[str]
+) -> None:
+    """Its lock too is gone in the end: also one whose holder was killed when all but the lock was cleared away."""
+    whole, kill_at, was_killed = tree(base / "default"), 0, True
+    while was_killed:
+        directory = tmp_path / str(kill_at)
+        try:
+            with _at_write(kill_at, _kill):
+                _export(model, base, str(directory))
+            was_killed = False
+        except Killed:
+            dead |= {holder.run for holder in lock.holders(str(directory)).values()}
+        _export(model, base, str(directory))
+        assert tree(directory) == whole
+        kill_at += 1
+    assert kill_at > 10
 
 
 @pytest.mark.parametrize("kill_at", [3, 9, 17])

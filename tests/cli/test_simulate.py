@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from packtool.cache.reader import CacheReader
 from packtool.cli.main import run
 from packtool.config.simulate import STRATEGIES
 from packtool.report.timeline import duration
@@ -48,6 +49,39 @@ def test_figures_and_their_seed(capsys: pytest.CaptureFixture[str]) -> None:
     again = simulated(capsys, *words)
     assert {**again, "seconds": 0} == {**found, "seconds": 0}
     assert simulated(capsys, *words, "--seed", "7")["strategies"] != found["strategies"]
+
+
+def test_what_is_left_out_and_local_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["simulate", "--distribution", "wikipedia", *SMALL]) == 0
+    out = capsys.readouterr().out
+    for told in ("left out", "towers of pictures and sounds", "local tokens", "(ZeRO-2)", "4 of 8 GPUs, by allgather"):
+        assert told in out
+
+
+def test_sharded_weights_and_ways_to_share(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--distribution", "wikipedia", "--steps", "1", "--bucket-size", "8K", "--strategies", "packed-shared")
+    times = {}
+    for stage in ("2", "3"):
+        for way in ("ulysses", "ring", "allgather"):
+            found = simulated(capsys, *words, "--zero-stage", stage, "--sequence-parallel-type", way)
+            assert (found["zero_stage"], found["sequence_parallel_type"]) == (int(stage), way)
+            times[stage, way] = found["strategies"][0]["step_seconds"]
+    assert len(set(times.values())) == 6
+    assert simulated(capsys, *words)["sequence_parallel_type"] == "ulysses"
+
+
+def test_only_labels_of_a_cache_cost_logits(
+    run_export: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_export()
+    by_cache = simulated(capsys, str(tmp_path / "cache"), "--steps", "1", "--strategies", "padded")["strategies"][0]
+    reader = CacheReader.open((str(tmp_path / "cache"),))
+    np.save(tmp_path / "lengths.npy", reader.index.length)
+    words = ("--lengths", str(tmp_path / "lengths.npy"), "--model", "8b", "--steps", "1", "--strategies", "padded")
+    by_lengths = simulated(capsys, *words)["strategies"][0]
+    assert reader.index.target_tokens.sum() < reader.index.length.sum()
+    assert by_cache["tokens_per_step"] == by_lengths["tokens_per_step"]
+    assert by_cache["mfu"] < by_lengths["mfu"]
 
 
 def test_lengths_of_a_cache_and_of_a_file(
@@ -92,6 +126,11 @@ def test_hardware_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (("--distribution", "wikipedia", "--shared-batch-size", "65"), "is over --sequences-per-rank 64"),
         (("--distribution", "wikipedia", "--hardware", "b900"), "neither h100, h200, a100, 910b nor"),
         (("--distribution", "wikipedia", "--model", "nowhere"), "no config.json is there"),
+        (("--distribution", "wikipedia", "--zero-stage", "1"), "--zero-stage"),
+        (
+            ("--distribution", "wikipedia", "--model", "qwen2.5-0.5b", "--sequence-parallel-type", "ulysses"),
+            "14 heads of Q and 2 of K and V cannot be shared evenly by 8 GPUs",
+        ),
         (("--distribution", "books"), "books"),
     ],
 )

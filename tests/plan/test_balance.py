@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtool.plan.balance import assign_evenly, group_alike, imbalance
+from packtool.plan.balance import assign_evenly, even_packs, group_alike, imbalance
 from packtool.plan.packing import pack_best_fit
 from packtool.plan.steps import plan_steps
 
@@ -91,3 +91,22 @@ def test_steps_lose_nothing(balance: str, num: int, ranks: int, accumulation: in
     np.testing.assert_allclose(by_rank.sum(), costs.sum())
     if balance != "none" and steps.num_steps > 8:
         assert imbalance(by_rank).mean() <= imbalance(plain.rank_costs(costs)).mean()
+
+
+@given(st.lists(st.tuples(st.integers(1, 20), st.floats(0, 100)), max_size=30), st.integers(1, 8), st.integers(15, 60))
+def test_packs_of_even_work_keep_to_their_room(things: list[tuple[int, float]], num_packs: int, capacity: int) -> None:
+    sizes, work = [size for size, _ in things], [float(one) for _, one in things]
+    packs = even_packs(sizes, work, num_packs, capacity)
+    if packs is None:
+        # One that has no room finds every pack so full that less than the largest thing is left in it.
+        assert sum(sizes) > num_packs * (capacity - max(sizes))
+        return
+    assert len(packs) == num_packs
+    assert sorted(one for pack in packs for one in pack) == list(range(len(things)))
+    assert all(sum(sizes[one] for one in pack) <= capacity for pack in packs)
+    totals = [sum(work[one] for one in pack) for pack in packs]
+    assert totals == pytest.approx(sorted(totals, reverse=True))
+    assert all(work[a] <= work[b] for pack in packs for a, b in itertools.pairwise(pack))
+    if capacity >= sum(sizes):
+        # Graham's bound: no heavier than the mean and the heaviest thing together.
+        assert max(totals) <= sum(work) / num_packs + max(work, default=0) + 1e-9

@@ -9,16 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packtool.plan.longest_shared import Falling
-from packtool.plan.step_time import StepTime
+from packtool.plan.step_time import Exchange, Load, StepTime
 
-TIMES = StepTime(flops_per_second=1.0, num_collectives=1, fixed_seconds=2.0, bytes_per_second=1e15)
+TIMES = StepTime(flops_per_second=1.0, exchanges=(Exchange(1, 2.0, 0.0, behind_local=0.5),))
 
 
 def falling(sizes: list[int], num_ranks: int, bucket_size: int) -> Falling:
     sizes = sorted(sizes, reverse=True)
-    work = [float(size) for size in sizes]
+    work = [Load(float(size), size / 2) for size in sizes]
     # Short chunks lose: two ranks' worth of queries.
-    return Falling(sizes, sizes, work, [size + 2.0 for size in sizes], num_ranks, bucket_size * num_ranks)
+    shared = [Load(size + 2.0, size / 2 + 2.0) for size in sizes]
+    return Falling(sizes, sizes, work, shared, num_ranks, bucket_size * num_ranks)
 
 
 def test_the_example_of_the_module() -> None:
@@ -50,7 +51,8 @@ def test_none_of_its_kind_is_faster(sizes: list[int], num_ranks: int, bucket_siz
             for size, rank in zip(problem.sizes[num:], ranks, strict=True):
                 tokens[rank] += size
             assert max(tokens) * num_ranks <= room
-            seconds.append(TIMES.micro_batch(loads, sum(problem.sharded[:num]), sum(problem.padded[:num])))
+            shared = Load.sum(problem.sharded[:num])
+            seconds.append(TIMES.micro_batch(loads, shared, sum(problem.padded[:num]), num_ranks))
     assert (found is None) == (not seconds)
     if found is not None:
         assert found.seconds == pytest.approx(min(seconds))

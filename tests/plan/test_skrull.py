@@ -13,11 +13,16 @@ from hypothesis import strategies as st
 
 from packtool.errors import ConfigError
 from packtool.plan.cost import CostModel
-from packtool.plan.skrull import SHARDED, MicroBatch, longest_in_bucket, planned_time, schedule_step
-from packtool.plan.step_time import StepTime
+from packtool.plan.skrull import SHARDED, MicroBatch, longest_in_bucket, schedule_step
+from packtool.plan.step_time import NOTHING, Exchange, Load, StepTime
 
 COST = CostModel.of_8b()
-SLOW_LINKS = StepTime(fixed_seconds=1e-3, bytes_per_second=1e10)
+SLOW_LINKS = StepTime(
+    exchanges=tuple(
+        dataclasses.replace(one, fixed_seconds=1e-3, token_seconds=16 * one.token_seconds)
+        for one in StepTime().exchanges
+    )
+)
 
 
 def flops_of(lengths: Any) -> Any:
@@ -46,6 +51,35 @@ def all_sharded(
         if all(padded(lengths[part], alignment).sum() <= room for part in parts):
             return [MicroBatch(part, np.full(len(part), SHARDED)) for part in parts]
     raise AssertionError("each fits alone")
+
+
+def planned_time(
+    ranks: Any,
+    lengths: Any,
+    flops: Any,
+    *,
+    sequence_parallel_size: int,
+    alignment: int = 1,
+    times: StepTime | None = None,
+) -> float:
+    """Seconds of a step: of the data-parallel rank that is done last; args as for ``schedule_step``."""
+    times = times or StepTime()
+    padded = -(-np.asarray(lengths) // alignment) * alignment
+    costs = np.asarray(flops, dtype=np.float64)
+    local_loads, shared_loads = times.loads(lengths, costs), times.loads(padded, costs, sequence_parallel_size)
+    slowest = 0.0
+    for micro_batches in ranks:
+        seconds = 0.0
+        for batch in micro_batches:
+            local, sharded, tokens = [NOTHING] * sequence_parallel_size, NOTHING, 0
+            for sample, place in zip(batch.samples.tolist(), batch.places.tolist(), strict=True):
+                if place == SHARDED:
+                    sharded, tokens = sharded.plus(shared_loads[sample]), tokens + int(padded[sample])
+                else:
+                    local[place] = local[place].plus(local_loads[sample])
+            seconds += times.micro_batch(local, sharded, tokens, sequence_parallel_size)
+        slowest = max(slowest, seconds)
+    return slowest
 
 
 @st.composite
@@ -125,12 +159,13 @@ def drawn(lengths: list[int], flops: Any, times: StepTime, **options: int) -> li
 
 
 # Links so slow that nothing is sharded which need not be: what is seen is the paper's own heuristic.
-NEVER = StepTime(fixed_seconds=1e9)
+NEVER = StepTime(exchanges=(Exchange(1, 1e9, 0.0),))
 
 
 def test_the_example_of_the_module() -> None:
     lengths = [20, 2, 1, 3, 5]
-    times = StepTime(flops_per_second=1.0, num_collectives=1, fixed_seconds=4.0, bytes_per_second=1e15)
+    behind = Exchange(1, fixed_seconds=4.0, token_seconds=0.2, behind_local=0.8)
+    times = StepTime(flops_per_second=1.0, exchanges=(behind,), attention_flops=1.0)
     assert drawn(lengths, lengths, times, sequence_parallel_size=2, bucket_size=16) == ["1 5 / 2 3 | 20"]
 
 
@@ -185,7 +220,7 @@ def test_ties_go_to_the_lower_rank_and_the_earlier_sequence() -> None:
 
 
 def test_a_lone_sequence_is_shared_rather_than_leave_ranks_idle() -> None:
-    fast = StepTime(fixed_seconds=0.0, bytes_per_second=1e15)
+    fast = StepTime(exchanges=())
     assert drawn([4000], flops_of([4000]), fast, sequence_parallel_size=4, bucket_size=4000) == [" /  /  /  | 4000"]
     assert drawn([4000], flops_of([4000]), NEVER, sequence_parallel_size=4, bucket_size=4000) == ["4000 /  /  /  | "]
 
@@ -197,29 +232,53 @@ def test_long_ones_are_parted_before_there_are_more_micro_batches() -> None:
     assert len(found) == 2
 
 
-def test_local_sequences_hide_the_communication() -> None:
-    times = StepTime(
-        flops_per_second=1.0, num_collectives=1, kv_bytes_per_token=1, fixed_seconds=2, bytes_per_second=10
+def test_attention_hides_exchanges_and_nothing_else_does() -> None:
+    behind = Exchange(1, fixed_seconds=2.0, token_seconds=0.1, behind_local=0.5, behind_sharded=0.25)
+    times = StepTime(flops_per_second=1.0, exchanges=(behind,))
+    assert behind.travel(0) == 0
+    assert behind.travel(1) == behind.travel(20) == 2
+    assert behind.travel(50) == 5
+    # Of 2 s, half of a rank's 3 s of local attention hides 1.5 s; a quarter of 4 / 2 s of the sharded one the rest.
+    loads = [Load(1, 0), Load(3, 3)]
+    assert times.micro_batch([Load(3, 3)], Load(8, 0), 20, 2) == 3 + 0.5 + 4
+    assert times.micro_batch([Load(3, 3)], Load(8, 4), 20, 2) == 3 + 4
+    assert times.micro_batch(loads, Load(8, 0), 20, 2) == max(1 + 2, 3 + 0.5) + 4
+    assert times.micro_batch(loads, Load(8, 0), 50, 2) == max(1 + 5, 3 + 3.5) + 4
+    # Without anything shared, and alone, nobody waits.
+    assert times.micro_batch(loads, NOTHING, 0, 2) == 3
+    assert times.micro_batch([Load(3, 3)], Load(8, 0), 50, 1) == 3 + 8
+
+
+@given(st.data())
+def test_many_ranks_at_once_wait_as_each_alone(data: st.DataObject) -> None:
+    """The simulation's arrays and the planner's numbers are one formula."""
+    seconds, shares = st.floats(0, 10), st.floats(0, 0.4)
+    exchanges = data.draw(
+        st.lists(st.builds(Exchange, st.integers(1, 4), seconds, st.floats(0, 1), shares, shares), max_size=4)
     )
-    assert times.communication(0) == 0
-    assert times.communication(1) == times.communication(20) == 2
-    assert times.communication(50) == 5
-    # 3 s of local work while 2 s of keys and values travel, then half of 8; and the other way round.
-    assert times.micro_batch([1, 3], 8, 20) == 3 + 4
-    assert times.micro_batch([1, 3], 8, 50) == 5 + 4
-    assert times.micro_batch([3], 8, 50) == 3 + 8
+    times = StepTime(flops_per_second=1.0, exchanges=tuple(exchanges))
+    tokens, local, sharded = data.draw(st.integers(0, 50)), data.draw(seconds), data.draw(seconds)
+    found = times.waited(*(np.array([float(value)]) for value in (tokens, local, sharded)))
+    alone = times.micro_batch([Load(local, local)], Load(2 * sharded, 2 * sharded), tokens, 2) - local - sharded
+    assert alone == pytest.approx(found[0], abs=1e-9)
 
 
 def test_short_sequences_lose_by_being_sharded() -> None:
-    times = StepTime(flops_per_second=1.0, fixed_seconds=0.0, bytes_per_second=1e15, square_flops=0.5, query_flops=4)
+    times = StepTime(flops_per_second=1.0, exchanges=(), attention_flops=0.25, square_flops=0.5, query_flops=4)
     lengths, flops = np.array([2, 100]), np.array([10.0, 1000.0])
-    assert times.work(lengths, flops).tolist() == [10 + 0.5 * 4 + 4 * 2, 1000 + 0.5 * 100**2 + 4 * 100]
+    slower = [0.5 * 4 + 4 * 2, 0.5 * 100**2 + 4 * 100]
+    assert times.loads(lengths, flops) == [
+        Load(10 + slower[0], 0.25 * 4 + slower[0]),
+        Load(1000 + slower[1], 0.25 * 100**2 + slower[1]),
+    ]
     # On each of four ranks as many queries' worth is lost as on one.
-    assert (times.work(lengths, flops, 4) - times.work(lengths, flops)).tolist() == [3 * 4 * 2, 3 * 4 * 100]
-    assert dataclasses.replace(times, launch_seconds=50.0).micro_batch([1, 3], 8, 0) == 50
+    for size, one, shared in zip((2, 100), times.loads(lengths, flops), times.loads(lengths, flops, 4), strict=True):
+        assert shared.flops - one.flops == shared.attention - one.attention == 3 * 4 * size
+    least = dataclasses.replace(times, launch_seconds=50.0)
+    assert least.micro_batch([Load(1, 0), Load(3, 0)], Load(8, 0), 0, 2) == 50
     # Even links that cost nothing do not make it worth while to share what is short.
     sizes = [4, 4, 4, 5]
-    free = StepTime(flops_per_second=1.0, fixed_seconds=0.0, bytes_per_second=1e15)
+    free = StepTime(flops_per_second=1.0, exchanges=())
     costly = dataclasses.replace(free, query_flops=10.0)
     assert drawn(sizes, sizes, costly, sequence_parallel_size=4, bucket_size=20) == ["4 / 4 / 4 / 5 | "]
     assert drawn(sizes, sizes, free, sequence_parallel_size=4, bucket_size=20) != ["4 / 4 / 4 / 5 | "]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -62,7 +63,9 @@ def test_checks_and_table_with_torch_and_transformers_alone(repository: Path) ->
             "padded, grouped,",
             "packed, sdpa",
             "packed, sdpa, all logits",
+            "memory",
         ]
+    assert len(re.findall("not traced: No module named 'peft'", table)) == 2
     assert not re.search("failed|out of memory", table)
 
 
@@ -106,6 +109,46 @@ def test_a_row_that_cannot_be_measured(bench: ModuleType, error: Exception, note
     measurable = bench.Bench(CPU, torch.float32, ["sdpa"], None, options)
     row = bench.measured(measurable, bench.Row("what", "way", 1.0, 1), fail)
     assert (row.ms, row.note) == (None, note)
+
+
+def test_memory_is_traced_and_everything_is_kept_as_json(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    file = tmp_path / "found.json"
+    given = ["--size", "tiny", "--tokens", "256", "--what", "vision", "--repeats", "1", "--warm-up", "0"]
+    assert bench.main([*given, "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert {"varlen", "flash_attention_2"} <= found["missing_kernels"].keys()
+    assert all(check["passed"] for check in found["checks"])
+    assert all(row["tflops"] > 0 and row["mfu"] is None for row in found["rows"])
+    (memory,) = found["memory"]
+    assert (memory["measured"], memory["ratio"], memory["passed"]) == (None, None, True)
+    assert 0 < memory["passing"] < memory["traced"]
+
+
+@pytest.mark.parametrize(("measured", "passes"), [(10.5, True), (11.2, False), (8.9, False)])
+def test_memory_may_be_off_by_a_tenth(
+    measured: float,
+    passes: bool,
+    bench: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(bench, "rows_of", lambda _: [bench.Memory("8b text", 10.0, measured, 2.0)])
+    findings = bench.Findings(None)
+    assert bench.measure(None, findings) == passes
+    assert ("FAILED" in capsys.readouterr().out) != passes
+    assert findings.found["memory"][0]["passed"] == passes
+
+
+def test_a_number_that_is_none_is_null_in_json(bench: ModuleType, tmp_path: Path) -> None:
+    from scripts._gpu_checks import Check
+
+    findings = bench.Findings(tmp_path / "found.json")
+    findings.add("checks", Check("varlen", "out", float("nan"), 1.0, "RuntimeError: no kernel"), passed=False)
+    (check,) = json.loads((tmp_path / "found.json").read_text())["checks"]
+    assert check["error"] is None
 
 
 def test_dense_attention_has_the_same_flops(bench: ModuleType) -> None:

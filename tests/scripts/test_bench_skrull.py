@@ -36,11 +36,11 @@ def test_all_of_it(bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize("in_turn", [False, True])
 def test_the_printed_algorithm_keeps_to_its_buckets(bench: ModuleType, in_turn: bool) -> None:
     options = bench.ABLATION.options(2, 0)
-    lengths = bench.ABLATION.lengths(options)
-    steps = bench.as_printed(lengths, options, in_turn=in_turn)
-    placed = np.concatenate([batch.samples for ranks in steps for rank in ranks for batch in rank])
+    sequences = bench.ABLATION.sequences(options)
+    batches, lengths = bench.as_printed(sequences, options, in_turn=in_turn), sequences.lengths
+    placed = np.concatenate([batch.samples for batch in batches])
     assert sorted(placed.tolist()) == list(range(2 * options.sequences_per_step))
-    for batch in (batch for ranks in steps for rank in ranks for batch in rank):
+    for batch in batches:
         tokens, sharded = lengths[batch.samples].astype(np.int64), batch.places == SHARDED
         local = np.bincount(batch.places[~sharded], tokens[~sharded], options.sequence_parallel_size)
         padded = -(-tokens[sharded] // options.alignment) * options.alignment

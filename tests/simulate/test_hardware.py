@@ -52,6 +52,16 @@ def test_nodes_are_joined_by_slower_links() -> None:
     assert seconds == sorted(seconds)
 
 
+def test_what_is_dealt_to_other_nodes_takes_each_ranks_own_card() -> None:
+    machine = Hardware.of_fields(fields(link_share=1.0, inter_node_gb_per_s=1, intra_node_gb_per_s=100), "test")
+    assert machine.all_to_all_bytes_per_second(8) == machine.bytes_per_second(8) == pytest.approx(8 / 7 * 100e9)
+    assert machine.all_to_all_bytes_per_second(16) == pytest.approx(2e9)  # half of it through one card
+    assert machine.bytes_per_second(16) == pytest.approx(16e9)
+    # A ring is as fast as its slowest link.
+    assert machine.hop_bytes_per_second(8) == 100e9
+    assert machine.hop_bytes_per_second(16) == 1e9
+
+
 def test_the_measured_all_gathers_of_skrulls_machine() -> None:
     """2, 64 and 1024 MB took 53, 489 and 6468 us; a line through the last one meets the middle one to a sixth."""
     intra = 7 / 8 * 1024e6 / 6468e-6 / 1e9

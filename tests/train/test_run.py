@@ -262,6 +262,8 @@ def test_log_lines_tell_what_the_steps_held(tiny: TinyWorld, tmp_path: Path) -> 
         assert line["fill"] == pytest.approx(line["tokens"] / 256)
         assert 0 < line["efficient_attn_ratio"] < 1
         assert 0 <= line["data_wait"] < 1
+        assert 0 < line["log_wait"] < 1
+        assert "copy_wait" not in line
         assert line["memory_gib"] > 0
         assert line["loss_none"] == pytest.approx(line["loss"], rel=1e-5)
         assert 0 <= line["token_accuracy"] == line["token_accuracy_none"] <= 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,13 +34,12 @@ class StepNumbers:
         """
         self._norm = 0.0 if is_scaled else norm
 
-    def is_bad(self) -> bool:
-        """Whether one of them is infinite or not a number; waits for the device."""
-        norm = torch.as_tensor(self._norm, dtype=torch.float32)
+    def bad(self, device: torch.device) -> Tensor:
+        """Whether one of them is infinite or not a number: int64 (), 1 or 0, on a device that nobody waits for."""
+        norm: Any = self._norm if isinstance(self._norm, Tensor) else torch.full((), self._norm, device=device)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        values = [loss.float().reshape(()) for loss in self._losses]
-        device = values[0].device if values else norm.device
-        return not bool(torch.isfinite(torch.stack([*values, norm.to(device).reshape(())])).all())
+        values = [value.to(device, torch.float32).reshape(()) for value in (*self._losses, norm)]
+        return 1 - torch.stack(values).isfinite().all().long()
 
     def bad_micro_batches(self) -> list[int]:
         """0-based numbers of this rank's micro-batches whose loss is bad; none if it is the gradient alone."""

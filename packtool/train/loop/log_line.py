@@ -9,6 +9,7 @@ from packtool.simulate.hardware import peak_tflops
 from packtool.train.prepare.prepared import PreparedRun
 
 _VAL_LOSS = "val loss"
+_WAITS = ("data_wait", "copy_wait", "log_wait")
 
 
 def heading_lines(run: PreparedRun, gpu: str | None) -> Iterator[str]:
@@ -19,13 +20,14 @@ def heading_lines(run: PreparedRun, gpu: str | None) -> Iterator[str]:
     """
     by_samples = run.config.loss_reduction == "sample"
     mean = "each sample's mean over its target tokens" if by_samples else "target tokens"
+    waited_for = "data / the log" if gpu is None else "data / copies to the GPU / the log"
     told = {
         "loss": f"mean over {'samples of ' if by_samples else ''}{mean}, in nats",
         "grad norm": "length of the gradient of all trained weights, before it is clipped",
         "lr": "learning rate",
         "targets/s": "target tokens a second, all processes together",
         "fill": "tokens of samples, of all that are computed",
-        "waiting": "share of the time that steps waited for their data",
+        "waiting": f"shares of the time that steps waited for {waited_for}",
         "memory": f"the most that this process has held so far of its {'machine' if gpu is None else 'GPU'}, in GiB",
     }
     if gpu is not None and (peak := peak_tflops(gpu)) is not None:
@@ -53,7 +55,7 @@ def shown_figures(logs: Mapping[str, Any]) -> dict[str, float | int | str]:
         "lr": float(f"{logs['learning_rate']:.3g}"),
         "targets/s": round(logs["target_tokens_per_second"]),
         "fill": f"{logs['fill']:.1%}",
-        "waiting": f"{logs['data_wait']:.0%}",
+        "waiting": "/".join(f"{100 * logs[name]:.0f}" for name in _WAITS if name in logs) + "%",
         "memory": f"{logs['memory_gib']:.1f} GiB",
     }
     if "mfu" in logs:

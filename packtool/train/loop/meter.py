@@ -34,12 +34,12 @@ class Meter:
     def __init__(self, *, by_channel: bool) -> None:
         self._by_channel = by_channel
         self._begin()
-        self._since = time.perf_counter()
+        self._since = self._log_began = time.perf_counter()
 
     def _begin(self) -> None:
         self._figures = StepFigures()
         self._num_steps = 0
-        self._waited = 0.0
+        self._waited = self._logging = 0.0
         self._seen: list[tuple[tuple[str | None, ...], Tensor]] = []
 
     def waited_for(self, items: Iterable[T]) -> Iterator[T]:
@@ -54,6 +54,14 @@ class Meter:
             finally:
                 self._waited += time.perf_counter() - begin
             yield item
+
+    def begin_log(self) -> None:
+        """A line may be due, for which the device is waited for."""
+        self._log_began = time.perf_counter()
+
+    def end_log(self) -> None:
+        """The line that ``logged`` made is written; the next one tells how long that took."""
+        self._logging += time.perf_counter() - self._since
 
     def leave_out(self, seconds: float) -> None:
         """Time that was spent on something else."""
@@ -75,13 +83,14 @@ class Meter:
         sums.index_add_(1, batch.documents_of(found.positions), rows)
         self._seen.append((batch.channels, sums))
 
-    def logged(self, loss: float, accelerator: Any) -> dict[str, float]:
+    def logged(self, loss: float, accelerator: Any, *, copying: float | None) -> dict[str, float]:
         """The line of all steps since the last one.
 
         Every rank must call this at the same step.
 
         Args:
             loss: the Trainer's mean over steps of what ``training_step`` returned.
+            copying: seconds that the device has waited for copies; None where nothing is copied.
         """
         figures, now = self._figures, time.perf_counter()
         seconds, self._since = now - self._since, now
@@ -92,8 +101,11 @@ class Meter:
             "target_tokens_per_second": figures.target_tokens / max(seconds, 1e-9),
             "tokens_per_second": figures.tokens / max(seconds, 1e-9),
             "data_wait": self._waited / max(seconds, 1e-9),
+            "log_wait": (self._logging + now - self._log_began) / max(seconds, 1e-9),
             "memory_gib": memory_gib(accelerator.device),
         }
+        if copying is not None:
+            line["copy_wait"] = copying / max(seconds, 1e-9)
         peak = peak_tflops(torch.cuda.get_device_name()) if accelerator.device.type == "cuda" else None
         if peak is not None and figures.flops:
             possible = seconds * peak * 1e12 * accelerator.num_processes

@@ -223,16 +223,23 @@ class PackTrainer(Trainer):
         self.log(dict(logs))
         return logs
 
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """The Trainer's, with the time noted from which on a log line is made."""
+        self._meter.begin_log()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log lines with the exact mean loss over the steps since the last one, and what these steps held."""
         if "train_loss" in logs:
             # The Trainer's last words: averages of what training_step returned, which are no means.
             return
         if "loss" in logs:
-            logs.update(self._meter.logged(logs["loss"], self.accelerator))
+            logs.update(self._meter.logged(logs["loss"], self.accelerator, copying=self._copies.waited()))
             # The Trainer takes the sum away from itself, which does not help where it is no number.
             self._tr_loss.zero_()
         super().log(logs, start_time)
+        if "loss" in logs:
+            self._meter.end_log()
         # trainer_state.json is made of these, and JSON has no word for what is not a number.
         self.state.log_history[-1] = plain_json(self.state.log_history[-1])
 

@@ -76,9 +76,11 @@ class StepWatch(TrainerCallback):
         Raises:
             DivergedError: on every rank, naming the samples.
         """
-        found = torch.tensor([self.signals.received, int(self.numbers.is_bad())], device=args.device)
+        bad = self.numbers.bad(args.device)
+        found = torch.stack([torch.full_like(bad, self.signals.received), bad])
         if self.world.size > 1:
             dist.all_reduce(found, dist.ReduceOp.MAX)
+        # The only time in a step that the host waits for the device.
         self.stopped_by, is_bad = found.tolist()
         if is_bad:
             self._meet_bad(state.global_step, model)

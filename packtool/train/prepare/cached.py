@@ -248,7 +248,9 @@ def _planner(
         check_plan(saved, config, reader)
     max_length = config.max_length or max(manifest.max_length for manifest in reader.manifests)
     options = plan_options(config, max_length=max_length, world_size=1)
-    options = with_model(options, files.config, learning_of(config), read_hardware(config.hardware))
+    options = with_model(
+        options, files.config, learning_of(config), read_hardware(config.hardware), config.sequence_parallel_type
+    )
     if saved is not None:
         options = dataclasses.replace(options, max_length=saved.info.max_length, packing_length=saved.info.capacity)
     assert options.cost is not None

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from packtool.cache.reader import SplitIndex
 from packtool.config.adapters import LearningOptions
+from packtool.config.parallel import SequenceParallelType
 from packtool.config.train import TrainConfig
 from packtool.plan.balance import Costs
 from packtool.plan.cost import CostModel, Learning, Learns
@@ -78,11 +79,21 @@ def sample_costs(cost: CostModel, index: SplitIndex, target_tokens: npt.NDArray[
     return cost(index.length, squares, target_tokens, tower_work(cost, index).flops)
 
 
-def with_model(options: PlanOptions, model: Mapping[str, Any], learning: Learning, hardware: Hardware) -> PlanOptions:
+def with_model(
+    options: PlanOptions,
+    model: Mapping[str, Any],
+    learning: Learning,
+    hardware: Hardware,
+    way: SequenceParallelType = "auto",
+) -> PlanOptions:
     """The options with a model's FLOPs, and for Skrull the speed of devices and links, for that model.
 
     Args:
         model: its ``config.json``.
+        learning: which parts learn.
+        hardware: that is planned for.
+        way: how processes share rows; what ``auto`` is here depends on model and hardware alone, so that every machine
+            plans alike (``simulate.exchanges``).
     """
     options = dataclasses.replace(options, cost=cost_of(model, learning))
     if options.skrull is None:
@@ -92,7 +103,7 @@ def with_model(options: PlanOptions, model: Mapping[str, Any], learning: Learnin
     except (KeyError, TypeError, ValueError):
         sizes = ModelSizes.of_config(PRESETS["8b"])
     sequence_parallel_size = options.skrull.sequence_parallel_size
-    machine = Machine(sizes=sizes, hardware=hardware, world_size=sequence_parallel_size)
+    machine = Machine(sizes=sizes, hardware=hardware, world_size=sequence_parallel_size, way=way)
     return dataclasses.replace(
         options, skrull=dataclasses.replace(options.skrull, times=machine.step_time(sequence_parallel_size))
     )

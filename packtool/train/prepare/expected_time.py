@@ -2,14 +2,14 @@
 
 A micro-batch of packs on P ranks that share it takes
 
-    max(launches, computation / P + exchange of K and V, collectives of sharded weights)
+    max(launches, computation / P + exchanges that its attention does not hide, collectives of sharded weights)
 
 for a rank's neighbours' weights are gathered, and its gradients sent, while layers compute. A step takes what its
 slowest rank takes for its micro-batches. Gradients that are exchanged once a step travel behind the backward pass of
 the last micro-batch, and what is longer than that is waited for; 16-bit weights that come back from ZeRO-1 and ZeRO-2
 travel in the open.
 
-Left out: the optimizer's own time, loading, evaluation, stragglers, and what is hidden of the exchange of K and V.
+Left out: the optimizer's own time, loading, evaluation and stragglers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy.typing as npt
 from packtool.cache.reader import SplitIndex
 from packtool.config.train import TrainConfig
 from packtool.plan.epoch import EpochPlan
-from packtool.simulate.cost import Constants, Machine
+from packtool.simulate.cost import Machine
 from packtool.simulate.hardware import Hardware
 from packtool.simulate.model_sizes import PRESETS, ModelSizes
 from packtool.train.prepare.costs import RunCosts, sample_costs
@@ -117,19 +117,28 @@ class ExpectedTime:
         """Seconds of each micro-batch on each data-parallel rank, (C,)."""
         sharing = config.sequence_parallel_ranks
         cost, sizes = RunCosts.of(config, self.model).hardware, self._sizes
-        recompute = bool(config.gradient_checkpointing)
-        machine = Machine(sizes=sizes, hardware=self.hardware, world_size=self.world_size, recompute=recompute)
+        machine = Machine(
+            sizes=sizes,
+            hardware=self.hardware,
+            world_size=self.world_size,
+            recompute=bool(config.gradient_checkpointing),
+            way=config.sequence_parallel_type,
+        )
         # The costs of this run have its recomputation in them, and what is frozen.
         own = dataclasses.replace(machine, sizes=dataclasses.replace(sizes, cost=cost), recompute=False)
-        times = own.step_time(sharing)
         again = machine.step_time(sharing)
-        times = dataclasses.replace(times, num_collectives=again.num_collectives, launch_seconds=again.launch_seconds)
-        work = times.work(index.length, sample_costs(cost, index, index.target_tokens), sharing)
+        times = dataclasses.replace(
+            own.step_time(sharing), exchanges=again.exchanges, launch_seconds=again.launch_seconds
+        )
+        lengths = index.length.astype(np.float64)
+        slower = lengths * (times.square_flops * lengths + times.query_flops * sharing)
         packs, steps = plan.packs, plan.steps
-        flops = steps.cell_sums(np.add.reduceat(work[packs.samples], packs.offsets[:-1]))
-        slow = np.where(flops > 0, Constants().matmul_half_tokens * cost.per_token, 0.0)
-        busy = (flops / sharing + slow) / times.flops_per_second
-        if sharing > 1:
-            exchanged = times.communication(packs.capacity * config.per_device_train_batch_size)
-            busy += np.where(flops > 0, exchanged, 0.0)
+
+        def cells(per_sample: Seconds) -> Seconds:
+            return steps.cell_sums(np.add.reduceat(per_sample[packs.samples], packs.offsets[:-1]))
+
+        flops = cells(sample_costs(cost, index, index.target_tokens) + slower)
+        attention = cells(times.attention_flops * lengths**2 + slower) / sharing / times.flops_per_second
+        busy = (flops / sharing + np.where(flops > 0, times.batch_flops, 0.0)) / times.flops_per_second
+        busy += times.waited(cells(lengths), np.zeros(len(flops)), attention)
         return np.maximum(busy, max(times.launch_seconds, self.collectives(config).each))

@@ -169,7 +169,9 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
     options = plan_options(
         config, max_length=max_length, world_size=config.world_size // config.sequence_parallel_ranks
     )
-    options = with_model(options, model_config, learning_of(config), read_hardware(config.hardware))
+    options = with_model(
+        options, model_config, learning_of(config), read_hardware(config.hardware), config.sequence_parallel_type
+    )
     options = dataclasses.replace(options, packing_length=room or max_length)
     assert options.cost is not None
     towers = tower_work(options.cost, reader.index) if reader is not None else None

@@ -15,7 +15,10 @@ from tests.forked import run_ranks
 from tests.train.jobs import Job, run_jobs
 from tests.train.tiny import TinyWorld, check_same_rest, read_metrics
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"),
+]
 
 STAGES = ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 # Pictures are loaded by another process, which makes the model that tells their positions.

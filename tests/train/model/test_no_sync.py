@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from packtool.batch.batch import PackedBatch, target_positions
 from packtool.batch.spec import InputSpec
 from packtool.batch.tower_inputs import tower_inputs
 from packtool.encode.families import MediaLimits
+from packtool.train.loop.finite import StepNumbers
 from packtool.train.model.head_loss import HeadLoss
 from packtool.train.model.load import auto_class
 from tests.attention.hybrids import hybrid_config
@@ -115,6 +116,9 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTensorMode]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_, **__: True)
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+    # Autograd makes its threads at its first backward pass, for this device, too, if it knows of it by then; and a
+    # process that has them cannot be forked by the tests of other files.
+    torch.zeros(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:
         yield mode
 
@@ -147,6 +151,53 @@ def test_no_family_waits(name: str, adapters: bool, realdata: Path, tmp_path: Pa
     mode = request.getfixturevalue("fake_cuda")
     loss = loss_of(mode, spec, batch, adapters=adapters)
     assert (loss.device.type, loss.dtype, loss.shape) == ("cuda", torch.float32, ())
+
+
+@pytest.mark.parametrize("has_norm", [True, False])
+@pytest.mark.usefixtures("fake_cuda")
+def test_numbers_that_are_none_are_found_without_waiting(has_norm: bool) -> None:
+    gpu, numbers = torch.device("cuda"), StepNumbers()
+    loss = torch.ones((), device=gpu)
+    numbers.see_loss(loss)
+    numbers.see_norm(loss if has_norm else 1.0, is_scaled=False)
+    bad = numbers.bad(gpu)
+    assert (bad.device.type, bad.dtype, bad.shape) == ("cuda", torch.int64, ())
+
+
+def step_on(device: str, kernel: str, spec: InputSpec) -> Callable[[], Tensor]:
+    """Forward and backward in bf16 by autocast, with numbers."""
+    model: Any = auto_class(spec.config).from_config(copy.deepcopy(spec.config), attn_implementation="sdpa")
+    set_attention(model.to(device).train(), kernel)
+    head_loss, batch = HeadLoss(model), batch_for(spec).to(device)
+
+    def step() -> Tensor:
+        with torch.autocast(device, dtype=torch.bfloat16):
+            loss = head_loss.losses(model, batch).sum(batch.loss_weights)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    return step
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.parametrize("name", [*ON_TEXT, *THAT_SEE])
+def test_no_family_waits_on_a_gpu(name: str, tmp_path: Path) -> None:
+    step = step_on("cuda", "varlen", InputSpec("", config_of(name, tmp_path, tmp_path), MediaLimits()))
+    step()  # which loads kernels
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert loss.isfinite()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_vl"])
+def test_the_step_for_gpus_runs_on_the_cpu(name: str, tmp_path: Path) -> None:
+    step = step_on("cpu", "sdpa", InputSpec("", config_of(name, tmp_path, tmp_path), MediaLimits()))
+    assert step().isfinite()
 
 
 def test_the_trace_finds_what_waits(realdata: Path, tmp_path: Path, request: Any) -> None:

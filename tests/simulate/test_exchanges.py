@@ -1,0 +1,130 @@
+"""Exchanges on paper take what the runtime's order of sending, computing and waiting takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packtool.plan.step_time import StepTime
+from packtool.simulate.exchanges import exchanges_of, way_of
+from packtool.simulate.hardware import PRESETS
+from packtool.simulate.model_sizes import PRESETS as MODELS
+from packtool.simulate.model_sizes import ModelSizes
+
+SIZES = ModelSizes.of_config(MODELS["8b"])
+NODE = replace(PRESETS["h100"], link_share=1.0)
+
+
+def test_the_way_that_is_gone() -> None:
+    assert way_of("auto", SIZES, NODE, 8) == "ulysses"
+    assert way_of("auto", SIZES, NODE, 16) == "allgather"
+    assert way_of("ulysses", SIZES, NODE, 16) == "ulysses"
+    assert way_of("ring", SIZES, NODE, 8) == "ring"
+    # 14 heads of Q and 2 of K and V cannot be dealt to eight.
+    small = ModelSizes.of_config(MODELS["qwen2.5-0.5b"])
+    assert way_of("auto", small, NODE, 8) == way_of("ulysses", small, NODE, 8) == "allgather"
+    assert exchanges_of("ring", SIZES, NODE, 1, recompute=False) == ()
+
+
+class Clock:
+    """A layer's compute stream, and links that carry one message after the other."""
+
+    def __init__(self) -> None:
+        self.now = self.link = 0.0
+
+    def send(self, seconds: float) -> float:
+        """When what is sent now has come."""
+        self.link = max(self.link, self.now) + seconds
+        return self.link
+
+    def compute(self, seconds: float) -> None:
+        self.now += seconds
+
+    def wait(self, until: float) -> None:
+        self.now = max(self.now, until)
+
+
+def all_gather(clock: Clock, local: float, block: float, gather: float, scatter: float, num: int) -> None:
+    """``attention.parallel.ring``: _gather_forward, and with a scatter _gather_backward."""
+    coming = clock.send(gather)
+    clock.compute(local)
+    clock.compute(block)
+    clock.wait(coming)
+    clock.compute((num - 1) * block)
+    if scatter:
+        clock.wait(clock.send(scatter))
+
+
+def ring(clock: Clock, local: float, block: float, hop: float, gradients: float, num: int) -> None:
+    """``attention.parallel.ring``: ring_forward, and with gradients ring_backward."""
+    coming = clock.send(hop)
+    clock.compute(local)
+    clock.compute(block)
+    for step in range(1, num):
+        clock.wait(coming)
+        home = clock.send(gradients) if gradients else 0.0
+        if step + 1 < num:
+            coming = clock.send(hop)
+        clock.compute(block)
+        clock.wait(home)
+    if gradients:
+        clock.wait(clock.send(gradients))
+
+
+def ulysses(clock: Clock, local: float, block: float, there: float, back: float, num: int) -> None:
+    """``attention.parallel.attend``: _sharded_forward and _sharded_backward."""
+    coming = clock.send(there)
+    clock.compute(local)
+    clock.wait(coming)
+    clock.compute(num * block)
+    clock.wait(clock.send(back))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(["allgather", "ring", "ulysses"]),
+    st.sampled_from([2, 4, 8]),
+    st.booleans(),
+    st.integers(1, 200_000),
+    st.floats(0, 0.05),
+    st.floats(0, 0.05),
+    st.sampled_from([1.0, 20.0, 450.0]),
+)
+def test_times_are_those_of_the_runtimes_order(
+    way: Any, num: int, recompute: bool, tokens: int, local: float, sharded: float, links: float
+) -> None:
+    node = replace(NODE, intra_node_gb_per_s=links, latency_us=20)
+    kv, queries = SIZES.kv_bytes, SIZES.query_bytes
+    forward, passes = 1 / (4.5 if recompute else 3.5), 1 + recompute
+
+    def travel(num_bytes: float, rate: float) -> float:
+        return max(20e-6, tokens * num_bytes / rate)
+
+    clock = Clock()
+    for _ in range(SIZES.num_layers):
+        for number in range(passes + 1):
+            goes_back = number == passes
+            share = (2.5 if goes_back else 1.0) * forward / SIZES.num_layers
+            own, block = local * share, sharded * share / num
+            if way == "allgather":
+                gather = travel(kv, node.bytes_per_second(num))
+                scatter = travel(2 * kv, node.all_to_all_bytes_per_second(num)) if goes_back else 0
+                all_gather(clock, own, block, gather, scatter, num)
+            elif way == "ring":
+                rate = node.hop_bytes_per_second(num)
+                gradients = travel(2 * kv / num, rate) if goes_back else 0
+                ring(clock, own, block, travel(kv / num, rate), gradients, num)
+            else:
+                rate, inputs = node.all_to_all_bytes_per_second(num), queries + max(num // 8, 1) * kv
+                there, back = travel(inputs / num, rate), travel(queries / num, rate)
+                ulysses(clock, own, block, *((back, there) if goes_back else (there, back)), num)
+    times = StepTime(exchanges=exchanges_of(way, SIZES, node, num, recompute=recompute))
+    found = times.waited(np.array([float(tokens)]), np.array([local]), np.array([sharded]))
+    # A hop of K and V beside gradients is one message here, of which only one part may be below the fixed time.
+    slack = 20e-6 * SIZES.num_layers * num if way == "ring" else 0.0
+    assert local + sharded + found[0] == pytest.approx(clock.now, rel=1e-9, abs=slack + 1e-12)
