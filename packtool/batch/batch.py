@@ -112,7 +112,7 @@ def target_positions(labels: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PackedBatch(Batch):
-    """Documents laid end to end in one row, without padding.
+    """Documents laid end to end in one sequence, without padding.
 
     Args:
         cu_seqlens: int32 (S + 1,), starts of the S documents and T at the end.

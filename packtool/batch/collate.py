@@ -34,13 +34,11 @@ from packtool.encode.encoded import EncodedImage, EncodedSample
 from packtool.encode.families import MediaKind
 from packtool.errors import DataError
 
-LongArray = npt.NDArray[np.int64]
-
 
 def collate_packs(
     samples: Sequence[EncodedSample], spec: InputSpec, towers: frozenset[Tower] | None = None
 ) -> PackedBatch:
-    """Lay samples end to end in one row.
+    """Lay samples end to end in one sequence.
 
     Args:
         samples: in their order; none at all makes a micro-batch of filler documents, with zero loss.
@@ -187,7 +185,7 @@ def load_media(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, T
 
 
 def filler(input_ids: list[int], images: tuple[EncodedImage, ...]) -> EncodedSample:
-    """A document without labels."""
+    """A document of these tokens and pictures without labels, so that its loss is zero."""
     ids = np.array(input_ids, np.int32)
     return EncodedSample(ids, np.full_like(ids, IGNORE_INDEX), np.zeros(0, np.int32), images, None, "filler", 0)
 

@@ -1,4 +1,4 @@
-"""Samples become one rank's part of a row that several ranks share; see ``batch.shard`` for how it is cut.
+"""Samples become one rank's part of a sequence that several ranks share; see ``batch.shard`` for how it is cut.
 
 Every rank is given the same samples, of which it reads the tokens (four bytes each) but loads only its share of the
 pictures and videos: those of samples that are local to it, and of the others a share by what they cost the tower
@@ -23,7 +23,6 @@ from packtool.batch.padding import PAD_ID, align_sample
 from packtool.batch.pixels import load_pixels
 from packtool.batch.positions import sample_positions
 from packtool.batch.shard import (
-    SHARDED,
     Cut,
     FeatureRoute,
     Int64Array,
@@ -36,9 +35,10 @@ from packtool.batch.spec import InputSpec
 from packtool.batch.tower_inputs import tower_inputs
 from packtool.encode.encoded import EncodedImage, EncodedSample, EncodedVideo, patch_squares
 from packtool.encode.families import MediaKind
+from packtool.plan.skrull import SHARDED
 from packtool.plan.towers import assign_heaviest_first
 
-Medium = tuple[int, str, int, EncodedImage | EncodedVideo]
+DocumentMedium = tuple[int, str, int, EncodedImage | EncodedVideo]
 """Number of its document, kind, number in the document, and itself."""
 
 
@@ -156,7 +156,7 @@ def _share_media(
 def with_own_media(
     samples: Sequence[EncodedSample], places: Sequence[int], spec: InputSpec, cut: Cut
 ) -> list[EncodedSample]:
-    """The samples of a row with only those pictures and videos that this rank looks at."""
+    """The samples of a sequence with only those pictures and videos that this rank looks at."""
     media, owners = _owned_media(samples, places, spec, cut)
     own = {(number, kind, i) for (number, kind, i, _), owner in zip(media, owners, strict=True) if owner == cut.rank}
     return [
@@ -171,9 +171,9 @@ def with_own_media(
 
 def _owned_media(
     documents: Sequence[EncodedSample], placed: Sequence[int], spec: InputSpec, cut: Cut
-) -> tuple[list[Medium], Int64Array]:
-    """All pictures and videos of a row, and the rank that looks at each: a local document's own, else as shared out."""
-    media: list[Medium] = []
+) -> tuple[list[DocumentMedium], Int64Array]:
+    """All pictures and videos of a sequence, and the rank that looks at each: a local document's, else as shared."""
+    media: list[DocumentMedium] = []
     for number, document in enumerate(documents):
         media += [(number, "image", i, image) for i, image in enumerate(document.images)]
         media += [(number, "video", i, video) for i, video in enumerate(document.videos)]

@@ -31,7 +31,7 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
         spec: the model they are collated for.
         packing: False pads one sample a row instead.
         skip_bad_media: leave samples out whose media cannot be loaded.
-        cut: of rows that several ranks share, and this rank's part.
+        cut: of sequences that several ranks share, and this rank's part.
         always: towers that run in every micro-batch; by default all. Others run where some rank has need of them.
     """
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from packtool import storage
-from packtool.cache.finish import build_manifest, length_counts, merge_dropped, publish
+from packtool.cache.finish import build_manifest, length_counts, merge_dropped, publish_cache
 from packtool.cache.index import read_index
 from packtool.cache.lock import DirectoryLock, refuse_if_busy
 from packtool.cache.manifest import Identity, Manifest, SourceInfo
@@ -140,7 +140,7 @@ class _Ahead:
         self._missing = 2 * (config.rows_per_shard or LEAST_SHARD_ROWS) if starts else sys.maxsize
 
     def expect(self, num_rows: int) -> None:
-        """So many rows more."""
+        """Tell that so many more rows will be encoded."""
         if self._missing > 0:
             self._missing -= num_rows
             if self._missing <= 0:
@@ -261,7 +261,7 @@ class _Job:
 
     def _publish(self, directory: str, manifest: Manifest, results: Sequence[TaskResult], lock: DirectoryLock) -> None:
         try:
-            publish(directory, manifest, results, lock.check)
+            publish_cache(directory, manifest, results, lock.check)
         except (StorageError, MismatchError):
             # Two parts that finish last at the same time both publish the same; the slower one finds its work done.
             if not self.config.is_part or published(directory, self.identity, self.sources) is None:

@@ -89,7 +89,7 @@ def length_counts(results: Sequence[TaskResult], split: str | None = None) -> Co
     return counts
 
 
-def publish(
+def publish_cache(
     directory: str, manifest: Manifest, results: Sequence[TaskResult], check: Callable[[], None] = lambda: None
 ) -> None:
     """Write what is left to write, the manifest last, and clear away the tasks' parts.

@@ -11,7 +11,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from packtool.config.export import EncodeSpec
-from packtool.encode.assemble import MediaLayout, Tokens, join, lay_out, num_common
+from packtool.encode.assemble import MediaLayout, TokenizedLayout, join_pieces, lay_out, num_common
 from packtool.encode.control import ControlVocabulary, Piece, Shield
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.families import MediaEncoding, MediaKind, Medium, media_encoding
@@ -154,10 +154,6 @@ class Encoder:
             f"writes the empty thinking block itself, so it carries no loss; {asked}+keep_empty_think trains it",
         )
 
-    def forget_media(self) -> None:
-        """Measure every medium anew: the sizes of files that were seen before are remembered."""
-        self._measured.clear()
-
     def _render(self, sample: Sample) -> _Rendered | Dropped:
         try:
             media = {
@@ -253,7 +249,7 @@ class Encoder:
         return medium
 
     def _tokenized(self, item: _Rendered, unit_ids: list[list[int]]) -> Tokenized:
-        tokens = join(item.layout, unit_ids, self._vocabulary.ids, self._encode_one)
+        tokens = join_pieces(item.layout, unit_ids, self._vocabulary.ids, self._encode_one)
         turns = self._turns(item, tokens, unit_ids)
         media: Any = {kind: tuple(found) for kind, found in item.media.items()}
         return Tokenized(
@@ -267,7 +263,7 @@ class Encoder:
             weights=self._weights(item, tokens, turns),
         )
 
-    def _weights(self, item: _Rendered, tokens: Tokens, turns: Sequence[_TrainedTurn]) -> Weights | None:
+    def _weights(self, item: _Rendered, tokens: TokenizedLayout, turns: Sequence[_TrainedTurn]) -> Weights | None:
         """Weight of each token as a target, None where the turns' tokens weigh 1."""
         asked = item.sample.loss_scale or self.spec.loss_scale
         scale = parse_loss_scale(loss_scale_of(asked, self._is_hybrid_thinking))
@@ -286,7 +282,9 @@ class Encoder:
             weights[slice(*turn.span)] = here * factor
         return weights
 
-    def _rule_weights(self, layout: MediaLayout, tokens: Tokens, turn: _TrainedTurn, scale: LossScale) -> Weights:
+    def _rule_weights(
+        self, layout: MediaLayout, tokens: TokenizedLayout, turn: _TrainedTurn, scale: LossScale
+    ) -> Weights:
         """Weights of a turn's tokens by the rules for its text; each token counts as its first character does."""
         text, firsts, places = "", list[int](), list[int]()
         for number in range(turn.first_unit, turn.last_unit + 1):
@@ -311,7 +309,7 @@ class Encoder:
     def _encode_one(self, piece: Piece) -> list[int]:
         return self._pieces.encode([piece])[0]
 
-    def _turns(self, item: _Rendered, tokens: Tokens, unit_ids: list[list[int]]) -> list[_TrainedTurn]:
+    def _turns(self, item: _Rendered, tokens: TokenizedLayout, unit_ids: list[list[int]]) -> list[_TrainedTurn]:
         """The assistant's turns that have tokens."""
         pieces, firsts, sample = item.pieces, item.layout.firsts, item.sample
         if sample.is_text:

@@ -17,7 +17,7 @@ _KINDS: dict[str, FileFormat] = {
 }
 _COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
 
-KNOWN = f"{', '.join(_KINDS)}, each also with {' or '.join(_COMPRESSIONS)}"
+KNOWN_FORMATS = f"{', '.join(_KINDS)}, each also with {' or '.join(_COMPRESSIONS)}"
 """What messages call each kind."""
 
 

@@ -112,7 +112,7 @@ class Reader(Protocol):
     """Something open that belongs to a source."""
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close what is open."""
 
 
 class TextReader:

@@ -14,7 +14,7 @@ from itertools import groupby, islice
 
 from packtool import storage
 from packtool.errors import ConfigError, DataError
-from packtool.rows.file_formats import KNOWN, format_of
+from packtool.rows.file_formats import KNOWN_FORMATS, format_of
 from packtool.rows.forms import check_first_rows
 from packtool.rows.forms.known import RowLayout, detect
 from packtool.rows.json_array import find_elements
@@ -22,7 +22,7 @@ from packtool.rows.lines import find_lines
 from packtool.rows.opened import Hashed, close_readers, open_text
 from packtool.rows.read import parse_block, read_block
 from packtool.rows.records import find_records
-from packtool.rows.sampling import draw
+from packtool.rows.sampling import draw_rows
 from packtool.rows.source import RowBlock, RowBlocks, ScannedSource, Source, SourceSpec
 
 _FIRST_BYTES = 4096
@@ -78,9 +78,13 @@ def follow(spec: SourceSpec) -> tuple[Source, Iterator[RowBlock]]:
         )
     finder = _Finder.of(_source(spec))
     source = finder.source
-    first = list(islice(finder.blocks, _FIRST_BLOCKS))
-    if (form := _form(spec, source, first, finder.take_head())) is not None:
-        source = replace(source, form=form.form, columns=form.columns)
+    try:
+        first = list(islice(finder.blocks, _FIRST_BLOCKS))
+        if (form := _form(spec, source, first, finder.take_head())) is not None:
+            source = replace(source, form=form.form, columns=form.columns)
+    except BaseException:
+        finder.close()
+        raise
     return source, finder.then_close(first)
 
 
@@ -89,7 +93,7 @@ def _sampled(members: list[ScannedSource], seed: int) -> list[ScannedSource]:
     spec = members[0].spec
     if spec.num_sampled is None:
         return members
-    drawn = draw([found.blocks for found in members], spec.num_sampled, (seed, spec.group))
+    drawn = draw_rows([found.blocks for found in members], spec.num_sampled, (seed, spec.group))
     return [replace(found, blocks=blocks) for found, blocks in zip(members, drawn, strict=True)]
 
 
@@ -113,7 +117,7 @@ def _source(spec: SourceSpec) -> Source:
         raise DataError(f"--dataset {shown}: there is no such file", "Check the path.")
     found = format_of(spec.path)
     if found is None:
-        raise DataError(f"--dataset {shown}: its name says no kind of rows", f"Known are {KNOWN}.")
+        raise DataError(f"--dataset {shown}: its name says no kind of rows", f"Known are {KNOWN_FORMATS}.")
     kind, compression = found
     source = Source(
         path=spec.path,

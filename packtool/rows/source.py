@@ -20,7 +20,7 @@ from packtool.rows.sample import Dropped
 FileFormat = Literal["json", "jsonl", "csv", "tsv", "txt", "parquet", "arrow"]
 Compression = Literal["gzip", "zstd"]
 Pairs = tuple[tuple[str, str], ...]
-Row = tuple[int, dict[str, Any] | Dropped]
+NumberedRow = tuple[int, dict[str, Any] | Dropped]
 """Number of a row and what was parsed of it."""
 
 _SAY_NOTHING = ("path", "name", "max_media_failures")

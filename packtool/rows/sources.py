@@ -13,8 +13,8 @@ from packtool.config.export import ExportConfig
 from packtool.constants import MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT
 from packtool.errors import ConfigError, DataError, did_you_mean
 from packtool.rows.dataset_info import DatasetInfo, Entry
-from packtool.rows.file_formats import KNOWN, format_of
-from packtool.rows.hub import PREFIX, hub_files, hub_id
+from packtool.rows.file_formats import KNOWN_FORMATS, format_of
+from packtool.rows.hub import HUB_PREFIX, hub_files, hub_id
 from packtool.rows.modelscope import copy_of_rows
 from packtool.rows.source import Pairs, SourceSpec
 
@@ -97,7 +97,7 @@ def _named_files(entry: Entry, option: str, name: str) -> list[str]:
 
 
 def _exists(name: str) -> bool:
-    return not name.startswith(PREFIX) and storage.exists(name)
+    return not name.startswith(HUB_PREFIX) and storage.exists(name)
 
 
 def _files(name: str, option: str, info: DatasetInfo | None) -> list[str]:
@@ -108,10 +108,10 @@ def _files(name: str, option: str, info: DatasetInfo | None) -> list[str]:
     if _MAGIC.search(name) and not name.startswith("http"):
         found = [path for match in storage.glob(name) for path in _matched(match, option)]
         if not found:
-            raise DataError(f"{option} {shown}: no file of rows fits", f"Known are {KNOWN}.")
+            raise DataError(f"{option} {shown}: no file of rows fits", f"Known are {KNOWN_FORMATS}.")
         return found
-    identifier = None if storage.is_remote(name) and not name.startswith(PREFIX) else hub_id(name)
-    if identifier is not None and (name.startswith(PREFIX) or format_of(name) is None):
+    identifier = None if storage.is_remote(name) and not name.startswith(HUB_PREFIX) else hub_id(name)
+    if identifier is not None and (name.startswith(HUB_PREFIX) or format_of(name) is None):
         return hub_files(identifier)
     hint = did_you_mean(name, info.names) if info else ""
     raise DataError(f"{option} {shown}: there is no such file{hint}", "Check the path.")
@@ -139,7 +139,7 @@ def _folder(folder: str, option: str) -> list[str]:
     files = [path for path in paths if format_of(path) and not _is_hidden(folder, path) and not _is_about(path)]
     if not files:
         seen = ", ".join(path[len(folder) :].lstrip("/\\") for path in paths[:8]) or "nothing"
-        raise DataError(f"{option} {shown}: no files of rows in it, but {seen}", f"Known are {KNOWN}.")
+        raise DataError(f"{option} {shown}: no files of rows in it, but {seen}", f"Known are {KNOWN_FORMATS}.")
     return files
 
 

@@ -182,7 +182,7 @@ def place(path: str) -> str:
     if scheme in ("http", "https"):
         from packtool.storage import http
 
-        return http.place_of(path)
+        return http.server_of(path)
     return f"{scheme}://{path.partition('://')[2].partition('/')[0]}" if scheme else ""
 
 

@@ -47,11 +47,11 @@ def train(config: TrainConfig, progress: Progress, world: World | None = None) -
     for line in (*lines, *run.notes):
         progress.note(line)
     # From here on torch and transformers are needed; mistakes of the user should have been told by now.
-    from packtool.train.loop.execute import execute, load_spec, preview
+    from packtool.train.loop.execute import estimate_training, execute, load_spec
 
     spec = load_spec(run)
     if config.dry_run:
-        estimate, precision = preview(run, spec)
+        estimate, precision = estimate_training(run, spec)
         trained, parameters = estimate.num_trainable, estimate.num_parameters
         for line in (*precision, f"parameters: {parameters:,}, of them trained: {trained:,} ({config.train_type})"):
             progress.note(line)

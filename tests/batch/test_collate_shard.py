@@ -1,4 +1,4 @@
-"""A rank's part of a shared row: which pictures it loads."""
+"""A rank's part of a shared sequence: which pictures it loads."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from pathlib import Path
 
 from packtool.batch.collate import collate_packs
 from packtool.batch.collate_shard import collate_shard
-from packtool.batch.shard import SHARDED, Cut
+from packtool.batch.shard import Cut
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
+from packtool.plan.skrull import SHARDED
 from tests.batch.reduced import make_sample, reduced_config, reduced_limits, reduced_spec, save_image_processor
 
 

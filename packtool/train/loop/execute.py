@@ -88,7 +88,7 @@ def load_spec(run: PreparedRun) -> InputSpec:
     return spec
 
 
-def preview(run: PreparedRun, spec: InputSpec) -> tuple[MemoryEstimate, list[str]]:
+def estimate_training(run: PreparedRun, spec: InputSpec) -> tuple[MemoryEstimate, list[str]]:
     """What training would need, without loading weights; everything that it would refuse is refused.
 
     Returns:

@@ -27,7 +27,7 @@ from packtool.config.train import TrainConfig
 from packtool.plan.epoch import EpochPlan
 from packtool.simulate.cost import Machine
 from packtool.simulate.hardware import Hardware
-from packtool.simulate.model_sizes import PRESETS, ModelSizes
+from packtool.simulate.model_sizes import MODEL_PRESETS, ModelSizes
 from packtool.train.prepare.costs import RunCosts, sample_costs
 
 Seconds = npt.NDArray[np.float64]
@@ -111,7 +111,7 @@ class ExpectedTime:
         try:
             return ModelSizes.of_config(self.model)
         except (KeyError, TypeError, ValueError):
-            return ModelSizes.of_config(PRESETS["8b"])
+            return ModelSizes.of_config(MODEL_PRESETS["8b"])
 
     def _cells(self, config: TrainConfig, plan: EpochPlan, index: SplitIndex) -> Seconds:
         """Seconds of each micro-batch on each data-parallel rank, (C,)."""

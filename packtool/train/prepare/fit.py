@@ -244,7 +244,7 @@ class Search:
 
 
 def cheapest_first(found: list[Expected]) -> list[Expected]:
-    """By time per token; of those that take about as long, smaller steps, fewer sharing ranks and plainer sharding."""
+    """Sort by time per token, and what takes about as long by tokens of a step, ranks that share, and sharding."""
     least = min((each.seconds_per_token for each in found), default=0.0)
 
     def key(each: Expected) -> tuple[float, ...]:

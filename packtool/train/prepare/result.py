@@ -70,7 +70,7 @@ class TrainResult:
     dropped: Mapping[str, int] = field(default_factory=dict)
 
     def write(self) -> None:
-        """Into the output directory."""
+        """Write the result into the output directory, as JSON."""
         with open(os.path.join(self.output_dir, RESULT_NAME), "w", encoding="utf-8") as file:
             json.dump(plain_json(dataclasses.asdict(self)), file, indent=1)
             file.write("\n")
@@ -118,7 +118,7 @@ def next_lines(config: TrainConfig, result: TrainResult) -> Iterator[str]:
         yield f'load: transformers.{auto.__name__}.from_pretrained("{result.checkpoint}")'
 
 
-def plan_lines(config: TrainConfig, schedule: PlannedSchedule, result: TrainResult) -> Iterator[str]:
+def schedule_lines(config: TrainConfig, schedule: PlannedSchedule, result: TrainResult) -> Iterator[str]:
     """What is to be said of the plan before it is trained."""
     summary = schedule.first.summary
     left_out = f"; {summary.num_filtered:,} longer than {summary.max_length:,} tokens are left out"

@@ -12,9 +12,9 @@ from transformers import AttentionInterface
 
 from packtool.attention.features import towers_of_media
 from packtool.attention.register import set_attention, set_text_attention
+from packtool.batch.spec import auto_class
 from packtool.train.model import trace
 from packtool.train.model.head_loss import HeadLoss
-from packtool.train.model.load import auto_class
 from packtool.train.model.trace import PassBytes, run_pass, trace_pass
 from tests.train.model.test_no_sync import ADAPTED
 

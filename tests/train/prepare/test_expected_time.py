@@ -11,8 +11,8 @@ import pytest
 from packtool.cache.reader import CacheReader
 from packtool.config.train import TrainConfig
 from packtool.plan.epoch import EpochPlan, plan_epoch
-from packtool.simulate.hardware import PRESETS as HARDWARE
-from packtool.simulate.model_sizes import PRESETS
+from packtool.simulate.hardware import HARDWARE_PRESETS
+from packtool.simulate.model_sizes import MODEL_PRESETS
 from packtool.train.prepare.costs import RunCosts, learning_of, sample_costs, with_model
 from packtool.train.prepare.expected_time import ExpectedTime
 from packtool.train.prepare.planner import plan_options
@@ -20,8 +20,8 @@ from tests.train.tiny import TinyWorld
 
 WORLD_SIZE = 4
 TIME = ExpectedTime(
-    model=PRESETS["8b"],
-    hardware=HARDWARE["h100"],
+    model=MODEL_PRESETS["8b"],
+    hardware=HARDWARE_PRESETS["h100"],
     world_size=WORLD_SIZE,
     weight_bytes=16 * 10**9,
     gradient_bytes=32 * 10**9,
@@ -57,7 +57,7 @@ def test_short_packs_take_what_their_launches_take(tiny: TinyWorld) -> None:
 def test_a_slow_device_takes_the_time_of_its_slowest_rank(tiny: TinyWorld) -> None:
     slow = dataclasses.replace(TIME.hardware, peak_tflops=0.5, matmul_share=1.0, attention_share=1.0)
     config = run_config(train_type="lora")
-    time = dataclasses.replace(TIME, hardware=slow, gradient_bytes=0, model=PRESETS["qwen2.5-0.5b"])
+    time = dataclasses.replace(TIME, hardware=slow, gradient_bytes=0, model=MODEL_PRESETS["qwen2.5-0.5b"])
     plan, index = planned(tiny, config)
     found = time.steps(config, plan, index)
     cost = RunCosts.of(config, time.model).hardware

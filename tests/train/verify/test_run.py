@@ -26,7 +26,8 @@ from packtool.errors import ConfigError, DataError, MismatchError
 from packtool.progress import SilentProgress
 from packtool.train.model.head_loss import losses_of_head
 from packtool.train.run import train
-from packtool.train.verify.checks import Check, PackUnderTest, check_isolation, worst_of
+from packtool.train.verify.checks import Check, check_isolation, worst_of
+from packtool.train.verify.pack_under_test import PackUnderTest
 from packtool.train.verify.run import (
     choose_packs,
     fewer_tokens,
