@@ -32,7 +32,7 @@ from packtool.train.prepare.evaluation import plan_of_samples, with_evaluation
 from packtool.train.prepare.figures import SampleFigures, StepFigures, figures_of_steps
 from packtool.train.prepare.place import with_resumed_version
 from packtool.train.prepare.planner import Assignment, Planner, plan_options
-from packtool.train.prepare.prepared import Beginning, Exchange, PreparedRun, RankStep, Steps, Validation
+from packtool.train.prepare.prepared import Beginning, NumberExchange, PreparedRun, RankStep, Steps, Validation
 from packtool.train.prepare.result import TrainResult, schedule_lines
 from packtool.train.prepare.schedule import PlannedSchedule
 from packtool.train.prepare.sequence_parallel import axes_of
@@ -113,7 +113,7 @@ class CachedRun(PreparedRun):
         """``packs of samples [3 17] [4]``: numbers are positions in the caches, one after the other."""
         return "packs of samples " + " ".join(f"[{' '.join(map(str, pack))}]" for pack in micro_batch.packs)
 
-    def steps(self, exchange: Exchange) -> Steps:
+    def steps(self, exchange: NumberExchange) -> Steps:
         """See ``PreparedRun``; the plan knows all, and ranks need not tell each other anything."""
         return _PlannedSteps(self)
 
