@@ -81,14 +81,14 @@ def test_a_proposal_is_what_a_dry_run_of_its_command_tells(
     found = find_fit(plan_config(tiny, 8_000_000, **given), SilentProgress())
     check(found, 8_000_000 * Constants().usable_memory)
     told: list[MemoryEstimate] = []
-    preview = execute.preview
+    preview = execute.estimate_training
 
     def noted(*args: Any) -> Any:
         estimate, precision = preview(*args)
         told.append(estimate)
         return estimate, precision
 
-    monkeypatch.setattr(execute, "preview", noted)
+    monkeypatch.setattr(execute, "estimate_training", noted)
     monkeypatch.chdir(tmp_path)
     ways = {(each.expected.sharding, each.expected.run.sequence_parallel_ranks): each for each in found.proposals}
     assert len(ways) > 2
