@@ -38,6 +38,9 @@ _RECURRENT_SETTING = re.compile(
     r"(^|_)(mamba|ssm|conv_l_cache|linear_(num|key|value|conv)|lru|rwkv|block_types?)", re.I
 )
 _REMEDY = "Train it with --packing false, or another model."
+# Classes and configurations, as JSON, of models that have passed the trial: a run asks before collation and before
+# loading.
+_PASSED: set[tuple[Any, str]] = set()
 
 
 def refuse_unsupported(config: PreTrainedConfig) -> None:
@@ -68,7 +71,10 @@ def refuse_unsupported(config: PreTrainedConfig) -> None:
         raise UnsupportedModelError(f"{name} attends in both directions; packed attention is causal", _REMEDY)
     if settings.get("attn_logit_softcapping"):
         raise UnsupportedModelError(f"{name} uses soft-capped scores, which packed attention does not compute", _REMEDY)
-    refuse_after_trial(config, model_class)
+    tried = (model_class, config.to_json_string())
+    if tried not in _PASSED:
+        refuse_after_trial(config, model_class)
+        _PASSED.add(tried)
 
 
 def _refuse_layers(name: str, text_type: str, settings: Mapping[str, Any]) -> None:

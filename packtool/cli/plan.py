@@ -22,6 +22,9 @@ def run_plan(config: PlanConfig, invocation: Invocation) -> None:
     if config.sweep:
         _sweep(config, invocation)
         return
+    if config.fit is not None:
+        _fit(config, invocation)
+        return
     found = preview(config)
     figures = found.figures(config.tflops, config.mfu)
     name = " ".join(config.cached_dataset) or str(config.lengths)
@@ -56,6 +59,21 @@ def _sweep(config: PlanConfig, invocation: Invocation) -> None:
     show("\n".join(sweep_lines(rows)))
     if config.html is not None:
         show(f"written: {config.html}")
+
+
+def _fit(config: PlanConfig, invocation: Invocation) -> None:
+    """The settings that fit into a GPU, the cheapest first, and the command of the best."""
+    from packtool.report.fit import fit_advice, fit_lines, fit_title
+    from packtool.report.names import named
+    from packtool.report.terminal import TerminalProgress
+    from packtool.train.model.fit import find_fit
+
+    with TerminalProgress() as progress:
+        figures = find_fit(config, progress).figures()
+    if invocation.as_json:
+        show_json(named(figures))
+        return
+    show("\n".join([*fit_title(figures), *fit_lines(figures), *fit_advice(figures, config.hardware)]))
 
 
 def _publish(path: str, page: str) -> None:

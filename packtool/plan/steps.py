@@ -106,6 +106,16 @@ class StepPlan:
         first = self.step_offsets[:-1, None] + cells[:, None] * np.arange(self.world_size + 1)
         return np.diff(sums[self.cell_offsets[first]], axis=1)
 
+    def cell_sums(self, per_pack: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+        """Sum over the packs of each cell, (C,), of numbers (K,) of the packs."""
+        return np.diff(np.concatenate(([0.0], np.cumsum(per_pack[self.order])))[self.cell_offsets])
+
+    def rank_sums(self, per_cell: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+        """Sum over the cells of each rank in each step, (S, W), of numbers (C,) of the cells."""
+        cells = (self.step_offsets[1:] - self.step_offsets[:-1]) // self.world_size
+        first = self.step_offsets[:-1, None] + cells[:, None] * np.arange(self.world_size + 1)
+        return np.diff(np.concatenate(([0.0], np.cumsum(per_cell)))[first], axis=1)
+
     @cached_property
     def fingerprint(self) -> str:
         """sha256 in hex over everything in the plan."""

@@ -29,6 +29,7 @@ from transformers import (
 )
 from transformers.models.llama import modeling_llama
 
+from packtool.attention import support
 from packtool.attention.support import refuse_leaky_inputs, refuse_unsupported
 from packtool.errors import EXIT_MISMATCH, MismatchError, UnsupportedModelError
 from tests.attention.hybrids import HYBRIDS, hybrid_config
@@ -108,15 +109,26 @@ _llama_attention = modeling_llama.LlamaAttention.forward
 )
 def test_the_trial_finds_what_no_setting_tells(forward: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_unsupported(LlamaConfig(**SMALL))
+    monkeypatch.setattr(support, "_PASSED", set())
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
     with pytest.raises(UnsupportedModelError, match=reason):
         refuse_unsupported(LlamaConfig(**SMALL))
+
+
+def test_a_model_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Any] = []
+    monkeypatch.setattr(support, "_PASSED", set())
+    monkeypatch.setattr(support, "refuse_after_trial", lambda config, _: tried.append(config.hidden_size))
+    for hidden_size in (32, 32, 64):
+        refuse_unsupported(LlamaConfig(**SMALL | {"hidden_size": hidden_size}))
+    assert tried == [32, 64]
 
 
 def test_a_model_that_takes_no_boundaries_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(self: Any, input_ids: Any, use_cache: bool) -> Any:
         """No further arguments."""
 
+    monkeypatch.setattr(support, "_PASSED", set())
     monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "forward", forward)
     with pytest.raises(UnsupportedModelError, match="cannot be told where packed samples end"):
         refuse_unsupported(LlamaConfig(**SMALL))
