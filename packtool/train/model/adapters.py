@@ -16,6 +16,7 @@ from peft import (
     set_peft_model_state_dict,
 )
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -82,7 +83,7 @@ def adapted_modules(model: PreTrainedModel, towers: Towers, run: TrainConfig) ->
         ConfigError: naming a target that matches nothing.
     """
     if run.target_regex is not None:
-        return _matching(model, run.target_regex)
+        return _kept_by_peft(model, _matching(model, run.target_regex))
     frozen = frozen_parts(run)
     any_model: Any = model
     head = any_model.get_output_embeddings()
@@ -107,7 +108,28 @@ def adapted_modules(model: PreTrainedModel, towers: Towers, run: TrainConfig) ->
             f"no module is left to adapt: {', '.join(sorted(frozen))} are frozen, and the model has no other part",
             "Set one of --freeze-llm, --freeze-vit, --freeze-aligner to false.",
         )
-    return wanted
+    return _kept_by_peft(model, wanted)
+
+
+def _kept_by_peft(model: PreTrainedModel, names: list[str]) -> list[str]:
+    """The names, if peft adapts these modules and no others.
+
+    Of some mixtures of experts peft takes a module that ends like one of an expert, such as ``gate_proj`` of an expert
+    that all tokens share, for what older checkpoints called the routed experts, and adapts those: also when it loads.
+
+    Raises:
+        ConfigError: naming the modules, and what can be adapted.
+    """
+    settings = LoraConfig(target_modules=list(names))
+    convert_peft_config_for_transformers(settings, model, None)
+    kept = set(settings.target_modules or ())
+    if lost := {name.rpartition(".")[2] for name in names if name not in kept}:
+        others = sorted({name.rpartition(".")[2] for name in names if name in kept} - lost)
+        raise ConfigError(
+            f"LoRA on {', '.join(sorted(lost))}: peft would adapt the routed experts of this model in their place",
+            f"Leave them out: --target-modules {' '.join(others)}",
+        )
+    return names
 
 
 def _matching(model: PreTrainedModel, regex: str) -> list[str]:

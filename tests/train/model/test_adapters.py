@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,12 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 
-from packtool.errors import MismatchError
-from packtool.train.model.adapters import attach_adapter, take_adapter
+from packtool.config.train import TrainConfig
+from packtool.errors import ConfigError, MismatchError
+from packtool.train.model.adapters import add_adapters, attach_adapter, take_adapter
+from packtool.train.model.load import auto_class
+from packtool.train.model.towers import towers_of
+from tests.attention.hybrids import hybrid_config
 from tests.batch.reduced import reduced_model
 
 
@@ -41,6 +46,22 @@ def test_what_fits_is_taken_whole(saved: Path) -> None:
 def test_what_does_not_fit_is_named(saved: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(MismatchError, match=r"is not that of these settings: \d+ of its weights do not fit, such as "):
         take_adapter(adapted(**settings), str(saved))
+
+
+def test_modules_that_peft_takes_for_others_are_named() -> None:
+    """The expert that all tokens share: peft adapts the routed ones in its place."""
+    model: Any = auto_class(hybrid_config("qwen3_next")).from_config(hybrid_config("qwen3_next"))
+    towers = towers_of(model, "qwen3_next")
+    run = TrainConfig(model="", cached_dataset=("",), output_dir="")
+    names = {name.rpartition(".")[2] for name, _ in model.named_modules() if "shared_expert." in name}
+    assert {"gate_proj", "up_proj", "down_proj"} <= names
+    with pytest.raises(ConfigError, match="LoRA on down_proj, gate_proj, up_proj: peft would adapt the routed") as told:
+        add_adapters(model, towers, run)
+    _, _, others = str(told.value).partition("--target-modules ")
+    found = add_adapters(model, towers, replace(run, target_modules=tuple(others.split())))
+    adapted_names = {name for name, module in found.named_modules() if hasattr(module, "lora_A")}
+    assert adapted_names
+    assert not any("experts" in name or "shared_expert." in name for name in adapted_names)
 
 
 def test_a_file_that_is_damaged_is_told(saved: Path, tmp_path: Path) -> None:
