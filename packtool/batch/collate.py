@@ -52,7 +52,8 @@ def collate_packs(
         multiple_of: the row's length becomes one, by a filler document behind the others.
 
     Raises:
-        DataError: naming a picture that cannot be read or has changed, or a sample whose pads do not fit its pictures.
+        DataError: naming a picture that cannot be read or has changed, or a sample whose placeholder
+            tokens do not fit its pictures.
     """
     check_pads(samples, spec)
     documents, media = _with_fillers(samples, spec, towers)
@@ -201,7 +202,7 @@ def filler(input_ids: list[int], images: tuple[EncodedImage, ...]) -> EncodedSam
 
 
 def check_pads(samples: Sequence[EncodedSample], spec: InputSpec) -> None:
-    """A medium must meet its own sample's pads: transformers only compares the totals of the whole micro-batch."""
+    """Check that media meet their own sample's placeholder tokens: transformers compares a micro-batch's totals."""
     for sample in samples:
         tracks = [video.audio for video in sample.videos if video.audio is not None]
         needed: dict[MediaKind, int] = {

@@ -36,7 +36,7 @@ class Placements:
 
     @classmethod
     def of_rows(cls, rows: Sequence[int], ranges: Sequence[PackRange]) -> Placements:
-        """From a flat list of five numbers a placement, as above, and from all packs, in any order."""
+        """Placements from a flat list of five numbers for each, as above, and from all packs, in any order."""
         table = np.array(rows, dtype=np.int64).reshape(-1, 5)
         of_packs = np.array(sorted(ranges), dtype=np.int64).reshape(-1, 3)
         first_pack, num_packs, slot, per_pack, length = np.ascontiguousarray(table.T)
