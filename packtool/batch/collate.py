@@ -150,7 +150,7 @@ def _weights(sample: EncodedSample, reduction: LossReduction) -> npt.NDArray[np.
 
 
 def as_positions(positions: npt.NDArray[Any]) -> Tensor:
-    """Position ids as models take them: int64, or float32 where they have fractions."""
+    """Position ids of any shape as models take them: int64, or float32 where they have fractions."""
     if np.issubdtype(positions.dtype, np.floating):
         positions = positions.astype(np.float32)
     return torch.from_numpy(positions)
@@ -179,14 +179,14 @@ def _with_fillers(
 
 
 def blank_picture(kind: MediaKind, spec: InputSpec) -> dict[str, Tensor]:
-    """The smallest picture, or video, there is, as the vision tower takes it: one token."""
+    """The smallest picture, or video, there is, as the vision tower takes it: one token; as for ``load_pixels``."""
     side = int(spec.config.vision_config.spatial_merge_size)
     pixels, grid = spec.family.visual_inputs[kind]
     return {pixels: torch.zeros(side * side, spec.patch_dim), grid: torch.tensor([(1, side, side)])}
 
 
 def load_media(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
-    """What the towers take of some samples, by the model's names.
+    """What the towers take of some samples, by the model's names: see ``load_pixels`` and ``load_sounds``.
 
     Raises:
         MediaError: naming a file that cannot be read or has changed.

@@ -49,7 +49,7 @@ class Placements:
 
 
 def falling_histogram(lengths: Int32Array) -> tuple[Int64Array, Int64Array]:
-    """Distinct lengths, the longest first, and how many samples have each."""
+    """Distinct lengths, (D,), the longest first, and how many samples have each, (D,), from lengths (N,)."""
     longest = int(lengths.max(initial=0))
     if longest > max(1 << 20, 4 * len(lengths)):
         # Few samples, long ones: an array as long as the longest would be mostly zeros.
@@ -65,7 +65,7 @@ def falling_histogram(lengths: Int32Array) -> tuple[Int64Array, Int64Array]:
 
 
 def reorder_groups(values: Int64Array, counts: Int64Array, order: Int64Array) -> Int64Array:
-    """Bring groups of ``counts[i]`` neighbours in ``values`` into another order."""
+    """Bring groups of ``counts[i]`` neighbours in ``values``, (N,), into another order; counts and order are (G,)."""
     starts = np.cumsum(counts) - counts
     new_counts = counts[order]
     new_starts = np.cumsum(new_counts) - new_counts

@@ -127,7 +127,7 @@ class SavedPrecision:
         """A model's state as it is saved.
 
         Args:
-            state: names and weights.
+            state: names and weights, of any shape.
             trained: names of weights that were trained: these are rounded, others only where that loses nothing.
         """
         # By where they lie, so that tied weights stay one.
