@@ -132,7 +132,9 @@ def check_buckets(
 ) -> None:
     """Raise a ConfigError if sequences have no room, whole on one rank or sharded over all.
 
-    Args as for ``schedule_step``."""
+    Args:
+        lengths, sequence_parallel_size, bucket_size, alignment: as for ``schedule_step``.
+    """
     if bucket_size < 1:
         raise ConfigError(f"--bucket-size is {bucket_size}; it must be 1 or more.")
     longest = int(np.max(lengths, initial=0))
