@@ -44,7 +44,7 @@ def load_sounds(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, 
 
 
 def sounds_in_order(sample: EncodedSample, spec: InputSpec) -> list[tuple[EncodedAudio, str | None, bytes | None]]:
-    """(sound, path, bytes) of a sample in the order of placeholder tokens: a track comes where its video does."""
+    """(sound, path, bytes) of a sample in the order of their pads: a video's track comes where the video does."""
     audios = [(audio, audio.path, audio.data) for audio in sample.audios]
     tracks = [(video.audio, video.path, video.data) for video in sample.videos if video.audio is not None]
     if not audios or not tracks:
