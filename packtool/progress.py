@@ -15,7 +15,7 @@ class Progress(Protocol):
         """``num_done`` more are finished; ``fields`` are shown beside the bar (drops, tokens, ...)."""
 
     def line(self, num_done: int = 0, **fields: float | int | str) -> None:
-        """Like ``advance``, with figures that were asked for at this point: they get a line where no bar shows them."""
+        """Do what ``advance`` does; the figures were asked for here, and get a line where no bar shows them."""
 
     def note(self, message: str) -> None:
         """Tell something that is worth a line of its own."""

@@ -208,6 +208,36 @@ def test_every_public_thing_has_a_docstring() -> None:
     assert not missing
 
 
+ARRAYS = re.compile(r"NDArray|\bTensor\b|\w*Array\b|\bSeconds\b|\bCosts\b")
+# (T, H, D), (K + 1,), (sounds, bins, frames), (R * T, ...), ().
+SHAPE = re.compile(
+    r"\((([\w.`*/+ -]+, ?)+[\w.`*/+ -]*)?\)|of any shape|0-d|scalar|[Ss]ee ``|as (for|above)|``\S+`` says"
+)
+
+
+def _public_arrays(nodes: list[ast.stmt], holder: str = "") -> Iterator[tuple[str, str]]:
+    """Public functions that take or return arrays, and their docstring with that of their class."""
+    for node in nodes:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield from _public_arrays(node.body, ast.get_docstring(node) or "")
+        elif isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            arguments = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+            annotations = [*(argument.annotation for argument in arguments), node.returns]
+            if any(found is not None and ARRAYS.search(ast.unparse(found)) for found in annotations):
+                yield f"{node.lineno} {node.name}", f"{ast.get_docstring(node) or ''}\n{holder}"
+
+
+def test_docstrings_give_the_shapes_of_arrays() -> None:
+    """A caller learns a shape from the docstring, or from the one that it names, and not from the code."""
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{where}"
+        for path, tree in TREES.items()
+        for where, text in _public_arrays(tree.body)
+        if not SHAPE.search(text)
+    ]
+    assert not wrong
+
+
 # Where text goes to a terminal, or becomes HTML: each makes visible what others wrote.
 PRINTERS = {"visible.py", "report/terminal.py"}
 ESCAPERS = {"report/markup.py"}
@@ -252,7 +282,10 @@ def test_a_name_means_one_thing() -> None:
 
 
 # A preposition or a conjunction that begins a docstring goes on from the name: it says nothing alone.
-FRAGMENTS = re.compile(r"(Of|That|For|As|And|With|Without|By|So|Into|On|Than|Because|The same (for|with|in|where))\b")
+FRAGMENTS = re.compile(
+    r"(Of|That|For|As|And|With|Without|By|So|Into|On|Than|Because|From|Up|It|In|After|Before|Not|Like"
+    r"|The same (for|with|in|where))\b"
+)
 
 
 def _docstrings(tree: ast.AST) -> Iterator[str]:
@@ -278,6 +311,17 @@ def test_docstrings_say_what_is_returned() -> None:
         if FRAGMENTS.match(text) or len(text.split()) == 1
     ]
     assert not fragments
+
+
+def test_work_is_assigned_and_not_dealt() -> None:
+    """One word for one thing; checkpoints alone keep "dealings", under which the first of them hold assignments."""
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}"
+        for path in FILES
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.search(r"\b(deal|deals|dealt)\b", line, re.IGNORECASE)
+    ]
+    assert not wrong
 
 
 @pytest.mark.parametrize("module", ["packtool", "packtool.plan.packing", "tests.forked", "scripts.bench_export"])

@@ -91,7 +91,7 @@ class _OneLook:
             module.language_model._deepstack_process = types.MethodType(_add_features, module.language_model)
 
     def _merge(self, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Before a forward pass: from tokens and media to embeddings."""
+        """Put embeddings of tokens and media in place of a forward pass's inputs."""
         towers: Mapping[Any, TowerInputs] = kwargs.pop("towers", None) or {}
         self._deeper = None
         if not towers or not self.is_on:
@@ -138,7 +138,7 @@ class _OneLook:
         return found
 
     def _go_deeper(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Before the layers: what the first of them add at some positions."""
+        """Hand the layers what the first of them add at some positions."""
         if self._deeper is not None:
             positions, levels = self._deeper
             self._deeper = None

@@ -88,7 +88,9 @@ class Kernel(abc.ABC):
         window: int | None = None,
         dropout: float = 0.0,
     ) -> Tensor:
-        """``fwd`` without the lse, where that is cheaper: what models call.
+        """The output of ``fwd``, (T, Hq, D), without the lse, where that is cheaper: what models call.
+
+        The others of the arguments are as for ``fwd``.
 
         Args:
             dropout: probability with which an attention weight is zeroed; for kernels with ``has_dropout``.
@@ -102,12 +104,12 @@ class Kernel(abc.ABC):
 
 
 def default_scale(q: Tensor, scale: float | None) -> float:
-    """``scale``, or 1 / sqrt(D)."""
+    """The factor on the scores: ``scale``, or 1 / sqrt(D) of q (T, H, D)."""
     return scale if scale is not None else 1 / math.sqrt(q.shape[-1])
 
 
 def pad_heads(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """All three with heads of one size, a multiple of 8, as flash kernels want them.
+    """All three, (T, H, D), with heads of one size D, a multiple of 8, as flash kernels want them.
 
     Zeros behind a head of Q and K change no score; behind one of V they come out as zeros, to be cut off.
     """

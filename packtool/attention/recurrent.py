@@ -115,7 +115,7 @@ def keeps_documents_apart(layer: nn.Module, like: Tensor) -> bool:
     """Whether the layer's own forward honours boundaries; tried once for its class, device and precision.
 
     Args:
-        like: a tensor on the device and in the precision in question.
+        like: of any shape, on the device and in the precision in question.
     """
     key = type(layer), like.device.type, like.dtype
     if key not in _tried:

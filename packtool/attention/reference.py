@@ -52,5 +52,5 @@ class ReferenceKernel(Kernel):
         window: int | None = None,
         dropout: float = 0.0,
     ) -> Tensor:
-        """Attend in float64 and return the model's own type, which the following layers expect."""
+        """Attend as ``Kernel.attend`` says, in float64; of the type that q has, as the next layers expect."""
         return super().attend(q, k, v, varlen, scale=scale, window=window, dropout=dropout).to(q.dtype)

@@ -42,7 +42,7 @@ class Batch:
         input_ids: int64 (B, T).
         labels: int64 (B, T), already shifted: what position i is to predict, -100 where nothing.
         position_ids: (4, B, T) as [text, t, h, w] for M-RoPE models, else (B, T); int64, or float32 for fractions.
-        media: what the towers take, by the name of the model's argument, in the order of the media's pads:
+        media: what the towers take, by the name of the model's argument, in the order of their placeholder tokens:
             ``pixel_values`` and ``image_grid_thw``, ``pixel_values_videos`` and ``video_grid_thw``,
             ``input_features`` and ``feature_attention_mask``.
         towers: for each tower that has something to do, what it would else work out on the device.

@@ -52,7 +52,8 @@ def collate_packs(
         multiple_of: the row's length becomes one, by a filler document behind the others.
 
     Raises:
-        DataError: naming a picture that cannot be read or has changed, or a sample whose pads do not fit its pictures.
+        DataError: naming a picture that cannot be read or has changed, or a sample whose placeholder
+            tokens do not fit its pictures.
     """
     check_pads(samples, spec)
     documents, media = _with_fillers(samples, spec, towers)
@@ -149,7 +150,7 @@ def _weights(sample: EncodedSample, reduction: LossReduction) -> npt.NDArray[np.
 
 
 def as_positions(positions: npt.NDArray[Any]) -> Tensor:
-    """Position ids as models take them: int64, or float32 where they have fractions."""
+    """Position ids of any shape as models take them: int64, or float32 where they have fractions."""
     if np.issubdtype(positions.dtype, np.floating):
         positions = positions.astype(np.float32)
     return torch.from_numpy(positions)
@@ -178,14 +179,14 @@ def _with_fillers(
 
 
 def blank_picture(kind: MediaKind, spec: InputSpec) -> dict[str, Tensor]:
-    """The smallest picture, or video, there is, as the vision tower takes it: one token."""
+    """The smallest picture, or video, there is, as the vision tower takes it: one token; as for ``load_pixels``."""
     side = int(spec.config.vision_config.spatial_merge_size)
     pixels, grid = spec.family.visual_inputs[kind]
     return {pixels: torch.zeros(side * side, spec.patch_dim), grid: torch.tensor([(1, side, side)])}
 
 
 def load_media(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
-    """What the towers take of some samples, by the model's names.
+    """What the towers take of some samples, by the model's names: see ``load_pixels`` and ``load_sounds``.
 
     Raises:
         MediaError: naming a file that cannot be read or has changed.
@@ -201,7 +202,7 @@ def filler(input_ids: list[int], images: tuple[EncodedImage, ...]) -> EncodedSam
 
 
 def check_pads(samples: Sequence[EncodedSample], spec: InputSpec) -> None:
-    """A medium must meet its own sample's pads: transformers only compares the totals of the whole micro-batch."""
+    """Check that media meet their own sample's placeholder tokens: transformers compares a micro-batch's totals."""
     for sample in samples:
         tracks = [video.audio for video in sample.videos if video.audio is not None]
         needed: dict[MediaKind, int] = {

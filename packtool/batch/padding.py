@@ -29,7 +29,7 @@ from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedSample
 
 PAD_ID = 0
-"""The token that rows are padded with: it is in every vocabulary, and no medium's pad."""
+"""The token that rows are padded with: it is in every vocabulary, and no medium's placeholder token."""
 
 
 class RemovedPadding(NamedTuple):
@@ -50,13 +50,15 @@ class RemovedPadding(NamedTuple):
     cu_seqlens: Tensor
 
 
-def alignment_for(*, tensor_parallel: int = 1, context_parallel: int = 1, zigzag: bool = False) -> int:
+def alignment_for(*, tensor_parallel_size: int = 1, sequence_parallel_size: int = 1, zigzag: bool = False) -> int:
     """What every row's length must be a multiple of, so that it can be cut for the ranks of both kinds.
 
     Args:
-        zigzag: context parallel ranks hold two chunks of each row (Megatron's way), one from either end.
+        tensor_parallel_size: ranks that share each layer's matrices.
+        sequence_parallel_size: ranks that share each row's tokens; Megatron calls them context parallel.
+        zigzag: those hold two chunks of each row (Megatron's way), one from either end.
     """
-    return tensor_parallel * context_parallel * (2 if zigzag else 1)
+    return tensor_parallel_size * sequence_parallel_size * (2 if zigzag else 1)
 
 
 def remove_padding(input_ids: Tensor, labels: Tensor, attention_mask: Tensor, *, align_to: int = 1) -> RemovedPadding:

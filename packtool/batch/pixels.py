@@ -18,7 +18,7 @@ from packtool.media.video import load_video
 
 
 def load_pixels(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
-    """Patches of all pictures and videos of some samples, in the order of their pads, by the model's names.
+    """Patches of all pictures and videos of some samples, by the model's names, in order of placeholder tokens.
 
     Returns:
         patches float32 (patches, patch_dim) and grids int64 (media, 3) of pictures and of videos, by the names that

@@ -26,7 +26,7 @@ from packtool.errors import DataError
 
 NUM_POSITION_ROWS = 4
 TOKEN_TYPES: dict[MediaKind, int] = {"image": 1, "video": 2}
-"""``mm_token_type_ids`` of a medium's pads; text is 0."""
+"""``mm_token_type_ids`` of a medium's placeholder tokens; text is 0."""
 
 
 def sample_positions(sample: EncodedSample, spec: InputSpec) -> npt.NDArray[Any]:

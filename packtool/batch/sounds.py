@@ -18,7 +18,7 @@ from packtool.media.audio import load_audio
 
 
 def load_sounds(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
-    """Mel frames of all sounds of some samples, sound tracks of videos among them, in the order of their pads.
+    """Mel frames of all sounds of some samples, those of videos among them, in the order of their placeholder tokens.
 
     Returns:
         ``input_features`` float32 (sounds, bins, frames) and ``feature_attention_mask`` int64 (sounds, frames), padded

@@ -112,7 +112,7 @@ class InputSpec:
 
     @property
     def rope_index(self) -> Callable[..., tuple[Tensor, Tensor]]:
-        """The model's ``get_rope_index``."""
+        """The model's ``get_rope_index``, which gives position ids (3, B, L), [t, h, w], and the offset of each row."""
         found: Callable[..., tuple[Tensor, Tensor]] = self.meta_model.get_rope_index
         return found
 

@@ -19,7 +19,7 @@ _MOST_SQUARES = 2**53  # sums of a step's worth of them are still exact
 
 
 def read_index(directory: str, manifest: Manifest, split: str, copy: str | None = None) -> dict[str, IntArray]:
-    """The index columns of one split as arrays of one length: int64 for ``patch_squares``, int32 for the others.
+    """The index columns of one split, (N,) each: int64 for ``patch_squares``, int32 for the others.
 
     Those that an older packtool did not write are ``UNKNOWN``.
 

@@ -136,7 +136,7 @@ class Workers:
             self._can_encode = True
 
     def take(self, most: int) -> Iterator[_Worker]:
-        """Up to so many of them, started if they are not; they are the caller's to end."""
+        """Take up to ``most`` workers, started if they are not; they are the caller's to end."""
         most = min(most, self.num_proc)
         self._start(most)
         for _ in range(most):

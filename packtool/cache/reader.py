@@ -56,7 +56,7 @@ class SplitIndex:
 
     @property
     def vision_tokens(self) -> IntArray:
-        """Pads of its pictures and videos."""
+        """Placeholder tokens of its pictures and videos, (N,)."""
         return self.media_tokens - self.audio_tokens
 
 

@@ -137,7 +137,7 @@ def num_targets(sample: EncodedSample) -> int:
 def index_part(
     samples: Sequence[EncodedSample], shard: int, first_row: int, channel_codes: dict[str, int]
 ) -> dict[str, npt.NDArray[np.integer[Any]]]:
-    """The index columns of samples that follow one another in a shard; new channels get the next code."""
+    """The index columns of samples that follow one another in a shard, (S,) each; new channels get the next code."""
     codes = [
         -1 if sample.channel is None else channel_codes.setdefault(sample.channel, len(channel_codes))
         for sample in samples
@@ -159,6 +159,6 @@ def index_part(
 
 
 def index_batch(columns: dict[str, npt.NDArray[np.integer[Any]]]) -> pa.RecordBatch:
-    """Index columns as a record batch in the schema's types."""
+    """Index columns, (S,) each, as a record batch in the schema's types."""
     arrays = [pa.array(columns[field.name], field.type) for field in INDEX]
     return pa.record_batch(arrays, schema=INDEX)

@@ -125,7 +125,7 @@ class EncodedSample:
 
     @property
     def num_audio_tokens(self) -> int:
-        """Pads of its sounds and of its videos' sound tracks."""
+        """The number of placeholder tokens of its sounds and of its videos' sound tracks."""
         tracks = [video.audio for video in self.videos if video.audio is not None]
         return sum(sound.num_tokens for sound in (*self.audios, *tracks))
 

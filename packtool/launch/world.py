@@ -27,7 +27,7 @@ class World:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> World:
-        """From ``RANK`` and ``WORLD_SIZE``, which torchrun sets; one process without them.
+        """The world that ``RANK`` and ``WORLD_SIZE`` tell, which torchrun sets; one process without them.
 
         Raises:
             ConfigError: if they are not numbers that fit each other.

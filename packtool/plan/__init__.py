@@ -1,1 +1,1 @@
-"""From lengths to the exact contents of every training step, as integers: numpy only, no I/O, pure functions."""
+"""The exact contents of every training step, as integers, from lengths: numpy only, no I/O, pure functions."""

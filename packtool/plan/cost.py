@@ -93,7 +93,7 @@ class CostModel:
         patch_squares: npt.NDArray[np.integer[Any]],
         audio_tokens: npt.NDArray[np.integer[Any]] | int = 0,
     ) -> npt.NDArray[np.float64]:
-        """FLOPs of the towers for media of packs, samples or pictures; arguments and result of one shape.
+        """FLOPs of the towers for media of packs, samples or pictures; all are of any shape, and of the same.
 
         Args:
             vision_tokens: of pictures and videos.

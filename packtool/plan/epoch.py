@@ -33,7 +33,7 @@ class EpochPlan:
         packs: what ``steps`` assigns; ``packs.samples`` are positions in the cache. With Skrull each is one sample.
         steps: which is trained when and where.
         summary: figures.
-        places: with Skrull, int64 (K,), by position in ``steps.order``: ``skrull.SHARDED``, or the context-parallel
+        places: with Skrull, int64 (K,), by position in ``steps.order``: ``skrull.SHARDED``, or the sequence parallel
             rank that the sample is local to.
         whole: with Skrull, the packs whose samples ``packs`` has one by one, in the same order: they say which
             samples share a step, whoever trains it.
@@ -130,7 +130,17 @@ def assign_packs(
     *,
     towers: TowerWork | None = None,
 ) -> EpochPlan:
-    """The second half of ``plan_epoch``: steps and figures for packs that are there already."""
+    """The second half of ``plan_epoch``: steps and figures for packs that are there already.
+
+    Args:
+        packs: of samples by their position in the cache.
+        target_tokens: (N,), labels of each sample of the cache that carry loss.
+        options: as for ``plan_epoch``.
+        towers: as for ``plan_epoch``.
+
+    Raises:
+        ConfigError: an option is not positive, or samples are too long for Skrull's buckets.
+    """
     if options.skrull is not None:
         return _assign_skrull(packs, target_tokens, options, towers)
     costs = pack_costs(packs, options.cost, target_tokens, towers) if options.cost is not None else None
@@ -250,6 +260,10 @@ def group_by_length(rows: PackPlan, rows_per_step: int) -> PackPlan:
     The order that the seed drew is cut into windows of 50 steps, each sorted by length, and the steps of a window are
     brought back into the order of their first rows, so that lengths do not rise and fall over the run (transformers'
     ``LengthGroupedSampler`` has them fall within each window).
+
+    Args:
+        rows: packs of one sample each, N of them.
+        rows_per_step: of all ranks.
     """
     order = np.arange(rows.num_samples)
     for start in range(0, len(order), _WINDOW_STEPS * rows_per_step):

@@ -137,12 +137,19 @@ def offsets_of(sizes: npt.NDArray[np.integer[Any]]) -> Int64Array:
 
 
 def plan_of(order: Int64Array, sizes: npt.NDArray[np.integer[Any]], lengths: Int32Array, capacity: int) -> PackPlan:
-    """A plan from samples in pack order and the number of them in each pack."""
+    """A plan from samples in pack order and the number of them in each pack.
+
+    Args:
+        order: int64 (N,), every sample's position, pack after pack.
+        sizes: (K,), samples of each pack; they add up to N.
+        lengths: int32 (N,), tokens of each sample, by position.
+        capacity: tokens of a pack.
+    """
     return PackPlan(order, offsets_of(sizes), lengths[order], capacity)
 
 
 def with_packs_in_order(plan: PackPlan, order: Int64Array) -> PackPlan:
-    """The packs of ``order`` one after the other: all K of them, or some."""
+    """The packs of ``order``, int64 (K,) or shorter, one after the other: all K of them, or some."""
     sizes = np.diff(plan.offsets)[order]
     offsets = offsets_of(sizes)
     taken = np.arange(offsets[-1]) - np.repeat(offsets[:-1] - plan.offsets[:-1][order], sizes)

@@ -36,7 +36,7 @@ class Placements:
 
     @classmethod
     def of_rows(cls, rows: Sequence[int], ranges: Sequence[PackRange]) -> Placements:
-        """From a flat list of five numbers a placement, as above, and from all packs, in any order."""
+        """Placements from a flat list of five numbers for each, as above, and from all packs, in any order."""
         table = np.array(rows, dtype=np.int64).reshape(-1, 5)
         of_packs = np.array(sorted(ranges), dtype=np.int64).reshape(-1, 3)
         first_pack, num_packs, slot, per_pack, length = np.ascontiguousarray(table.T)
@@ -49,7 +49,7 @@ class Placements:
 
 
 def falling_histogram(lengths: Int32Array) -> tuple[Int64Array, Int64Array]:
-    """Distinct lengths, the longest first, and how many samples have each."""
+    """Distinct lengths, (D,), the longest first, and how many samples have each, (D,), from lengths (N,)."""
     longest = int(lengths.max(initial=0))
     if longest > max(1 << 20, 4 * len(lengths)):
         # Few samples, long ones: an array as long as the longest would be mostly zeros.
@@ -65,7 +65,7 @@ def falling_histogram(lengths: Int32Array) -> tuple[Int64Array, Int64Array]:
 
 
 def reorder_groups(values: Int64Array, counts: Int64Array, order: Int64Array) -> Int64Array:
-    """Bring groups of ``counts[i]`` neighbours in ``values`` into another order."""
+    """Bring groups of ``counts[i]`` neighbours in ``values``, (N,), into another order; counts and order are (G,)."""
     starts = np.cumsum(counts) - counts
     new_counts = counts[order]
     new_starts = np.cumsum(new_counts) - new_counts

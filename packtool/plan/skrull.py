@@ -1,7 +1,7 @@
 """Skrull: the sequences of an optimizer step spread over ranks and micro-batches, each local to a rank or sharded.
 
 Xu et al. 2025, "Skrull: Towards Efficient Long Context Fine-tuning through Dynamic Data Scheduling"
-(arXiv 2505.19609). Where N ranks share each micro-batch (context parallelism), splitting a short sequence over all of
+(arXiv 2505.19609). Where N ranks share each micro-batch (sequence parallel), splitting a short sequence over all of
 them costs communication and gains nothing. So every sequence of a micro-batch is either *local*, whole on one of
 the N ranks, or *sharded* over all, and while keys and values of the sharded ones travel the local ones are computed.
 A rank holds at most C tokens at a time (the bucket), since memory grows with tokens while work grows with squares.
@@ -64,7 +64,7 @@ from packtool.plan.step_time import NOTHING, Load, StepTime
 Int64Array = npt.NDArray[np.int64]
 
 SHARDED = -1
-"""The place of a sequence that all context-parallel ranks share."""
+"""The place of a sequence that all sequence parallel ranks share."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +73,7 @@ class PlacedMicroBatch:
 
     Args:
         samples: int64 (n,), positions in the step's lengths, by rising length.
-        places: int64 (n,), ``SHARDED``, or the context-parallel rank that the sequence is local to.
+        places: int64 (n,), ``SHARDED``, or the sequence parallel rank that the sequence is local to.
     """
 
     samples: Int64Array
@@ -130,7 +130,11 @@ def schedule_step(
 def check_buckets(
     lengths: npt.NDArray[np.integer[Any]], *, sequence_parallel_size: int, bucket_size: int, alignment: int
 ) -> None:
-    """Raise a ConfigError if sequences have no room, whole on one rank or sharded over all; args as above."""
+    """Raise a ConfigError if sequences have no room, whole on one rank or sharded over all.
+
+    Args:
+        lengths, sequence_parallel_size, bucket_size, alignment: as for ``schedule_step``.
+    """
     if bucket_size < 1:
         raise ConfigError(f"--bucket-size is {bucket_size}; it must be 1 or more.")
     longest = int(np.max(lengths, initial=0))

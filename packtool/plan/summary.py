@@ -36,7 +36,7 @@ class BalanceFigures:
 
     @classmethod
     def of(cls, before: Costs, after: Costs, flops: float) -> BalanceFigures:
-        """From slowest over mean rank of every step, (S,): with packs assigned to ranks in turn, and as planned."""
+        """Mean and worst of slowest over mean rank of each step, (S,): packs assigned in turn, and as planned."""
         return cls(float(before.mean()), float(before.max()), float(after.mean()), float(after.max()), flops)
 
 

@@ -29,14 +29,14 @@ def draw_windows(num: int, window: int, *, seed: int) -> list[Int64Array]:
     short samples that fill gaps. The windows do not depend on the epoch, so that every epoch has equally many packs.
 
     Returns:
-        The samples of each window, ascending.
+        The samples of each window, int64 (n,), ascending.
     """
     order = seeded_order(num, seed=seed, epoch=0, stream=RandomStream.WINDOWS)
     return [np.sort(part) for part in np.array_split(order, -(-num // window))]
 
 
 def contiguous_windows(num: int, window: int) -> list[Int64Array]:
-    """Windows of neighbours, for packing that keeps the order."""
+    """Windows of neighbours, int64 (n,) each, for packing that keeps the order."""
     return [np.arange(start, min(start + window, num)) for start in range(0, num, window)]
 
 

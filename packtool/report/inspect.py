@@ -183,7 +183,7 @@ def _parts(sample: EncodedSample, tokenizer: Tokenizer, pads: Mapping[int, str])
     while at < sample.length:
         kind = pads.get(int(sample.input_ids[at]))
         if kind is not None:
-            # A sound track's pads may come before its video's.
+            # A sound track's placeholder tokens may come before its video's.
             if (
                 kind == "audio"
                 and media["video"]
@@ -203,14 +203,14 @@ def _parts(sample: EncodedSample, tokenizer: Tokenizer, pads: Mapping[int, str])
 
 
 def _in_video(sample: EncodedSample, at: int, pads: Mapping[int, str]) -> bool:
-    """Whether video pads come before the text goes on behind a run of sound."""
+    """Whether a video's placeholder tokens come before the text goes on behind a run of sound."""
     while at < sample.length and pads.get(int(sample.input_ids[at])) == "audio":
         at += 1
     return at < sample.length and pads.get(int(sample.input_ids[at])) == "video"
 
 
 def _behind(sample: EncodedSample, at: int, pads: Mapping[int, str], medium: Any) -> int:
-    """The position behind a medium's last pad; what lies between its pads is its own."""
+    """The position behind a medium's last placeholder token; what lies between them is its own."""
     left = medium.num_tokens
     if isinstance(medium, EncodedVideo) and medium.audio is not None:
         left += medium.audio.num_tokens

@@ -269,7 +269,7 @@ class Machine:
         local = schedule.places != SHARDED
         num_ranks = schedule.cell_ranks[schedule.row_cells].astype(np.float64)
         row = schedule.row_starts[schedule.cells] + np.where(local, schedule.places, 0)
-        sharing = schedule.cell_ranks[schedule.cells]
+        sequence_parallel_sizes = schedule.cell_ranks[schedule.cells]
 
         def own(values: npt.NDArray[Any]) -> Seconds:
             return _sums(row[local], values[local], len(num_ranks))
@@ -282,7 +282,7 @@ class Machine:
         linear = self.linear_seconds(tokens, own(targets) + shared(targets) / num_ranks)
         linear = np.divide(linear, tokens, out=np.zeros_like(tokens), where=tokens > 0)
         own_attention = own(self.attention_seconds(schedule.tokens, 1))
-        shard_attention = shared(self.attention_seconds(schedule.tokens, sharing))
+        shard_attention = shared(self.attention_seconds(schedule.tokens, sequence_parallel_sizes))
         local_seconds = linear * own_tokens + own_attention
         sharded_seconds = linear * sharded_tokens / num_ranks + shard_attention
         exposed = np.zeros(len(tokens))
@@ -330,13 +330,13 @@ class Machine:
         return 4.5 / 3.5 if self.recompute else 1.0
 
     def linear_seconds(self, tokens: npt.NDArray[Any], targets: npt.NDArray[Any]) -> Seconds:
-        """Time of the matrix products on so many tokens at once, so many of them targets, of any shape; 0 for none."""
+        """Seconds of the matrix products on so many tokens, so many of them targets, of any shape; 0 for none."""
         cost, speed = self.sizes.cost, self.hardware.peak * self.hardware.matmul_share / self.passes
         flops = (tokens + self.constants.matmul_half_tokens) * cost.per_token + targets * cost.per_target_token
         return np.where(tokens > 0, flops / speed, 0.0)
 
     def attention_seconds(self, lengths: npt.NDArray[Any], num_ranks: npt.NDArray[Any] | int) -> Seconds:
-        """Time of each sequence's attention on one of the ranks that share it."""
+        """Seconds of each sequence's attention, (K,), on one of the ranks that share it; lengths in tokens."""
         speed = self.hardware.peak * self.hardware.attention_share
         queries = np.asarray(lengths, dtype=np.float64)
         work = queries * (queries / num_ranks + self.constants.attention_half_tokens)
@@ -365,7 +365,7 @@ class Machine:
         return self.sizes.num_layers * constants.kernels_per_layer * constants.launch_us * 1e-6 * self.passes
 
     def memory_bytes(self, tokens: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-        """Bytes of weights, gradients, optimizer states and the activations of so many tokens."""
+        """Bytes of weights, gradients, optimizer states and the activations of so many tokens, of any shape."""
         per_token = self.sizes.token_bytes(recompute=self.recompute)
         return np.asarray(self.state_bytes + tokens * per_token)
 

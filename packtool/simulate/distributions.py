@@ -51,7 +51,7 @@ assert set(POINTS) == set(get_args(DistributionName))
 
 
 def quantiles(name: DistributionName, shares: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-    """Tokens that these shares of the samples are shorter than; int64, of the shape of ``shares`` in 0 to 1."""
+    """Tokens that these shares, 0 to 1, of the samples are shorter than; arguments and result of any shape."""
     at, tokens = (np.array(column, dtype=np.float64) for column in zip(*POINTS[name], strict=True))
     found: npt.NDArray[Any] = np.exp(np.interp(shares, at, np.log(tokens)))
     return np.round(found).astype(np.int64)

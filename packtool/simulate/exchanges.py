@@ -29,7 +29,7 @@ _BACKWARD = 2.5  # of attention, in units of its forward pass
 
 
 def can_share_heads(sizes: ModelSizes, num_ranks: int) -> bool:
-    """Whether Ulysses can deal a model's heads to so many ranks."""
+    """Whether Ulysses can share a model's heads among so many ranks."""
     return sizes.num_heads % math.lcm(sizes.num_key_heads, num_ranks) == 0
 
 
@@ -40,7 +40,7 @@ def exchanges_of(
 
     Args:
         way: how K and V, or heads, travel. ``auto`` is Ulysses within a node and all-gather beyond; all-gather it is
-            also where Ulysses cannot deal the heads.
+            also where Ulysses cannot share the heads.
         sizes: of the model.
         hardware: whose links they travel on.
         num_ranks: P; none for one.

@@ -111,7 +111,7 @@ class Hardware:
         return self.link_share * 1e9 / max(inside, between)
 
     def all_to_all_bytes_per_second(self, num_ranks: int) -> float:
-        """Bytes of each rank that it deals out evenly to all in a second; those for other nodes take its own card."""
+        """Bytes that each rank sends in a second, as many to every rank; those for other nodes take its own card."""
         num_nodes = -(-num_ranks // self.gpus_per_node)
         inside = (num_ranks - 1) / num_ranks / self.intra_node_gb_per_s
         between = (num_nodes - 1) / num_nodes / self.inter_node_gb_per_s

@@ -14,7 +14,7 @@ from packtool.errors import ConfigError, DataError
 
 
 def read_lengths(path: str) -> npt.NDArray[np.int64]:
-    """Lengths from a .npy file, a JSON list of numbers, or a text file with a number a line.
+    """Lengths, int64 (N,), from a .npy file, a JSON list of numbers, or a text file with a number a line.
 
     Raises:
         ConfigError: if the file is of another kind.

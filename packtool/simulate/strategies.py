@@ -163,7 +163,7 @@ def _sorted(sequences: Sequences, options: SimulateOptions) -> SimulatedSchedule
 def _in_rows(
     sequences: Sequences, options: SimulateOptions, num_groups: int, most_rows: int, order: Int64Array | None = None
 ) -> SimulatedSchedule:
-    """Micro-batches of padded rows, in the order in which they come or another one, dealt to the groups in turn."""
+    """Micro-batches of padded rows, in the order in which they come or another one, given to the groups in turn."""
     order = np.arange(len(sequences)) if order is None else order
     rows = max(1, min(most_rows, options.sequences_per_step // num_groups))
     batches = []

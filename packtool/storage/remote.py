@@ -126,7 +126,7 @@ class RemoteReader(io.RawIOBase):
         return True
 
     def seekable(self) -> bool:
-        """It is, at no cost."""
+        """Always True: seeking costs nothing."""
         return True
 
     def tell(self) -> int:

@@ -143,7 +143,7 @@ def test_a_value_that_is_no_number_stays_in_its_row() -> None:
     [(False, 8), (True, 16)],
 )
 def test_alignment_is_the_seeds(zigzag: bool, expected: int) -> None:
-    assert alignment_for(tensor_parallel=4, context_parallel=2, zigzag=zigzag) == expected
+    assert alignment_for(tensor_parallel_size=4, sequence_parallel_size=2, zigzag=zigzag) == expected
     assert alignment_for() == 1
 
 

@@ -14,7 +14,12 @@ Waiting = Callable[[], Tensor]
 
 
 def to_next(tensor: Tensor, group: Any) -> Waiting:
-    """Send to the next rank of a ring and receive as much from the one before, without waiting."""
+    """Send to the next rank of a ring and receive as much from the one before, without waiting.
+
+    Args:
+        tensor: of any shape, the same on all ranks.
+        group: the ring.
+    """
     ranks = dist.get_process_group_ranks(group)
     rank, size = dist.get_rank(group), len(ranks)
     sent, received = tensor.contiguous(), torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -83,7 +88,17 @@ def tokens_to_heads(tensor: Tensor, group: Any) -> Tensor:
 
 
 def exchange_rows(rows: Tensor, send: tuple[int, ...], receive: tuple[int, ...], group: Any) -> Tensor:
-    """Rows for each rank, one rank's after the other's, become rows from each rank."""
+    """Rows for each rank, one rank's after the other's, become rows from each rank.
+
+    Args:
+        rows: (R, ...), for rank 0 first.
+        send: rows for each rank; they add up to R.
+        receive: rows from each rank.
+        group: the ranks.
+
+    Returns:
+        (sum of ``receive``, ...), from rank 0 first.
+    """
     received = rows.new_empty((sum(receive), *rows.shape[1:]))
     dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=group)
     return received

@@ -75,7 +75,7 @@ class SequenceParallel:
 
     @torch.no_grad()
     def summed(self, value: Tensor) -> Tensor:
-        """Sum over the ranks that share a sequence."""
+        """Sum over the ranks that share a sequence; of any shape, the same on all of them, without a gradient."""
         total = value.detach().clone()
         dist.all_reduce(total, group=self.whole)
         return total

@@ -120,7 +120,7 @@ def _merge_some(out: Tensor, lse: Tensor, some: Tensor, found: tuple[Tensor, Ten
 
 
 def ring_backward(call: RingCall, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Backward:
-    """Gradients of q, k and v, from the final out and lse."""
+    """Gradients of q, k and v, shapes as for ``Kernel.fwd``, from the final out and lse of this rank's tokens."""
     if call.size > 1 and call.parallel.way == "allgather":
         return (yield from _gather_backward(call, grad, q, k, v, out, lse))
     keys, width = torch.cat([k, v], dim=-1), k.shape[-1]

@@ -11,18 +11,18 @@ from packtool.launch.world import World
 from packtool.train.prepare.checkpoint import RunState
 
 
-def check_ranks_agree(state: RunState, world: World, sharing: str = "") -> None:
+def check_ranks_agree(state: RunState, world: World, sequence_parallel: str = "") -> None:
     """Compare what all ranks have planned, by one exchange of hashes.
 
     The process group must be there.
 
     Args:
-        sharing: how ranks share sequences, which each has worked out, too.
+        sequence_parallel: how ranks share sequences, in words; each has worked it out, too.
 
     Raises:
         MismatchError: on every rank, naming what differs.
     """
-    planned: dict[str, Any] = dataclasses.asdict(state) | {"sequence parallel": sharing}
+    planned: dict[str, Any] = dataclasses.asdict(state) | {"sequence parallel": sequence_parallel}
     first, *_ = found = all_gather_objects(planned, world.size)
     for rank, other in enumerate(found):
         if other != first:

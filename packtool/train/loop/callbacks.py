@@ -52,7 +52,7 @@ class StepsCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """After the Trainer has counted a step, before it logs or saves."""
+        """Set the epoch once the Trainer has counted a step, and tell it whether to log, save and stop."""
         state.epoch = state.global_step / self.schedule.steps_per_epoch
         is_end = state.global_step >= self.schedule.num_steps
         if is_end:
@@ -85,7 +85,7 @@ class CheckpointCallback(TrainerCallback):
             discard_run_state(os.path.join(str(args.output_dir), f"{PREFIX}{state.global_step}"))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """After the Trainer has written a checkpoint."""
+        """Complete a checkpoint that the Trainer has written."""
         PartialState().wait_for_everyone()
         if state.is_world_process_zero:
             checkpoint = os.path.join(str(args.output_dir), f"{PREFIX}{state.global_step}")

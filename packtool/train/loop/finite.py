@@ -23,13 +23,14 @@ class StepNumbers:
         self._losses, self._norm = [], 0.0
 
     def see_loss(self, loss: Tensor) -> None:
-        """Note the losses of the next micro-batch."""
+        """Note the loss of the next micro-batch, a 0-d tensor."""
         self._losses.append(loss.detach())
 
     def see_norm(self, norm: Tensor | float, *, is_scaled: bool) -> None:
         """Note the norm of the gradient over all ranks.
 
         Args:
+            norm: 0-d, or a number of the host.
             is_scaled: float16's loss scale is being looked for: infinite norms belong to that.
         """
         self._norm = 0.0 if is_scaled else norm

@@ -66,7 +66,7 @@ class StopSignals:
             raise KeyboardInterrupt
 
     def _in_child(self, number: int) -> None:
-        """In a process that was forked off: what goes to all processes of a job is for the one that trains.
+        """Take a signal in a process that was forked off: what goes to all of a job is for the one that trains.
 
         Those that load pictures have begun to look after themselves (``packtool.batch.worker``).
         """

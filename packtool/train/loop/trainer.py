@@ -245,5 +245,5 @@ class PackTrainer(Trainer):
         self.state.log_history[-1] = plain_json(self.state.log_history[-1])
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Not counted: the Trainer's estimate would need a batch of its own form."""
+        """Always 0: the Trainer's estimate would need a batch of its own form."""
         return 0

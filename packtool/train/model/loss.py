@@ -44,11 +44,11 @@ class StepMean:
         return self.world_size / max(self.num_units, 1)
 
     def contribution(self, sum_of_losses: Tensor) -> Tensor:
-        """What a micro-batch differentiates: its sum of losses, times world_size / N."""
+        """What a micro-batch differentiates, 0-d: its sum of losses, times world_size / N."""
         return sum_of_losses * self._factor
 
     def sum_over_ranks(self, contributions: Tensor) -> Tensor:
-        """The sum of losses behind a rank's contributions, times the ranks: its mean over ranks is the step's sum."""
+        """The sum of losses behind a rank's contributions, 0-d, times the ranks: its mean is the step's sum."""
         return contributions / self._factor * self.world_size
 
     def without(self, num_missing: int) -> StepMean:

@@ -245,7 +245,7 @@ class TracedOnce:
 
 
 def _exchanged_bytes(config: TrainConfig, model_config: PreTrainedConfig, dtype: torch.dtype, num_tokens: int) -> int:
-    """What sharing rows keeps besides: Ulysses has the output of attention by heads and by tokens."""
+    """What sharing sequences keeps besides: Ulysses has the output of attention by heads and by tokens."""
     if config.sequence_parallel_ranks == 1:
         return 0
     text = model_config.get_text_config()

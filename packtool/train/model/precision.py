@@ -1,4 +1,4 @@
-"""In which precision weights are kept, computed with and saved: three answers that need not agree.
+"""The precision in which weights are kept, computed with and saved: three answers that need not agree.
 
 An update of AdamW is about as large as the learning rate. In bfloat16, which keeps 8 binary digits, 1e-5 is less than
 half of the last digit of every weight above 0.005 and rounding takes it away again. What is trained is therefore kept
@@ -127,7 +127,7 @@ class SavedPrecision:
         """A model's state as it is saved.
 
         Args:
-            state: names and weights.
+            state: names and weights, of any shape.
             trained: names of weights that were trained: these are rounded, others only where that loses nothing.
         """
         # By where they lie, so that tied weights stay one.

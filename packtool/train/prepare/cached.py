@@ -291,5 +291,6 @@ def _schedule_of(planner: Planner) -> str:
     skrull = planner.options.skrull
     if skrull is None:
         return ""
+    # "a row", where a sequence is meant: checkpoints hold this text, and are compared with it to the letter.
     shared = f"skrull, buckets of {skrull.bucket_size} tokens, a row on {skrull.sequence_parallel_size}"
     return f"{shared}, for {skrull.times.device}"

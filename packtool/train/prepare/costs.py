@@ -92,8 +92,8 @@ def with_model(
         model: its ``config.json``.
         learning: which parts learn.
         hardware: that is planned for.
-        way: how processes share rows; what ``auto`` is here depends on model and hardware alone, so that every machine
-            plans alike (``simulate.exchanges``).
+        way: how processes share sequences; what ``auto`` is here depends on model and hardware alone, so that every
+            machine plans alike (``simulate.exchanges``).
     """
     options = dataclasses.replace(options, cost=cost_of(model, learning))
     if options.skrull is None:

@@ -115,7 +115,7 @@ class ExpectedTime:
 
     def _cells(self, config: TrainConfig, plan: EpochPlan, index: SplitIndex) -> Seconds:
         """Seconds of each micro-batch on each data-parallel rank, (C,)."""
-        sharing = config.sequence_parallel_ranks
+        sequence_parallel_size = config.sequence_parallel_ranks
         cost, sizes = RunCosts.of(config, self.model).hardware, self._sizes
         machine = Machine(
             sizes=sizes,
@@ -126,19 +126,20 @@ class ExpectedTime:
         )
         # The costs of this run have its recomputation in them, and what is frozen.
         own = dataclasses.replace(machine, sizes=dataclasses.replace(sizes, cost=cost), recompute=False)
-        again = machine.step_time(sharing)
+        again = machine.step_time(sequence_parallel_size)
         times = dataclasses.replace(
-            own.step_time(sharing), exchanges=again.exchanges, launch_seconds=again.launch_seconds
+            own.step_time(sequence_parallel_size), exchanges=again.exchanges, launch_seconds=again.launch_seconds
         )
         lengths = index.length.astype(np.float64)
-        slower = lengths * (times.square_flops * lengths + times.query_flops * sharing)
+        slower = lengths * (times.square_flops * lengths + times.query_flops * sequence_parallel_size)
         packs, steps = plan.packs, plan.steps
 
         def cells(per_sample: Seconds) -> Seconds:
             return steps.cell_sums(np.add.reduceat(per_sample[packs.samples], packs.offsets[:-1]))
 
         flops = cells(sample_costs(cost, index, index.target_tokens) + slower)
-        attention = cells(times.attention_flops * lengths**2 + slower) / sharing / times.flops_per_second
-        busy = (flops / sharing + np.where(flops > 0, times.batch_flops, 0.0)) / times.flops_per_second
+        speed = times.flops_per_second
+        attention = cells(times.attention_flops * lengths**2 + slower) / sequence_parallel_size / speed
+        busy = (flops / sequence_parallel_size + np.where(flops > 0, times.batch_flops, 0.0)) / speed
         busy += times.waited(cells(lengths), np.zeros(len(flops)), attention)
         return np.maximum(busy, max(times.launch_seconds, self.collectives(config).each))

@@ -57,7 +57,7 @@ class SampleFigures:
 
     Args:
         target_tokens: labels that carry loss.
-        media_tokens: pads of media.
+        media_tokens: placeholder tokens of each sample's media.
         units: what each sample adds to the loss's denominator.
         flops: float (N,), of each; None if nobody knows.
         hardware_flops: the same with activations that are computed again.

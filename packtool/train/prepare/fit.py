@@ -199,7 +199,7 @@ class Search:
         return ways
 
     def _sequence_parallel_sizes(self) -> list[int | None]:
-        """Powers of two within a machine, as far as the model's rows can be shared so; None for what was given."""
+        """Powers of two within a machine, as far as the model's sequences can be shared so; None for what was given."""
         config = self.config
         asked = config.sequence_parallel_size or config.ulysses_size or config.ring_size
         if asked is not None:
@@ -220,14 +220,15 @@ class Search:
         run = dataclasses.replace(self.base, sequence_parallel_size=size)
         axes_of(run, World(0, self.config.world_size, size), self.files, self.reader.index.length, trained=True)
 
-    def _packing_lengths(self, sharing: int) -> list[int]:
+    def _packing_lengths(self, sequence_parallel_size: int) -> list[int]:
         """The longest sample's, and powers of two above it as long as an epoch fills a step."""
         if self.config.packing_length is not None:
             return [self.config.packing_length]
         kept = self._kept_lengths
         first = -(-int(kept.max()) // _GRAIN) * _GRAIN
         config = self.config
-        packs = config.world_size // sharing * config.gradient_accumulation_steps * config.per_device_train_batch_size
+        num_ranks = config.world_size // sequence_parallel_size
+        packs = num_ranks * config.gradient_accumulation_steps * config.per_device_train_batch_size
         most = min(int(kept.sum()) // packs, _LONGEST)
         return [first, *(length for power in range(8, 21) if first < (length := 1 << power) <= most)]
 

@@ -8,7 +8,7 @@ from packtool.encode.families import family_of
 from packtool.train.prepare.prepared import PreparedRun
 
 NUM_LENGTHS = 8
-"""Up to the fullest micro-batch; packs are nearly full, so nearly all have the last length, with little padding."""
+"""The number of lengths up to the fullest micro-batch; packs are nearly full: most have the last, and few pads."""
 
 _ALIGNED = 16
 """Lengths are multiples of it, as matrix products on GPUs want them."""

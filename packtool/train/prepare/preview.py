@@ -122,7 +122,7 @@ class Preview:
         return found
 
     def step_balance(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """Slowest over mean work of every step, assigned in turn and as planned."""
+        """Slowest over mean work of every step, assigned in turn, (S,), and as planned, (S,)."""
         assert self.options.cost is not None, "a preview knows costs"
         costs = pack_costs(self.plan.packs, self.options.cost, self.target_tokens, self.towers)
         after = imbalance(self.plan.steps.rank_costs(costs))

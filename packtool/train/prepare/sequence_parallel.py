@@ -25,7 +25,7 @@ def axes_of(
     """How the processes share sequences.
 
     Args:
-        lengths: of the samples, as far as they are known.
+        lengths: (N,), tokens of the samples, as far as they are known.
         trained: the model will be.
 
     Raises:

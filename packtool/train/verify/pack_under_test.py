@@ -133,11 +133,11 @@ class PackUnderTest:
         return self.parallel.summed(whole.to(batch.input_ids.device)).cpu()
 
     def logits_alone(self, number: int) -> Tensor:
-        """Logits of one sample at its checked positions, computed alone."""
+        """Logits of one sample at its checked positions, (positions, vocabulary), computed alone."""
         return _logits(self.model, self.alone[number], _positions(self.lengths[number]))
 
     def loss(self, batch: Batch) -> Tensor:
-        """A batch's share of the pack's mean loss; of a sequence that ranks share, this rank's part."""
+        """A batch's share of the pack's mean loss, 0-d; of a sequence that ranks share, this rank's part."""
         with losses_of_head(self.model) as head_loss:
             # As the step makes it, so that the check never holds more logits than the step.
             if head_loss is not None:
