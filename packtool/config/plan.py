@@ -109,6 +109,8 @@ class PlanConfig(CacheOptions, PackingOptions, ParallelOptions, MemoryOptions, A
             for name in ("lengths", "sweep", "save", "html", "tflops")
             if getattr(self, name) is not None
         ]
+        if self.fit < 10**6:
+            found.append(f"--fit {self.fit}: that many bytes hold no model; memory is given as in 80GB")
         if self.has_no_rows or not self.packing:
             found.append(
                 "--fit searches packs: leave out --packing false, --dynamic-batch-tokens and --schedule skrull"

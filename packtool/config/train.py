@@ -258,7 +258,8 @@ class TrainConfig(
     def _compile_problems(self) -> list[str]:
         """Options that do not go with ``--torch-compile``."""
         if not self.torch_compile:
-            return []
+            is_given = self.torch_compile_backend != type(self).torch_compile_backend
+            return ["--torch-compile-backend goes with --torch-compile true"] if is_given else []
         found = []
         if not self.removes_padding:
             found.append(

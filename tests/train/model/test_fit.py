@@ -141,7 +141,7 @@ def test_commands_of_several_machines(tiny: TinyWorld, without_traces: None) -> 
 
 
 def test_the_nearest_is_told_where_nothing_fits(tiny: TinyWorld, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", tiny.cache, "--fit", "100KB", "--world-size", "2", "--train-type", "full"]
+    words = ["plan", tiny.cache, "--fit", "1MB", "--world-size", "2", "--train-type", "full"]
     assert run(words) == 2
     told = capsys.readouterr().err
     for part in ("nothing fits into 0.0 GiB", "Nearest is --packing-length 128", "sharding fsdp full_shard", "Try "):
@@ -164,6 +164,7 @@ def test_as_json_and_as_a_table(tiny: TinyWorld, without_traces: None, capsys: p
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--fit", "80"], "--fit 80: that many bytes hold no model"),
         (["--fit", "1GB", "--sweep", "200"], "--sweep is not for --fit"),
         (["--fit", "1GB", "--schedule", "skrull", "--bucket-size", "200"], "--fit searches packs"),
         (["--gradient-checkpointing", "true"], "--gradient-checkpointing goes with --fit"),
