@@ -51,7 +51,7 @@ def collate_packs(
         DataError: naming a picture that cannot be read or has changed, or a sample whose pads do not fit its pictures.
     """
     check_pads(samples, spec)
-    documents, media = _with_fillers(samples, spec, towers)
+    documents, media = with_fillers(samples, spec, towers)
     input_ids = np.concatenate([sample.input_ids for sample in documents], dtype=np.int64)
     labels = np.concatenate([shifted_labels(sample) for sample in documents], dtype=np.int64)
     if spec.sees:
@@ -89,7 +89,7 @@ def collate_padded(
         DataError: as ``collate_packs``.
     """
     check_pads(samples, spec)
-    rows, media = _with_fillers(samples, spec, towers)
+    rows, media = with_fillers(samples, spec, towers)
     shape = (len(rows), max(sample.length for sample in rows))
     # A padding token is never attended to and has no label; 0 is in every vocabulary and is no picture's pad.
     found = [sample_positions(sample, spec) for sample in rows]
@@ -147,7 +147,7 @@ def as_positions(positions: npt.NDArray[Any]) -> Tensor:
     return torch.from_numpy(positions)
 
 
-def _with_fillers(
+def with_fillers(
     samples: Sequence[EncodedSample], spec: InputSpec, towers: frozenset[Tower] | None
 ) -> tuple[list[EncodedSample], dict[str, Tensor]]:
     """The samples, a filler for each tower that has nothing to do, and what the towers take of all of them."""

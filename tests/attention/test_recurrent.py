@@ -219,3 +219,11 @@ def test_layers_are_tried_and_not_believed(
     assert len(calls) == (1 if honours else 2)
     alone = torch.cat([real(layer, hidden[:, :4]), real(layer, hidden[:, 4:])], dim=1)
     torch.testing.assert_close(out, alone)
+
+
+def test_shared_prefixes_are_refused(setting: Setting) -> None:
+    """The state at the end of a prefix is not handed on to the documents that go on from it."""
+    model, spec, samples = setting
+    inputs = collate_packs(samples, spec).model_inputs() | {"key_index": torch.arange(1)}
+    with pytest.raises(UnsupportedModelError, match="carries a state along the row"):
+        model(**inputs)
