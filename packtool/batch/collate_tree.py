@@ -35,8 +35,8 @@ from packtool.batch.tower_inputs import tower_inputs
 from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedSample
 
-LEAST_SAVED = 64
-"""Tokens that a shared prefix must save: below, a document more costs attention as much as the tokens cost."""
+LEAST_SHARED = 64
+"""Tokens that a prefix must have to be shared: few would cost attention more documents than they save it tokens."""
 
 
 def collate_tree(
@@ -44,7 +44,7 @@ def collate_tree(
     spec: InputSpec,
     towers: frozenset[Tower] | None = None,
     *,
-    least_saved: int = LEAST_SAVED,
+    least_shared: int = LEAST_SHARED,
 ) -> PackedBatch:
     """Lay samples end to end in one row, the prefixes that they have in common once.
 
@@ -52,7 +52,7 @@ def collate_tree(
 
     Args:
         samples, spec, towers: as for ``collate_packs``.
-        least_saved: see ``prefix_tree.find_tree``.
+        least_shared: see ``prefix_tree.find_tree``.
 
     Returns:
         a ``TreeBatch``, or what ``collate_packs`` makes where nothing is shared.
@@ -61,7 +61,7 @@ def collate_tree(
         DataError: as ``collate_packs``.
     """
     check_pads(samples, spec)
-    nodes = find_tree(samples, spec, least_saved=least_saved)
+    nodes = find_tree(samples, spec, least_shared=least_shared)
     if all(len(node.samples) == 1 for node in nodes):
         return collate_packs(samples, spec, towers)
     parts = [part_of(samples[node.samples[0]], node.start, node.stop, spec) for node in nodes]

@@ -11,9 +11,9 @@ Three questions about one picture; the last two begin alike once more::
 A node is what samples have in common beyond the node that it goes on from; its tokens keep the positions that they have
 in the samples alone. In attention its queries see the keys of all nodes from the root down to it (``key_index``).
 
-What is equal is decided on tokens and media. A prefix ends only where every medium of it is whole. Its last token is to
-predict the first token of every continuation: where that is more than one target, the prefix ends a token earlier, and
-each continuation has a last token of its own, so that a token never has two labels.
+What is equal is decided on tokens and media. A prefix ends only where every medium of it has all of its pads. Its last
+token is to predict the first token of every continuation: where that is more than one target, the prefix ends a token
+earlier, and each continuation has a last token of its own, so that a token never has two labels.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy.typing as npt
 from packtool.batch.sounds import sounds_in_order
 from packtool.batch.spec import InputSpec
 from packtool.constants import IGNORE_INDEX
-from packtool.encode.encoded import EncodedSample
+from packtool.encode.encoded import EncodedAudio, EncodedSample
 from packtool.encode.families import MediaKind
 
 Int64Array = npt.NDArray[np.int64]
@@ -57,14 +57,14 @@ class Node:
         return self.stop - self.start
 
 
-def find_tree(samples: Sequence[EncodedSample], spec: InputSpec, *, least_saved: int) -> list[Node]:
-    """Every token of some samples once, where enough of them begin alike; samples of two channels share nothing.
+def find_tree(samples: Sequence[EncodedSample], spec: InputSpec, *, least_shared: int) -> list[Node]:
+    """Every token of some samples once, where these begin alike; samples of two channels share nothing.
 
     Price: each sample is compared with one other for each prefix that it shares.
 
     Args:
         spec: the model they are for.
-        least_saved: tokens that a node must save, its length times its samples beyond the first, to be shared.
+        least_shared: tokens that a prefix must have, from the samples' beginning, to be shared.
 
     Returns:
         nodes, each behind the one that it goes on from. A sample without tokens of its own has no node of its own.
@@ -84,7 +84,7 @@ def find_tree(samples: Sequence[EncodedSample], spec: InputSpec, *, least_saved:
         parts = _continuations([(number, read[number]) for number in group], alike)
         # Nothing goes on from whole samples: they may end anywhere.
         stop = first.last_cut(max(alike - _is_torn(group, samples, alike), start)) if parts else alike
-        if len(group) == 1 or (stop - start) * (len(group) - 1) >= least_saved:
+        if len(group) == 1 or stop >= least_shared:
             if stop > start:
                 nodes.append(Node(tuple(group), start, stop, parent))
                 start, parent = stop, len(nodes) - 1
@@ -102,7 +102,7 @@ class _Read:
 
     Args:
         symbols: int64 (L,): tokens; where a medium's pads stand, a number below 0 of this very medium.
-        is_cut: bool (L + 1,), whether a prefix of so many tokens has all of its media whole.
+        is_cut: bool (L + 1,), whether a prefix of so many tokens has all pads of its media.
     """
 
     symbols: Int64Array
@@ -116,16 +116,14 @@ class _Read:
         is_cut = np.ones(len(ids) + 1, np.bool_)
         for kind, pad in spec.pad_ids.items():
             media = _media(sample, kind, spec)
-            counts = [num_tokens for _, num_tokens in media]
-            is_pad = ids == pad
             numbers = [-1 - codes.setdefault((kind, medium), len(codes)) for medium, _ in media]
-            symbols[is_pad] = np.repeat(np.array(numbers, np.int64), counts)
-            is_cut &= np.isin(_counted(is_pad), np.cumsum([0, *counts]))
-        for opening, closing in (spec.family.image_marks, spec.family.sound_marks):
-            marks = [getattr(spec.config, name, None) for name in (opening, closing)]
-            if spec.pad_ids and None not in marks:
-                opened, closed = (_counted(ids == mark) for mark in marks)
-                is_cut &= opened == closed
+            symbols[ids == pad] = np.repeat(np.array(numbers, np.int64), [num_tokens for _, num_tokens in media])
+        for first, stop in _spans(sample, spec):
+            is_cut[first + 1 : stop] = False
+        # A mark that opens a medium says of what kind the sound is behind it.
+        names = (spec.family.image_marks[0], spec.family.sound_marks[0]) if spec.pad_ids else ()
+        opening = [getattr(spec.config, name) for name in names if getattr(spec.config, name, None) is not None]
+        is_cut[1:] &= ~np.isin(ids, opening)
         return cls(symbols, is_cut)
 
     def alike(self, other: _Read, start: int) -> int:
@@ -135,7 +133,7 @@ class _Read:
         return start + int(differs.argmax()) if differs.any() else most
 
     def last_cut(self, most: int) -> int:
-        """The longest prefix with whole media, of at most ``most`` tokens."""
+        """The longest prefix that may end there, of at most ``most`` tokens."""
         return int(np.flatnonzero(self.is_cut[: most + 1])[-1])
 
 
@@ -162,6 +160,26 @@ def _media(sample: EncodedSample, kind: MediaKind, spec: InputSpec) -> list[tupl
     return [(medium, medium.num_tokens) for medium in media]
 
 
+def _spans(sample: EncodedSample, spec: InputSpec) -> list[tuple[int, int]]:
+    """From the first pad of each medium to behind its last one; that of a video takes in its sound track."""
+    found: dict[MediaKind, list[tuple[int, int]]] = {}
+    for kind, pad in spec.pad_ids.items():
+        at = np.flatnonzero(sample.input_ids == pad)
+        ends = np.cumsum([num_tokens for _, num_tokens in _media(sample, kind, spec)], dtype=np.int64)
+        starts = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
+        found[kind] = list(zip(at[starts].tolist(), (at[ends - 1] + 1).tolist(), strict=True))
+    sounds = zip(sounds_in_order(sample, spec), found.get("audio", ()), strict=True)
+    tracks = [span for (sound, _, _), span in sounds if _is_track(sound)]
+    with_track = [span for video, span in zip(sample.videos, found.get("video", ()), strict=True) if video.audio]
+    woven = [(min(a, c), max(b, d)) for (a, b), (c, d) in zip(with_track, tracks, strict=True)]
+    return [span for spans in (*found.values(), woven) for span in spans]
+
+
+def _is_track(sound: EncodedAudio) -> bool:
+    """Whether a sound is a video's, in whose file it lies."""
+    return sound.path is None and sound.data is None
+
+
 def _counted(is_there: npt.NDArray[np.bool_]) -> Int64Array:
     """How many there are before each place, and in all: int64 (L + 1,) of (L,)."""
     return np.concatenate([[0], np.cumsum(is_there)])
@@ -183,8 +201,8 @@ def part_of(sample: EncodedSample, start: int, stop: int, spec: InputSpec) -> En
         turns=np.zeros(0, np.int32),
         images=sample.images[own.get("image", slice(0))],
         videos=sample.videos[own.get("video", slice(0))],
-        # Sound tracks, which have no file of their own, come with their videos.
-        audios=tuple(sound for sound in sounds[own.get("audio", slice(0))] if (sound.path, sound.data) != (None, None)),
+        # Sound tracks come with their videos.
+        audios=tuple(sound for sound in sounds[own.get("audio", slice(0))] if not _is_track(sound)),
         loss_scale=None if sample.loss_scale is None else sample.loss_scale[taken],
     )
 

@@ -47,7 +47,7 @@ def path(nodes: list[Node], number: int) -> list[Node]:
 
 def test_two_levels_and_one_alone() -> None:
     rows = [[1, 2, 3, 4, 5], [9, 9], [1, 2, 3, 4, 6, 7], [1, 2, 8]]
-    assert shape(find_tree([sample(row) for row in rows], TEXT, least_saved=1)) == [
+    assert shape(find_tree([sample(row) for row in rows], TEXT, least_shared=1)) == [
         ((0, 2, 3), 0, 2, ROOT),
         ((0, 2), 2, 4, 0),
         ((0,), 4, 5, 1),
@@ -57,11 +57,12 @@ def test_two_levels_and_one_alone() -> None:
     ]
 
 
-def test_a_node_that_saves_too_little_is_not_shared() -> None:
-    rows = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 7], [1, 8]]
-    assert shape(find_tree([sample(row) for row in rows], TEXT, least_saved=4)) == [
-        ((0, 1), 0, 4, ROOT),
-        ((0,), 4, 5, 0),
+def test_a_prefix_that_is_too_short_is_not_shared() -> None:
+    rows = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 7], [1, 8], [1, 2, 3, 4, 5, 6]]
+    assert shape(find_tree([sample(row) for row in rows], TEXT, least_shared=4)) == [
+        ((0, 1, 4), 0, 4, ROOT),
+        ((0, 4), 4, 5, 0),
+        ((4,), 5, 6, 1),
         ((1,), 4, 5, 0),
         ((2,), 0, 2, ROOT),
         ((3,), 0, 2, ROOT),
@@ -70,31 +71,31 @@ def test_a_node_that_saves_too_little_is_not_shared() -> None:
 
 def test_equal_samples_are_one_and_shorter_ones_end_inside() -> None:
     rows = [[1, 2, 3], [1, 2, 3], [1, 2], [1, 2, 3, 4]]
-    nodes = find_tree([sample(row) for row in rows], TEXT, least_saved=1)
+    nodes = find_tree([sample(row) for row in rows], TEXT, least_shared=1)
     assert shape(nodes) == [((0, 1, 2, 3), 0, 2, ROOT), ((0, 1, 3), 2, 3, 0), ((3,), 3, 4, 1)]
 
 
-def test_equal_samples_that_save_too_little_stay_apart() -> None:
-    nodes = find_tree([sample([1, 2, 3])] * 2, TEXT, least_saved=4)
+def test_equal_samples_that_are_too_short_stay_apart() -> None:
+    nodes = find_tree([sample([1, 2, 3])] * 2, TEXT, least_shared=4)
     assert shape(nodes) == [((0,), 0, 3, ROOT), ((1,), 0, 3, ROOT)]
 
 
 def test_a_prefix_that_is_to_predict_two_tokens_ends_one_earlier() -> None:
     trained = [False, False, True]
     pair = [sample([1, 2, 3], trained), sample([1, 2, 4], trained), sample([1, 2, 4, 5], [*trained, False])]
-    assert shape(find_tree(pair, TEXT, least_saved=1)) == [
+    assert shape(find_tree(pair, TEXT, least_shared=1)) == [
         ((0, 1, 2), 0, 1, ROOT),
         ((0,), 1, 3, 0),
         ((1, 2), 1, 3, 0),
         ((2,), 3, 4, 2),
     ]
     one_target = [pair[0], sample([1, 2, 4])]
-    assert find_tree(one_target, TEXT, least_saved=1)[0].stop == 2
+    assert find_tree(one_target, TEXT, least_shared=1)[0].stop == 2
 
 
 def test_samples_of_two_channels_share_nothing() -> None:
     rows = [sample([1, 2, 3], channel="a"), sample([1, 2, 3], channel="b"), sample([1, 2, 3], channel="a")]
-    assert shape(find_tree(rows, TEXT, least_saved=1)) == [((0, 2), 0, 3, ROOT), ((1,), 0, 3, ROOT)]
+    assert shape(find_tree(rows, TEXT, least_shared=1)) == [((0, 2), 0, 3, ROOT), ((1,), 0, 3, ROOT)]
 
 
 def test_a_prefix_ends_only_where_its_pictures_are_whole() -> None:
@@ -107,7 +108,7 @@ def test_a_prefix_ends_only_where_its_pictures_are_whole() -> None:
         (with_pictures([5, same_size, 6, 7]), 1),
         (with_pictures([5, VISION_START, 6, VISION_END]), 1),
     ]:
-        nodes = find_tree([question, other], SEES, least_saved=1)
+        nodes = find_tree([question, other], SEES, least_shared=1)
         assert nodes[0] == Node((0, 1), 0, stop, ROOT)
         parts = [part_of([question, other][node.samples[0]], node.start, node.stop, SEES) for node in nodes]
         assert [part.images for part in parts] == [
@@ -117,24 +118,32 @@ def test_a_prefix_ends_only_where_its_pictures_are_whole() -> None:
         ]
 
 
+def test_a_picture_is_shared_where_the_words_behind_it_are_trained() -> None:
+    """Its closing mark predicts both words, so each has a mark of its own; but not the picture."""
+    found = [with_pictures([5, picture("a", 4), word]) for word in (6, 7)]
+    found = [dataclasses.replace(one, labels=one.input_ids) for one in found]
+    nodes = find_tree(found, SEES, least_shared=1)
+    assert shape(nodes) == [((0, 1), 0, 6, ROOT), ((0,), 6, 8, 0), ((1,), 6, 8, 0)]
+
+
 def test_pictures_are_equal_by_their_bytes_too() -> None:
     one, same, another = (
         dataclasses.replace(picture("a", 2), path=None, data=bytes(data)) for data in (b"12", b"12", b"13")
     )
     alike = [with_pictures([one, 1]), with_pictures([same, 2]), with_pictures([another, 3])]
-    assert shape(find_tree(alike, SEES, least_saved=1))[0] == ((0, 1), 0, 4, ROOT)
+    assert shape(find_tree(alike, SEES, least_shared=1))[0] == ((0, 1), 0, 4, ROOT)
 
 
 @settings(max_examples=200, deadline=None)
 @given(
     rows=st.lists(st.lists(st.tuples(st.integers(1, 3), st.booleans()), min_size=1, max_size=8), max_size=8),
-    least_saved=st.integers(1, 6),
+    least_shared=st.integers(1, 6),
 )
 def test_every_sample_is_there_whole_and_every_label_counts(
-    rows: list[list[tuple[int, bool]]], least_saved: int
+    rows: list[list[tuple[int, bool]]], least_shared: int
 ) -> None:
     samples = [sample([token for token, _ in row], [target for _, target in row]) for row in rows]
-    nodes = find_tree(samples, TEXT, least_saved=least_saved)
+    nodes = find_tree(samples, TEXT, least_shared=least_shared)
     for number, whole in enumerate(samples):
         found = path(nodes, number)
         assert [node.start for node in found] == [0, *(node.stop for node in found[:-1])]
@@ -144,11 +153,11 @@ def test_every_sample_is_there_whole_and_every_label_counts(
             first = samples[node.samples[0]]
             assert first.input_ids[node.start : node.stop].tolist() == whole.input_ids[node.start : node.stop].tolist()
     for node in nodes:
-        assert len(node.samples) == 1 or node.length * (len(node.samples) - 1) >= least_saved
+        assert len(node.samples) == 1 or node.stop >= least_shared
         for place in range(node.start + 1, node.stop + 1):
             labels = {int(label) for number in node.samples for label in samples[number].labels[place : place + 1]}
             assert len(labels - {-100}) <= 1
-    if least_saved == 1 and not any(target for row in rows for _, target in row):
+    if least_shared == 1 and not any(target for row in rows for _, target in row):
         distinct = {tuple(row[: end + 1]) for row in rows for end in range(len(row))}
         assert sum(node.length for node in nodes) == len(distinct)
 
@@ -156,7 +165,7 @@ def test_every_sample_is_there_whole_and_every_label_counts(
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_vl"])
 def test_the_samples_of_other_tests_are_a_tree_of_several_levels(name: str) -> None:
     samples = samples_alike(name)
-    nodes = find_tree(samples, reduced_spec(name), least_saved=1)
+    nodes = find_tree(samples, reduced_spec(name), least_shared=1)
     depths = [0]
     for node in nodes[1:]:
         depths.append(0 if node.parent == ROOT else 1 + depths[node.parent])
