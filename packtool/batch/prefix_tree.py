@@ -19,17 +19,17 @@ earlier, and each continuation has a last token of its own, so that a token neve
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from packtool.batch.sounds import sounds_in_order
 from packtool.batch.spec import InputSpec
 from packtool.constants import IGNORE_INDEX
-from packtool.encode.encoded import EncodedAudio, EncodedSample
-from packtool.encode.families import MediaKind
+from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
+from packtool.encode.placed_media import placed_media
 
 Int64Array = npt.NDArray[np.int64]
 ROOT = -1
@@ -69,7 +69,7 @@ def find_tree(samples: Sequence[EncodedSample], spec: InputSpec, *, least_shared
     Returns:
         nodes, each behind the one that it goes on from. A sample without tokens of its own has no node of its own.
     """
-    codes: dict[Hashable, int] = {}
+    codes: dict[Any, int] = {}
     read = [_Read.of(sample, spec, codes) for sample in samples]
     by_channel: dict[str | None, list[int]] = {}
     for number, sample in enumerate(samples):
@@ -109,21 +109,20 @@ class _Read:
     is_cut: npt.NDArray[np.bool_]
 
     @classmethod
-    def of(cls, sample: EncodedSample, spec: InputSpec, codes: dict[Hashable, int]) -> _Read:
+    def of(cls, sample: EncodedSample, spec: InputSpec, codes: dict[Any, int]) -> _Read:
         """Read a sample; ``codes`` has the numbers of media that were met before, and is added to."""
-        ids = sample.input_ids
+        ids, tokens = sample.input_ids, spec.media_tokens
         symbols = ids.astype(np.int64)
         is_cut = np.ones(len(ids) + 1, np.bool_)
-        for kind, pad in spec.pad_ids.items():
-            media = _media(sample, kind, spec)
-            numbers = [-1 - codes.setdefault((kind, medium), len(codes)) for medium, _ in media]
-            symbols[ids == pad] = np.repeat(np.array(numbers, np.int64), [num_tokens for _, num_tokens in media])
-        for first, stop in _spans(sample, spec):
-            is_cut[first + 1 : stop] = False
-        # A mark that opens a medium says of what kind the sound is behind it.
-        names = (spec.family.image_marks[0], spec.family.sound_marks[0]) if spec.pad_ids else ()
-        opening = [getattr(spec.config, name) for name in names if getattr(spec.config, name, None) is not None]
-        is_cut[1:] &= ~np.isin(ids, opening)
+        is_pad = np.isin(ids, list(tokens.pads.values()))
+        for placed in placed_media(sample, tokens):
+            inside = slice(placed.start, placed.stop)
+            symbols[inside][is_pad[inside]] = -1 - codes.setdefault(placed.medium, len(codes))
+            is_cut[placed.start + 1 : placed.stop] = False
+        # Behind a mark that opens a medium it is not told of what kind a sound is.
+        is_cut[1:] &= ~np.isin(
+            ids, [mark for mark in (tokens.opening_vision, tokens.opening_sound) if mark is not None]
+        )
         return cls(symbols, is_cut)
 
     def alike(self, other: _Read, start: int) -> int:
@@ -152,57 +151,18 @@ def _is_torn(group: Sequence[int], samples: Sequence[EncodedSample], alike: int)
     return len({label for labels in following for label in labels if label != IGNORE_INDEX}) > 1
 
 
-def _media(sample: EncodedSample, kind: MediaKind, spec: InputSpec) -> list[tuple[Hashable, int]]:
-    """What tells each medium of a kind from others, and its tokens, in the order of their pads."""
-    if kind == "audio":
-        return [((sound, path, data), sound.num_tokens) for sound, path, data in sounds_in_order(sample, spec)]
-    media = sample.images if kind == "image" else sample.videos
-    return [(medium, medium.num_tokens) for medium in media]
-
-
-def _spans(sample: EncodedSample, spec: InputSpec) -> list[tuple[int, int]]:
-    """From the first pad of each medium to behind its last one; that of a video takes in its sound track."""
-    found: dict[MediaKind, list[tuple[int, int]]] = {}
-    for kind, pad in spec.pad_ids.items():
-        at = np.flatnonzero(sample.input_ids == pad)
-        ends = np.cumsum([num_tokens for _, num_tokens in _media(sample, kind, spec)], dtype=np.int64)
-        starts = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
-        found[kind] = list(zip(at[starts].tolist(), (at[ends - 1] + 1).tolist(), strict=True))
-    sounds = zip(sounds_in_order(sample, spec), found.get("audio", ()), strict=True)
-    tracks = [span for (sound, _, _), span in sounds if _is_track(sound)]
-    with_track = [span for video, span in zip(sample.videos, found.get("video", ()), strict=True) if video.audio]
-    woven = [(min(a, c), max(b, d)) for (a, b), (c, d) in zip(with_track, tracks, strict=True)]
-    return [span for spans in (*found.values(), woven) for span in spans]
-
-
-def _is_track(sound: EncodedAudio) -> bool:
-    """Whether a sound is a video's, in whose file it lies."""
-    return sound.path is None and sound.data is None
-
-
-def _counted(is_there: npt.NDArray[np.bool_]) -> Int64Array:
-    """How many there are before each place, and in all: int64 (L + 1,) of (L,)."""
-    return np.concatenate([[0], np.cumsum(is_there)])
-
-
 def part_of(sample: EncodedSample, start: int, stop: int, spec: InputSpec) -> EncodedSample:
     """A stretch of a sample between two cuts, with its own media."""
     taken = slice(start, stop)
-    own: dict[MediaKind, slice] = {}
-    for kind, pad in spec.pad_ids.items():
-        ends = np.cumsum([num_tokens for _, num_tokens in _media(sample, kind, spec)])
-        before = _counted(sample.input_ids == pad)
-        own[kind] = slice(*np.searchsorted(ends, before[[start, stop]], side="right").tolist())
-    sounds = [sound for sound, _, _ in sounds_in_order(sample, spec)]
+    media = [placed.medium for placed in placed_media(sample, spec.media_tokens) if start <= placed.start < stop]
     return dataclasses.replace(
         sample,
         input_ids=sample.input_ids[taken],
         labels=sample.labels[taken],
         turns=np.zeros(0, np.int32),
-        images=sample.images[own.get("image", slice(0))],
-        videos=sample.videos[own.get("video", slice(0))],
-        # Sound tracks come with their videos.
-        audios=tuple(sound for sound in sounds[own.get("audio", slice(0))] if not _is_track(sound)),
+        images=tuple(medium for medium in media if isinstance(medium, EncodedImage)),
+        videos=tuple(medium for medium in media if isinstance(medium, EncodedVideo)),
+        audios=tuple(medium for medium in media if isinstance(medium, EncodedAudio)),
         loss_scale=None if sample.loss_scale is None else sample.loss_scale[taken],
     )
 

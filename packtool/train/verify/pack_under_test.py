@@ -18,9 +18,9 @@ from packtool.batch.batch import Batch, PackedBatch, ShardedBatch
 from packtool.batch.collate import collate_packs
 from packtool.batch.collate_shard import collate_shard, with_own_media
 from packtool.batch.shard import SHARDED
-from packtool.batch.sounds import sounds_in_order
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
+from packtool.encode.placed_media import sounds_in_order
 from packtool.train.model.head_loss import losses_of_head
 from packtool.train.model.loss import sum_of_losses, takes_logits_to_keep
 from packtool.train.model.memory import CHECKED_POSITIONS
@@ -226,7 +226,7 @@ def _num_rows(sample: EncodedSample, name: str, spec: InputSpec) -> int:
         return sum(math.prod(image.grid) for image in sample.images)
     if name == "pixel_values_videos":
         return sum(math.prod(video.grid) for video in sample.videos)
-    return len(sounds_in_order(sample, spec)) if name == "input_features" else 0
+    return len(sounds_in_order(sample, spec.media_tokens)) if name == "input_features" else 0
 
 
 def _token_ids(config: Any) -> set[int]:
