@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 
 from packtool.batch.prefix_tree import ROOT, Node, find_tree, key_index, part_of
 from packtool.encode.encoded import EncodedImage, EncodedSample
+from packtool.encode.prefix_hashes import prefix_hashes
+from packtool.plan.packing import pack
+from packtool.plan.prefix_trees import Prefixes, plan_trees
 from tests.batch.reduced import IMAGE_PAD, VISION_END, VISION_START, reduced_spec, samples_alike
 
 TEXT, SEES = reduced_spec("qwen3"), reduced_spec("qwen3_vl")
@@ -160,6 +163,42 @@ def test_every_sample_is_there_whole_and_every_label_counts(
     if least_shared == 1 and not any(target for row in rows for _, target in row):
         distinct = {tuple(row[: end + 1]) for row in rows for end in range(len(row))}
         assert sum(node.length for node in nodes) == len(distinct)
+
+
+words = st.one_of(st.integers(1, 3), st.sampled_from([picture("a", 2), picture("b", 2), picture("c", 5)]))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    rows=st.lists(st.lists(words, min_size=1, max_size=6), min_size=1, max_size=8),
+    least_shared=st.integers(1, 6),
+    capacity=st.integers(60, 150),
+    data=st.data(),
+)
+def test_no_group_is_longer_than_planned(
+    rows: list[list[int | EncodedImage]], least_shared: int, capacity: int, data: st.DataObject
+) -> None:
+    """What hashes tell the planner is found in the tokens, whatever is trained and wherever turns end."""
+    samples = []
+    for row in rows:
+        made = with_pictures(row)
+        size = made.length
+        is_target = np.array(data.draw(st.lists(st.booleans(), min_size=size, max_size=size)))
+        turns = np.array(sorted(data.draw(st.sets(st.integers(1, size)))), np.int32)
+        labels = np.where(is_target & (made.input_ids < IMAGE_PAD), made.input_ids, -100).astype(np.int32)
+        samples.append(dataclasses.replace(made, labels=labels, turns=turns))
+    hashed = [prefix_hashes(one, SEES.media_tokens, longer_than=least_shared) for one in samples]
+    prefixes = Prefixes(
+        np.cumsum([0, *(len(found.lengths) for found in hashed)]),
+        np.concatenate([found.lengths for found in hashed]),
+        np.concatenate([found.hashes for found in hashed]),
+    )
+    lengths = np.array([one.length for one in samples])
+    trees = plan_trees(lengths, prefixes, capacity=capacity, least_shared=least_shared)
+    plan = trees.unfolded(pack(trees.sums_per_group(trees.new_tokens(lengths)), capacity, seed=0), lengths)
+    for number, tokens in enumerate(plan.tokens_per_pack().tolist()):
+        nodes = find_tree([samples[i] for i in plan.pack(number)], SEES, least_shared=least_shared)
+        assert sum(node.length for node in nodes) <= tokens <= capacity
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_vl"])
