@@ -53,7 +53,7 @@ class Prefixes:
 
 @dataclass(frozen=True, eq=False)
 class PrefixTrees:
-    """N samples in G groups, each of which is packed as one.
+    """N of all samples in G groups, each of which is packed as one.
 
     Args:
         samples: int64 (N,), group after group, each a walk through a tree or a part of one.
@@ -76,22 +76,23 @@ class PrefixTrees:
         """What part of all tokens need not be computed, 0 to 1.
 
         Args:
-            lengths: (N,), tokens of each sample.
+            lengths: tokens of each sample, by its number.
         """
-        return self.num_shared_tokens / max(int(lengths.sum(dtype=np.int64)), 1)
+        return self.num_shared_tokens / max(int(lengths[self.samples].sum(dtype=np.int64)), 1)
 
     def added(
         self, values: npt.NDArray[np.integer[Any]], of_prefixes: npt.NDArray[np.integer[Any]]
     ) -> npt.NDArray[np.int64]:
-        """What each sample adds to its group: int64 (N,), in the order of ``samples``.
+        """What each sample adds to its group, by its number, int64; 0 for those that are in no group.
 
         Args:
-            values: (N,), of each whole sample, by its number, such as its media tokens.
+            values: of each whole sample, such as its media tokens or what its pictures cost.
             of_prefixes: (M,), of each prefix.
         """
         has = self.prefixes != NOTHING
-        found = values[self.samples].astype(np.int64)
-        found[has] -= of_prefixes[self.prefixes[has]]
+        found = np.zeros(len(values), np.int64)
+        found[self.samples] = values[self.samples]
+        found[self.samples[has]] -= of_prefixes[self.prefixes[has]]
         return found
 
     def new_tokens(self, lengths: npt.NDArray[np.integer[Any]]) -> Int32Array:
@@ -105,17 +106,17 @@ class PrefixTrees:
         return np.add.reduceat(values, self.offsets[:-1], dtype=np.int64)
 
     def unfolded(self, groups: PackPlan, lengths: npt.NDArray[np.integer[Any]]) -> PackPlan:
-        """A plan of samples from one of groups; its lengths are the tokens that each sample adds.
+        """A plan of samples from one of groups.
 
         Args:
             groups: packs of groups by number.
-            lengths: (N,), tokens of each sample.
+            lengths: tokens of each sample, by its number.
         """
         sizes = np.diff(self.offsets)[groups.samples]
         starts = offsets_of(sizes)
         taken = np.arange(starts[-1]) - np.repeat(starts[:-1] - self.offsets[:-1][groups.samples], sizes)
         new = self.new_tokens(lengths)
-        return PackPlan(self.samples[taken], starts[groups.offsets], new[taken], groups.capacity)
+        return PackPlan(self.samples[taken], starts[groups.offsets], new[taken], groups.capacity, self.shared[taken])
 
 
 def plan_trees(
@@ -124,6 +125,7 @@ def plan_trees(
     *,
     capacity: int,
     least_shared: int,
+    max_length: int | None = None,
     max_samples: int | None = None,
 ) -> PrefixTrees:
     """Find the trees, and cut those that do not fit into a pack: a pure function, the same on every machine.
@@ -134,15 +136,17 @@ def plan_trees(
     Price: O(M log M) for M prefixes, times the depth of the deepest tree.
 
     Args:
-        lengths: (N,), tokens of each sample, none more than ``capacity``.
+        lengths: (N,), tokens of each sample.
         prefixes: of the same samples.
         capacity: tokens that a pack may hold.
         least_shared: tokens that a prefix must have to be shared.
+        max_length: longer samples are in no group; at most ``capacity``, which is the default.
         max_samples: most samples of a group.
     """
     assert len(lengths) == prefixes.num_samples
     forest = _Forest.of(prefixes, least_shared)
     order = np.lexsort((np.arange(len(lengths)), forest.places()[forest.ends]))
+    order = order[lengths[order] <= (capacity if max_length is None else max_length)]
     ends = forest.ends[order]
     common = np.full(len(order), NOTHING, np.int64)
     common[1:] = forest.meetings(ends[:-1], ends[1:])

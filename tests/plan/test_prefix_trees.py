@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from packtool.plan.cost import CostModel
+from packtool.plan.epoch import PlanOptions, assign_packs, pack_costs, plan_epoch
 from packtool.plan.packing import pack
 from packtool.plan.prefix_trees import NOTHING, Prefixes, PrefixTrees, plan_trees
+from packtool.plan.towers import TowerWork
 
 Rows = list[list[int]]
 
@@ -69,6 +74,7 @@ def test_what_a_prefix_has_besides_tokens_is_added_once() -> None:
     media, of_prefixes = np.array([7, 9, 5]), np.array([6, 6])
     assert trees.samples.tolist() == [0, 1, 2]
     assert trees.added(media, of_prefixes).tolist() == [7, 3, 5]
+    assert planned(rows, [[2], [2], []], max_length=2)[0].added(media, of_prefixes).tolist() == [0, 0, 5]
 
 
 def test_groups_are_packed_and_their_samples_stay_together() -> None:
@@ -93,6 +99,63 @@ def test_no_samples_and_no_prefixes() -> None:
     assert trees.samples.tolist() == [0, 1]
     assert trees.prefixes.tolist() == [NOTHING, NOTHING]
     assert trees.unfolded(pack([1, 1], 10, seed=0), lengths).num_samples == 2
+
+
+def options_for(capacity: int, **given: Any) -> PlanOptions:
+    cost = CostModel(per_token=3.0, per_square=0.5)
+    return PlanOptions(**({"max_length": capacity, "packing_length": capacity, "cost": cost, "world_size": 2} | given))
+
+
+def test_an_epoch_is_planned_by_what_is_computed() -> None:
+    """Forty pictures of ten tokens with four questions of one to three; their attention is that of the rows alone."""
+    rows = [[1 + i, 2 + i, *[90] * 8, *[5 + k] * (1 + k % 3)] for i in range(40) for k in range(4)]
+    rows.append([99] * 70)
+    lengths = np.array([len(row) for row in rows], np.int32)
+    given = prefixes_of(rows, [[10]] * len(rows[:-1]) + [[]])
+    targets = np.ones(len(rows), np.int64)
+    trees = plan_trees(lengths, given, capacity=60, least_shared=5, max_length=50)
+    towers = TowerWork(np.append(np.full(160, 100), 0), np.append(np.ones(160, np.int64), 0))
+    added = TowerWork(trees.added(towers.flops, np.full(len(given.lengths), 100)), towers.num_seen)
+    options = options_for(60, max_length=50)
+    plans = [plan_epoch(lengths, targets, options, seed=1, epoch=epoch, towers=added, trees=trees) for epoch in (0, 1)]
+    plan = plans[0]
+    assert plan.summary.num_filtered == 1
+    assert plan.summary.num_samples == 160
+    assert plan.packs.num_packs == plans[1].packs.num_packs
+    assert plan.packs.samples.tolist() != plans[1].packs.samples.tolist()
+    whole = plan_epoch(lengths, targets, options, seed=1, towers=towers)
+    assert plan.summary.num_target_tokens == whole.summary.num_target_tokens
+    assert plan.packs.num_packs < 0.5 * whole.packs.num_packs
+    for number in range(plan.packs.num_packs):
+        members = [rows[i] for i in plan.packs.pack(number)]
+        # Without the last token of what is alike, which each question has for itself.
+        distinct = {tuple(row[:end]) for row in members for end in range(1, 10)}
+        own = sum(len(row) - 9 for row in members)
+        assert plan.packs.tokens_per_pack()[number] == len(distinct) + own
+        prefixes = len({tuple(row[:10]) for row in members})
+        squares = sum(len(row) ** 2 for row in members) - 81 * (len(members) - prefixes)
+        assert plan.packs.sum_squares_per_pack()[number] == squares
+    costs = pack_costs(plan.packs, options.cost, targets, added)  # type: ignore[arg-type]
+    pictures = [len({tuple(rows[i][:10]) for i in plan.packs.pack(k)}) for k in range(plan.packs.num_packs)]
+    assert costs.tolist() == pytest.approx(
+        (3 * plan.packs.tokens_per_pack() + 0.5 * plan.packs.sum_squares_per_pack() + 100 * np.array(pictures)).tolist()
+    )
+
+
+def test_a_rest_of_an_epoch_keeps_what_is_shared() -> None:
+    rows = [[1 + i, *[90] * 8, k] for i in range(12) for k in range(3)]
+    lengths = np.array([len(row) for row in rows], np.int32)
+    trees = plan_trees(lengths, prefixes_of(rows, [[9]] * len(rows)), capacity=30, least_shared=5)
+    plan = plan_epoch(lengths, np.ones(36, np.int64), options_for(30), seed=0, trees=trees)
+    rest = plan.packs_from(2)
+    assert 0 < rest.num_samples < 36
+    assert rest.tokens_per_pack().max() <= 30
+    again = assign_packs(rest, np.ones(36, np.int64), options_for(30, world_size=1))
+    assert again.summary.num_samples == rest.num_samples
+    assert again.packs.sum_squares_per_pack().sum() == rest.sum_squares_per_pack().sum()
+    assert rest.shared is not None
+    unlike = dataclasses.replace(rest, shared=np.zeros_like(rest.shared))
+    assert unlike.fingerprint != rest.fingerprint != dataclasses.replace(rest, shared=None).fingerprint
 
 
 some_rows = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=9), max_size=12)
