@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from packtool.batch.batch import Batch, SkippedSample
 from packtool.batch.collate import collate_packs, collate_padded, load_media
 from packtool.batch.collate_shard import collate_shard
+from packtool.batch.collate_tree import collate_tree
 from packtool.batch.micro_batch import MicroBatch, Tower
 from packtool.batch.shard import Cut
 from packtool.batch.spec import InputSpec
@@ -33,6 +34,7 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
         skip_bad_media: leave samples out whose media cannot be loaded.
         cut: of rows that several ranks share, and this rank's part.
         always: towers that run in every micro-batch; by default all. Others run where some rank has need of them.
+        least_shared: tokens that a prefix of packed samples must have to be there once; None has all samples whole.
     """
 
     def __init__(
@@ -44,8 +46,10 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
         skip_bad_media: bool = False,
         cut: Cut | None = None,
         always: frozenset[Tower] | None = None,
+        least_shared: int | None = None,
     ) -> None:
-        self.read, self.spec, self.packing = read, spec, packing
+        assert least_shared is None or (packing and cut is None), "only samples of a pack of one rank share prefixes"
+        self.read, self.spec, self.packing, self.least_shared = read, spec, packing, least_shared
         self.skip_bad_media, self.cut = skip_bad_media, cut
         self.always = spec.towers if always is None else always
 
@@ -59,10 +63,16 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
             if self.cut is not None:
                 places = None if wanted.places is None else list(wanted.places)
                 return collate_shard(samples, self.spec, self.cut, places, towers)
-            collate = partial(collate_packs if self.packing else collate_padded, towers=towers)
+            collate = partial(self._collate, towers=towers)
             return _collated(samples, self.spec, collate, skip_bad_media=self.skip_bad_media)
         except PacktoolError as error:
             return error
+
+    @property
+    def _collate(self) -> Callable[..., Batch]:
+        if self.least_shared is not None:
+            return partial(collate_tree, least_shared=self.least_shared)
+        return collate_packs if self.packing else collate_padded
 
 
 def load_micro_batches(
