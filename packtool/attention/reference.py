@@ -58,7 +58,7 @@ class ReferenceKernel(Kernel):
 
 
 def _places(num_tokens: int, varlen: Varlen) -> tuple[Tensor, Tensor]:
-    """Of each token the number of its document, and its distance to the end of it, below zero."""
+    """The number of each token's document, and its distance to the end of it, below zero; int64 (T,) each."""
     index = torch.arange(num_tokens, device=varlen.cu_seqlens.device)
     ends = varlen.cu_seqlens.to(index)[1:]
     document = torch.bucketize(index, ends, right=True)
