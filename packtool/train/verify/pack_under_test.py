@@ -116,8 +116,15 @@ class PackUnderTest:
         if len(self.samples) <= most:
             return self
         some = self.samples[:most]
-        options = {"some_local": self.some_local, "least_shared": self.least_shared}
-        return PackUnderTest(self.model, some, self.spec, self.dtype, self.parallel, **options)
+        return PackUnderTest(
+            self.model,
+            some,
+            self.spec,
+            self.dtype,
+            self.parallel,
+            some_local=self.some_local,
+            least_shared=self.least_shared,
+        )
 
     def name(self, number: int) -> str:
         """A sample of the pack, as a person finds it."""
