@@ -27,3 +27,6 @@ MEDIA_MARKS = {"image": IMAGE_MARK, "video": VIDEO_MARK, "audio": AUDIO_MARK}
 """The mark of each kind of medium."""
 
 ROLES = ("system", "user", "assistant", "tool")
+
+LEAST_SHARED = 64
+"""Tokens that a prefix must have to be shared: few would cost attention more documents than they save it tokens."""

@@ -39,11 +39,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 from packtool.attention.register import set_attention
 from packtool.batch.batch import Batch
 from packtool.batch.collate import collate_packs, collate_padded
-from packtool.batch.collate_tree import LEAST_SHARED, collate_tree
+from packtool.batch.collate_tree import collate_tree
 from packtool.batch.spec import InputSpec
 from packtool.cache.export import export
 from packtool.cache.reader import CacheReader
 from packtool.config.export import ExportConfig
+from packtool.constants import LEAST_SHARED
 from packtool.demo.model import make_model as make_demo_model
 from packtool.demo.world import make_rows
 from packtool.encode.encoded import EncodedSample
@@ -216,7 +217,7 @@ def measure(rows: Rows, world: World, rounds: int) -> dict[str, list[Epoch]]:
     names = [SHARED, WHOLE, PADDED]
     for way in names:  # what is only slow at first
         head_batch = micro_batches(rows, way)[0][:1]
-        heads[way].losses(models[way], collated(rows, way, head_batch)).sum(None).backward()
+        torch.autograd.backward(heads[way].losses(models[way], collated(rows, way, head_batch)).sum(None))
     measured: dict[str, list[Epoch]] = {name: [] for name in names}
     for number in range(rounds):
         turn = number % len(names)

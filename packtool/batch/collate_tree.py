@@ -32,11 +32,8 @@ from packtool.batch.positions import sample_positions
 from packtool.batch.prefix_tree import ROOT, Node, find_tree, key_index, part_of
 from packtool.batch.spec import InputSpec
 from packtool.batch.tower_inputs import tower_inputs
-from packtool.constants import IGNORE_INDEX
+from packtool.constants import IGNORE_INDEX, LEAST_SHARED
 from packtool.encode.encoded import EncodedSample
-
-LEAST_SHARED = 64
-"""Tokens that a prefix must have to be shared: few would cost attention more documents than they save it tokens."""
 
 
 def collate_tree(

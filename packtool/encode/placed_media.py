@@ -66,6 +66,8 @@ def sounds_in_order(sample: EncodedSample, tokens: MediaTokens) -> list[Sound]:
 
 def placed_media(sample: EncodedSample, tokens: MediaTokens) -> list[PlacedMedium]:
     """The media of a sample in the order of their first pads; those of kinds without pads are not found."""
+    if not (sample.images or sample.videos or sample.audios):
+        return []
     sounds = [sound for sound, _, _ in sounds_in_order(sample, tokens)]
     kinds: dict[MediaKind, list[Any]] = {"image": [*sample.images], "video": [*sample.videos], "audio": sounds}
     spans = {

@@ -14,22 +14,28 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from packtool.encode.encoded import EncodedSample, EncodedVideo, IntArray
+from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray, patch_squares
 from packtool.encode.placed_media import MediaTokens, PlacedMedium, placed_media
 
 _BYTES = 8
 
 
 class PrefixHashes(NamedTuple):
-    """Some prefixes of one sample, the shorter ones first.
+    """Some prefixes of one sample, the shorter ones first; arrays of M numbers.
 
     Args:
-        lengths: int32 (M,), tokens of each.
-        hashes: uint64 (M,).
+        lengths: int32, tokens of each.
+        hashes: uint64.
+        media_tokens: int32, pads of its media.
+        audio_tokens: int32, those of sounds and of videos' sound tracks among them.
+        patch_squares: int64, sum over the frames of its pictures and videos of (patches of the frame)^2.
     """
 
     lengths: IntArray
     hashes: npt.NDArray[np.uint64]
+    media_tokens: IntArray
+    audio_tokens: IntArray
+    patch_squares: npt.NDArray[np.int64]
 
 
 def prefix_hashes(sample: EncodedSample, tokens: MediaTokens, *, longer_than: int = 0) -> PrefixHashes:
@@ -41,21 +47,35 @@ def prefix_hashes(sample: EncodedSample, tokens: MediaTokens, *, longer_than: in
     """
     media = placed_media(sample, tokens)
     if len(media) < len(sample.images) + len(sample.videos) + len(sample.audios):
-        return PrefixHashes(np.zeros(0, np.int32), np.zeros(0, np.uint64))
+        media, sample = [], dataclasses.replace(sample, turns=sample.turns[:0])
     inside = {end for placed in media for end in range(placed.start + 1, placed.stop + 1)}
     ends = {placed.stop + 1 for placed in media} | (set(sample.turns.tolist()) - inside)
-    found: list[tuple[int, bytes]] = []
+    found: list[tuple[int, bytes, int, int, int]] = []
+    sums = 0, 0, 0
     state, told = hashlib.blake2b(repr(sample.channel).encode(), digest_size=_BYTES), 0
     ids = np.ascontiguousarray(sample.input_ids, "<i4")
     for end in sorted(end for end in ends if 0 < end <= sample.length):
         while media and media[0].stop <= end:
-            state.update(_identity(media.pop(0)))
+            placed = media.pop(0)
+            state.update(_identity(placed))
+            own = _figures(placed.medium)
+            sums = sums[0] + own[0], sums[1] + own[1], sums[2] + own[2]
         state.update(ids[told:end].tobytes())
         told = end
         if end > longer_than:
-            found.append((end, state.copy().digest()))
-    hashes = np.frombuffer(b"".join(digest for _, digest in found), "<u8").astype(np.uint64)
-    return PrefixHashes(np.array([end for end, _ in found], np.int32), hashes)
+            found.append((end, state.copy().digest(), *sums))
+    lengths, digests, *others = zip(*found, strict=True) if found else ((), (), (), (), ())
+    hashes = np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
+    media_tokens, audio_tokens = (np.array(column, np.int32) for column in others[:2])
+    return PrefixHashes(np.array(lengths, np.int32), hashes, media_tokens, audio_tokens, np.array(others[2], np.int64))
+
+
+def _figures(medium: EncodedImage | EncodedVideo | EncodedAudio) -> tuple[int, int, int]:
+    """Pads of a medium, those of sound among them, and the squares of its patches."""
+    if isinstance(medium, EncodedAudio):
+        return medium.num_tokens, medium.num_tokens, 0
+    track = medium.audio.num_tokens if isinstance(medium, EncodedVideo) and medium.audio is not None else 0
+    return medium.num_tokens + track, track, patch_squares(medium.grid)
 
 
 def _identity(placed: PlacedMedium) -> bytes:

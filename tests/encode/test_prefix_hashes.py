@@ -91,6 +91,20 @@ def test_a_video_ends_with_its_sound_track() -> None:
     assert told(dataclasses.replace(made, audios=(dataclasses.replace(sound, path="b"),)))[10] == told(made)[10]
 
 
+def test_what_media_cost_is_told_of_each_prefix() -> None:
+    track = EncodedAudio(None, None, 100, 8, 3)
+    sound = EncodedAudio("a.wav", None, 50, 4, 1)
+    ids = [*PICTURE, SEES, SOUNDS, 91, 91, 92, 92, 92, 83, 82, 5, SOUNDS, 92, 83, 6]
+    whole = sample(ids, (4, 15, 19), images=(image(),), videos=(video(audio=track),), audios=(sound,))
+    found = prefix_hashes(whole, TOKENS)
+    assert found.lengths.tolist() == [5, 13, 15, 18, 19]
+    assert found.media_tokens.tolist() == [2, 7, 7, 8, 8]
+    assert found.audio_tokens.tolist() == [0, 3, 3, 4, 4]
+    assert found.patch_squares.tolist() == [64, 64 + 32, 96, 96, 96]
+    last = (found.media_tokens[-1], found.audio_tokens[-1], found.patch_squares[-1])
+    assert last == (whole.num_media_tokens, whole.num_audio_tokens, whole.patch_squares)
+
+
 def test_media_that_nobody_can_find_have_no_prefixes() -> None:
     made = sample(PICTURE, (4, 5), images=(image(),))
     assert not len(prefix_hashes(made, MediaTokens({})).lengths)
