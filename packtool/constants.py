@@ -11,6 +11,7 @@ IGNORE_INDEX = -100
 MANIFEST_NAME = "packtool.json"
 DROPPED_NAME = "dropped.jsonl"
 INDEX_NAME = "index.arrow"
+PREFIXES_NAME = "prefixes.arrow"
 TRAIN_SPLIT = "train"
 VAL_SPLIT = "val"
 
