@@ -48,8 +48,7 @@ from packtool.constants import LEAST_SHARED
 from packtool.demo.model import make_model as make_demo_model
 from packtool.demo.world import make_rows
 from packtool.encode.encoded import EncodedSample
-from packtool.encode.prefix_hashes import prefix_hashes
-from packtool.plan.pack_plan import PackPlan, offsets_of
+from packtool.plan.pack_plan import PackPlan
 from packtool.plan.packing import pack
 from packtool.plan.prefix_trees import Prefixes, PrefixTrees, plan_trees
 from packtool.progress import SilentProgress
@@ -153,12 +152,9 @@ def make_rows_of(world: World, work: Path, num_questions: int) -> Rows:
     spec = InputSpec.load(str(world.model), reader.manifests[0].identity.media_limits)
     samples = [reader.sample(number) for number in range(len(reader))]
     lengths = np.array([sample.length for sample in samples])
-    hashed = [prefix_hashes(sample, spec.media_tokens, longer_than=LEAST_SHARED) for sample in samples]
-    prefixes = Prefixes(
-        offsets_of(np.array([len(found.lengths) for found in hashed])),
-        np.concatenate([found.lengths for found in hashed]),
-        np.concatenate([found.hashes for found in hashed]),
-    )
+    told = reader.prefixes()
+    assert told is not None, "the cache was made just now"
+    prefixes = Prefixes(told.offsets, told.prefixes.lengths, told.prefixes.hashes)
     trees = plan_trees(lengths, prefixes, capacity=world.packing_length, least_shared=LEAST_SHARED)
     groups = pack(trees.sums_per_group(trees.new_tokens(lengths)), world.packing_length, seed=0)
     whole = pack(lengths, world.packing_length, seed=0)
