@@ -15,10 +15,10 @@ class Progress(Protocol):
         """``num_done`` more are finished; ``fields`` are shown beside the bar (drops, tokens, ...)."""
 
     def line(self, num_done: int = 0, **fields: float | int | str) -> None:
-        """The same with figures that were asked for at this point: they get a line where no bar shows them."""
+        """Like ``advance``, with figures that were asked for at this point: they get a line where no bar shows them."""
 
     def note(self, message: str) -> None:
-        """Something worth a line."""
+        """Tell something that is worth a line of its own."""
 
     def finish(self) -> None:
         """The piece of work that ``start`` opened is over."""

@@ -31,7 +31,7 @@ def visible(text: str) -> str:
 
 
 def visible_line(text: str) -> str:
-    """The same for what must stay on its line: a name, or a cell of a table."""
+    """The text like ``visible``, newlines and tabs escaped too: a name or a table's cell must stay on its line."""
     return _ON_A_LINE.sub(_escape, text)
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from packtool.plan.packing import PackOptions, pack
+from packtool.config.packing import PackOptions
+from packtool.plan.packing import pack
 from packtool.report.drawing import Box, Drawing, Word
 from packtool.report.markup import render
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from packtool.plan.placements import Placements, Range
+from packtool.plan.placements import PackRange, Placements
 
 _NONE = 1 << 62
 
@@ -46,8 +46,8 @@ class _RowOfPacks:
         self._shortest = shortest
         self._max_samples = max_samples
         self._num_packs = 0
-        self._shelves: dict[int, list[Range]] = {}
-        self._closed: list[Range] = []
+        self._shelves: dict[int, list[PackRange]] = {}
+        self._closed: list[PackRange] = []
         self._bits = capacity.bit_length()
         self._leaves = 1 << self._bits
         self._tree: dict[int, int] = {}
@@ -76,11 +76,11 @@ class _RowOfPacks:
             self.placements += (first, num_filled, slot, per_pack, length)
             self._shelve(free - per_pack * length, (first, num_filled, slot + per_pack))
 
-    def all_ranges(self) -> list[Range]:
+    def all_ranges(self) -> list[PackRange]:
         """Every pack, in no particular order."""
         return [*self._closed, *(entry for shelf in self._shelves.values() for entry in shelf)]
 
-    def _shelve(self, free: int, packs: Range) -> None:
+    def _shelve(self, free: int, packs: PackRange) -> None:
         if free < self._shortest or packs[2] == self._max_samples:
             self._closed.append(packs)
             return

@@ -44,7 +44,7 @@ ALLOWED_RATIO = 4.0
 
 @dataclass(frozen=True)
 class Check:
-    """A comparison.
+    """A comparison of two results.
 
     Args:
         kernel: that is checked, or "" for what has nothing to do with one.
@@ -60,7 +60,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """NaN never does."""
+        """Whether the error is allowed; one that is NaN never is."""
         return self.error <= self.allowed
 
 

@@ -65,7 +65,7 @@ class Row:
         return None if self.tflops is None or not peak else self.tflops / peak
 
     def print(self, peak: float | None) -> None:
-        """With a dash where nothing is known."""
+        """Print the line, with a dash where nothing is known."""
         start = f"{self.what:<30} {self.way:<30}"
         if self.ms is None:
             print(f"{start}  {self.note}", flush=True)

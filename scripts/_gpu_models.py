@@ -85,7 +85,7 @@ SIZES = {
     "4b": Size(_text(2560, 9728, 36, (32, 8, 128), tied=True), _SMALL_VISION, recompute=True),
     "8b": Size(_text(4096, 12288, 36, (32, 8, 128), tied=False), _LARGE_VISION, recompute=True),
 }
-"""By name: the text towers of Qwen3-VL-2B, 4B and 8B (1.7, 4.0 and 8.2 billion weights) with their vision towers."""
+"""Sizes by name: the text towers of Qwen3-VL-2B, 4B and 8B (1.7, 4.0 and 8.2 billion weights) with their towers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +110,7 @@ class Sample:
 
     @property
     def length(self) -> int:
-        """Its tokens."""
+        """The number of the sample's tokens."""
         return len(self.input_ids)
 
 
@@ -123,7 +123,7 @@ def text_config(size: Size) -> Qwen3Config:
 
 
 def vision_config(size: Size) -> Qwen3VLConfig:
-    """The same with a vision tower."""
+    """A model's configuration with a vision tower beside the text model."""
     text = {**size.text, "max_position_embeddings": 65536}
     half = size.text["head_dim"] // 2
     sections = [half - 2 * (half * 20 // 64), half * 20 // 64, half * 20 // 64]

@@ -1,8 +1,8 @@
 """Processes that share a packed sequence for ``bench_sequence_parallel.py``: steps of a small model, and their price.
 
 ``Ranks`` is held by the benchmark, everything below ``run_rank`` by the processes. They live as long as the benchmark,
-so that ways can take turns without a start in between. A step is forward and backward of one row: gradients are not
-averaged and no weight moves, for that costs all ways the same.
+so that ways can take turns without a start in between. A step is forward and backward of one sequence: gradients are
+not averaged and no weight moves, for that costs all ways the same.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SHARING = ("ulysses", "ring", "allgather")
 _RINGS: Mapping[str, Literal["ring", "allgather"]] = {"ring": "ring", "allgather": "allgather", WHOLE: "ring"}
 
 _CHUNK_LOGITS = 2**20
-"""Few at a time: the head's memory would hide the decoder's, which is all there is to share."""
+"""Logits made at a time, few: the head's memory would hide the decoder's, which is all there is to share."""
 
 # The part of a tensor that leaves a rank, of N that exchange it.
 _SENT: Mapping[str, Callable[[int], float]] = {
@@ -64,7 +64,7 @@ class Work:
     """What is measured, the same for all.
 
     Args:
-        lengths: of the documents of the row.
+        lengths: of the documents of the sequence.
         model: of ``MODELS``.
         device: ``cpu`` or ``cuda``.
     """
@@ -80,7 +80,7 @@ class Step:
 
     Args:
         num_tokens: that it computed, padding included.
-        num_row_tokens: of the row that the ranks shared, with the padding of its documents.
+        num_sequence_tokens: of the sequence that the ranks shared, with the padding of its documents.
         loss: its share, of the sum over all targets.
         kept: bytes that wait for the backward pass, without weights.
         peak: most bytes above what was there before, NaN if nobody knows.
@@ -89,7 +89,7 @@ class Step:
     """
 
     num_tokens: int
-    num_row_tokens: int
+    num_sequence_tokens: int
     loss: float
     kept: int
     peak: float
@@ -130,11 +130,11 @@ class Ranks:
             process.join()
 
     def step(self, way: str) -> list[Step]:
-        """Of each rank."""
+        """Run a step in one way; what each rank found, by rank."""
         return self._ask("step", way)
 
     def seconds(self, way: str) -> tuple[float, float]:
-        """Of a step, from when all begin until the last is done; and of all cores together."""
+        """Seconds of a step from when all begin until the last is done, and seconds of all cores together."""
         whole, of_cores = zip(*self._ask("seconds", way), strict=True)
         return max(whole), sum(of_cores)
 
@@ -205,8 +205,8 @@ class _Stepper:
         peak = _Peak(self.device)
         self._loss(batch).backward()
         num_tokens = batch.input_ids.numel()
-        num_row_tokens = sum(getattr(batch, "lengths", (num_tokens,)))
-        return Step(num_tokens, num_row_tokens, found, kept.num_bytes, peak.num_bytes(), sum(sent), sum(sent_back))
+        num_sequence_tokens = sum(getattr(batch, "lengths", (num_tokens,)))
+        return Step(num_tokens, num_sequence_tokens, found, kept.num_bytes, peak.num_bytes(), sum(sent), sum(sent_back))
 
     def seconds(self, way: str) -> tuple[float, float]:
         """One step, and what this process's threads were busy with it."""
@@ -228,7 +228,7 @@ class _Stepper:
         return self.head_loss.losses(self.model, batch).sum(None)
 
     def _prepare(self, way: str) -> Batch:
-        """The rank's part of the row, and a model that knows what to do with it."""
+        """The rank's part of the sequence, and a model that knows what to do with it."""
         if way not in self._ways:
             self._ways[way] = self._assigned(way)
         batch, parallel = self._ways[way]
@@ -293,7 +293,7 @@ class _Kept(torch.autograd.graph.saved_tensors_hooks):
 
     @property
     def num_bytes(self) -> int:
-        """So far."""
+        """Bytes of all storages that were kept so far."""
         return sum(self._storages.values())
 
     def _see(self, tensor: Tensor) -> Tensor:
@@ -325,13 +325,13 @@ class _Peak:
             self._before = _status("VmRSS")
 
     def num_bytes(self) -> float:
-        """So far."""
+        """The highest number of bytes above those at the beginning, so far; NaN if it is not known."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device) - self._before
         return self._before if math.isnan(self._before) else _status("VmHWM") - self._before
 
 
 def _status(name: str) -> float:
-    """Bytes, of this process."""
+    """A figure of memory of this process, in bytes, by its name in ``/proc``."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))

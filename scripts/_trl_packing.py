@@ -89,7 +89,7 @@ class StopWatch(TrainerCallback):
 def train_an_epoch(
     model: Path, cache: Path, output_dir: Path, *, packing_length: int, learning_rate: float, seed: int
 ) -> PeersEpoch:
-    """With the optimizer, schedule and number of data workers that packtool takes unless told otherwise."""
+    """Train with the optimizer, schedule and number of data workers that packtool takes unless told otherwise."""
     reader = CacheReader.open([str(cache)])
     spec = InputSpec.load(str(model), reader.manifests[0].identity.media_limits)
     samples = [reader.sample(number) for number in range(len(reader))]

@@ -28,10 +28,12 @@ from packtool.cache.reader import CacheReader
 from packtool.config.export import ExportConfig
 from packtool.plan.balance import imbalance
 from packtool.plan.cost import CostModel, Learning
-from packtool.plan.epoch import PlanOptions, pack_costs, plan_epoch
+from packtool.plan.epoch import plan_epoch
+from packtool.plan.options import PlanOptions
+from packtool.plan.summary import pack_costs
 from packtool.plan.towers import TowerWork
 from packtool.progress import SilentProgress
-from packtool.simulate.model_sizes import PRESETS
+from packtool.simulate.model_sizes import MODEL_PRESETS
 
 # What the model's own config.json says.
 TOWER: dict[str, Any] = {
@@ -45,7 +47,7 @@ TOWER: dict[str, Any] = {
     "out_hidden_size": 4096,
     "deepstack_visual_indexes": [8, 16, 24],
 }
-QWEN3_VL_8B: dict[str, Any] = {"text_config": PRESETS["8b"], "vision_config": TOWER}
+QWEN3_VL_8B: dict[str, Any] = {"text_config": MODEL_PRESETS["8b"], "vision_config": TOWER}
 WAYS = {
     "adapters, frozen tower": Learning(language="lora", towers="frozen", aligner="frozen"),
     "all weights": Learning(),
@@ -63,7 +65,7 @@ class Samples:
     num_seen: Any
 
     def towers(self, cost: CostModel) -> TowerWork:
-        """Their media's work."""
+        """The work of the samples' media."""
         flops = cost.towers(self.vision_tokens, self.patch_squares)
         return TowerWork(np.rint(flops).astype(np.int64), self.num_seen)
 
@@ -87,7 +89,7 @@ def read_samples(realdata: Path, packing_length: int, copies: int) -> Samples:
 
 
 def by_tokens(cost: CostModel, samples: Samples) -> CostModel:
-    """The same work in all, but every token of a picture costs the same."""
+    """A cost model with the same work in all, but of which every token of a picture costs the same."""
     squares = samples.patch_squares.sum() / samples.vision_tokens.sum()
     per_token = cost.per_vision_token + cost.per_patch_square * squares
     return dataclasses.replace(cost, per_vision_token=float(per_token), per_patch_square=0.0)

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import html
 import importlib.util
 import math
 import multiprocessing
+import pathlib
 import resource
 import statistics
 import sys
@@ -25,16 +25,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a checkout, too
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))  # works from a checkout, too
 
-from packtool.plan.packing import PackOptions, pack
+from packtool.config.packing import PackOptions
+from packtool.plan.packing import pack
 from packtool.plan.placements import falling_histogram
+from packtool.report.axes import SIZE, Axis
+from packtool.report.drawing import Box, Drawing, Path, Word
+from packtool.report.markup import render
 
 Lengths = npt.NDArray[np.int32]
 
@@ -123,7 +126,7 @@ def run_binpacking(lengths: Lengths, capacity: int, chunk: int | None = None) ->
 
 
 def run_binpacking_in_thousands(lengths: Lengths, capacity: int) -> tuple[int, float]:
-    """As ms-swift calls it."""
+    """binpacking in blocks of 1,000 samples, as ms-swift calls it."""
     return run_binpacking(lengths, capacity, 1000)
 
 
@@ -143,7 +146,7 @@ def run_trl(lengths: Lengths, capacity: int, chunk: int | None = None) -> tuple[
 
 
 def run_trl_in_thousands(lengths: Lengths, capacity: int) -> tuple[int, float]:
-    """As ``pack_dataset`` does unless told otherwise."""
+    """TRL's packing in blocks of 1,000 samples, as ``pack_dataset`` does unless told otherwise."""
     return run_trl(lengths, capacity, 1000)
 
 
@@ -197,81 +200,71 @@ def table_line(size: int, name: str, result: Result | str, num_tokens: int, capa
     return line + f"{result.seconds:>9.3f} {result.num_packs:>10,} {fill:>9.3%} {over:>11.4%} {result.peak_mib:>7.0f}"
 
 
-@dataclass(frozen=True)
-class Axis:
-    """A logarithmic axis from ``low`` to ``high`` that is drawn between two coordinates."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-
-    @classmethod
-    def over(cls, values: list[float], start: float, end: float) -> Axis:
-        """Whole decades around all values."""
-        low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
-        return cls(10.0**low, 10.0 ** max(high, low + 1), start, end)
-
-    def __call__(self, value: float) -> float:
-        share = math.log(value / self.low) / math.log(self.high / self.low)
-        return self.start + share * (self.end - self.start)
-
-    def ticks(self) -> list[float]:
-        """The decades."""
-        first, last = round(math.log10(self.low)), round(math.log10(self.high))
-        return [10.0**power for power in range(first, last + 1)]
+def decades(name: str, values: list[float], suffix: str = "") -> Axis:
+    """A logarithmic axis of whole decades around all values: its own values are the powers of ten."""
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    high = max(high, low + 1)
+    ticks = [(power, f"{10.0**power:,.12g}{suffix}") for power in range(low, high + 1)]
+    return Axis(name, low, high, ticks)
 
 
 def draw_plot(title: str, measured: dict[str, list[tuple[int, float]]]) -> str:
-    """Time against size as a page-wide SVG that needs nothing else; a line for each packer, named at its end.
+    """Time against size as an SVG that needs nothing else; a line for each packer, named at its end.
 
     Args:
         title: what was packed.
         measured: samples and seconds, by packer.
     """
     measured = {name: points for name, points in measured.items() if points}
-    xs = Axis.over([size for points in measured.values() for size, _ in points], 70, 620)
-    ys = Axis.over([seconds for points in measured.values() for _, seconds in points], 420, 60)
-    parts = [f'<text class="title" x="70" y="28">{html.escape(title)}</text>']
-    for value in xs.ticks():
-        parts.append(f'<path class="grid" d="M{xs(value):.1f} 60V420"/>')
-        parts.append(f'<text x="{xs(value):.1f}" y="440" text-anchor="middle">{value:,.0f}</text>')
-    for value in ys.ticks():
-        parts.append(f'<path class="grid" d="M70 {ys(value):.1f}H620"/>')
-        parts.append(f'<text x="62" y="{ys(value) + 4:.1f}" text-anchor="end">{value:g} s</text>')
-    parts.append('<text x="345" y="462" text-anchor="middle">samples</text>')
+    x = decades("samples", [float(size) for points in measured.values() for size, _ in points])
+    y = decades("seconds", [seconds for points in measured.values() for _, seconds in points], " s")
+    shapes = [Word(LEFT, 28, title, DARK, size=16), *grid(x, y), *lines(x, y, measured)]
+    return render("picture.svg", picture=Drawing("picture", "time against size", shapes, HEIGHT, WIDTH))
+
+
+def across(at: float) -> float:
+    """Pixels from the left, of a place on the horizontal axis."""
+    return LEFT + at / SIZE * (RIGHT - LEFT)
+
+
+def down(at: float) -> float:
+    """Pixels from the top, of a place on the vertical axis."""
+    return BOTTOM - at / SIZE * (BOTTOM - TOP)
+
+
+def grid(x: Axis, y: Axis) -> Iterator[Box | Word]:
+    """A line and a number for every decade."""
+    for at, label in x.places:
+        yield Box(across(at), TOP, 1, BOTTOM - TOP, PALE)
+        yield Word(across(at), BOTTOM + 20, label, GREY, "middle")
+    for at, label in y.places:
+        yield Box(LEFT, down(at), RIGHT - LEFT, 1, PALE)
+        yield Word(LEFT - 8, down(at) + 4, label, GREY, "end")
+    yield Word((LEFT + RIGHT) / 2, BOTTOM + 42, x.name, GREY, "middle")
+
+
+def lines(x: Axis, y: Axis, measured: dict[str, list[tuple[int, float]]]) -> Iterator[Box | Path | Word]:
+    """A line for each packer, and its name where it ends; names that would lie on each other are moved apart."""
     largest = max(size for points in measured.values() for size, _ in points)
-    # Names are moved apart where lines end close to one another.
     lowest = 0.0
-    for name, points in sorted(measured.items(), key=lambda item: ys(item[1][-1][1])):
-        color = COLORS[list(measured).index(name) % len(COLORS)]
-        places = [(xs(size), ys(seconds)) for size, seconds in points]
-        lowest = max(places[-1][1] + 4, lowest + 16)
-        path = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
-        dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>' for x, y in places)
+    for name, points in sorted(measured.items(), key=lambda item: -item[1][-1][1]):
+        colour = COLOURS[list(measured).index(name) % len(COLOURS)]
+        places = [(across(x.at(math.log10(size))), down(y.at(math.log10(seconds)))) for size, seconds in points]
+        end_x, end_y = places[-1]
+        lowest = max(end_y + 4, lowest + 16)
+        yield Path([[(end_x + 5, end_y), (RIGHT + 10, lowest - 4)]], PALE)
+        yield Path([places], colour)
+        for at_x, at_y in places:
+            yield Box(at_x - 3, at_y - 3, 6, 6, colour)
         size, seconds = points[-1]
-        label = html.escape(name) + (f", {seconds:.2g} s" if size == largest else f", up to {size:,}")
-        parts.append(f'<path d="M{path}" fill="none" stroke="{color}" stroke-width="2"/>{dots}')
-        parts.append(f'<path d="M{places[-1][0] + 5:.1f} {places[-1][1]:.1f}L630 {lowest - 4:.1f}" class="lead"/>')
-        parts.append(f'<text x="634" y="{lowest:.1f}" style="fill:{color}">{label}</text>')
-    return SVG.format(body="\n".join(parts))
+        told = f"{seconds:.2g} s" if size == largest else f"up to {size:,}"
+        yield Word(RIGHT + 14, lowest, f"{name}, {told}", colour)
 
 
-COLORS = ("#2f6fdb", "#0d9488", "#7c5cd6", "#8a8f98", "#d97706", "#b45309", "#db2777", "#9d174d")
-
-SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 920 480" role="img" aria-label="time against size">
-<style>
-  svg {{ background: #ffffff; font: 13px system-ui, sans-serif; }}
-  text {{ fill: #4b5563; }} .title {{ font-size: 16px; font-weight: 600; fill: #111827; }}
-  .grid {{ stroke: #e5e7eb; fill: none; }} .lead {{ stroke: #c3c8d0; fill: none; stroke-width: 0.7; }}
-  @media (prefers-color-scheme: dark) {{
-    svg {{ background: #14171c; }} text {{ fill: #b6bcc6; }} .title {{ fill: #f3f4f6; }}
-    .grid {{ stroke: #2a2f38; }} .lead {{ stroke: #4b5563; }}
-  }}
-</style>
-{body}
-</svg>
-"""
+WIDTH, HEIGHT = 920, 480
+LEFT, RIGHT, TOP, BOTTOM = 70, 620, 60, 420
+DARK, GREY, PALE = "#111827", "#4b5563", "#e5e7eb"
+COLOURS = ("#2f6fdb", "#0d9488", "#7c5cd6", "#8a8f98", "#d97706", "#b45309", "#db2777", "#9d174d")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -282,7 +275,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--sigma", type=float, default=1.0)
     parser.add_argument("--capacity", type=int, default=10240)
     parser.add_argument("--time-limit", type=float, default=60, help="seconds for one packer at one size")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write time against size as an .svg")
+    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="write time against size as an .svg")
     args = parser.parse_args(arguments)
     title = f"lognormal({args.median:g}, {args.sigma:g}) clipped to [16, {args.capacity}], capacity {args.capacity}"
     print(title)

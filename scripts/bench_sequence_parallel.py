@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """A packed sequence that P processes share: memory, time and traffic of a rank against one process, as ratios.
 
-One row (a document of half its tokens, and conversations) goes forward and backward through a random decoder, shared by
-Ulysses, the ring and the all-gather of K and V. Beside it, what there is without sharing:
+One sequence (a document of half its tokens, and conversations) goes forward and backward through a random decoder,
+shared by Ulysses, the ring and the all-gather of K and V. Beside it, what there is without sharing:
 
-- packed, P = 1: the same row on one process, or gathered whole by each; what all ratios refer to;
+- packed, P = 1: the same sequence on one process, or gathered whole by each; what all ratios refer to;
 - padded, P = 1: its documents below each other, padded to the longest;
 - whole documents: each assigned to one process, the longest first, as data parallelism would.
 
@@ -18,12 +18,13 @@ On the CPU all P processes share the same cores that P = 1 has to itself: the ti
 gains, and where others are at work, too, what all ranks' threads were busy ("CPU") says it better. With
 ``--device cuda`` every rank has a GPU.
 
-Then, without any process: how even the work of P = 8 ranks is on lengths like Wikipedia's, for three ways to cut a row.
+Then, without any process: how even the work of P = 8 ranks is on lengths like Wikipedia's, for three ways to cut a
+sequence.
 
     python scripts/bench_sequence_parallel.py [--tokens 4096] [--ranks 2 4] [--model reduced] [--rounds 3]
                                               [--device cpu] [--quick]
 
-``--quick`` takes a tiny model, a short row, P = 2 and a single round, to see that everything runs.
+``--quick`` takes a tiny model, a short sequence, P = 2 and a single round, to see that everything runs.
 """
 
 from __future__ import annotations
@@ -45,15 +46,17 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a checkout, too
 
 from packtool.attention.parallel.axes import Heads
-from packtool.batch.shard import SHARDED, Cut, assign_tokens
-from packtool.plan.packing import PackOptions, pack
+from packtool.batch.shard import Cut, assign_tokens
+from packtool.config.packing import PackOptions
+from packtool.plan.packing import pack
+from packtool.plan.skrull import SHARDED
 from scripts._gpu_models import mixed_lengths
 from scripts._sequence_ranks import MODELS, PACKED, PADDED, SHARING, WHOLE, Ranks, Step, Work
 
 Int64Array = npt.NDArray[np.int64]
 
 ALLOWED_ERROR = {"cpu": 1e-5, "cuda": 1e-2}
-"""Of a loss: what is rounding in float32, and in bfloat16."""
+"""How far losses may differ: what is rounding in float32, and in bfloat16."""
 
 BALANCE_RANKS, BALANCE_ROW = 8, 32768
 # From, to, share: Wikipedia's lengths (Skrull, arXiv 2505.19609, table 1), in each of them log-uniform.
@@ -62,7 +65,7 @@ WIKIPEDIA = ((32, 1024, 0.8788), (1024, 4096, 0.1146), (4096, 8192, 0.0058), (81
 
 @dataclass
 class Way:
-    """How a row is computed, and what was found.
+    """How a sequence is computed, and what was found.
 
     Args:
         name: as ``_sequence_ranks`` has it.
@@ -77,7 +80,7 @@ class Way:
     seconds: list[tuple[float, float]] = field(default_factory=list)
 
     def most(self, what: str) -> float:
-        """Of the busiest rank."""
+        """A figure of the busiest rank's steps."""
         return max(getattr(step, what) for step in self.steps)
 
     def slower(self, other: Way, which: int) -> float:
@@ -126,14 +129,14 @@ def volume(way: Way, work: Work) -> float:
     size = way.ranks.size
     per_token = heads.forward_volume(1, size) if way.name == "ulysses" else heads.forward_volume(size, 1)
     item = 2 if work.device == "cuda" else 4
-    return per_token * way.steps[0].num_row_tokens * text["head_dim"] * text["num_hidden_layers"] * item
+    return per_token * way.steps[0].num_sequence_tokens * text["head_dim"] * text["num_hidden_layers"] * item
 
 
 def print_head(work: Work, rounds: int) -> None:
     """What is measured, and on what."""
     text = MODELS[work.model].text
     print(
-        f"a row of {sum(work.lengths):,} tokens in {len(work.lengths)} documents, the longest of "
+        f"a sequence of {sum(work.lengths):,} tokens in {len(work.lengths)} documents, the longest of "
         f"{max(work.lengths):,}; {text['num_hidden_layers']} layers of {text['hidden_size']}, "
         f"{text['num_attention_heads']} heads of Q, {text['num_key_value_heads']} of K and V, "
         f"{text['head_dim']} numbers each; {rounds} round{'s' if rounds > 1 else ''}"
@@ -171,7 +174,7 @@ def print_ways(ways: Sequence[Way], work: Work) -> None:
 
 
 def wikipedia_lengths(number: int, longest: int) -> npt.NDArray[np.int32]:
-    """Drawn like Wikipedia's, none longer than a row."""
+    """Drawn like Wikipedia's, none longer than a sequence."""
     generator = np.random.default_rng(0)
     low, high, share = np.array(WIKIPEDIA).T
     kind = generator.choice(len(share), size=number, p=share / share.sum())
@@ -180,7 +183,7 @@ def wikipedia_lengths(number: int, longest: int) -> npt.NDArray[np.int32]:
 
 
 def cuts_of(lengths: Sequence[int], size: int) -> Iterator[tuple[str, Int64Array]]:
-    """For each way to cut a row the pairs of query and key that each of so many ranks attends to."""
+    """The pairs of query and key that each of so many ranks attends to, for each way to cut a sequence."""
     # The query at position i sees i + 1 keys.
     pairs = np.concatenate([np.arange(1, length + 1) for length in lengths])
     chunks = [int(part.sum()) for part in np.array_split(pairs, 2 * size)]
@@ -189,29 +192,29 @@ def cuts_of(lengths: Sequence[int], size: int) -> Iterator[tuple[str, Int64Array
     of_padded = np.concatenate([np.arange(1, length + 1) for length in padded])
     assigned = assign_tokens(padded, [SHARDED] * len(padded), cut)
     yield "every document in zigzag", np.array([of_padded[index].sum() for index in assigned.index])
-    yield "the row in zigzag", np.array([chunks[rank] + chunks[-1 - rank] for rank in range(size)])
-    yield "the row in equal parts", np.array([chunks[2 * rank] + chunks[2 * rank + 1] for rank in range(size)])
+    yield "the sequence in zigzag", np.array([chunks[rank] + chunks[-1 - rank] for rank in range(size)])
+    yield "the sequence in equal parts", np.array([chunks[2 * rank] + chunks[2 * rank + 1] for rank in range(size)])
 
 
-def print_balance(num_documents: int, size: int, row: int) -> None:
-    """How much more the busiest rank does than the mean, in the median row and summed over all rows."""
-    lengths = wikipedia_lengths(num_documents, row)
+def print_balance(num_documents: int, size: int, capacity: int) -> None:
+    """How much more the busiest rank does than the mean, in the median sequence and summed over all sequences."""
+    lengths = wikipedia_lengths(num_documents, capacity)
     multiple = Cut(ring_size=size).multiple
     print(
         f"\nattended pairs of the busiest of {size} ranks over their mean: {num_documents:,} lengths like Wikipedia's "
-        f"(mean {lengths.mean():,.0f}) in rows of {row:,}"
+        f"(mean {lengths.mean():,.0f}) in sequences of {capacity:,}"
     )
     print(f"{'':28} {'as they come':>16}  {'best fit':>16}")
     print(f"{'':28} {'median':>8} {'all':>7}  {'median':>8} {'all':>7}")
     found: dict[str, str] = {}
     for algorithm in ("sequential", "best_fit"):
-        plan = pack(lengths, row, PackOptions(packing_algorithm=algorithm), seed=0)
+        plan = pack(lengths, capacity, PackOptions(packing_algorithm=algorithm), seed=0)
         works: dict[str, list[Int64Array]] = {}
         for samples in np.split(plan.samples, plan.offsets[1:-1]):
             for name, work in cuts_of(lengths[samples].tolist(), size):
                 works.setdefault(name, []).append(work)
-        for name, all_rows in works.items():
-            busiest, mean = np.max(all_rows, axis=1), np.mean(all_rows, axis=1)
+        for name, all_sequences in works.items():
+            busiest, mean = np.max(all_sequences, axis=1), np.mean(all_sequences, axis=1)
             ratios = f"{np.median(busiest / mean):>8.2f} {busiest.sum() / mean.sum():>7.2f}"
             found[name] = f"{found[name]}  {ratios}" if name in found else ratios
     for name, ratios in found.items():
@@ -223,11 +226,13 @@ def print_balance(num_documents: int, size: int, row: int) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Start processes, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=4096, help="of the row")
+    parser.add_argument("--tokens", type=int, default=4096, help="of the sequence")
     parser.add_argument("--ranks", type=int, nargs="+", help="P, besides 1; by default 2 and 4")
     parser.add_argument("--model", choices=MODELS, default="reduced")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="by default cuda where there are GPUs to share a row")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="by default cuda where there are GPUs to share a sequence"
+    )
     parser.add_argument("--quick", action="store_true", help="a tiny model, P = 2, one round")
     options = parser.parse_args(arguments)
     num_gpus = torch.cuda.device_count()

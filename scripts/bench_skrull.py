@@ -39,19 +39,18 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a checkout, too
 
 from packtool.config.simulate import StrategyName
-from packtool.plan.skrull import SHARDED, MicroBatch
+from packtool.plan.skrull import SHARDED, PlacedMicroBatch
 from packtool.simulate.cost import Machine
-from packtool.simulate.distributions import DistributionName, draw
-from packtool.simulate.hardware import PRESETS
-from packtool.simulate.model_sizes import PRESETS as MODELS
-from packtool.simulate.model_sizes import ModelSizes
+from packtool.simulate.distributions import DistributionName, draw_lengths
+from packtool.simulate.hardware import HARDWARE_PRESETS
+from packtool.simulate.model_sizes import MODEL_PRESETS, ModelSizes
 from packtool.simulate.outcomes import Outcome, arrange, outcome, simulate
 from packtool.simulate.strategies import PlacedBatch, Sequences, SimulateOptions, schedule_of
 
 # An all-gather of 2 MB took 53 us there, and one of 1024 MB 6468 us: (7 / 8) 1024 MB / 6468 us. The links between nodes
 # are not told: 80 % of 400 Gb/s for each GPU.
 PAPERS_H100 = dataclasses.replace(
-    PRESETS["h100"],
+    HARDWARE_PRESETS["h100"],
     latency_us=53.0,
     intra_node_gb_per_s=7 / 8 * 1024e6 / 6468e-6 / 1e9,
     inter_node_gb_per_s=40.0,
@@ -80,9 +79,9 @@ class Setting:
     sequences_per_rank: int = 64
 
     def options(self, steps: int, seed: int) -> SimulateOptions:
-        """With the paper's buckets."""
+        """The options of a simulation with the paper's buckets."""
         large = self.model == "qwen2.5-7b"
-        sizes = ModelSizes.of_config(MODELS[self.model])
+        sizes = ModelSizes.of_config(MODEL_PRESETS[self.model])
         bucket = (13 if large else 26) * 1024
         return SimulateOptions(
             machine=Machine(sizes=sizes, hardware=PAPERS_H100, world_size=self.world_size, recompute=large),
@@ -95,8 +94,9 @@ class Setting:
         )
 
     def sequences(self, options: SimulateOptions) -> Sequences:
-        """As many as all strategies need."""
-        return arrange(draw(self.data, round(1.1 * options.sequences_wanted) + 10, seed=options.seed), options)[0]
+        """Lengths and targets, as many as all strategies need."""
+        num = round(1.1 * options.sequences_wanted) + 10
+        return arrange(draw_lengths(self.data, num, seed=options.seed), options)[0]
 
 
 STRATEGIES: tuple[StrategyName, ...] = ("context-parallel", "sorted", "packed-shared", "wlb", "dynamic-cp", "skrull")
@@ -193,19 +193,21 @@ def as_printed(
 
 def _place(
     part: Sequence[int], sizes: Sequence[int], flops: Sequence[float], ranks: Ranks, roll_back: bool
-) -> tuple[MicroBatch, bool]:
+) -> tuple[PlacedMicroBatch, bool]:
     fits = [ranks.add(one, sizes[one], flops[one], roll_back) for one in part]
-    return MicroBatch(np.array(part, np.int64), np.array([ranks.places[one] for one in part], np.int64)), all(fits)
+    return PlacedMicroBatch(np.array(part, np.int64), np.array([ranks.places[one] for one in part], np.int64)), all(
+        fits
+    )
 
 
 def _assign(flops: Sequence[float], num_ranks: int) -> list[list[int]]:
-    hands: list[list[int]] = [[] for _ in range(num_ranks)]
+    rank_sequences: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [(0.0, rank) for rank in range(num_ranks)]
     for one in sorted(range(len(flops)), key=lambda one: -flops[one]):
         load, rank = heapq.heappop(loads)
-        hands[rank].append(one)
+        rank_sequences[rank].append(one)
         heapq.heappush(loads, (load + flops[one], rank))
-    return hands
+    return rank_sequences
 
 
 def variant(sequences: Sequences, options: SimulateOptions, **parts: bool) -> Outcome:

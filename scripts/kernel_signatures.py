@@ -36,7 +36,7 @@ _VARLEN = "flash_attn_varlen_func"
 
 
 Signatures = dict[str, dict[str, dict[str, str]]]
-"""By package, function and version."""
+"""Signatures by package, function and version."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -235,15 +236,47 @@ def test_text_of_others_is_shown_in_few_places() -> None:
     assert not wrong
 
 
+# What each of several clients of a store does in its own way.
+ONCE_PER_CLIENT = {"forget_connections"}
+
+
+def test_a_name_means_one_thing() -> None:
+    """A reader who searches for a public function or class finds one."""
+    places: dict[str, list[str]] = {}
+    for path, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    wrong = {name: found for name, found in places.items() if len(found) > 1 and name not in ONCE_PER_CLIENT}
+    assert not wrong
+
+
+# A preposition or a conjunction that begins a docstring goes on from the name: it says nothing alone.
+FRAGMENTS = re.compile(r"(Of|That|For|As|And|With|Without|By|So|Into|On|Than|Because|The same (for|with|in|where))\b")
+
+
+def _docstrings(tree: ast.AST) -> Iterator[str]:
+    """What modules, classes and functions say, and the strings behind constants and fields."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)):
+            if text := ast.get_docstring(node):
+                yield text
+            for before, after in pairwise(node.body):
+                if isinstance(before, (ast.Assign, ast.AnnAssign)):
+                    match after:
+                        case ast.Expr(ast.Constant(str() as text)):
+                            yield text.strip()
+
+
 def test_docstrings_say_what_is_returned() -> None:
     """A fragment of the function's name ("Of the shard.", "For a person.") tells nobody what comes back."""
-    fragments = []
-    for path, tree in TREES.items():
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)):
-                words = (ast.get_docstring(node) or "- -").split()
-                if words[0] in ("Of", "That", "For", "As", "And") or len(words) == 1:
-                    fragments.append(f"{path.relative_to(PACKAGE)}: {ast.get_docstring(node)}")
+    scripts = {path: ast.parse(path.read_text()) for path in (PACKAGE.parent / "scripts").glob("*.py")}
+    fragments = [
+        f"{path.relative_to(PACKAGE.parent)}: {text}"
+        for path, tree in (TREES | scripts).items()
+        for text in _docstrings(tree)
+        if FRAGMENTS.match(text) or len(text.split()) == 1
+    ]
     assert not fragments
 
 

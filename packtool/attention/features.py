@@ -36,7 +36,7 @@ _SOUNDS = ("input_features", "feature_attention_mask")
 _ATTRIBUTE = "_packtool_look"
 
 Features = dict[MediaKind, list[Tensor]]
-"""For each kind of medium its features (N, D): what the embeddings get, then what the first layers get (DeepStack)."""
+"""The features (N, D) of each kind of medium: what the embeddings get, then what the first layers get (DeepStack)."""
 
 
 def look_once(model: nn.Module) -> None:
@@ -158,7 +158,7 @@ def _listen(module: Any, inputs: TowerInputs, media: Mapping[str, Any]) -> Tenso
 
 
 def _add_features(module: nn.Module, hidden_states: Tensor, where: Tensor, features: Tensor) -> Tensor:
-    """A text tower's ``_deepstack_process``, also for positions (N,) of the flattened row in place of a mask (B, T)."""
+    """A text tower's ``_deepstack_process``, also for positions (N,) of the flat batch in place of a mask (B, T)."""
     if where.dtype == torch.bool:
         own: Any = type(module)
         found: Tensor = own._deepstack_process(module, hidden_states, where, features)

@@ -1,9 +1,9 @@
 """Layers that carry a state along the sequence, run so that the state starts anew with every document.
 
-A gated delta net (Qwen3-Next, Qwen3.5) mixes along the row twice: a short convolution over the last few tokens, and a
-recurrence over all before. Both must know where documents begin::
+A gated delta net (Qwen3-Next, Qwen3.5) mixes along the sequence twice: a short convolution over the last few tokens,
+and a recurrence over all before. Both must know where documents begin::
 
-    row          a0 a1 a2 | b0 b1 b2 b3
+    sequence     a0 a1 a2 | b0 b1 b2 b3
     convolution  .. .. ..   .. .. .. ..      a window of 4 would show a1 and a2 to b0 and b1
     recurrence   S1 S2 S3   S4 S5 S6 S7      S3 would be the state that b0 starts from
 
@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers import PreTrainedConfig
 
+from packtool.attention.opaque import with_shown_boundaries
 from packtool.attention.varlen import LeakError, Varlen
 from packtool.encode.families import FAMILIES
 from packtool.errors import UnsupportedModelError
@@ -45,11 +45,6 @@ _SAME_AS_ALONE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2,
 """How far a document in company may be from itself alone, relative to the largest number: other blocks, other sums."""
 
 _tried: dict[tuple[type, str, torch.dtype], bool] = {}
-
-
-def has_recurrent_layers(config: PreTrainedConfig) -> bool:
-    """Whether the text tower has layers that only ``isolate_recurrent_layers`` keeps apart."""
-    return RECURRENT_LAYER in (getattr(config.get_text_config(), "layer_types", None) or ())
 
 
 def isolate_recurrent_layers(model: nn.Module) -> int:
@@ -79,6 +74,7 @@ def recurrent_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in ISOLATED_CLASSES]
 
 
+@torch.compiler.disable(reason="boundaries differ in every micro-batch")  # type: ignore[no-untyped-call]
 def _forward(
     layer: nn.Module,
     hidden_states: Tensor,
@@ -101,6 +97,7 @@ def _forward(
         UnsupportedModelError: for documents that share prefixes: the state at the end of one is not handed on.
     """
     name = type(layer).__name__
+    kwargs = with_shown_boundaries(kwargs)
     if kwargs.get("key_index") is not None:
         raise UnsupportedModelError(
             f"{name} carries a state along the row, which documents cannot take over from a prefix that they share",
@@ -113,7 +110,7 @@ def _forward(
     if attention_mask is not None:
         raise LeakError(f"{name} was given a mask; packed documents are told apart by cu_seq_lens_q alone")
     if hidden_states.shape[0] != 1:
-        raise LeakError(f"{name} was given {hidden_states.shape[0]} rows; a packed micro-batch is one row")
+        raise LeakError(f"{name} was given {hidden_states.shape[0]} sequences; a packed micro-batch is one sequence")
     varlen = Varlen(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("document_lengths"))
     lengths = varlen.host_lengths()
     if keeps_documents_apart(layer, hidden_states):
@@ -141,16 +138,16 @@ def _try(layer: nn.Module, like: Tensor) -> bool:
     # Drawn on the CPU by a generator of its own: the run's random numbers stay as they would have been.
     generator = torch.Generator().manual_seed(0)
     first, last = _TRIED_LENGTHS
-    row, other = (torch.randn(1, first + last, like.shape[-1], generator=generator).to(like) for _ in range(2))
-    changed = torch.cat([other[:, :first], row[:, first:]], dim=1)
+    sequence, other = (torch.randn(1, first + last, like.shape[-1], generator=generator).to(like) for _ in range(2))
+    changed = torch.cat([other[:, :first], sequence[:, first:]], dim=1)
     try:
-        before, after = (_at_once(layer, hidden, _TRIED_LENGTHS) for hidden in (row, changed))
+        before, after = (_at_once(layer, hidden, _TRIED_LENGTHS) for hidden in (sequence, changed))
     except Exception:  # whatever a layer says to boundaries that it does not know, it does not honour them
         return False
     if torch.equal(before[:, :first], after[:, :first]) or not torch.equal(before[:, first:], after[:, first:]):
         return False
     varlen = Varlen.of_lengths(_TRIED_LENGTHS, like.device)
-    alone = torch.cat(list(_one_by_one(layer, row, varlen)), dim=1)
+    alone = torch.cat(list(_one_by_one(layer, sequence, varlen)), dim=1)
     return bool((before - alone).abs().max() <= _SAME_AS_ALONE[before.dtype] * alone.abs().max())
 
 

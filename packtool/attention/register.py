@@ -19,12 +19,12 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from packtool.attention.choose import AUTO, KERNELS, choose
 from packtool.attention.features import own_features, share_features, towers_of_media
+from packtool.attention.opaque import with_shown_boundaries
 from packtool.attention.parallel.attend import attend_shard
 from packtool.attention.parallel.axes import refuse_shared
 from packtool.attention.parallel.blocks import choose_blocks
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.recurrent import (
-    has_recurrent_layers,
     isolate_recurrent_layers,
     recurrent_layers,
     release_recurrent_layers,
@@ -69,22 +69,8 @@ def register() -> None:
         AttentionInterface.register(attention_name(impl), function)
 
 
-def attention_for(config: PreTrainedConfig, impl: str = AUTO) -> str | dict[str, str]:
-    """The ``attn_implementation`` that routes a model's text tower, and only it, through a kernel.
-
-    Raises:
-        UnsupportedModelError: for a model with recurrent layers, which a name does not reach: ``set_attention`` does.
-    """
-    if has_recurrent_layers(config):
-        raise UnsupportedModelError(
-            f"{config.model_type} has recurrent layers: an attention function alone does not keep packed samples apart",
-            _NO_PACKING,
-        )
-    return route(config, attention_name(impl))
-
-
 def route(config: PreTrainedConfig, name: str) -> str | dict[str, str]:
-    """``attention_for`` for any name that transformers knows."""
+    """The ``attn_implementation`` that gives a model's text tower, and only it, the attention of that name."""
     towers = [tower for tower in config.sub_configs if getattr(config, tower, None) is not None]
     if "text_config" not in towers:
         return name
@@ -119,7 +105,7 @@ def set_attention(model: PreTrainedModel, impl: str = AUTO, parallel: SequencePa
 
     Raises:
         ConfigError: if there is no such kernel.
-        UnsupportedModelError: for recurrent layers in rows that ranks share.
+        UnsupportedModelError: for recurrent layers in sequences that ranks share.
     """
     register()
     name = attention_name(impl)
@@ -152,6 +138,7 @@ def own_attention(model: PreTrainedModel) -> Iterator[None]:
             isolate_recurrent_layers(model)
 
 
+@torch.compiler.disable(reason="boundaries differ in every micro-batch")  # type: ignore[no-untyped-call]
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -183,13 +170,15 @@ def packed_attention(
         UnsupportedModelError: the layer asks for something that would silently be left out.
         LeakError: the call does not say where the documents end, or there is a mask or a cache.
     """
+    kwargs = with_shown_boundaries(kwargs)
     _refuse_leaks(module, query, key, attention_mask, kwargs)
     window = _window(module, kwargs)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in _as_autocast(query, key, value))
     if (shard := kwargs.get("sequence_shard")) is not None:
         if dropout:
             raise UnsupportedModelError(
-                f"the model drops {dropout:g} of its attention weights, which rows that several processes share cannot",
+                f"the model drops {dropout:g} of its attention weights, which sequences that several processes share "
+                "cannot",
                 "Set attention_dropout to 0 in the model's config.json.",
             )
         blocks = choose_blocks(kwargs["impl"], q.device, q.dtype, head_dims=(q.shape[-1], v.shape[-1]))
@@ -257,13 +246,13 @@ def _refuse_leaks(
     name = type(module).__name__
     shard = kwargs.get("sequence_shard")
     if shard is not None and kwargs.get("parallel") is None:
-        raise LeakError(f"{name} was given a part of a row, but the model was not told which ranks have the others")
+        raise LeakError(f"{name} was given a part of a sequence, but the model was not told which ranks have the rest")
     if shard is None and kwargs.get("cu_seq_lens_q") is None:
         raise LeakError(f"{name} was called without cu_seq_lens_q: the documents of a pack could not be told apart")
     if attention_mask is not None:
         raise LeakError(f"{name} was given a mask; packed documents are told apart by cu_seq_lens_q alone")
     if query.shape[0] != 1:
-        raise LeakError(f"{name} was given {query.shape[0]} rows; a packed micro-batch is one row")
+        raise LeakError(f"{name} was given {query.shape[0]} sequences; a packed micro-batch is one sequence")
     if query.shape[2] != key.shape[2]:
         raise LeakError(f"{name} sees {key.shape[2]} keys for {query.shape[2]} queries: a key-value cache is on")
 

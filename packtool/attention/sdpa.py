@@ -144,7 +144,7 @@ def _cpu_flash(
 def _sdpa_and_lse(
     q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """The same where no call of torch's tells the lse."""
+    """Output and lse by products of matrices, where no call of torch's tells the lse."""
     is_grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None and causal, scale=scale, enable_gqa=is_grouped

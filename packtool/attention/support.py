@@ -25,20 +25,23 @@ ISOLATED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 """Layers whose only mixing along the sequence is attention that ``packed_attention`` computes."""
 
 _WHY = {
-    RECURRENT_LAYER: "carry a state along the row (Mamba, a gated delta net or another linear attention)",
-    "conv": "convolve along the row",
-    "chunked_attention": "attend within chunks that are counted from the row's beginning",
-    "hybrid": "carry a state along the row beside their attention",
-    "hybrid_sliding": "carry a state along the row beside their attention",
+    RECURRENT_LAYER: "carry a state along the sequence (Mamba, a gated delta net or another linear attention)",
+    "conv": "convolve along the sequence",
+    "chunked_attention": "attend within chunks that are counted from the sequence's beginning",
+    "hybrid": "carry a state along the sequence beside their attention",
+    "hybrid_sliding": "carry a state along the sequence beside their attention",
     "indexed_attention": "choose keys from the whole sequence",
-    "compressed_sparse_attention": "attend to summaries of the row",
-    "heavily_compressed_attention": "attend to summaries of the row",
+    "compressed_sparse_attention": "attend to summaries of the sequence",
+    "heavily_compressed_attention": "attend to summaries of the sequence",
     "minimax_m3_sparse": "choose keys from the whole sequence",
 }
 _RECURRENT_SETTING = re.compile(
     r"(^|_)(mamba|ssm|conv_l_cache|linear_(num|key|value|conv)|lru|rwkv|block_types?)", re.I
 )
 _REMEDY = "Train it with --packing false, or another model."
+# Classes and configurations, as JSON, of models that have passed the trial: a run asks before collation and before
+# loading.
+_PASSED: set[tuple[Any, str]] = set()
 
 
 def refuse_unsupported(config: PreTrainedConfig) -> None:
@@ -69,7 +72,10 @@ def refuse_unsupported(config: PreTrainedConfig) -> None:
         raise UnsupportedModelError(f"{name} attends in both directions; packed attention is causal", _REMEDY)
     if settings.get("attn_logit_softcapping"):
         raise UnsupportedModelError(f"{name} uses soft-capped scores, which packed attention does not compute", _REMEDY)
-    refuse_after_trial(config, model_class)
+    tried = (model_class, config.to_json_string())
+    if tried not in _PASSED:
+        refuse_after_trial(config, model_class)
+        _PASSED.add(tried)
 
 
 def _refuse_layers(name: str, text_type: str, settings: Mapping[str, Any]) -> None:
@@ -79,7 +85,7 @@ def _refuse_layers(name: str, text_type: str, settings: Mapping[str, Any]) -> No
     foreign = sorted(set(settings.get("layer_types") or ()) - known)
     if foreign:
         why = "; ".join(
-            f"{kind} layers {_WHY.get(kind, 'mix along the row in a way of their own')}" for kind in foreign
+            f"{kind} layers {_WHY.get(kind, 'mix along the sequence in a way of their own')}" for kind in foreign
         )
         raise UnsupportedModelError(
             f"{name} cannot be packed: its {why}. One packed sample would leak into the next", _REMEDY
@@ -123,7 +129,7 @@ def _problems_of_boundaries(inputs: Mapping[str, Any]) -> list[str]:
     starts: list[int] = bounds.tolist()
     lengths = [stop - start for start, stop in pairwise(starts)]
     if num_rows != 1:
-        return [f"{num_rows} rows; packed samples lie in one"]
+        return [f"{num_rows} sequences; packed samples lie in one"]
     if starts[0] != 0 or starts[-1] != num_tokens or min(lengths, default=0) < 0:
         return [f"cu_seq_lens_q runs from {starts[0]} to {starts[-1]} for {num_tokens} tokens"]
     found = _problems_of_lengths(inputs, lengths, "q", "document_lengths")

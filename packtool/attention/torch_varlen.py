@@ -23,7 +23,7 @@ from packtool.errors import ConfigError
 
 
 class TorchVarlenKernel(Kernel):
-    """``torch.nn.attention.varlen``: one call for all documents of a row, on CUDA."""
+    """``torch.nn.attention.varlen``: one call for all documents of a sequence, on CUDA."""
 
     name = "varlen"
     max_head_dim = 256

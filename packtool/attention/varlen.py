@@ -82,7 +82,7 @@ class Varlen:
         """The tokens of each document that has any, in order.
 
         Args:
-            num_tokens: T of the row, which the documents must add up to.
+            num_tokens: T of the sequence, which the documents must add up to.
         """
         lengths = self.host_lengths()
         # Tokens behind the last document would be left without an output, silently.

@@ -51,6 +51,7 @@ class Batch:
         channels: of each document or row, a filler's is None.
         num_samples: samples in it; a filler document does not count.
         skipped: samples that should be in it and could not be loaded.
+        num_padding: tokens of a filler document that makes the row one of few lengths, for compiled layers.
     """
 
     input_ids: Tensor
@@ -63,6 +64,7 @@ class Batch:
     channels: tuple[str | None, ...]
     num_samples: int
     skipped: tuple[SkippedSample, ...] = ()
+    num_padding: int = 0
 
     @property
     def num_target_tokens(self) -> int:
@@ -112,7 +114,7 @@ def target_positions(labels: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PackedBatch(Batch):
-    """Documents laid end to end in one row, without padding.
+    """Documents laid end to end in one sequence, without padding.
 
     Args:
         cu_seqlens: int32 (S + 1,), starts of the S documents and T at the end.

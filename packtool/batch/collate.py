@@ -23,6 +23,7 @@ from torch import Tensor
 
 from packtool.batch.batch import PackedBatch, PaddedBatch, target_positions
 from packtool.batch.micro_batch import Tower
+from packtool.batch.padding import PAD_ID
 from packtool.batch.pixels import load_pixels
 from packtool.batch.positions import sample_positions
 from packtool.batch.sounds import load_sounds
@@ -34,24 +35,28 @@ from packtool.encode.encoded import EncodedImage, EncodedSample
 from packtool.encode.families import MediaKind
 from packtool.errors import DataError
 
-LongArray = npt.NDArray[np.int64]
-
 
 def collate_packs(
-    samples: Sequence[EncodedSample], spec: InputSpec, towers: frozenset[Tower] | None = None
+    samples: Sequence[EncodedSample],
+    spec: InputSpec,
+    towers: frozenset[Tower] | None = None,
+    *,
+    multiple_of: int = 1,
 ) -> PackedBatch:
-    """Lay samples end to end in one row.
+    """Lay samples end to end in one sequence.
 
     Args:
         samples: in their order; none at all makes a micro-batch of filler documents, with zero loss.
         spec: the model they are for.
         towers: that run whatever the samples bring; by default all that the model has.
+        multiple_of: the row's length becomes one, by a filler document behind the others.
 
     Raises:
         DataError: naming a picture that cannot be read or has changed, or a sample whose pads do not fit its pictures.
     """
     check_pads(samples, spec)
     documents, media = with_fillers(samples, spec, towers)
+    documents, num_padding = with_padding(documents, multiple_of)
     input_ids = np.concatenate([sample.input_ids for sample in documents], dtype=np.int64)
     labels = np.concatenate([shifted_labels(sample) for sample in documents], dtype=np.int64)
     if spec.sees:
@@ -70,6 +75,7 @@ def collate_packs(
         loss_weights=torch.from_numpy(np.concatenate(weights)).unsqueeze(0) if weights is not None else None,
         channels=tuple(sample.channel for sample in documents),
         num_samples=len(samples),
+        num_padding=num_padding,
         cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
         lengths=lengths,
     )
@@ -169,6 +175,12 @@ def with_fillers(
     return documents or [filler([0], ())], media
 
 
+def with_padding(documents: Sequence[EncodedSample], multiple_of: int) -> tuple[list[EncodedSample], int]:
+    """The documents, with a filler behind them whose tokens make their length a multiple, and the number of these."""
+    num_padding = -sum(document.length for document in documents) % multiple_of
+    return [*documents, *([filler([PAD_ID] * num_padding, ())] if num_padding else [])], num_padding
+
+
 def blank_picture(kind: MediaKind, spec: InputSpec) -> dict[str, Tensor]:
     """The smallest picture, or video, there is, as the vision tower takes it: one token."""
     side = int(spec.config.vision_config.spatial_merge_size)
@@ -187,7 +199,7 @@ def load_media(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, T
 
 
 def filler(input_ids: list[int], images: tuple[EncodedImage, ...]) -> EncodedSample:
-    """A document without labels."""
+    """A document of these tokens and pictures without labels, so that its loss is zero."""
     ids = np.array(input_ids, np.int32)
     return EncodedSample(ids, np.full_like(ids, IGNORE_INDEX), np.zeros(0, np.int32), images, None, "filler", 0)
 

@@ -1,4 +1,4 @@
-"""Samples become one rank's part of a row that several ranks share; see ``batch.shard`` for how it is cut.
+"""Samples become one rank's part of a sequence that several ranks share; see ``batch.shard`` for how it is cut.
 
 Every rank is given the same samples, of which it reads the tokens (four bytes each) but loads only its share of the
 pictures and videos: those of samples that are local to it, and of the others a share by what they cost the tower
@@ -23,7 +23,6 @@ from packtool.batch.padding import PAD_ID, align_sample
 from packtool.batch.pixels import load_pixels
 from packtool.batch.positions import sample_positions
 from packtool.batch.shard import (
-    SHARDED,
     Cut,
     FeatureRoute,
     Int64Array,
@@ -36,9 +35,10 @@ from packtool.batch.spec import InputSpec
 from packtool.batch.tower_inputs import tower_inputs
 from packtool.encode.encoded import EncodedImage, EncodedSample, EncodedVideo, patch_squares
 from packtool.encode.families import MediaKind
+from packtool.plan.skrull import SHARDED
 from packtool.plan.towers import assign_heaviest_first
 
-Medium = tuple[int, str, int, EncodedImage | EncodedVideo]
+DocumentMedium = tuple[int, str, int, EncodedImage | EncodedVideo]
 """Number of its document, kind, number in the document, and itself."""
 
 
@@ -48,6 +48,8 @@ def collate_shard(
     cut: Cut,
     places: Sequence[int] | None = None,
     towers: frozenset[Tower] | None = None,
+    *,
+    multiple_of: int = 1,
 ) -> ShardedBatch:
     """One rank's part of some samples.
 
@@ -57,12 +59,16 @@ def collate_shard(
         cut: how they are cut, and the rank that this is for.
         places: of each sample ``SHARDED``, or the rank that it is local to; all are sharded without it.
         towers: that run whatever the samples bring; by default all that the model has.
+        multiple_of: the length of each rank's part becomes one, by a filler document of its own.
 
     Raises:
         DataError: as ``collate_packs``, of the pictures that this rank loads.
     """
     check_pads(samples, spec)
     documents, placed = _documents(samples, list(places or [SHARDED] * len(samples)), cut)
+    paddings = _paddings(documents, placed, cut, multiple_of)
+    documents += [filler([PAD_ID] * number, ()) for number in paddings.values()]
+    placed += paddings
     lengths = [document.length for document in documents]
     assigned = assign_tokens(lengths, placed, cut)
     index = assigned.index[cut.rank]
@@ -87,6 +93,7 @@ def collate_shard(
         loss_weights=torch.from_numpy(np.concatenate(weights)[index]).unsqueeze(0) if weights is not None else None,
         channels=tuple(document.channel for document in documents),
         num_samples=len(samples) if cut.rank == 0 else 0,
+        num_padding=paddings.get(cut.rank, 0),
         shard=shard,
         index=torch.from_numpy(index),
         lengths=tuple(lengths),
@@ -108,6 +115,14 @@ def _documents(samples: Sequence[EncodedSample], places: list[int], cut: Cut) ->
         documents += [filler([PAD_ID], ()) for _ in bare]
         places = [*places, *bare]
     return documents, places
+
+
+def _paddings(documents: Sequence[EncodedSample], places: Sequence[int], cut: Cut, multiple_of: int) -> dict[int, int]:
+    """The tokens that each rank's part lacks of a multiple, where it lacks some."""
+    lengths = np.array([document.length for document in documents], np.int64)
+    shared = int(lengths[np.array(places) == SHARDED].sum()) // cut.size
+    held = [shared + int(lengths[np.array(places) == rank].sum()) for rank in range(cut.size)]
+    return {rank: -number % multiple_of for rank, number in enumerate(held) if number % multiple_of}
 
 
 def _picked(parts: Sequence[npt.NDArray[np.integer]], index: Int64Array) -> Int64Array:
@@ -156,7 +171,7 @@ def _share_media(
 def with_own_media(
     samples: Sequence[EncodedSample], places: Sequence[int], spec: InputSpec, cut: Cut
 ) -> list[EncodedSample]:
-    """The samples of a row with only those pictures and videos that this rank looks at."""
+    """The samples of a sequence with only those pictures and videos that this rank looks at."""
     media, owners = _owned_media(samples, places, spec, cut)
     own = {(number, kind, i) for (number, kind, i, _), owner in zip(media, owners, strict=True) if owner == cut.rank}
     return [
@@ -171,9 +186,9 @@ def with_own_media(
 
 def _owned_media(
     documents: Sequence[EncodedSample], placed: Sequence[int], spec: InputSpec, cut: Cut
-) -> tuple[list[Medium], Int64Array]:
-    """All pictures and videos of a row, and the rank that looks at each: a local document's own, else as shared out."""
-    media: list[Medium] = []
+) -> tuple[list[DocumentMedium], Int64Array]:
+    """All pictures and videos of a sequence, and the rank that looks at each: a local document's, else as shared."""
+    media: list[DocumentMedium] = []
     for number, document in enumerate(documents):
         media += [(number, "image", i, image) for i, image in enumerate(document.images)]
         media += [(number, "video", i, video) for i, video in enumerate(document.videos)]

@@ -26,6 +26,7 @@ from packtool.batch.collate import (
     shifted_labels,
     shifted_weights,
     with_fillers,
+    with_padding,
 )
 from packtool.batch.micro_batch import Tower
 from packtool.batch.positions import sample_positions
@@ -42,13 +43,14 @@ def collate_tree(
     towers: frozenset[Tower] | None = None,
     *,
     least_shared: int = LEAST_SHARED,
+    multiple_of: int = 1,
 ) -> PackedBatch:
     """Lay samples end to end in one row, the prefixes that they have in common once.
 
     The price: attention gathers keys and values of all samples whole, one layer at a time.
 
     Args:
-        samples, spec, towers: as for ``collate_packs``.
+        samples, spec, towers, multiple_of: as for ``collate_packs``.
         least_shared: see ``prefix_tree.find_tree``.
 
     Returns:
@@ -60,9 +62,10 @@ def collate_tree(
     check_pads(samples, spec)
     nodes = find_tree(samples, spec, least_shared=least_shared)
     if all(len(node.samples) == 1 for node in nodes):
-        return collate_packs(samples, spec, towers)
+        return collate_packs(samples, spec, towers, multiple_of=multiple_of)
     parts = [part_of(samples[node.samples[0]], node.start, node.stop, spec) for node in nodes]
     documents, media = with_fillers(parts, spec, towers)
+    documents, num_padding = with_padding(documents, multiple_of)
     fillers = documents[len(nodes) :]
     lengths = tuple(document.length for document in documents)
     keys, key_lengths = key_index([node.parent for node in nodes] + [ROOT] * len(fillers), lengths)
@@ -83,6 +86,7 @@ def collate_tree(
         loss_weights=torch.from_numpy(weights).unsqueeze(0),
         channels=(*(samples[node.samples[0]].channel for node in nodes), *(None for _ in fillers)),
         num_samples=len(samples),
+        num_padding=num_padding,
         cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
         lengths=lengths,
         key_index=torch.from_numpy(keys),

@@ -32,9 +32,10 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
         spec: the model they are collated for.
         packing: False pads one sample a row instead.
         skip_bad_media: leave samples out whose media cannot be loaded.
-        cut: of rows that several ranks share, and this rank's part.
+        cut: of sequences that several ranks share, and this rank's part.
         always: towers that run in every micro-batch; by default all. Others run where some rank has need of them.
         least_shared: tokens that a prefix of packed samples must have to be there once; None has all samples whole.
+        multiple_of: the length of rows without padding becomes one; see ``collate_packs``.
     """
 
     def __init__(
@@ -47,10 +48,11 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
         cut: Cut | None = None,
         always: frozenset[Tower] | None = None,
         least_shared: int | None = None,
+        multiple_of: int = 1,
     ) -> None:
         assert least_shared is None or (packing and cut is None), "only samples of a pack of one rank share prefixes"
         self.read, self.spec, self.packing, self.least_shared = read, spec, packing, least_shared
-        self.skip_bad_media, self.cut = skip_bad_media, cut
+        self.skip_bad_media, self.cut, self.multiple_of = skip_bad_media, cut, multiple_of
         self.always = spec.towers if always is None else always
 
     def __getitem__(self, wanted: MicroBatch) -> Batch | PacktoolError:
@@ -62,7 +64,7 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
             samples = [self.read(sample) for sample in wanted.samples]
             if self.cut is not None:
                 places = None if wanted.places is None else list(wanted.places)
-                return collate_shard(samples, self.spec, self.cut, places, towers)
+                return collate_shard(samples, self.spec, self.cut, places, towers, multiple_of=self.multiple_of)
             collate = partial(self._collate, towers=towers)
             return _collated(samples, self.spec, collate, skip_bad_media=self.skip_bad_media)
         except PacktoolError as error:
@@ -71,8 +73,8 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
     @property
     def _collate(self) -> Callable[..., Batch]:
         if self.least_shared is not None:
-            return partial(collate_tree, least_shared=self.least_shared)
-        return collate_packs if self.packing else collate_padded
+            return partial(collate_tree, least_shared=self.least_shared, multiple_of=self.multiple_of)
+        return partial(collate_packs, multiple_of=self.multiple_of) if self.packing else collate_padded
 
 
 def load_micro_batches(

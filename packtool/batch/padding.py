@@ -1,4 +1,4 @@
-"""Padding removed before a model and restored after it, on tensors (seed 003; MindSpeed-RL's ``remove_padding.py``).
+"""Padding removed before a model and restored after it, on tensors, as MindSpeed-RL's ``remove_padding.py`` does.
 
 Three rows of 3, 2 and 3 tokens, aligned to a multiple of 2 ("." is padding, "-" is -100, P is the pad that aligns)::
 
@@ -13,7 +13,7 @@ Three rows of 3, 2 and 3 tokens, aligned to a multiple of 2 ("." is padding, "-"
 
 A prompt of p tokens: what position p - 1 says is about the first token after it, so a row begins there, and its last
 position, which speaks of no token, is left out. Positions run through the pads, and no label is ever made of a pad
-(the seed's source writes 0 there, which is a token).
+(MindSpeed-RL writes 0 there, which is a token).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedSample
 
 PAD_ID = 0
-"""In every vocabulary, and no medium's pad."""
+"""The token that rows are padded with: it is in every vocabulary, and no medium's pad."""
 
 
 class RemovedPadding(NamedTuple):
-    """B rows laid end to end, T tokens with the pads that align them; in the order of the seed's function.
+    """B rows laid end to end, T tokens with the pads that align them; in the order of MindSpeed-RL's function.
 
     Args:
         input_ids: (1, T), in the precision they came in.

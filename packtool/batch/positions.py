@@ -24,7 +24,7 @@ from packtool.encode.families import MediaKind
 from packtool.encode.placed_media import sounds_in_order
 from packtool.errors import DataError
 
-NUM_ROWS = 4
+NUM_POSITION_ROWS = 4
 TOKEN_TYPES: dict[MediaKind, int] = {"image": 1, "video": 2}
 """``mm_token_type_ids`` of a medium's pads; text is 0."""
 
@@ -39,7 +39,7 @@ def sample_positions(sample: EncodedSample, spec: InputSpec) -> npt.NDArray[Any]
     """
     text = np.arange(sample.length, dtype=np.int64)
     if not sample.images and not sample.videos:
-        return np.broadcast_to(text, (NUM_ROWS, sample.length))
+        return np.broadcast_to(text, (NUM_POSITION_ROWS, sample.length))
     input_ids = torch.from_numpy(sample.input_ids.astype(np.int64)).unsqueeze(0)
     media: dict[MediaKind, Any] = {"image": sample.images, "video": sample.videos}
     grids = {

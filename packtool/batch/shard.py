@@ -3,14 +3,14 @@
 A document is *sharded* over all ranks or *local* to one. With R ranks on the ring axis, a sharded document is padded to
 a multiple of 2R and cut into 2R chunks, of which rank i holds chunks i and 2R - 1 - i: a late chunk, whose queries see
 much, goes with an early one, and all ranks do equal work within every document. What the U ranks of a Ulysses axis
-share is such a part of the row, cut into U even pieces. A document of 8 tokens and one of 3, R = 2 and U = 1::
+share is such a part of the sequence, cut into U even pieces. A document of 8 tokens and one of 3, R = 2 and U = 1::
 
-    row     a a a a a a a a b b b .          "." is padding: it has positions, and never a label
-    rank 0  a0 a1       a6 a7 b0    .        chunks 0 and 3
-    rank 1  a2 a3 a4 a5       b1 b2          chunks 1 and 2
+    sequence  a a a a a a a a b b b .        "." is padding: it has positions, and never a label
+    rank 0    a0 a1       a6 a7 b0    .      chunks 0 and 3
+    rank 1    a2 a3 a4 a5       b1 b2        chunks 1 and 2
 
-A rank's own row is its local documents, then its part of the sharded ones. Everything here follows from lengths, so
-every rank knows what the others hold.
+A rank's own sequence is its local documents, then its part of the sharded ones. Everything here follows from lengths,
+so every rank knows what the others hold.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from packtool.plan.skrull import SHARDED as SHARDED
+from packtool.plan.skrull import SHARDED
 
 Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How a row is cut, and the rank whose part this is.
+    """How a sequence is cut, and the rank whose part this is.
 
     Args:
         ring_size: R, of the axis whose ranks hold chunks.
@@ -73,7 +73,7 @@ class FeatureRoute:
         send_order: int64 (n,), rows of this rank's features, those for rank 0 first.
         send_counts: rows for each rank, (P,).
         receive_counts: rows from each rank, (P,).
-        receive_order: int64 (m,), of the rows as they come, the order in which this rank's row has their tokens.
+        receive_order: int64 (m,), of the rows as they come, the order in which this rank's sequence has their tokens.
     """
 
     send_order: Tensor
@@ -88,9 +88,9 @@ class SequenceShard:
 
     Args:
         cut: how.
-        local_lengths: documents that are this rank's alone, first in its row.
+        local_lengths: documents that are this rank's alone, first in its sequence.
         sharded_lengths: whole, with their padding: the same on all ranks.
-        routes: of the features of ``image`` and ``video``, where the row has some.
+        routes: of the features of ``image`` and ``video``, where the sequence has some.
     """
 
     cut: Cut
@@ -106,12 +106,12 @@ class SequenceShard:
 
 @dataclass(frozen=True, eq=False)
 class TokenAssignment:
-    """A row cut for P ranks.
+    """A sequence cut for P ranks.
 
     Args:
-        index: for each rank, int64: the positions of the row that it holds, in its own order.
+        index: for each rank, int64: the positions of the sequence that it holds, in its own order.
         holder: int64 (T,), the rank of each position.
-        slot: int64 (T,), where in that rank's own row.
+        slot: int64 (T,), where in that rank's own sequence.
     """
 
     index: tuple[Int64Array, ...]
@@ -120,7 +120,7 @@ class TokenAssignment:
 
 
 def assign_tokens(lengths: Sequence[int], places: Sequence[int], cut: Cut) -> TokenAssignment:
-    """Assign a row's tokens to the ranks.
+    """Assign a sequence's tokens to the ranks.
 
     Args:
         lengths: of the documents, padded where they are sharded, with a filler that makes them even.
@@ -158,9 +158,9 @@ def route_features(
     """Bring features from the ranks that compute them to those that hold their tokens.
 
     Args:
-        positions: (n,), in the row, of the tokens that stand for features, rising.
+        positions: (n,), in the sequence, of the tokens that stand for features, rising.
         owners: (n,), the rank that computes each one's feature.
-        assigned: the row.
+        assigned: the sequence.
         rank: this one, of ``size``.
     """
     holders = assigned.holder[positions]

@@ -123,13 +123,8 @@ class InputSpec:
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the model and the family's record, which another process finds for itself."""
+        """The state without the model and the family's record, which another process finds for itself."""
         return {name: value for name, value in vars(self).items() if name not in ("meta_model", "family")}
-
-    @property
-    def image_pad_id(self) -> int | None:
-        """The token that stands for a piece of a picture."""
-        return self.pad_ids.get("image")
 
     @property
     def patch_dim(self) -> int:

@@ -40,7 +40,7 @@ class TowerInputs:
     positions: Mapping[str, Tensor]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> TowerInputs:
-        """The same with every tensor replaced by the function's answer."""
+        """These inputs with every tensor replaced by the function's answer."""
         moved = {
             name: function(value) if isinstance(value, Tensor) else value for name, value in self.arguments.items()
         }

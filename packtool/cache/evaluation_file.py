@@ -61,16 +61,6 @@ def write_evaluation(path: str, columns: Mapping[str, Any], info: Mapping[str, A
     storage.publish(path, sink.getvalue())
 
 
-def read_evaluation(path: str) -> tuple[dict[str, list[Any]], dict[str, Any]]:
-    """Columns and metadata of such a file.
-
-    Raises:
-        StorageError: if it cannot be read.
-    """
-    table = pq.read_table(pa.BufferReader(storage.read_bytes(path)))
-    return table.to_pydict(), json.loads(table.schema.metadata[_KEY])
-
-
 def plain_json(value: Any) -> Any:
     """A copy of plain values, with None for every number that is nan or infinite: JSON has no word for these."""
     if isinstance(value, Mapping):

@@ -8,11 +8,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
 import numpy as np
 
 from packtool import storage
-from packtool.cache.finish import build_manifest, length_counts, merge_dropped, publish
+from packtool.cache.finish import build_manifest, length_counts, merge_dropped, publish_cache
 from packtool.cache.index import read_index
 from packtool.cache.lock import DirectoryLock, refuse_if_busy
 from packtool.cache.manifest import Identity, Manifest, SourceInfo
@@ -38,7 +39,7 @@ from packtool.cache.tasks import LEAST_SHARD_ROWS, make_tasks
 from packtool.config.export import ExportConfig
 from packtool.constants import DROPPED_NAME, MANIFEST_NAME
 from packtool.encode.blocks import check_template, refused_at_first
-from packtool.encode.encoder import Encoder
+from packtool.encode.encoder import Encoder, remarks_on
 from packtool.encode.families import MediaLimits, media_encoding
 from packtool.encode.loss_scale import is_hybrid_thinking, loss_scale_of
 from packtool.encode.model_files import ModelFiles, place_of
@@ -65,7 +66,10 @@ def export(config: ExportConfig, progress: Progress) -> ExportSummary:
         MismatchError: if the directory holds a cache of other settings, or another export is at work there.
         StorageError: if writing fails.
     """
-    with Workers(config.encode_spec, config.dataset_num_proc) as workers:
+    # Where tasks run elsewhere, or may all be finished, nothing is started ahead.
+    starts = config.executor == "local" and not (config.repair or config.is_part)
+    enough = 2 * (config.rows_per_shard or LEAST_SHARD_ROWS) if starts else sys.maxsize
+    with Workers(config.encode_spec, config.dataset_num_proc, enough) as workers:
         return _export(config, progress, workers)
 
 
@@ -74,9 +78,8 @@ def _export(config: ExportConfig, progress: Progress, workers: Workers) -> Expor
     files = ModelFiles.load(config.model, config.chat_template)
     specs = sources_of(config)
     directory = None if config.dry_run else storage.normalize(config.output_dir)
-    ahead = _Ahead(config, workers)
     if directory is None or not storage.exists(storage.join(directory, MANIFEST_NAME)):
-        ahead.expect(len(specs))  # most files hold a row or more
+        workers.expect(len(specs))  # most files hold a row or more
     media = media_encoding(files, config)
     identity = identity_of(config, files, media.limits)
     if directory is not None:
@@ -87,19 +90,22 @@ def _export(config: ExportConfig, progress: Progress, workers: Workers) -> Expor
         else:
             check_is_ours(directory)
         refuse_if_busy(directory, is_part=config.is_part)  # now, and not after reading all sources
-    encoder = Encoder(config.encode_spec, files, media)  # refuses what cannot be encoded before anything is read
-    for remark in encoder.remarks:
+    encoder = cache(partial(Encoder, config.encode_spec, files, media))
+    if not workers.have_begun:
+        encoder()  # refuses what cannot be encoded before anything is read, as workers do
+    for remark in remarks_on(config.encode_spec, files, media):
         progress.note(remark)
-    scanned = _scanned(specs, config.seed, progress, ahead)
+    scanned = _scanned(specs, config.seed, progress, workers)
     sources = tuple(
         SourceInfo(storage.absolute(s.source.label), s.size, s.modified, s.digest, s.num_rows, s.spec.settings)
         for s in scanned
     )
-    check_template(config.model, encoder, ((found.source, found.blocks) for found in scanned))
+    check_template(config.model, files, ((found.source, found.blocks) for found in scanned))
     tasks = make_tasks(scanned, config)
     if not tasks:
         raise DataError(f"no rows in {', '.join(config.dataset)}")
     _note_refusals(scanned, progress)
+    workers.wait()
     job = _Job(config, identity, sources, tasks, encoder, workers, progress)
     if directory is None:
         return job.count(started)
@@ -130,29 +136,12 @@ def _finished(directory: str, manifest: Manifest) -> ExportSummary:
     return summary_of(manifest, _lengths_of(directory, manifest), 0.0, directory, already_finished=True)
 
 
-class _Ahead:
-    """Starts the workers while the sources are looked through, as soon as there are rows enough for several."""
-
-    def __init__(self, config: ExportConfig, workers: Workers) -> None:
-        self._workers = workers
-        # Where tasks run elsewhere, or may all be finished, nothing is started ahead.
-        starts = config.executor == "local" and not (config.repair or config.is_part)
-        self._missing = 2 * (config.rows_per_shard or LEAST_SHARD_ROWS) if starts else sys.maxsize
-
-    def expect(self, num_rows: int) -> None:
-        """So many rows more."""
-        if self._missing > 0:
-            self._missing -= num_rows
-            if self._missing <= 0:
-                self._workers.begin()
-
-
-def _scanned(specs: Sequence[SourceSpec], seed: int, progress: Progress, ahead: _Ahead) -> list[ScannedSource]:
+def _scanned(specs: Sequence[SourceSpec], seed: int, progress: Progress, workers: Workers) -> list[ScannedSource]:
     """All sources with their rows; each is told of, but of very many only how far it is."""
     many = len(specs) > _MOST_TOLD
 
     def found_one(found: ScannedSource) -> None:
-        ahead.expect(found.num_rows)
+        workers.expect(found.num_rows)
         if many:
             progress.advance(1)
         else:
@@ -181,7 +170,7 @@ class _Job:
     identity: Identity
     sources: tuple[SourceInfo, ...]
     tasks: Sequence[Task]
-    encoder: Encoder
+    encoder: Callable[[], Encoder]
     workers: Workers
     progress: Progress
 
@@ -261,7 +250,7 @@ class _Job:
 
     def _publish(self, directory: str, manifest: Manifest, results: Sequence[TaskResult], lock: DirectoryLock) -> None:
         try:
-            publish(directory, manifest, results, lock.check)
+            publish_cache(directory, manifest, results, lock.check)
         except (StorageError, MismatchError):
             # Two parts that finish last at the same time both publish the same; the slower one finds its work done.
             if not self.config.is_part or published(directory, self.identity, self.sources) is None:
@@ -303,7 +292,7 @@ class _Job:
         if config.executor == "ray":
             found = run_tasks_on_ray(waiting, work, config.dataset_num_proc, config.ray_address, report)
         else:
-            found = run_tasks(waiting, work, lambda: self.encoder, self.workers, report)
+            found = run_tasks(waiting, work, self.encoder, self.workers, report)
         results = dict(done)
         try:
             for result in found:

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from packtool import __version__, storage
 from packtool.cache.files import sha256_of
@@ -89,7 +88,7 @@ def length_counts(results: Sequence[TaskResult], split: str | None = None) -> Co
     return counts
 
 
-def publish(
+def publish_cache(
     directory: str, manifest: Manifest, results: Sequence[TaskResult], check: Callable[[], None] = lambda: None
 ) -> None:
     """Write what is left to write, the manifest last, and clear away the tasks' parts.
@@ -238,6 +237,8 @@ def _with_common_codes(batch: pa.RecordBatch, names: list[str], channels: Mappin
     """A task numbers its channels by itself; the index numbers them for all."""
     if not names:
         return batch
+    import pyarrow.compute as pc  # here, because most rows have no channel
+
     codes = pa.array([channels[name] for name in names], pa.int32())
     column = batch.column("channel")
     known = pc.if_else(pc.less(column, 0), None, column)

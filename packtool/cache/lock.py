@@ -261,7 +261,7 @@ class LockStamp:
     run: str
 
     def is_held(self) -> bool:
-        """Whether it does.
+        """Whether the lock still holds.
 
         Raises:
             StorageError: if that cannot be found out.

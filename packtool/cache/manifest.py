@@ -140,8 +140,13 @@ class Manifest:
     def to_json(self) -> bytes:
         """The file's content: the same for the same export."""
         plain = dataclasses.asdict(dataclasses.replace(self, sources=()))
-        plain["sources"] = [vars(source) for source in self.sources]  # of which there may be many thousand
-        return (json.dumps(plain, indent=1, ensure_ascii=False) + "\n").encode()
+        text = json.dumps(plain, indent=1, ensure_ascii=False) + "\n"
+        if self.sources:
+            # Of which there may be many thousand: without an indent, json is a few times faster.
+            encode = json.JSONEncoder(ensure_ascii=False, separators=(",\n   ", ": ")).encode
+            told = ",\n".join(f"  {{\n   {encode(vars(source))[1:-1]}\n  }}" for source in self.sources)
+            text = text.replace('\n "sources": []', f'\n "sources": [\n{told}\n ]', 1)
+        return text.encode()
 
     @classmethod
     def read(cls, directory: str) -> Manifest:

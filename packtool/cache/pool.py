@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.connection
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext
+from types import SimpleNamespace
 from typing import Self
+
+import pyarrow as pa
 
 from packtool.cache.task import Report, Task, TaskResult, Work, run_task
 from packtool.config.export import EncodeSpec
@@ -64,9 +68,9 @@ def run_tasks(
                     if waiting:
                         busy[pipe].give(waiting.pop())
                     else:
-                        busy.pop(pipe).end()
+                        busy.pop(pipe).kill()  # at once: it holds nothing, and clearing up would take it a while
                     yield told
-                else:
+                elif told is not None:
                     report(*told)
     finally:
         for worker in busy.values():
@@ -79,11 +83,13 @@ class Workers:
     Args:
         spec: of all tasks.
         num_proc: how many processes; one works in this process.
+        enough: expected rows with which they begin.
     """
 
-    def __init__(self, spec: EncodeSpec, num_proc: int) -> None:
-        self._spec, self.num_proc = spec, num_proc
+    def __init__(self, spec: EncodeSpec, num_proc: int, enough: int) -> None:
+        self._spec, self.num_proc, self._missing = spec, num_proc, enough
         self._idle: list[_Worker] = []
+        self._can_encode = False
 
     def __enter__(self) -> Self:
         return self
@@ -96,6 +102,38 @@ class Workers:
         """Start all of them, because there will be work for all."""
         if self.num_proc > 1:
             self._start(self.num_proc)
+
+    @property
+    def have_begun(self) -> bool:
+        """Whether they make their encoders, or have them."""
+        return bool(self._idle)
+
+    def expect(self, num_rows: int) -> None:
+        """Begin if there are rows enough for several workers with so many more.
+
+        Raises:
+            ConfigError: if workers that have begun found out that the model cannot be encoded for.
+            PacktoolError: if one died.
+        """
+        self._missing -= num_rows
+        if self.have_begun:
+            self._hear_first(0.0)
+        elif self._missing <= 0:
+            self.begin()
+
+    def wait(self) -> None:
+        """Wait until workers that have begun can encode.
+
+        Raises:
+            ConfigError, PacktoolError: as ``expect``.
+        """
+        while self.have_begun and not self._can_encode:
+            self._hear_first(_GLANCE_S)
+
+    def _hear_first(self, wait_s: float) -> None:
+        if not self._can_encode and self._idle[0].pipe.poll(wait_s):
+            self._idle[0].hear("0")
+            self._can_encode = True
 
     def take(self, most: int) -> Iterator[_Worker]:
         """Up to so many of them, started if they are not; they are the caller's to end."""
@@ -117,13 +155,13 @@ class _Worker(PipeWorker):
     def __init__(self, context: SpawnContext, spec: EncodeSpec) -> None:
         super().__init__(context, _work, spec)
 
-    def give(self, item: Work | Task | None) -> None:
-        """First what all its tasks share, then a task at a time, and None to end."""
+    def give(self, item: Work | Task) -> None:
+        """First what all its tasks share, then a task at a time."""
         with suppress(OSError):  # it died, which is heard next
             self.pipe.send(item)
 
-    def hear(self, done: str) -> TaskResult | tuple[int, int, int]:
-        """What it says: a task is done, or rows, drops and tokens of one under way.
+    def hear(self, done: str) -> TaskResult | tuple[int, int, int] | None:
+        """What it says: a task is done, rows, drops and tokens of one under way, or None at first: it can encode.
 
         Args:
             done: shards, for the message.
@@ -132,7 +170,7 @@ class _Worker(PipeWorker):
             PacktoolError: that it met, or that it died.
         """
         try:
-            told: TaskResult | tuple[int, int, int] | BaseException = self.pipe.recv()
+            told: TaskResult | tuple[int, int, int] | BaseException | None = self.pipe.recv()
         except (EOFError, OSError):
             raise PacktoolError(
                 f"a worker process died after {done} shards (killed, or out of memory?)",
@@ -143,29 +181,42 @@ class _Worker(PipeWorker):
             raise told
         return told
 
-    def end(self) -> None:
-        """Let it go; there is nothing left to do."""
-        self.give(None)
-        self._process.join()
-        self.pipe.close()
-
 
 def _work(spec: EncodeSpec, pipe: Connection) -> None:
-    """Encode tasks as they come, until the pipe closes: the main function of a worker process."""
+    """Encode tasks as they come, until it is killed: the main function of a worker process."""
     begin_worker()
     threading.Thread(target=end_with_parent, daemon=True).start()
     tokenize_in_one_thread()
+    _leave_pandas_out()
     teller = _Teller(pipe)
     try:
         encoder = Encoder(spec, ModelFiles.load(spec.model, spec.chat_template))
+        pipe.send(None)
         work = pipe.recv()
-        while (task := pipe.recv()) is not None:
-            result = run_task(task, encoder, work, teller)
+        while True:
+            result = run_task(pipe.recv(), encoder, work, teller)
             teller.tell()
             pipe.send(result)
     except Exception as error:
         with suppress(OSError):  # nobody listens any more
             pipe.send(portable(error))
+
+
+def _leave_pandas_out() -> None:
+    """Let pyarrow find no pandas in this process, as where none is installed.
+
+    With the first array that it makes it imports pandas, only to ask whether it was given one of its kinds: a quarter
+    of the time that a worker needs to begin.
+    """
+    finder = SimpleNamespace(find_spec=_no_pandas)
+    sys.meta_path.insert(0, finder)
+    pa.array([])  # looks for it, this once
+    sys.meta_path.remove(finder)
+
+
+def _no_pandas(name: str, *_: object) -> None:
+    if name == "pandas":
+        raise ImportError(f"{name} is not looked for")
 
 
 class _Teller:

@@ -40,20 +40,24 @@ def check_is_cache(directory: str) -> None:
 
 def clear(directory: str) -> None:
     """Remove a cache, finished or not, and nothing else. Interrupted, it leaves what another export can clear."""
-    tasks = storage.join(directory, TASKS_DIR)
-    storage.make_directory(tasks)
-    # Markers first: none may outlive its shard.
-    for name in storage.list_names(tasks):
-        storage.remove(storage.join(tasks, name))
+    storage.make_directory(storage.join(directory, TASKS_DIR))
+    _clear_tasks(directory)
     for name in (MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT, DROPPED_NAME):
         storage.remove(storage.join(directory, name))
 
 
 def forget_tasks(directory: str) -> None:
     """Remove what tasks have finished: what they made is of no use, and stands in the way of nothing."""
-    storage.remove(storage.join(directory, TASKS_DIR))
-    for name in (TRAIN_SPLIT, VAL_SPLIT):
+    _clear_tasks(directory)
+    for name in (TASKS_DIR, TRAIN_SPLIT, VAL_SPLIT):
         storage.remove(storage.join(directory, name))
+
+
+def _clear_tasks(directory: str) -> None:
+    """Remove what tasks left, markers first: none may outlive its shard or the parts that it tells of."""
+    tasks = storage.join(directory, TASKS_DIR)
+    for name in sorted(storage.list_names(tasks), key=_is_marker, reverse=True):
+        storage.remove(storage.join(tasks, name))
 
 
 def published(directory: str, identity: Identity, sources: tuple[SourceInfo, ...]) -> Manifest | None:

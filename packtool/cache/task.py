@@ -174,7 +174,7 @@ def dropped_path(directory: str, number: int) -> str:
 
 
 Report = Callable[[int, int, int], None]
-"""Told of every group: rows, drops and tokens since the last time."""
+"""Is told of every group: rows, drops and tokens since the last time."""
 
 
 def _to_nobody(rows: int, dropped: int, tokens: int) -> None:

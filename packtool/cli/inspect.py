@@ -83,7 +83,7 @@ def _verify(directory: str, as_json: bool) -> None:
     from packtool.report.terminal import TerminalProgress
 
     with TerminalProgress() as progress:
-        found = damage.find(directory, progress)
+        found = damage.find_damage(directory, progress)
     if as_json:
         show_json(found)
     else:

@@ -14,10 +14,10 @@ def run_merge(config: MergeConfig, invocation: Invocation) -> None:
     """Merge and say where the model is."""
     share_cores_politely()
     from packtool.report.terminal import TerminalProgress
-    from packtool.train.model.merge import merge
+    from packtool.train.model.merge import merge_adapter
 
     with TerminalProgress() as progress:
-        result = merge(config, progress)
+        result = merge_adapter(config, progress)
     if invocation.as_json:
         show_json(dataclasses.asdict(result))
         return

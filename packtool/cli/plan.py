@@ -15,12 +15,15 @@ if TYPE_CHECKING:
 def run_plan(config: PlanConfig, invocation: Invocation) -> None:
     """Plan, print, and write what is asked for."""
     from packtool.report.names import named
-    from packtool.report.plan import content_of, plan_lines
+    from packtool.report.plan import page_content, plan_lines
     from packtool.report.tables import print_table
     from packtool.train.prepare.preview import preview, save_plan
 
     if config.sweep:
         _sweep(config, invocation)
+        return
+    if config.fit is not None:
+        _fit(config, invocation)
         return
     found = preview(config)
     figures = found.figures(config.tflops, config.mfu)
@@ -30,7 +33,7 @@ def run_plan(config: PlanConfig, invocation: Invocation) -> None:
     if config.html is not None:
         from packtool.report.plan_page import page
 
-        _publish(config.html, page(content_of(found, figures, invocation.command, _title(config))))
+        _publish(config.html, page(page_content(found, figures, invocation.command, _title(config))))
     if invocation.as_json:
         show_json(named(figures))
         return
@@ -58,6 +61,21 @@ def _sweep(config: PlanConfig, invocation: Invocation) -> None:
         show(f"written: {config.html}")
 
 
+def _fit(config: PlanConfig, invocation: Invocation) -> None:
+    """The settings that fit into a GPU, the cheapest first, and the command of the best."""
+    from packtool.report.fit import fit_advice, fit_lines, fit_title
+    from packtool.report.names import named
+    from packtool.report.terminal import TerminalProgress
+    from packtool.train.model.fit import find_fit
+
+    with TerminalProgress() as progress:
+        figures = find_fit(config, progress).figures()
+    if invocation.as_json:
+        show_json(named(figures))
+        return
+    show("\n".join([*fit_title(figures), *fit_lines(figures), *fit_advice(figures, config.hardware)]))
+
+
 def _publish(path: str, page: str) -> None:
     from packtool import storage
 
@@ -73,11 +91,11 @@ def _title(config: PlanConfig) -> str:
 def _print_histograms(found: Preview) -> None:
     import shutil
 
-    from packtool.report.plan import fill_counts, length_counts
+    from packtool.report.plan import fill_counts, length_bins
     from packtool.report.tables import histogram_lines
 
     width = min(shutil.get_terminal_size().columns, 100)
     show("\nsamples by tokens, up to")
-    show("\n".join(histogram_lines(*length_counts(found), width)))
+    show("\n".join(histogram_lines(*length_bins(found), width)))
     show("\npacks by fill in percent, up to")
     show("\n".join(histogram_lines(*fill_counts(found), width, rows=10)))

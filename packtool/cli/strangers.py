@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from packtool.config.peers import find, peer_names
+from packtool.config.peers import find_peer, peer_names
 from packtool.config.settings import FALSE_WORDS, flag, option_names
 from packtool.errors import did_you_mean
 
@@ -53,10 +53,10 @@ class Strangers:
                 self._tell(entry.sentence(f"environment variable {entry.name}"))
 
     def _is_peers(self, name: str) -> bool:
-        return find(name.removeprefix("--"), self.command) is not None
+        return find_peer(name.removeprefix("--"), self.command) is not None
 
     def _answer(self, name: str, shown: str, value: Any) -> str | None:
-        peer = find(name, self.command)
+        peer = find_peer(name, self.command)
         if peer is None:
             return shown + self._guess(name)
         if peer.status == "unneeded":

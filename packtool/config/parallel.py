@@ -12,7 +12,7 @@ SequenceParallelType = Literal["auto", "ulysses", "ring", "allgather"]
 
 # The others do not take the lse of keys that they have not seen.
 WITH_BLOCKS = ("auto", "sdpa", "varlen", "reference")
-"""Values of ``--attn-impl`` for rows that processes share: kernels whose results can be merged and differentiated."""
+"""Values of ``--attn-impl`` for sequences that processes share: their results can be merged and differentiated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ def parallel_problems(options: ParallelOptions, *, removes_padding: bool = True,
     if kind != "auto" and size == 1:
         found.append(f"--sequence-parallel-type {kind} goes with --sequence-parallel-size")
     if size > 1 and not removes_padding:
-        found.append("--sequence-parallel-size spreads rows without padding: leave out --packing false")
+        found.append("--sequence-parallel-size spreads sequences without padding: leave out --packing false")
     if size > 1 and attn_impl not in WITH_BLOCKS:
         found.append(
             f"--attn-impl {attn_impl} does not go with --sequence-parallel-size: use auto, which on CUDA is torch's "

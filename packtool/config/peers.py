@@ -19,12 +19,11 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from importlib import resources
-from typing import Literal, cast, get_args
+from typing import Literal, cast
 
 from packtool.config.settings import flag
 
 Status = Literal["same", "renamed", "set", "unneeded", "unsupported"]
-STATUSES: tuple[Status, ...] = get_args(Status)
 ENVIRONMENT = "env:"
 EVERY_COMMAND = "*"
 SET_TOO = "--set training."
@@ -89,7 +88,7 @@ def reason_against(name: str) -> str | None:
     return None
 
 
-def find(name: str, command: str, *, variable: bool = False) -> PeerName | None:
+def find_peer(name: str, command: str, *, variable: bool = False) -> PeerName | None:
     """What became of a name, if another tool has it and it is not simply the same here.
 
     Args:

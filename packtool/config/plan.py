@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
-from packtool.config.adapters import LearningOptions
+from packtool.config.adapters import AdapterOptions, LearningOptions, adapter_problems
 from packtool.config.caches import CacheOptions
+from packtool.config.memory import MemoryOptions, sharding_problems
 from packtool.config.packing import PackingOptions, packing_problems
 from packtool.config.parallel import ParallelOptions, parallel_problems
-from packtool.config.settings import option
-from packtool.config.sizes import num_tokens
+from packtool.config.settings import flag, option
+from packtool.config.sizes import Bytes, num_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanConfig(CacheOptions, PackingOptions, ParallelOptions, LearningOptions):
+class PlanConfig(CacheOptions, PackingOptions, ParallelOptions, MemoryOptions, AdapterOptions):
     """What ``packtool plan`` needs to know."""
 
     NEEDED_FIRST: ClassVar[tuple[str, ...]] = (
@@ -26,6 +28,7 @@ class PlanConfig(CacheOptions, PackingOptions, ParallelOptions, LearningOptions)
         "gradient_accumulation_steps",
         "per_device_train_batch_size",
         "sweep",
+        "fit",
         "save",
         "html",
     )
@@ -43,10 +46,16 @@ class PlanConfig(CacheOptions, PackingOptions, ParallelOptions, LearningOptions)
     )
     num_train_epochs: float = option(1.0, "Times that every sample is seen.", minimum=0.0, panel="Training")
     sweep: str | None = option(None, "Packing lengths to compare, one row each: 4096,8192,16K.")
+    fit: Bytes | None = option(
+        None,
+        "Memory of a GPU, as in 80GB: search the packing length, recomputation, sharding and sequence parallel size "
+        "that fit into it and train cheapest, and print the train command. What is given beside it is kept.",
+        minimum=1,
+    )
     hardware: str | None = option(
         None,
-        "GPUs that Skrull plans for: h100, h200, a100, 910b, or a file as simulate takes it; by default those of this "
-        "machine.",
+        "GPUs that Skrull and --fit plan for: h100, h200, a100, 910b, or a file as simulate takes it; by default those "
+        "of this machine.",
         panel="Model and hardware",
     )
     tflops: float | None = option(
@@ -77,10 +86,33 @@ class PlanConfig(CacheOptions, PackingOptions, ParallelOptions, LearningOptions)
             found.append("--save writes one plan, and --sweep makes several: give --packing-length instead of --sweep")
         if self.lengths is not None and self.save is not None:
             found.append("--save needs caches: a plan belongs to the cache it was made for")
+        found += sharding_problems(self) + adapter_problems(self) + self._fit_problems()
         try:
             self.sweep_lengths()
         except ValueError:
             found.append(f"--sweep {self.sweep}: give packing lengths with commas between them, as in 4096,8K")
+        return found
+
+    def _fit_problems(self) -> list[str]:
+        """What does not go with ``--fit``, or only goes with it."""
+        if self.fit is None:
+            named = {field.name for part in (MemoryOptions, AdapterOptions) for field in dataclasses.fields(part)}
+            named -= {field.name for field in dataclasses.fields(LearningOptions)}
+            given = [
+                field.name
+                for field in dataclasses.fields(self)
+                if field.name in named and getattr(self, field.name) != field.default
+            ]
+            return [f"{flag(name)} goes with --fit: without it a plan asks for no memory" for name in given]
+        found = [
+            f"{flag(name)} is not for --fit, which makes a plan for each setting: leave out one of them"
+            for name in ("lengths", "sweep", "save", "html", "tflops")
+            if getattr(self, name) is not None
+        ]
+        if self.has_no_rows or not self.packing:
+            found.append(
+                "--fit searches packs: leave out --packing false, --dynamic-batch-tokens and --schedule skrull"
+            )
         return found
 
     def sweep_lengths(self) -> list[int]:

@@ -11,6 +11,7 @@ from packtool.config.caches import CacheOptions
 from packtool.config.checkpoints import CheckpointOptions, checkpoint_problems
 from packtool.config.evaluate import MAX_TOKENS_HELP
 from packtool.config.export import ExportConfig
+from packtool.config.memory import MemoryOptions, sharding_problems
 from packtool.config.model import ATTN_IMPL_HELP, AttnImpl, DType
 from packtool.config.optimizer import OptimizerOptions
 from packtool.config.packing import IntervalOptions, PackingOptions, packing_problems
@@ -31,7 +32,6 @@ from packtool.config.rows import (
 from packtool.config.settings import REQUIRED, flag, option, part_of
 from packtool.config.sizes import Tokens
 
-FSDP_WORDS = ("fsdp2", "full_shard", "shard_grad_op", "auto_wrap", "offload")
 # Settings of a run that say something about rows, and nothing about a cache.
 ROWS_ONLY = (
     "streaming",
@@ -43,7 +43,6 @@ ROWS_ONLY = (
     "strict",
     "chat_template",
 )
-MasterWeights = Literal["float32", "kahan", "none"]
 OnNan = Literal["stop", "skip", "go-on"]
 LossReduction = Literal["token", "sample"]
 EvalStrategy = Literal["no", "steps", "epoch"]
@@ -58,6 +57,7 @@ class TrainConfig(
     IntervalOptions,
     ParallelOptions,
     OptimizerOptions,
+    MemoryOptions,
     AdapterOptions,
     CheckpointOptions,
 ):
@@ -94,17 +94,6 @@ class TrainConfig(
         "Encode and pack the rows of --dataset while training, without a cache; needs --max-steps.",
         panel="Streaming",
     )
-    torch_dtype: DType = option(
-        "auto",
-        "Precision of the computation; auto is the checkpoint's on a GPU and float32 on a CPU.",
-        panel="Precision and memory",
-    )
-    master_weights: MasterWeights = option(
-        "float32",
-        "How all weights are kept while they are trained in 16 bits: float32 (16 bytes each with gradient and AdamW); "
-        "kahan, bfloat16 and what rounding takes (12 bytes); none, bfloat16 alone, which loses small updates (8).",
-        panel="Precision and memory",
-    )
     bf16: bool | None = option(
         None,
         "Compute in bfloat16. Frozen weights are in it too, but for --torch-dtype float32, which keeps them; false "
@@ -129,16 +118,6 @@ class TrainConfig(
         "Mean over the target tokens of a step, or over its samples, each by its own mean.",
         panel="Training",
     )
-    gradient_checkpointing: bool | None = option(
-        None,
-        "Recompute activations to save memory; by default for models of more than 100 million parameters.",
-        panel="Precision and memory",
-    )
-    vit_gradient_checkpointing: bool | None = option(
-        None,
-        "The same in the vision and audio towers alone; by default as --gradient-checkpointing.",
-        panel="Precision and memory",
-    )
     padding_free: bool | None = option(
         None,
         "ms-swift's word for batches without padding, which --packing and --dynamic-batch-tokens make.",
@@ -147,17 +126,18 @@ class TrainConfig(
     ddp_timeout: int | None = option(
         None, "Seconds that processes wait for each other; by default 1800.", panel="Precision and memory", minimum=1
     )
-    deepspeed: str | None = option(
-        None,
-        "DeepSpeed: zero0, zero1, zero2, zero3, zero2_offload, zero3_offload, or a JSON file of its settings.",
-        panel="Precision and memory",
-    )
-    fsdp: tuple[str, ...] = option(
-        (),
-        "FSDP2: full_shard (or fsdp2), or shard_grad_op, which keeps weights whole after the forward; and offload.",
-        panel="Precision and memory",
-    )
     use_liger_kernel: bool = option(False, "Liger's kernels for norms, RoPE and SwiGLU.", panel="Precision and memory")
+    torch_compile: bool = option(
+        False,
+        "Compile the layers of the language model; micro-batches are padded to one of a few lengths, each of which is "
+        "compiled once.",
+        panel="Precision and memory",
+    )
+    torch_compile_backend: str = option(
+        "inductor",
+        "What --torch-compile compiles with: inductor makes kernels; aot_eager and eager make none, to find mistakes.",
+        panel="Precision and memory",
+    )
 
     logging_steps: int = option(5, "Optimizer steps between two log lines.", panel="Checkpoints and logs", minimum=1)
     enable_channel_loss: bool = option(
@@ -254,14 +234,13 @@ class TrainConfig(
         found += self._master_problems()
         if self.overwrite_output_dir and self.add_version:
             found.append("--add-version never meets an earlier run: leave out --overwrite-output-dir")
-        if self.deepspeed is not None and self.fsdp:
-            found.append("--deepspeed and --fsdp are two ways to shard: give one of them")
-        found += [f"--fsdp {word}: known are {', '.join(FSDP_WORDS)}" for word in self.fsdp if word not in FSDP_WORDS]
+        found += sharding_problems(self)
         return [
             *found,
             *adapter_problems(self),
             *checkpoint_problems(self, may_evaluate=self.eval_strategy != "no" and not self.streaming),
             *self._precision_problems(),
+            *self._compile_problems(),
         ]
 
     def _precision_problems(self) -> list[str]:
@@ -274,6 +253,20 @@ class TrainConfig(
                 found.append(f"--{name} false contradicts --torch-dtype {dtype}: leave out one of them")
             if asked and self.torch_dtype not in ("auto", "float32", dtype):
                 found.append(f"--{name} true contradicts --torch-dtype {self.torch_dtype}: leave out one of them")
+        return found
+
+    def _compile_problems(self) -> list[str]:
+        """Options that do not go with ``--torch-compile``."""
+        if not self.torch_compile:
+            return []
+        found = []
+        if not self.removes_padding:
+            found.append(
+                "--torch-compile true pads packs to a few lengths, and rows of one sample each have other shapes in "
+                "every micro-batch: leave out --packing false"
+            )
+        if self.use_liger_kernel:
+            found.append("--torch-compile and --use-liger-kernel fuse the same operations: give one of them")
         return found
 
     def _master_problems(self) -> list[str]:

@@ -59,7 +59,7 @@ PLAIN_ADDED_TOKENS = (
     "<think>",
     "</think>",
 )
-"""Added but not special: they are decoded even where special tokens are skipped."""
+"""Tokens that are added but not special: they are decoded even where special tokens are skipped."""
 
 CHAT_TEMPLATE = """\
 {%- macro render(content) -%}

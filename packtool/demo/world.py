@@ -1,4 +1,4 @@
-"""A small world of drawn pictures and questions about them, in the row form of the seeds.
+"""A small world of drawn pictures and questions about them, as rows of messages and images.
 
 Every fact that a question asks for is drawn independently and evenly, so nothing but the picture tells the answer, not
 even the earlier turns of the same row:

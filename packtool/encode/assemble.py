@@ -83,7 +83,7 @@ def lay_out(
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenizedLayout:
     """A tokenized layout.
 
     Args:
@@ -97,12 +97,12 @@ class Tokens:
     spans: list[Span]
 
 
-def join(
+def join_pieces(
     layout: MediaLayout,
     unit_ids: Sequence[Sequence[int]],
     control_ids: Mapping[str, int],
     encode: Callable[[Piece], Sequence[int]],
-) -> Tokens:
+) -> TokenizedLayout:
     """Put the ids of all units together.
 
     Args:
@@ -120,7 +120,7 @@ def join(
     for kind, index, begin, end in layout.borders:
         start = _start(layout.units, begin, unit_ids, text_starts, encode)
         spans.append(Span(kind, index, start, _end(layout.units, end, unit_ids, text_starts, encode)))
-    return Tokens(ids, text_starts, spans)
+    return TokenizedLayout(ids, text_starts, spans)
 
 
 def _start(

@@ -8,6 +8,7 @@ from itertools import islice
 from packtool import storage
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
+from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, StorageError
 from packtool.media.opening import MediaProblem, check_allowed
 from packtool.rows.boundary import held, unexpected
@@ -40,14 +41,14 @@ def samples_of(source: Source, blocks: Iterable[RowBlock], *, may_hold_secrets: 
             yield sample
 
 
-def check_template(model: str, encoder: Encoder, sources: Iterable[tuple[Source, Iterable[RowBlock]]]) -> None:
+def check_template(model: str, files: ModelFiles, sources: Iterable[tuple[Source, Iterable[RowBlock]]]) -> None:
     """Find out at once, by the first good row of each source, that conversations are to be encoded without a template.
 
     Raises:
         ConfigError: if so.
         DataError, StorageError: as ``samples_of``.
     """
-    if encoder.has_template:
+    if files.chat_template:
         return
     for source, blocks in sources:
         rows = samples_of(source, islice(blocks, 1), may_hold_secrets=True)

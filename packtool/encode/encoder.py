@@ -11,7 +11,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from packtool.config.export import EncodeSpec
-from packtool.encode.assemble import MediaLayout, Tokens, join, lay_out, num_common
+from packtool.encode.assemble import MediaLayout, TokenizedLayout, join_pieces, lay_out, num_common
 from packtool.encode.control import ControlVocabulary, Piece, Shield
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.families import MediaEncoding, MediaKind, Medium, media_encoding
@@ -53,6 +53,9 @@ class Encoder:
         files: the model's tokenizer, template and settings.
         media: how its media are encoded; made of the two if it is not given.
 
+    Attributes:
+        remarks: what a user should know: ``remarks_on``.
+
     Raises:
         ConfigError: if the model cannot be encoded for.
     """
@@ -80,7 +83,7 @@ class Encoder:
             )
         self._pieces = PieceTokenizer(tokenizer, self._vocabulary)
         self._is_hybrid_thinking = is_hybrid_thinking(files)
-        loss_scale_of(spec.loss_scale, self._is_hybrid_thinking)  # refuses what cannot be understood
+        self.remarks = remarks_on(spec, files, self._media)
         self._end_of_text = files.template_variables.get("eos_token", "")
         self._measured: dict[tuple[str, str, MediaRights], Medium] = {}
 
@@ -137,28 +140,6 @@ class Encoder:
                 found |= {i: both for i, both in ends.items() if both is not None}
             at += len(units)
         return found
-
-    @property
-    def has_template(self) -> bool:
-        """Whether conversations can be encoded; without a chat template only plain texts can."""
-        return self._template is not None
-
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        """What a user should know of how this model is encoded for, a line each."""
-        remarks = self._media.remarks
-        asked, meant = self.spec.loss_scale, loss_scale_of(self.spec.loss_scale, self._is_hybrid_thinking)
-        if meant == asked:
-            return remarks
-        return (
-            *remarks,
-            f"--loss-scale {asked} means {meant} here: the chat template is one for hybrid thinking, whose prompt "
-            f"writes the empty thinking block itself, so it carries no loss; {asked}+keep_empty_think trains it",
-        )
-
-    def forget_media(self) -> None:
-        """Measure every medium anew: the sizes of files that were seen before are remembered."""
-        self._measured.clear()
 
     def _render(self, sample: Sample) -> _Rendered | Dropped:
         try:
@@ -255,7 +236,7 @@ class Encoder:
         return medium
 
     def _tokenized(self, item: _Rendered, unit_ids: list[list[int]]) -> Tokenized:
-        tokens = join(item.layout, unit_ids, self._vocabulary.ids, self._encode_one)
+        tokens = join_pieces(item.layout, unit_ids, self._vocabulary.ids, self._encode_one)
         turns = self._turns(item, tokens, unit_ids)
         media: Any = {kind: tuple(found) for kind, found in item.media.items()}
         return Tokenized(
@@ -269,7 +250,7 @@ class Encoder:
             weights=self._weights(item, tokens, turns),
         )
 
-    def _weights(self, item: _Rendered, tokens: Tokens, turns: Sequence[_TrainedTurn]) -> Weights | None:
+    def _weights(self, item: _Rendered, tokens: TokenizedLayout, turns: Sequence[_TrainedTurn]) -> Weights | None:
         """Weight of each token as a target, None where the turns' tokens weigh 1."""
         asked = item.sample.loss_scale or self.spec.loss_scale
         scale = parse_loss_scale(loss_scale_of(asked, self._is_hybrid_thinking))
@@ -288,7 +269,9 @@ class Encoder:
             weights[slice(*turn.span)] = here * factor
         return weights
 
-    def _rule_weights(self, layout: MediaLayout, tokens: Tokens, turn: _TrainedTurn, scale: LossScale) -> Weights:
+    def _rule_weights(
+        self, layout: MediaLayout, tokens: TokenizedLayout, turn: _TrainedTurn, scale: LossScale
+    ) -> Weights:
         """Weights of a turn's tokens by the rules for its text; each token counts as its first character does."""
         text, firsts, places = "", list[int](), list[int]()
         for number in range(turn.first_unit, turn.last_unit + 1):
@@ -313,7 +296,7 @@ class Encoder:
     def _encode_one(self, piece: Piece) -> list[int]:
         return self._pieces.encode([piece])[0]
 
-    def _turns(self, item: _Rendered, tokens: Tokens, unit_ids: list[list[int]]) -> list[_TrainedTurn]:
+    def _turns(self, item: _Rendered, tokens: TokenizedLayout, unit_ids: list[list[int]]) -> list[_TrainedTurn]:
         """The assistant's turns that have tokens."""
         pieces, firsts, sample = item.pieces, item.layout.firsts, item.sample
         if sample.is_text:
@@ -333,6 +316,22 @@ class Encoder:
                 message = said[number] if len(said) == len(item.turns) else Turn("assistant", "")
                 turns.append(_TrainedTurn(message, (start, end), first, last))
         return turns
+
+
+def remarks_on(spec: EncodeSpec, files: ModelFiles, media: MediaEncoding) -> tuple[str, ...]:
+    """What a user should know of how a model is encoded for, a line each.
+
+    Raises:
+        ConfigError: if the loss scale cannot be understood.
+    """
+    asked, meant = spec.loss_scale, loss_scale_of(spec.loss_scale, is_hybrid_thinking(files))
+    if meant == asked:
+        return media.remarks
+    return (
+        *media.remarks,
+        f"--loss-scale {asked} means {meant} here: the chat template is one for hybrid thinking, whose prompt "
+        f"writes the empty thinking block itself, so it carries no loss; {asked}+keep_empty_think trains it",
+    )
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
-from packtool.encode.words import WordTokenizer, layout_of
+from packtool.encode.words import WordTokenizer, component_settings
 
 # Characters that one character in normal form (NFC) can stand for: none decomposes into more.
 _MOST_COMPOSED = 4
@@ -47,7 +47,7 @@ class LeastTokens:
 
     @cached_property
     def _composes(self) -> bool:
-        return bool(layout_of(self._tokenizer.normalizer))
+        return bool(component_settings(self._tokenizer.normalizer))
 
     @cached_property
     def _longest(self) -> int:
@@ -60,10 +60,10 @@ class LeastTokens:
 
 
 def _keeps_all(tokenizer: Tokenizer) -> bool:
-    model, normalizer = tokenizer.model, layout_of(tokenizer.normalizer)
+    model, normalizer = tokenizer.model, component_settings(tokenizer.normalizer)
     if not isinstance(model, BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
         return False
-    cutter = layout_of(tokenizer.pre_tokenizer)
+    cutter = component_settings(tokenizer.pre_tokenizer)
     steps = cutter.get("pretokenizers", [cutter] if cutter else [])
     if any(step["type"] == "ByteLevel" for step in steps):
         known = all(step["type"] in _CUTTERS and step.get("behavior") != "Removed" for step in steps)

@@ -164,7 +164,9 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         self._environment = environment
         try:
+            # A dictionary, which is copied at once for each conversation; Jinja's own is a chain of two.
             self._template = environment.from_string(text)
+            self._template.globals = dict(self._template.globals)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"the chat template is not valid Jinja: {error}") from error
         self._variables = dict(variables)

@@ -151,7 +151,7 @@ def _pattern(tokenizer: Tokenizer) -> str | None:
     model = tokenizer.model
     if not isinstance(model, BPE) or model.dropout or model.continuing_subword_prefix or model.end_of_word_suffix:
         return None
-    normalizer, cutter = layout_of(tokenizer.normalizer), layout_of(tokenizer.pre_tokenizer)
+    normalizer, cutter = component_settings(tokenizer.normalizer), component_settings(tokenizer.pre_tokenizer)
     steps = cutter.get("pretokenizers", ())
     if normalizer.get("type", "NFC") != "NFC" or [step["type"] for step in steps] != ["Split", "ByteLevel"]:
         return None
@@ -162,7 +162,7 @@ def _pattern(tokenizer: Tokenizer) -> str | None:
     return pattern if isinstance(pattern, str) and _is_understood(pattern) else None
 
 
-def layout_of(component: Any) -> dict[str, Any]:
+def component_settings(component: Any) -> dict[str, Any]:
     """A normalizer's or pre-tokenizer's settings; nothing for none, or for one written in Python."""
     if component is None:
         return {}

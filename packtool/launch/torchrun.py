@@ -72,7 +72,7 @@ def _ranks() -> Iterator[psutil.Process]:
                 yield child
 
 
-def run(arguments: Sequence[str]) -> int:
+def run_torchrun(arguments: Sequence[str]) -> int:
     """Run torchrun to its end.
 
     Returns:
@@ -114,7 +114,7 @@ def run(arguments: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     try:
-        sys.exit(run(sys.argv[1:]))
+        sys.exit(run_torchrun(sys.argv[1:]))
     except ConfigError as refused:
         show(f"packtool: error: {refused}", error=True)
         sys.exit(refused.exit_code)

@@ -13,12 +13,29 @@ import multiprocessing.connection
 import os
 import pickle
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.context import SpawnContext, SpawnProcess
+from types import ModuleType
 
 _FOR_THE_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Around the start of a worker, which runs none of the program's own module then.
+
+    Spawned processes run it again for what it may define; workers run packtool's functions only, and would import the
+    whole command line for nothing, or a script of a user's that calls packtool.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 @contextlib.contextmanager
@@ -70,7 +87,8 @@ class PipeWorker:
     def __init__(self, context: SpawnContext, target: Callable[..., None], *arguments: object) -> None:
         self.pipe, theirs = context.Pipe()
         self._process: SpawnProcess = context.Process(target=target, args=(*arguments, theirs), daemon=True)
-        with signals_wait():  # what reaches the whole group is the parent's to answer: targets call ``begin_worker``
+        # What reaches the whole group is the parent's to answer: targets call ``begin_worker``.
+        with _without_main(), signals_wait():
             self._process.start()
         theirs.close()  # so that its end is heard
 

@@ -70,12 +70,12 @@ class World:
 
     @property
     def data(self) -> World:
-        """The same without those that share sequences: a rank for each group, data-parallel ones."""
+        """The data-parallel ranks: one for each group of processes that share sequences."""
         return World(self.rank // self.sequence_parallel_size, self.size // self.sequence_parallel_size)
 
     @property
     def share_rank(self) -> int:
-        """0-based number of this process among those that it shares rows with."""
+        """0-based number of this process among those that it shares sequences with."""
         return self.rank % self.sequence_parallel_size
 
     @property

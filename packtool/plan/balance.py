@@ -45,32 +45,32 @@ def assign_evenly(costs: Costs, num_ranks: int) -> Int64Array:
     chunk = max(1, _PACKS_AT_ONCE // max(num_packs, 1))
     for start in range(0, num_steps, chunk):
         part = costs[start : start + chunk]
-        hands = _rounds(part, num_ranks, per_rank)
+        rank_packs = _rounds(part, num_ranks, per_rank)
         if per_rank > 1 and num_ranks > 1:
-            _swap(part, hands)
-            hands = _heaviest_first(part, hands)
-        assigned[start : start + chunk] = hands
+            _swap(part, rank_packs)
+            rank_packs = _heaviest_first(part, rank_packs)
+        assigned[start : start + chunk] = rank_packs
     return assigned
 
 
 def _rounds(costs: Costs, num_ranks: int, per_rank: int) -> Int64Array:
     falling = np.argsort(-costs, axis=1, kind="stable")
     loads = np.zeros((len(costs), num_ranks))
-    hands = np.empty((len(costs), num_ranks, per_rank), dtype=np.int64)
+    rank_packs = np.empty((len(costs), num_ranks, per_rank), dtype=np.int64)
     for i in range(per_rank):
         packs = falling[:, i * num_ranks : (i + 1) * num_ranks]
         lightest = np.argsort(loads, axis=1, kind="stable")
-        np.put_along_axis(hands[:, :, i], lightest, packs, axis=1)
+        np.put_along_axis(rank_packs[:, :, i], lightest, packs, axis=1)
         gained = np.take_along_axis(costs, packs, axis=1)
         np.put_along_axis(loads, lightest, np.take_along_axis(loads, lightest, axis=1) + gained, axis=1)
-    return hands
+    return rank_packs
 
 
-def _swap(costs: Costs, hands: Int64Array) -> None:
+def _swap(costs: Costs, rank_packs: Int64Array) -> None:
     """Let the heaviest and the lightest rank of each step exchange the pair of packs that evens them out best."""
-    per_rank = hands.shape[2]
-    of = np.take_along_axis(costs, hands.reshape(costs.shape), axis=1).reshape(hands.shape)
-    active = np.arange(len(hands))
+    per_rank = rank_packs.shape[2]
+    of = np.take_along_axis(costs, rank_packs.reshape(costs.shape), axis=1).reshape(rank_packs.shape)
+    active = np.arange(len(rank_packs))
     for _ in range(_MOST_SWAPS):
         loads = of[active].sum(axis=2)
         heavy, light = loads.argmax(axis=1), loads.argmin(axis=1)
@@ -85,16 +85,16 @@ def _swap(costs: Costs, hands: Int64Array) -> None:
         if not len(active):
             return
         give, take = np.divmod(best, per_rank)
-        for array in (hands, of):
+        for array in (rank_packs, of):
             given = array[active, heavy, give].copy()
             array[active, heavy, give] = array[active, light, take]
             array[active, light, take] = given
 
 
-def _heaviest_first(costs: Costs, hands: Int64Array) -> Int64Array:
+def _heaviest_first(costs: Costs, rank_packs: Int64Array) -> Int64Array:
     """Each rank's packs by falling cost: micro-batches that run at the same time are then alike, too."""
-    of = np.take_along_axis(costs, hands.reshape(costs.shape), axis=1).reshape(hands.shape)
-    return np.take_along_axis(hands, np.argsort(-of, axis=2, kind="stable"), axis=2)
+    of = np.take_along_axis(costs, rank_packs.reshape(costs.shape), axis=1).reshape(rank_packs.shape)
+    return np.take_along_axis(rank_packs, np.argsort(-of, axis=2, kind="stable"), axis=2)
 
 
 def group_alike(packs: Int64Array, costs: Costs, num_ranks: int) -> Int64Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from packtool.plan.placements import Placements, Range
+from packtool.plan.placements import PackRange, Placements
 
 _WORD_BITS = 10
 _WORD_MASK = (1 << _WORD_BITS) - 1
@@ -40,8 +40,8 @@ class _OpenPacks:
         self._shortest = shortest
         self._max_samples = max_samples
         self._num_packs = 0
-        self._shelves: dict[int, list[Range]] = {}
-        self._closed: list[Range] = []
+        self._shelves: dict[int, list[PackRange]] = {}
+        self._closed: list[PackRange] = []
         self._words = [0] * ((capacity >> _WORD_BITS) + 2)
         self._top = 0
         self.placements: list[int] = []  # five numbers each, as in Placements
@@ -63,11 +63,11 @@ class _OpenPacks:
             # What was filled has no room for this length any more, or nothing is left to place.
             free += 1
 
-    def all_ranges(self) -> list[Range]:
+    def all_ranges(self) -> list[PackRange]:
         """Every pack, in no particular order."""
         return [*self._closed, *(entry for shelf in self._shelves.values() for entry in shelf)]
 
-    def _fill(self, shelf: list[Range], free: int, length: int, count: int) -> int:
+    def _fill(self, shelf: list[PackRange], free: int, length: int, count: int) -> int:
         """Fill packs of one shelf, each as far as it goes; returns the samples that are left over."""
         while shelf and count:
             first, num, slot = shelf.pop()
@@ -84,7 +84,7 @@ class _OpenPacks:
             self._shelve(free - per_pack * length, (first, num_filled, slot + per_pack))
         return count
 
-    def _shelve(self, free: int, packs: Range) -> None:
+    def _shelve(self, free: int, packs: PackRange) -> None:
         if free < self._shortest or packs[2] == self._max_samples:
             self._closed.append(packs)
         elif free in self._shelves:

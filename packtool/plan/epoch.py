@@ -13,18 +13,14 @@ import numpy.typing as npt
 from packtool.errors import DataError
 from packtool.plan.balance import imbalance
 from packtool.plan.dynamic import rearrange
-from packtool.plan.options import PlanOptions as PlanOptions
-from packtool.plan.pack_plan import Int64Array, digest_arrays, with_each_alone, with_packs_in_order
-from packtool.plan.packing import PackPlan, pack, pack_singletons
+from packtool.plan.options import PlanOptions
+from packtool.plan.pack_plan import Int64Array, PackPlan, digest_arrays, with_each_alone, with_packs_in_order
+from packtool.plan.packing import pack, pack_singletons
 from packtool.plan.prefix_trees import PrefixTrees
 from packtool.plan.shuffle import RandomStream, seeded_order
 from packtool.plan.skrull_steps import assign_skrull
 from packtool.plan.steps import StepPlan, plan_steps, step_plan
-from packtool.plan.summary import BalanceFigures as BalanceFigures
-from packtool.plan.summary import PlanSummary as PlanSummary
-from packtool.plan.summary import SkrullFigures, summarize
-from packtool.plan.summary import pack_costs as pack_costs
-from packtool.plan.summary import padded_fill as padded_fill
+from packtool.plan.summary import BalanceFigures, PlanSummary, SkrullFigures, pack_costs, padded_fill, summarize
 from packtool.plan.towers import TowerWork
 
 _WINDOW_STEPS = 50

@@ -10,14 +10,14 @@ import numpy.typing as npt
 from packtool.plan.best_fit import place_best_fit
 from packtool.plan.exact_fit import MOST_BITS_FOR_PAIRS, place_exact_fit
 from packtool.plan.pack_plan import Int32Array, Int64Array, PackPlan, in_cache_order, offsets_of, split_to
-from packtool.plan.placements import Placements, falling_histogram, hand_out, reorder_groups
+from packtool.plan.placements import Placements, falling_histogram, fill_slots, reorder_groups
 from packtool.plan.shuffle import RandomStream, seeded_order, seeded_uniform
 
 Placer = Callable[[Sequence[int], Sequence[int]], Placements]
 Noise = npt.NDArray[np.float64]
 
 FEW_PER_LENGTH = 10
-"""With fewer samples per distinct length than this, a strict order leaves little to chance: see ``_place_mixed``."""
+"""Samples per distinct length below which a strict order leaves little to chance: see ``_place_mixed``."""
 
 GOOD = 1e-4
 """Share of packs over the fewest possible that is not worth a second attempt."""
@@ -55,7 +55,7 @@ def pack_histogram(
     placements, order, num_packs = _place(distinct, counts, capacity, max_samples, noise)
     if not shuffle:
         by_length = np.argsort(-lengths, kind="stable").astype(np.int64, copy=False)
-        return in_cache_order(_handed_out(by_length, placements, np.arange(placements.num_packs_in_all), capacity))
+        return in_cache_order(_filled_slots(by_length, placements, np.arange(placements.num_packs_in_all), capacity))
     by_length = seeded_order(
         len(lengths), seed=seed, epoch=epoch, stream=stream + RandomStream.WITHIN_LENGTH, falling=lengths
     )
@@ -64,7 +64,7 @@ def pack_histogram(
     pack_order = seeded_order(
         placements.num_packs_in_all, seed=seed, epoch=epoch, stream=stream + RandomStream.PACK_ORDER
     )
-    return split_to(_handed_out(by_length, placements, pack_order, capacity), num_packs)
+    return split_to(_filled_slots(by_length, placements, pack_order, capacity), num_packs)
 
 
 def packs_needed(distinct: Int64Array, counts: Int64Array, capacity: int, max_samples: int | None = None) -> int:
@@ -169,11 +169,11 @@ def _place_mixed(
     return strict, None
 
 
-def _handed_out(by_length: Int64Array, placements: Placements, order: Int64Array, capacity: int) -> PackPlan:
+def _filled_slots(by_length: Int64Array, placements: Placements, order: Int64Array, capacity: int) -> PackPlan:
     """The plan that has the packs in ``order``."""
     sizes = placements.pack_sizes
     offsets = offsets_of(sizes[order])
     starts = np.empty(len(sizes), dtype=np.int64)
     starts[order] = offsets[:-1]
-    samples, lengths = hand_out(by_length, placements, starts)
+    samples, lengths = fill_slots(by_length, placements, starts)
     return PackPlan(samples, offsets, lengths, capacity)

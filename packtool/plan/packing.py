@@ -16,13 +16,10 @@ from packtool.plan.batches import place_in_batches
 from packtool.plan.budgets import check_media_tokens, pack_within_budgets
 from packtool.plan.histogram import pack_histogram
 from packtool.plan.pack_plan import (
-    MAX_CAPACITY,
     Int32Array,
-    Int64Array,
     Lengths,
     PackPlan,
     check_lengths,
-    digest_arrays,
     exchange_equals,
     in_cache_order,
     plan_of,
@@ -31,19 +28,6 @@ from packtool.plan.pack_plan import (
 from packtool.plan.sequential import place_sequential
 from packtool.plan.shuffle import RandomStream, of_window, seeded_order
 from packtool.plan.windows import contiguous_windows, draw_windows, map_on_processes
-
-__all__ = [
-    "MAX_CAPACITY",
-    "Int32Array",
-    "Int64Array",
-    "Lengths",
-    "PackPlan",
-    "check_lengths",
-    "digest_arrays",
-    "pack",
-    "pack_best_fit",
-    "pack_singletons",
-]
 
 _AS_DECLARED = PackOptions()
 

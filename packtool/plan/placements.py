@@ -11,7 +11,7 @@ import numpy.typing as npt
 from packtool.plan.pack_plan import Int32Array, Int64Array
 from packtool.plan.shuffle import CHUNK
 
-Range = tuple[int, int, int]
+PackRange = tuple[int, int, int]
 """Packs that are alike: (number of the first, how many, samples each holds). Their numbers follow one another."""
 
 
@@ -35,7 +35,7 @@ class Placements:
     pack_sizes: npt.NDArray[np.int64]
 
     @classmethod
-    def of_rows(cls, rows: Sequence[int], ranges: Sequence[Range]) -> Placements:
+    def of_rows(cls, rows: Sequence[int], ranges: Sequence[PackRange]) -> Placements:
         """From a flat list of five numbers a placement, as above, and from all packs, in any order."""
         table = np.array(rows, dtype=np.int64).reshape(-1, 5)
         of_packs = np.array(sorted(ranges), dtype=np.int64).reshape(-1, 3)
@@ -74,7 +74,7 @@ def reorder_groups(values: Int64Array, counts: Int64Array, order: Int64Array) ->
     return values[where]
 
 
-def hand_out(by_length: Int64Array, placements: Placements, starts: Int64Array) -> tuple[Int64Array, Int32Array]:
+def fill_slots(by_length: Int64Array, placements: Placements, starts: Int64Array) -> tuple[Int64Array, Int32Array]:
     """Put the samples in the slots that the placements gave to their length.
 
     Args:

@@ -17,7 +17,7 @@ Three parts, all deterministic:
    tokens need, ceil(sum / (C N)). Where one does not fit, m grows by one. Ties: the earlier sequence first.
 3. In a micro-batch (DACP) the sequences come by rising length. Each becomes local to the rank with the least FLOPs, if
    it has room; else to the rank with most room; else it is sharded; else one is *rolled back*: the longest local
-   sequence of the fullest rank becomes sharded, and the placing of the sequence at hand starts over. When the fullest
+   sequence of the fullest rank becomes sharded, and the placing of the new sequence starts over. When the fullest
    rank has none left, all are sharded and the micro-batch is full. Ties: the lower rank, the sequence placed last.
 
 As printed, the algorithm has two errors, corrected here: a roll-back must give the rank its S tokens back and charge
@@ -68,7 +68,7 @@ SHARDED = -1
 
 
 @dataclass(frozen=True, eq=False)
-class MicroBatch:
+class PlacedMicroBatch:
     """n sequences that are computed at once by the N ranks that share a micro-batch.
 
     Args:
@@ -89,7 +89,7 @@ def schedule_step(
     bucket_size: int,
     alignment: int = 1,
     times: StepTime | None = None,
-) -> list[list[MicroBatch]]:
+) -> list[list[PlacedMicroBatch]]:
     """Spread the sequences of an optimizer step; see the module.
 
     Args:
@@ -157,13 +157,13 @@ def longest_in_bucket(bucket_size: int, sequence_parallel_size: int, alignment: 
 
 def _assign(flops: Sequence[float], num_ranks: int) -> list[list[int]]:
     """Sequences for each data-parallel rank."""
-    hands: list[list[int]] = [[] for _ in range(num_ranks)]
+    rank_sequences: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [(0.0, rank) for rank in range(num_ranks)]
     for sequence in sorted(range(len(flops)), key=lambda i: -flops[i]):
         load, rank = loads[0]
-        hands[rank].append(sequence)
+        rank_sequences[rank].append(sequence)
         heapq.heapreplace(loads, (load + flops[sequence], rank))
-    return hands
+    return rank_sequences
 
 
 @dataclass
@@ -195,7 +195,7 @@ class _Step:
     room: int
     times: StepTime
 
-    def rank(self, sequences: list[int]) -> list[MicroBatch]:
+    def rank(self, sequences: list[int]) -> list[PlacedMicroBatch]:
         """The micro-batches of a data-parallel rank."""
         if not sequences:
             return []
@@ -206,7 +206,7 @@ class _Step:
             others = [self._micro_batches(ascending, self._shard), self._whole(ascending, len(found))]
             found = min([found, *filter(None, others)], key=_seconds)
         found.sort(key=lambda placed: -math.fsum(self.local[i].flops for i in placed.sequences))
-        return [MicroBatch(np.array(one.sequences, np.int64), np.array(one.places, np.int64)) for one in found]
+        return [PlacedMicroBatch(np.array(one.sequences, np.int64), np.array(one.places, np.int64)) for one in found]
 
     def _micro_batches(
         self, ascending: list[int], place: Callable[[list[int]], _Placed | None]
@@ -223,13 +223,13 @@ class _Step:
 
     def _evenly(self, ascending: list[int], num: int) -> list[list[int]]:
         """Cut into ``num`` micro-batches: the longest sequence first, each into the emptiest."""
-        hands: list[list[int]] = [[] for _ in range(num)]
-        loads = [(0, hand) for hand in range(num)]
+        parts: list[list[int]] = [[] for _ in range(num)]
+        loads = [(0, number) for number in range(num)]
         for sequence in reversed(ascending):
-            load, hand = loads[0]
-            hands[hand].append(sequence)
-            heapq.heapreplace(loads, (load + self.padded[sequence], hand))
-        return [hand[::-1] for hand in hands]
+            load, number = loads[0]
+            parts[number].append(sequence)
+            heapq.heapreplace(loads, (load + self.padded[sequence], number))
+        return [part[::-1] for part in parts]
 
     def _whole(self, ascending: list[int], fewest: int) -> list[_Placed] | None:
         """The fewest micro-batches, of at most twice as many, in which all that fits on a rank can be whole."""

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from packtool.plan.balance import Costs
 from packtool.plan.pack_plan import Int64Array, PackPlan, with_each_alone
-from packtool.plan.skrull import SHARDED, MicroBatch, check_buckets, schedule_step
+from packtool.plan.skrull import SHARDED, PlacedMicroBatch, check_buckets, schedule_step
 from packtool.plan.step_time import StepTime
 from packtool.plan.steps import StepPlan, step_plan
 from packtool.plan.towers import TowerWork, shared_tower_costs
@@ -111,7 +111,7 @@ def assign_skrull(
     return SkrullSteps(singles, steps, np.concatenate(places))
 
 
-def _sizes(micro_batches: list[MicroBatch], num_cells: int) -> list[int]:
+def _sizes(micro_batches: list[PlacedMicroBatch], num_cells: int) -> list[int]:
     return [len(batch.samples) for batch in micro_batches] + [0] * (num_cells - len(micro_batches))
 
 

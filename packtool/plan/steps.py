@@ -13,7 +13,7 @@ import numpy.typing as npt
 from packtool.config.packing import Balance
 from packtool.errors import ConfigError
 from packtool.plan.balance import Costs, assign_evenly, group_alike
-from packtool.plan.packing import Int64Array, PackPlan, digest_arrays
+from packtool.plan.pack_plan import Int64Array, PackPlan, digest_arrays
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +105,16 @@ class StepPlan:
         cells = (self.step_offsets[1:] - self.step_offsets[:-1]) // self.world_size
         first = self.step_offsets[:-1, None] + cells[:, None] * np.arange(self.world_size + 1)
         return np.diff(sums[self.cell_offsets[first]], axis=1)
+
+    def cell_sums(self, per_pack: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+        """Sum over the packs of each cell, (C,), of numbers (K,) of the packs."""
+        return np.diff(np.concatenate(([0.0], np.cumsum(per_pack[self.order])))[self.cell_offsets])
+
+    def rank_sums(self, per_cell: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+        """Sum over the cells of each rank in each step, (S, W), of numbers (C,) of the cells."""
+        cells = (self.step_offsets[1:] - self.step_offsets[:-1]) // self.world_size
+        first = self.step_offsets[:-1, None] + cells[:, None] * np.arange(self.world_size + 1)
+        return np.diff(np.concatenate(([0.0], np.cumsum(per_cell)))[first], axis=1)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -208,8 +218,8 @@ def _assign(packs: Int64Array, world_size: int, costs: Costs | None, balance: Ba
     if costs is None or balance == "none":
         # Each rank's packs are a column of the step's table of (n / W, W).
         return packs.reshape(num_steps, num_packs // world_size, world_size).transpose(0, 2, 1)
-    hands = assign_evenly(costs[packs], world_size)
-    return np.take_along_axis(packs, hands.reshape(packs.shape), axis=1).reshape(hands.shape)
+    rank_packs = assign_evenly(costs[packs], world_size)
+    return np.take_along_axis(packs, rank_packs.reshape(packs.shape), axis=1).reshape(rank_packs.shape)
 
 
 def _assign_rest(
@@ -218,18 +228,18 @@ def _assign_rest(
     """The packs of the last, smaller step in the order of its cells, and the cells' sizes."""
     most_per_rank = -(-len(packs) // world_size)
     num_micro_batches = -(-most_per_rank // packs_per_micro_batch)
-    hands = [packs[rank::world_size] for rank in range(world_size)]
+    rank_packs = [packs[rank::world_size] for rank in range(world_size)]
     if costs is not None and balance != "none" and len(packs):
         # Places that stay empty are packs without work.
         filled = np.append(costs[packs], np.zeros(most_per_rank * world_size - len(packs)))
         places = assign_evenly(filled[None], world_size)[0]
-        hands = [packs[hand[hand < len(packs)]] for hand in places]
+        rank_packs = [packs[columns[columns < len(packs)]] for columns in places]
     sizes = [
-        len(hand) // num_micro_batches + (micro < len(hand) % num_micro_batches)
-        for hand in hands
+        len(packs_of_rank) // num_micro_batches + (micro < len(packs_of_rank) % num_micro_batches)
+        for packs_of_rank in rank_packs
         for micro in range(num_micro_batches)
     ]
-    return np.concatenate(hands), np.array(sizes, dtype=np.int64)
+    return np.concatenate(rank_packs), np.array(sizes, dtype=np.int64)
 
 
 def _offsets(sizes: npt.NDArray[np.integer[Any]]) -> Int64Array:

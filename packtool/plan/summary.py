@@ -11,7 +11,7 @@ import numpy.typing as npt
 from packtool.plan.balance import Costs, imbalance
 from packtool.plan.cost import CostModel
 from packtool.plan.options import PlanOptions
-from packtool.plan.packing import PackPlan
+from packtool.plan.pack_plan import PackPlan
 from packtool.plan.skrull import SHARDED
 from packtool.plan.skrull_steps import SkrullOptions, SkrullSteps, computed_tokens, device_costs
 from packtool.plan.steps import StepPlan

@@ -12,7 +12,7 @@ from packtool.progress import Progress
 from packtool.train.prepare.check import export_command
 
 
-def find(directory: str, progress: Progress) -> dict[str, Any]:
+def find_damage(directory: str, progress: Progress) -> dict[str, Any]:
     """Read all files of a cache.
 
     Returns:
@@ -45,7 +45,7 @@ def find(directory: str, progress: Progress) -> dict[str, Any]:
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """The same for a person."""
+    """What ``packtool inspect --verify`` prints of these figures, line by line."""
     rate = found["bytes"] / 1e9 / found["seconds"] if found["seconds"] else 0.0
     told = [f"{found['directory']}: {found['files']} files, {found['bytes'] / 1e6:,.1f} MB read at {rate:.1f} GB/s"]
     told += [f"  {one['file']} {one['problem']}" for one in found["damaged"]]

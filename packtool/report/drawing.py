@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from packtool.report.axes import SIZE, Axis
 
 Point = tuple[float, float]
-Place = tuple[float, float, float, float]
+Rectangle = tuple[float, float, float, float]
 """x, y, width and height of a rectangle."""
 
 
@@ -32,7 +32,7 @@ class Box:
 class Boxes:
     """Many rectangles of one look, which a browser draws faster than each by itself."""
 
-    places: Sequence[Place]
+    places: Sequence[Rectangle]
     look: str
 
     @property

@@ -30,7 +30,7 @@ def breakable(text: str) -> Markup:
 
 
 def plural(count: int, noun: str) -> str:
-    """``1 pack``, ``1,000 packs``."""
+    """A count with its noun: ``1 pack``, ``1,000 packs``."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 

@@ -98,7 +98,7 @@ def _times(figures: Mapping[str, Any]) -> str:
     return f"{figures['tokens_of_plain_batches'] / figures['tokens']:.2f}×"
 
 
-def length_counts(found: Preview) -> tuple[list[int], int]:
+def length_bins(found: Preview) -> tuple[list[int], int]:
     """Samples in equal bins of tokens, and where the last one ends."""
     longest = max(int(found.plan.packs.lengths.max(initial=1)), 1)
     # Whole tokens: bins of unequal size would look like lengths that are rare.
@@ -115,14 +115,14 @@ def fill_counts(found: Preview) -> tuple[list[int], int]:
     return counts.tolist(), 100
 
 
-def content_of(found: Preview, figures: Mapping[str, Any], command: str, title: str) -> PageContent:
+def page_content(found: Preview, figures: Mapping[str, Any], command: str, title: str) -> PageContent:
     """What the page of a plan shows.
 
     Args:
         title: what was planned for.
     """
     packs = found.plan.whole_packs
-    counts, most = length_counts(found)
+    counts, most = length_bins(found)
     fills, _ = np.histogram(packs.tokens_per_pack() / packs.capacity * 100, bins=50, range=(0, 100))
     drawn = [
         packs.lengths[packs.offsets[i] : packs.offsets[i + 1]].tolist()

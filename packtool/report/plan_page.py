@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from packtool.report.axes import SIZE, Axis
-from packtool.report.drawing import Box, Boxes, Chart, Drawing, Note, Path, Place
+from packtool.report.drawing import Box, Boxes, Chart, Drawing, Note, Path, Rectangle
 from packtool.report.markup import render
 from packtool.report.statistics import percent
 
@@ -219,7 +219,7 @@ def stretches_drawing(
             because a stretched pattern would slant otherwise.
     """
     shapes: list[Box | Boxes] = []
-    narrow: dict[str, list[Place]] = {}
+    narrow: dict[str, list[Rectangle]] = {}
     at = 0
     for stretch in stretches:
         left = stretch.tokens
@@ -240,7 +240,7 @@ def stretches_drawing(
     lines = -(-at // capacity)
     if padded and lines:
         # Between lines, and behind the last stretch, the hatched background must not be seen.
-        gaps: list[Place] = [(0.0, line * (_LINE + _GAP) - _GAP, SIZE, _GAP) for line in range(1, lines)]
+        gaps: list[Rectangle] = [(0.0, line * (_LINE + _GAP) - _GAP, SIZE, _GAP) for line in range(1, lines)]
         end = (at - (lines - 1) * capacity) / capacity * SIZE
         shapes.append(Boxes([*gaps, (end, (lines - 1) * (_LINE + _GAP), SIZE - end, _LINE)], "between"))
     kind, label = ("padded", "samples and their padding") if padded else ("packed", "samples in packs")

@@ -9,7 +9,7 @@ from packtool import storage
 from packtool.report.markup import render
 from packtool.report.statistics import Line
 from packtool.report.tables import aligned
-from packtool.report.timeline import KINDS, duration, legend, timeline
+from packtool.report.timeline import TIME_KINDS, duration, legend, timeline
 from packtool.simulate.outcomes import Outcome
 from packtool.simulate.run import Simulation
 
@@ -157,7 +157,7 @@ def _bars(found: Simulation) -> list[Any]:
         wide = 100 * outcome.seconds_per_token / longest
         parts = [
             (look, wide * shares[kind], f"{text}: {shares[kind]:.1%}")
-            for kind, (look, text) in KINDS.items()
+            for kind, (look, text) in TIME_KINDS.items()
             if shares.get(kind, 0) > 0
         ]
         remark = f"out of memory in {full} of {outcome.num_steps} steps" if full else ""

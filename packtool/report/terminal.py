@@ -1,4 +1,4 @@
-"""Progress for a person: a bar in a terminal, a plain line every few seconds elsewhere."""
+"""Progress as a user sees it: a bar in a terminal, a plain line every few seconds elsewhere."""
 
 from __future__ import annotations
 

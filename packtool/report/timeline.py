@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from packtool.report.axes import SIZE
-from packtool.report.drawing import Boxes, Drawing, Place
+from packtool.report.drawing import Boxes, Drawing, Rectangle
 from packtool.simulate.cost import Timing
 
 _LINE, _GAP = 11, 3  # CSS pixels of a GPU's line, and below it
 _MOST_LINES = 32
 _FIRST = 16  # lines of the first GPUs where not all can be drawn
 
-KINDS = {
+TIME_KINDS = {
     "local": ("c0", "local sequences"),
     "sharded": ("c2", "sharded sequences"),
     "communication": ("c1", "exposed communication"),
@@ -47,22 +47,22 @@ def timeline(timing: Timing, step: int) -> Timeline:
     """A step of every GPU; of many, the first ones, the slowest and the fastest."""
     seconds = float(timing.step_seconds[step])
     gpus = _shown_gpus(timing, step)
-    places: dict[str, list[Place]] = {}
+    places: dict[str, list[Rectangle]] = {}
     for number, gpu in enumerate(gpus):
         for kind, start, length in _pieces(timing, step, gpu):
             place = (start / seconds * SIZE, number * (_LINE + _GAP), length / seconds * SIZE, _LINE)
             places.setdefault(kind, []).append(place)
     height = max(len(gpus), 1) * (_LINE + _GAP) - _GAP
-    shapes = [Boxes(boxes, KINDS[kind][0]) for kind, boxes in places.items()]
+    shapes = [Boxes(boxes, TIME_KINDS[kind][0]) for kind, boxes in places.items()]
     drawing = Drawing("step", "what each GPU does during the step", shapes, height, in_pixels=True)
     times = [duration(seconds * part / 4) for part in range(5)]
     return Timeline(list(gpus.values()), drawing, times, legend(places))
 
 
 def legend(kinds: Iterable[str]) -> list[tuple[str, str]]:
-    """Look and text of these kinds, in the order of ``KINDS``."""
+    """Look and text of these kinds, in the order of ``TIME_KINDS``."""
     present = set(kinds)
-    return [shown for kind, shown in KINDS.items() if kind in present]
+    return [shown for kind, shown in TIME_KINDS.items() if kind in present]
 
 
 def _shown_gpus(timing: Timing, step: int) -> dict[int, str]:

@@ -17,15 +17,15 @@ _KINDS: dict[str, FileFormat] = {
 }
 _COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
 
-KNOWN = f"{', '.join(_KINDS)}, each also with {' or '.join(_COMPRESSIONS)}"
+KNOWN_FORMATS = f"{', '.join(_KINDS)}, each also with {' or '.join(_COMPRESSIONS)}"
 """What messages call each kind."""
 
 
 def format_of(path: str) -> tuple[FileFormat, Compression | None] | None:
     """FileFormat and compression of a file, None if its name says neither."""
-    stem, compression = storage.name(path).lower(), None
-    for suffix, found in _COMPRESSIONS.items():
-        if stem.endswith(suffix):
-            stem, compression = stem.removesuffix(suffix), found
-    kind = next((kind for suffix, kind in _KINDS.items() if stem.endswith(suffix)), None)
+    stem, dot, suffix = storage.name(path).lower().rpartition(".")
+    compression = _COMPRESSIONS.get(dot + suffix)
+    if compression is not None:
+        _, dot, suffix = stem.rpartition(".")
+    kind = _KINDS.get(dot + suffix)
     return None if kind is None else (kind, compression)

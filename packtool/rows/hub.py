@@ -7,15 +7,15 @@ import re
 
 from packtool.errors import DataError
 
-PREFIX = "hf::"
+HUB_PREFIX = "hf::"
 _ID = re.compile(r"[\w.-]+/[\w.-]+(?::[\w. /-]*){0,2}")
 _ID_WITH_PREFIX = re.compile(r"[\w.-]+(?:/[\w.-]+)?(?::[\w. /-]*){0,2}")
 
 
 def hub_id(name: str) -> str | None:
     """The id, perhaps with subset and split, if a name can be one: ``owner/set:subset:split``, ``hf::set``."""
-    if name.startswith(PREFIX):
-        name = name.removeprefix(PREFIX)
+    if name.startswith(HUB_PREFIX):
+        name = name.removeprefix(HUB_PREFIX)
         return name if _ID_WITH_PREFIX.fullmatch(name) else None
     return name if _ID.fullmatch(name) and not name.startswith(".") else None
 

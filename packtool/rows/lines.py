@@ -12,7 +12,7 @@ from packtool.config.rows import MAX_ROW_BYTES
 from packtool.rows.encoding import check_encoding
 from packtool.rows.opened import Hashed, read_text
 from packtool.rows.sample import Dropped
-from packtool.rows.source import BLOCK_ROWS, Row, RowBlock, Source
+from packtool.rows.source import BLOCK_ROWS, NumberedRow, RowBlock, Source
 
 CHUNK_BYTES = 1 << 23
 # First bytes of a line that may hold nothing but blanks and a byte order mark.
@@ -107,7 +107,7 @@ def chunks_of_lines(path: str, file: Hashed, longest: int = MAX_ROW_BYTES) -> It
         yield LongLine(num_bytes)
 
 
-def text_of(source: Source, block: RowBlock) -> bytes | None:
+def block_text(source: Source, block: RowBlock) -> bytes | None:
     """The bytes of a block; None if it is one row that was too large to be held when it was found.
 
     Raises:
@@ -129,7 +129,7 @@ def numbered_lines(source: Source, block: RowBlock, data: bytes | None) -> Itera
     """(line number, line without byte order mark) of a block's lines that are not blank; None for one too long.
 
     Args:
-        data: of the block, as ``text_of`` gives it.
+        data: of the block, as ``block_text`` gives it.
     """
     if data is None:
         yield block.first_row, None
@@ -140,7 +140,7 @@ def numbered_lines(source: Source, block: RowBlock, data: bytes | None) -> Itera
             yield number, line if len(line) <= source.max_row_bytes else None
 
 
-def read_texts(source: Source, block: RowBlock, data: bytes | None) -> Iterator[Row]:
+def read_texts(source: Source, block: RowBlock, data: bytes | None) -> Iterator[NumberedRow]:
     """(line number, {"text": line}) of each line of a block that is not blank; one that is no UTF-8 is ``Dropped``."""
     for number, line in numbered_lines(source, block, data):
         if line is None:

@@ -70,6 +70,13 @@ class Hashed:
     def __init__(self, file: BinaryIO, path: str) -> None:
         self._file, self._path, self._digest = file, path, blake2b(digest_size=16)
         self._head: bytes | None = None
+        self._ahead = b""
+        self._ended = False
+
+    def peek(self, size: int) -> bytes:
+        """What the next ``read`` will give: ``size`` bytes, fewer only of a smaller file."""
+        self._ahead = self._ahead or self._read(size)
+        return self._ahead
 
     def take_head(self) -> bytes:
         """What was read first, which is not held any longer then."""
@@ -77,22 +84,19 @@ class Hashed:
         return head
 
     def read(self, size: int = -1) -> bytes:
-        """Read a line like a binary file.
+        """Read bytes like a binary file, but first, and by itself, what ``peek`` has shown.
 
         Raises:
             StorageError: if it cannot be read.
         """
-        try:
-            data = self._file.read(size)
-        except OSError as error:
-            raise _unreadable(self._path, error) from error
+        data, self._ahead = self._ahead or self._read(size), b""
         if self._head is None:
             self._head = data
         self._digest.update(data)
         return data
 
     def readline(self, size: int = -1) -> bytes:
-        """Read bytes like a binary file."""
+        """Read a line like a binary file."""
         try:
             data = self._file.readline(size)
         except OSError as error:
@@ -107,12 +111,22 @@ class Hashed:
             pass
         return self._digest.hexdigest()
 
+    def _read(self, size: int) -> bytes:
+        if self._ended:
+            return b""
+        try:
+            data = self._file.read(size)
+        except OSError as error:
+            raise _unreadable(self._path, error) from error
+        self._ended = not data
+        return data
+
 
 class Reader(Protocol):
     """Something open that belongs to a source."""
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close what is open."""
 
 
 class TextReader:

@@ -8,14 +8,14 @@ from typing import Any
 
 from packtool.rows.boundary import held, unexpected
 from packtool.rows.json_array import elements_of
-from packtool.rows.lines import numbered_lines, read_texts, text_of, too_large
+from packtool.rows.lines import block_text, numbered_lines, read_texts, too_large
 from packtool.rows.parsing import JsonProblem, parse_json
 from packtool.rows.records import read_records
 from packtool.rows.sample import Dropped
-from packtool.rows.source import FileFormat, Row, RowBlock, Source
+from packtool.rows.source import FileFormat, NumberedRow, RowBlock, Source
 
 
-def read_block(source: Source, block: RowBlock) -> Iterator[Row]:
+def read_block(source: Source, block: RowBlock) -> Iterator[NumberedRow]:
     """(row number, parsed row) of each row, in order; a row that cannot be parsed comes as ``Dropped``.
 
     A row that was picked several times comes several times.
@@ -25,7 +25,7 @@ def read_block(source: Source, block: RowBlock) -> Iterator[Row]:
         StorageError: if it cannot be read.
     """
     if source.kind in _PARSE:
-        rows = parse_block(source, block, text_of(source, block))
+        rows = parse_block(source, block, block_text(source, block))
     else:
         from packtool.rows.tables import read_table_rows  # here, because text needs no pyarrow
 
@@ -40,7 +40,7 @@ def read_block(source: Source, block: RowBlock) -> Iterator[Row]:
         yield from repeat(row, count)
 
 
-def parse_block(source: Source, block: RowBlock, data: bytes | None) -> Iterator[Row]:
+def parse_block(source: Source, block: RowBlock, data: bytes | None) -> Iterator[NumberedRow]:
     """All rows of a block of text, as ``read_block``.
 
     Args:
@@ -49,7 +49,7 @@ def parse_block(source: Source, block: RowBlock, data: bytes | None) -> Iterator
     return _PARSE[source.kind](source, block, data)
 
 
-def _array(source: Source, block: RowBlock, data: bytes | None) -> Iterator[Row]:
+def _array(source: Source, block: RowBlock, data: bytes | None) -> Iterator[NumberedRow]:
     if data is None:
         yield block.first_row, too_large(source, block.first_row)
         return
@@ -65,7 +65,7 @@ def _array(source: Source, block: RowBlock, data: bytes | None) -> Iterator[Row]
         yield number, held(source.label, number, _parsed, source, number, text)
 
 
-def _lines(source: Source, block: RowBlock, data: bytes | None) -> Iterator[Row]:
+def _lines(source: Source, block: RowBlock, data: bytes | None) -> Iterator[NumberedRow]:
     for number, line in numbered_lines(source, block, data):
         try:  # as ``held`` does, without the price of a call
             row = _parsed(source, number, line)
@@ -89,7 +89,7 @@ def _object(source: Source, row: int, value: Any) -> dict[str, Any] | Dropped:
     return Dropped(source.label, row, "invalid_row", f"a {type(value).__name__}, not an object")
 
 
-_PARSE: dict[FileFormat, Callable[[Source, RowBlock, bytes | None], Iterator[Row]]] = {
+_PARSE: dict[FileFormat, Callable[[Source, RowBlock, bytes | None], Iterator[NumberedRow]]] = {
     "json": _array,
     "jsonl": _lines,
     "csv": read_records,

@@ -17,7 +17,7 @@ from packtool.errors import DataError
 from packtool.rows.lines import LongLine, chunks_of_lines, too_large
 from packtool.rows.opened import Hashed
 from packtool.rows.sample import Dropped
-from packtool.rows.source import BLOCK_ROWS, Row, RowBlock, Source
+from packtool.rows.source import BLOCK_ROWS, NumberedRow, RowBlock, Source
 
 _BLOCK_BYTES = 1 << 23
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
@@ -53,7 +53,7 @@ def find_records(
     return (), iter(())
 
 
-def read_records(source: Source, block: RowBlock, data: bytes | None) -> Iterator[Row]:
+def read_records(source: Source, block: RowBlock, data: bytes | None) -> Iterator[NumberedRow]:
     """(record number, {column: text}) of a block; a broken record comes as ``Dropped``."""
     if data is None:
         yield block.first_row, too_large(source, block.first_row)

@@ -13,7 +13,7 @@ _CHUNK_BLOCKS = 4096
 _MOST_ROWS = 10**9
 
 
-def draw(sources: Sequence[RowBlocks], num_rows: int, seed: Sequence[int]) -> list[RowBlocks]:
+def draw_rows(sources: Sequence[RowBlocks], num_rows: int, seed: Sequence[int]) -> list[RowBlocks]:
     """Take ``num_rows`` rows of all sources together, each alike likely and without replacement.
 
     More rows than there are: each is taken ``num_rows // rows`` times, and the rest is drawn. The choice is first how

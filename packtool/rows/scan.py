@@ -14,15 +14,15 @@ from itertools import groupby, islice
 
 from packtool import storage
 from packtool.errors import ConfigError, DataError
-from packtool.rows.file_formats import KNOWN, format_of
+from packtool.rows.file_formats import KNOWN_FORMATS, format_of
 from packtool.rows.forms import check_first_rows
 from packtool.rows.forms.known import RowLayout, detect
 from packtool.rows.json_array import find_elements
-from packtool.rows.lines import find_lines
+from packtool.rows.lines import CHUNK_BYTES, find_lines
 from packtool.rows.opened import Hashed, close_readers, open_text
 from packtool.rows.read import parse_block, read_block
 from packtool.rows.records import find_records
-from packtool.rows.sampling import draw
+from packtool.rows.sampling import draw_rows
 from packtool.rows.source import RowBlock, RowBlocks, ScannedSource, Source, SourceSpec
 
 _FIRST_BYTES = 4096
@@ -78,9 +78,13 @@ def follow(spec: SourceSpec) -> tuple[Source, Iterator[RowBlock]]:
         )
     finder = _Finder.of(_source(spec))
     source = finder.source
-    first = list(islice(finder.blocks, _FIRST_BLOCKS))
-    if (form := _form(spec, source, first, finder.take_head())) is not None:
-        source = replace(source, form=form.form, columns=form.columns)
+    try:
+        first = list(islice(finder.blocks, _FIRST_BLOCKS))
+        if (form := _form(spec, source, first, finder.take_head())) is not None:
+            source = source.read_as(form=form.form, columns=form.columns)
+    except BaseException:
+        finder.close()
+        raise
     return source, finder.then_close(first)
 
 
@@ -89,7 +93,7 @@ def _sampled(members: list[ScannedSource], seed: int) -> list[ScannedSource]:
     spec = members[0].spec
     if spec.num_sampled is None:
         return members
-    drawn = draw([found.blocks for found in members], spec.num_sampled, (seed, spec.group))
+    drawn = draw_rows([found.blocks for found in members], spec.num_sampled, (seed, spec.group))
     return [replace(found, blocks=blocks) for found, blocks in zip(members, drawn, strict=True)]
 
 
@@ -100,22 +104,22 @@ def _scan(spec: SourceSpec) -> ScannedSource:
         blocks, source = RowBlocks.of(finder.blocks), finder.source
         digest = finder.digest()
     if (form := _form(spec, source, blocks, finder.take_head())) is not None:
-        source = replace(source, form=form.form, columns=form.columns)
+        source = source.read_as(form=form.form, columns=form.columns)
     return ScannedSource(spec, source, source.size, source.modified, digest, blocks)
 
 
 def _source(spec: SourceSpec) -> Source:
-    shown = storage.masked(spec.path)
     state = storage.find(spec.path)
-    if state is None:
+    found = format_of(spec.path)
+    if state is None or found is None:
+        shown = storage.masked(spec.path)
+        if found is None and state is not None:
+            raise DataError(f"--dataset {shown}: its name says no kind of rows", f"Known are {KNOWN_FORMATS}.")
         if storage.is_directory(spec.path):
             raise DataError(f"--dataset {shown} is a directory", "Give the files in it.")
         raise DataError(f"--dataset {shown}: there is no such file", "Check the path.")
-    found = format_of(spec.path)
-    if found is None:
-        raise DataError(f"--dataset {shown}: its name says no kind of rows", f"Known are {KNOWN}.")
     kind, compression = found
-    source = Source(
+    return Source(
         path=spec.path,
         kind=kind,
         compression=compression,
@@ -131,13 +135,10 @@ def _source(spec: SourceSpec) -> Source:
         max_media_failures=spec.max_media_failures,
         max_row_bytes=spec.max_row_bytes,
     )
-    # Many tools write one object a line and call it .json.
-    return replace(source, kind="jsonl") if kind == "json" and _holds_lines(source) else source
 
 
-def _holds_lines(source: Source) -> bool:
-    with open_text(source.path, source.compression) as file:
-        start = file.read(_FIRST_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
+def _holds_lines(source: Source, head: bytes) -> bool:
+    start = head[:_FIRST_BYTES].removeprefix(codecs.BOM_UTF8).lstrip()
     if start.partition(b"\n")[0].strip() == b"{":
         raise DataError(
             f"{source.label}: a .json file must hold one array of rows, or one object a line, and this is one object",
@@ -174,9 +175,12 @@ class _Finder:
         file = open_text(source.path, source.compression)
         hashed = Hashed(file, source.label)
         try:
+            # Many tools write one object a line and call it .json.
+            if source.kind == "json" and _holds_lines(source, hashed.peek(CHUNK_BYTES)):
+                source = source.read_as(kind="jsonl")
             if source.kind in ("csv", "tsv"):
                 header, found = find_records(source.label, hashed, source.kind, source.max_row_bytes)
-                source = replace(source, header=header)
+                source = source.read_as(header=header)
             else:
                 find = find_elements if source.kind == "json" else find_lines
                 found = find(source.label, hashed, source.max_row_bytes)
@@ -210,7 +214,7 @@ def _form(spec: SourceSpec, source: Source, blocks: Iterable[RowBlock], head: by
             if rows:
                 form = detect(rows, spec.columns, spec.formatting, source.label)
                 if text is None or _MAY_BE_MARKED.search(text):
-                    check_first_rows(rows, replace(source, form=form.form, columns=form.columns))
+                    check_first_rows(rows, source.read_as(form=form.form, columns=form.columns))
                 return form
     finally:
         close_readers()  # workers have their own

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -20,7 +21,7 @@ from packtool.rows.sample import Dropped
 FileFormat = Literal["json", "jsonl", "csv", "tsv", "txt", "parquet", "arrow"]
 Compression = Literal["gzip", "zstd"]
 Pairs = tuple[tuple[str, str], ...]
-Row = tuple[int, dict[str, Any] | Dropped]
+NumberedRow = tuple[int, dict[str, Any] | Dropped]
 """Number of a row and what was parsed of it."""
 
 _SAY_NOTHING = ("path", "name", "max_media_failures")
@@ -67,14 +68,18 @@ class SourceSpec:
     @property
     def settings(self) -> str:
         """What of it, beside the file, decides the samples, as one line of JSON; empty where nothing was asked for."""
-        told = {name: value for name, default in _SETTINGS if (value := getattr(self, name)) != default}
+        if (values := _settings(self)) == _USUAL:
+            return ""
+        told = {name: value for name, value, usual in zip(_SETTINGS, values, _USUAL, strict=True) if value != usual}
         if self.num_sampled is None:
             told.pop("group", None)
         return json.dumps(told, sort_keys=True) if told else ""
 
 
 # Looked up once: there may be many thousand sources.
-_SETTINGS = tuple((field.name, field.default) for field in fields(SourceSpec) if field.name not in _SAY_NOTHING)
+_SETTINGS = tuple(field.name for field in fields(SourceSpec) if field.name not in _SAY_NOTHING)
+_USUAL = tuple(field.default for field in fields(SourceSpec) if field.name in _SETTINGS)
+_settings = attrgetter(*_SETTINGS)
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,15 @@ class Source:
     max_media_bytes: int | None = None
     max_media_failures: int = 100
     max_row_bytes: int = MAX_ROW_BYTES
+
+    def read_as(self, **found: Any) -> Source:
+        """The same source with what was found out of how to read it: ``kind``, ``header``, ``form``, ``columns``.
+
+        As ``dataclasses.replace`` does it, but sooner: there may be many thousand sources.
+        """
+        source = object.__new__(Source)
+        vars(source).update(vars(self), **found)
+        return source
 
     @cached_property
     def media_rights(self) -> MediaRights:
@@ -202,6 +216,9 @@ class RowBlocks(Sequence[RowBlock]):
         start, stop, first_row, num_rows = self._columns[at].tolist()
         picks = self._picks_of(at, at + 1)
         return RowBlock(start, stop, first_row, num_rows, None if picks is None else tuple(picks.tolist()))
+
+    def __iter__(self) -> Iterator[RowBlock]:
+        return map(self.__getitem__, range(len(self)))
 
     def _picks_of(self, low: int, high: int) -> np.ndarray | None:
         if self._picks is None or self._ends is None:

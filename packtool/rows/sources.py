@@ -13,13 +13,14 @@ from packtool.config.export import ExportConfig
 from packtool.constants import MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT
 from packtool.errors import ConfigError, DataError, did_you_mean
 from packtool.rows.dataset_info import DatasetInfo, Entry
-from packtool.rows.file_formats import KNOWN, format_of
-from packtool.rows.hub import PREFIX, hub_files, hub_id
+from packtool.rows.file_formats import KNOWN_FORMATS, format_of
+from packtool.rows.hub import HUB_PREFIX, hub_files, hub_id
 from packtool.rows.modelscope import copy_of_rows
 from packtool.rows.source import Pairs, SourceSpec
 
 _SAMPLE = re.compile(r"(.+)#(\d+)", re.DOTALL)
 _MAGIC = re.compile(r"[*?[]")
+_HIDDEN = re.compile(r"(?:^|[/\\])\.")
 # Files beside the rows that datasets and its like write about them.
 _ABOUT = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 _STATE_NAME, _DICT_NAME = "state.json", "dataset_dict.json"
@@ -52,7 +53,8 @@ def sources_of(config: ExportConfig) -> list[SourceSpec]:
     specs = []
     for group, (name, option, split) in enumerate(named):
         paths, own = _paths(name, option, info, plain)
-        specs += [replace(plain, path=path, name=name, split=split, group=group, **own) for path in paths]
+        shared = vars(replace(plain, name=name, split=split, group=group, **own))
+        specs += [SourceSpec(**{**shared, "path": path}) for path in paths]  # sooner than ``replace``, for thousands
     return specs
 
 
@@ -97,7 +99,7 @@ def _named_files(entry: Entry, option: str, name: str) -> list[str]:
 
 
 def _exists(name: str) -> bool:
-    return not name.startswith(PREFIX) and storage.exists(name)
+    return not name.startswith(HUB_PREFIX) and storage.exists(name)
 
 
 def _files(name: str, option: str, info: DatasetInfo | None) -> list[str]:
@@ -108,10 +110,10 @@ def _files(name: str, option: str, info: DatasetInfo | None) -> list[str]:
     if _MAGIC.search(name) and not name.startswith("http"):
         found = [path for match in storage.glob(name) for path in _matched(match, option)]
         if not found:
-            raise DataError(f"{option} {shown}: no file of rows fits", f"Known are {KNOWN}.")
+            raise DataError(f"{option} {shown}: no file of rows fits", f"Known are {KNOWN_FORMATS}.")
         return found
-    identifier = None if storage.is_remote(name) and not name.startswith(PREFIX) else hub_id(name)
-    if identifier is not None and (name.startswith(PREFIX) or format_of(name) is None):
+    identifier = None if storage.is_remote(name) and not name.startswith(HUB_PREFIX) else hub_id(name)
+    if identifier is not None and (name.startswith(HUB_PREFIX) or format_of(name) is None):
         return hub_files(identifier)
     hint = did_you_mean(name, info.names) if info else ""
     raise DataError(f"{option} {shown}: there is no such file{hint}", "Check the path.")
@@ -139,12 +141,12 @@ def _folder(folder: str, option: str) -> list[str]:
     files = [path for path in paths if format_of(path) and not _is_hidden(folder, path) and not _is_about(path)]
     if not files:
         seen = ", ".join(path[len(folder) :].lstrip("/\\") for path in paths[:8]) or "nothing"
-        raise DataError(f"{option} {shown}: no files of rows in it, but {seen}", f"Known are {KNOWN}.")
+        raise DataError(f"{option} {shown}: no files of rows in it, but {seen}", f"Known are {KNOWN_FORMATS}.")
     return files
 
 
 def _is_hidden(folder: str, path: str) -> bool:
-    return any(part.startswith(".") for part in re.split(r"[/\\]", path[len(folder) :]))
+    return _HIDDEN.search(path[len(folder) :]) is not None
 
 
 def _is_about(path: str) -> bool:

@@ -16,7 +16,7 @@ from packtool.rows.boundary import held
 from packtool.rows.lines import too_large
 from packtool.rows.opened import Hashed, changed, open_text, opened
 from packtool.rows.sample import Dropped
-from packtool.rows.source import BLOCK_ROWS, Row, RowBlock, Source
+from packtool.rows.source import BLOCK_ROWS, NumberedRow, RowBlock, Source
 
 _BATCH_BYTES = 1 << 23
 _MOST_BATCH_ROWS = 1024
@@ -42,7 +42,7 @@ def find_table_rows(source: Source) -> tuple[str, Iterator[RowBlock]]:
     )
 
 
-def read_table_rows(source: Source, block: RowBlock) -> Iterator[Row]:
+def read_table_rows(source: Source, block: RowBlock) -> Iterator[NumberedRow]:
     """(row number, row) of a block.
 
     Keys of nested values that are null are left out: these formats cannot tell them from keys that a row never had.

@@ -57,6 +57,6 @@ def quantiles(name: DistributionName, shares: npt.NDArray[np.float64]) -> npt.ND
     return np.round(found).astype(np.int64)
 
 
-def draw(name: DistributionName, num: int, *, seed: int) -> npt.NDArray[np.int64]:
+def draw_lengths(name: DistributionName, num: int, *, seed: int) -> npt.NDArray[np.int64]:
     """int64 (num,): lengths, always the same for a seed; more of them begin with the same ones."""
     return quantiles(name, np.random.default_rng([seed, RandomStream.SIMULATED_LENGTHS]).random(num))

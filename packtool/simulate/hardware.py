@@ -160,10 +160,10 @@ def nearest_preset(device_names: Sequence[str]) -> Hardware:
         device_names: as their drivers tell them.
     """
     found = (preset for name in device_names for word, preset in _BY_NAME.items() if word in name.upper())
-    return PRESETS[next(found, _DEFAULT)]
+    return HARDWARE_PRESETS[next(found, _DEFAULT)]
 
 
-PRESETS = {
+HARDWARE_PRESETS = {
     # NVIDIA H100 Tensor Core GPU data sheet, SXM5: 1,979 TFLOP/s with sparsity, 80 GB, 3.35 TB/s, NVLink 900 GB/s both
     # ways; DGX H100 user guide: a ConnectX-7 of 400 Gb/s for each GPU. Attention: Shah et al. 2024, "FlashAttention-3",
     # abstract: FlashAttention-2 reaches 35 % of an H100. Matrix products: 8192^3 was measured at 788 TFLOP/s (H200).

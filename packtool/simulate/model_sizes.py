@@ -16,7 +16,7 @@ _BYTES = 2  # bfloat16
 _OPTIMIZER_BYTES = 12
 
 _QWEN = {"vocab_size": 151936, "model_type": "qwen2"}
-PRESETS: dict[str, dict[str, Any]] = {
+MODEL_PRESETS: dict[str, dict[str, Any]] = {
     "8b": {
         "hidden_size": 4096,
         "num_hidden_layers": 36,

@@ -21,12 +21,11 @@ from packtool.errors import ConfigError, DataError
 from packtool.launch.devices import gpu_names
 from packtool.progress import Progress
 from packtool.simulate.cost import Machine
-from packtool.simulate.distributions import draw, quantiles
+from packtool.simulate.distributions import draw_lengths, quantiles
 from packtool.simulate.exchanges import can_share_heads
-from packtool.simulate.hardware import PRESETS, Hardware, nearest_preset
+from packtool.simulate.hardware import HARDWARE_PRESETS, Hardware, nearest_preset
 from packtool.simulate.lengths import names_of, read_lengths
-from packtool.simulate.model_sizes import PRESETS as MODELS
-from packtool.simulate.model_sizes import ModelSizes
+from packtool.simulate.model_sizes import MODEL_PRESETS, ModelSizes
 from packtool.simulate.outcomes import Outcome, arrange, simulate
 from packtool.simulate.strategies import SimulateOptions
 
@@ -181,7 +180,7 @@ def _lengths(
         raise DataError(f"No sample like {config.distribution}'s fits.", "Raise --bucket-size or --max-length.")
     # A few more: the share of those that fit is not exactly the typical one.
     num = round(1.05 * options.sequences_wanted * _TYPICAL / len(typical)) + 10
-    lengths = draw(config.distribution, num, seed=config.seed)
+    lengths = draw_lengths(config.distribution, num, seed=config.seed)
     return lengths, lengths, f"lengths as in {config.distribution}"
 
 
@@ -198,12 +197,12 @@ def _model_of(reader: CacheReader | None) -> str:
 
 
 def _model_config(model: str) -> Mapping[str, Any]:
-    if model in MODELS:
-        return MODELS[model]
+    if model in MODEL_PRESETS:
+        return MODEL_PRESETS[model]
     path = storage.join(model, "config.json")
     if not storage.exists(path):
         raise ConfigError(
-            f"--model {model}: no config.json is there.", f"Known without a directory: {', '.join(MODELS)}."
+            f"--model {model}: no config.json is there.", f"Known without a directory: {', '.join(MODEL_PRESETS)}."
         )
     with storage.open_read(path) as file:
         try:
@@ -224,10 +223,10 @@ def read_hardware(name: str | None) -> Hardware:
     """
     if name is None:
         return nearest_preset(gpu_names())
-    if name.lower() in PRESETS:
-        return PRESETS[name.lower()]
+    if name.lower() in HARDWARE_PRESETS:
+        return HARDWARE_PRESETS[name.lower()]
     if not name.endswith((".yaml", ".yml", ".json")):
-        raise ConfigError(f"--hardware {name}: neither {', '.join(PRESETS)} nor a .yaml or .json file.")
+        raise ConfigError(f"--hardware {name}: neither {', '.join(HARDWARE_PRESETS)} nor a .yaml or .json file.")
     with storage.open_read(name) as file:
         text = file.read()
     import yaml  # here, because most runs need none of it

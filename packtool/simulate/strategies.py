@@ -124,7 +124,7 @@ class SimulateOptions(StrategyOptions):
 
     @property
     def sequences_wanted(self) -> int:
-        """So many that every strategy has its number of full steps."""
+        """How many sequences give every strategy its number of full steps."""
         return self.num_steps * self.sequences_per_step
 
 

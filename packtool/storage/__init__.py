@@ -182,7 +182,7 @@ def place(path: str) -> str:
     if scheme in ("http", "https"):
         from packtool.storage import http
 
-        return http.place_of(path)
+        return http.server_of(path)
     return f"{scheme}://{path.partition('://')[2].partition('/')[0]}" if scheme else ""
 
 
@@ -199,10 +199,11 @@ def open_read(path: str, first_block: int = ROWS_BLOCK, bounds: Bounds | None = 
     """
     store, path = _store_of(path)
     file = store.open_read(path, first_block, bounds)
-    if bounds is not None and (size := file.seek(0, os.SEEK_END)) > bounds.most_bytes:
-        file.close()
-        raise TooLarge(f"{masked(path)}: {size:,} bytes, more than {bounds.most_bytes:,}")
-    file.seek(0)
+    if bounds is not None:
+        if (size := file.seek(0, os.SEEK_END)) > bounds.most_bytes:
+            file.close()
+            raise TooLarge(f"{masked(path)}: {size:,} bytes, more than {bounds.most_bytes:,}")
+        file.seek(0)
     return file
 
 

@@ -96,7 +96,7 @@ class _PublicNames:
         await self._names.close()
 
 
-def place_of(address: str) -> str:
+def server_of(address: str) -> str:
     """The web server of an address: its host, and its port if that is not the usual one.
 
     Raises:

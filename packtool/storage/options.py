@@ -83,7 +83,7 @@ _current: StorageOptions | None = None
 
 
 def options() -> StorageOptions:
-    """Those of this process.
+    """The settings of this process, read once.
 
     Raises:
         ConfigError: if the environment is wrong.

@@ -20,7 +20,8 @@ from packtool.config.export import EncodeSpec
 from packtool.config.packing import IntervalOptions, PackOptions
 from packtool.encode.encoded import EncodedSample
 from packtool.errors import RowError
-from packtool.plan.packing import PackPlan, pack
+from packtool.plan.pack_plan import PackPlan
+from packtool.plan.packing import pack
 from packtool.plan.shuffle import RandomStream
 from packtool.rows.sample import Dropped
 from packtool.rows.source import BLOCK_ROWS, SourceSpec
@@ -181,7 +182,7 @@ class PackStream:
             yield self._drawn(buffer)
 
     def _drawn(self, buffer: list[EncodedSample]) -> EncodedSample:
-        """Taken from the buffer."""
+        """A sample drawn at random from the buffer, which loses it."""
         if len(buffer) == 1:
             return buffer.pop()
         if self._options.shuffle_buffer_size == 1:

@@ -50,7 +50,7 @@ class StreamState:
     dropped: Mapping[str, int] = field(default_factory=dict)
 
 
-def write_state(directory: str, rank: int, state: StreamState) -> None:
+def write_stream_state(directory: str, rank: int, state: StreamState) -> None:
     """Keep a rank's state in a directory.
 
     Raises:
@@ -70,7 +70,7 @@ def write_state(directory: str, rank: int, state: StreamState) -> None:
     storage.publish(plain, json.dumps(values | {"dropped": dict(state.dropped)}).encode())
 
 
-def read_state(directory: str, rank: int) -> StreamState:
+def read_stream_state(directory: str, rank: int) -> StreamState:
     """A rank's state as it was kept.
 
     Raises:

@@ -9,6 +9,7 @@ from packtool.launch.world import World
 from packtool.progress import Progress, SilentProgress
 from packtool.simulate.run import read_hardware
 from packtool.train.prepare.from_rows import with_cache
+from packtool.train.prepare.lengths import length_lines
 from packtool.train.prepare.recompute import recomputing_lines, with_recomputing
 from packtool.train.prepare.result import TrainResult, settings_lines
 from packtool.train.prepare.run import prepare_run
@@ -44,14 +45,14 @@ def train(config: TrainConfig, progress: Progress, world: World | None = None) -
     run = prepare_run(config, world)
     result = run.expected()
     lines = (*settings_lines(run.config), *run.lines(result), *notes, *sequence_parallel_lines(run.world, run.axes))
-    for line in (*lines, *run.notes):
+    for line in (*lines, *length_lines(run), *run.notes):
         progress.note(line)
     # From here on torch and transformers are needed; mistakes of the user should have been told by now.
-    from packtool.train.loop.execute import execute, load_spec, preview
+    from packtool.train.loop.execute import estimate_training, execute, load_spec
 
     spec = load_spec(run)
     if config.dry_run:
-        estimate, precision = preview(run, spec)
+        estimate, precision = estimate_training(run, spec)
         trained, parameters = estimate.num_trainable, estimate.num_parameters
         for line in (*precision, f"parameters: {parameters:,}, of them trained: {trained:,} ({config.train_type})"):
             progress.note(line)

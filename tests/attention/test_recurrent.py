@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 import packtool.attention.recurrent as recurrent
 from packtool.attention.recurrent import keeps_documents_apart, recurrent_layers
-from packtool.attention.register import attention_for, own_attention, set_attention
+from packtool.attention.register import own_attention, set_attention
 from packtool.attention.varlen import LeakError
 from packtool.batch.collate import collate_packs
 from packtool.batch.spec import InputSpec
@@ -63,7 +63,7 @@ def test_packed_logits_equal_each_samples_own(setting: Setting) -> None:
         inputs = collate_packs([sample], spec).model_inputs()
         plain = {name: inputs[name] for name in ("input_ids", "pixel_values", "image_grid_thw") if name in inputs}
         if sample.images:
-            plain["mm_token_type_ids"] = (plain["input_ids"] == spec.image_pad_id).int()
+            plain["mm_token_type_ids"] = (plain["input_ids"] == spec.pad_ids["image"]).int()
         elif spec.sees:
             plain["input_ids"] = plain["input_ids"][:, : sample.length]
             plain = {"input_ids": plain["input_ids"]}
@@ -143,7 +143,7 @@ def test_gradient_checkpointing_reaches_the_same(setting: Setting) -> None:
         ({"cu_seq_lens_q": None}, "without cu_seq_lens_q"),
         ({"cache_params": object()}, "cache"),
         ({"attention_mask": torch.ones(1, 6)}, "given a mask"),
-        ({"hidden_states": torch.zeros(2, 6, 32)}, "2 rows"),
+        ({"hidden_states": torch.zeros(2, 6, 32)}, "2 sequences"),
     ],
 )
 def test_refuses_calls_that_could_leak(setting: Setting, changes: dict[str, Any], message: str) -> None:
@@ -153,11 +153,6 @@ def test_refuses_calls_that_could_leak(setting: Setting, changes: dict[str, Any]
     assert layer(**given).shape == (1, 6, 32)
     with pytest.raises(LeakError, match=message):
         layer(**given | changes)
-
-
-def test_a_name_alone_is_refused(setting: Setting) -> None:
-    with pytest.raises(UnsupportedModelError, match="recurrent"):
-        attention_for(setting[0].config)
 
 
 class Recurrence(nn.Module):

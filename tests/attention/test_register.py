@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3VLConfig
 from packtool.attention.choose import KERNELS
 from packtool.attention.register import (
     ATTENTION_NAME,
-    attention_for,
     attention_name,
     packed_attention,
     register,
+    route,
     set_attention,
 )
 from packtool.attention.varlen import Varlen
@@ -54,7 +54,7 @@ def test_returns_tokens_before_heads_as_transformers_wants() -> None:
     [
         ({"cu_seq_lens_q": None}, "without cu_seq_lens_q"),
         ({"attention_mask": torch.ones(1, 6)}, "given a mask"),
-        ({"query": torch.randn(2, 4, 6, 8)}, "2 rows"),
+        ({"query": torch.randn(2, 4, 6, 8)}, "2 sequences"),
         ({"key": torch.randn(1, 2, 9, 8)}, "key-value cache"),
     ],
 )
@@ -86,8 +86,8 @@ def test_refuses_a_sliding_layer_without_a_window() -> None:
 
 
 def test_only_the_text_tower_is_routed() -> None:
-    assert attention_for(Qwen2Config()) == ATTENTION_NAME
-    assert attention_for(Qwen3VLConfig()) == {"text_config": ATTENTION_NAME, "vision_config": "sdpa"}
+    assert route(Qwen2Config(), ATTENTION_NAME) == ATTENTION_NAME
+    assert route(Qwen3VLConfig(), ATTENTION_NAME) == {"text_config": ATTENTION_NAME, "vision_config": "sdpa"}
 
 
 def test_a_model_run_without_boundaries_fails_instead_of_leaking() -> None:
@@ -95,7 +95,7 @@ def test_a_model_run_without_boundaries_fails_instead_of_leaking() -> None:
     config = Qwen2Config(
         vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
     )
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention_for(config))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=route(config, ATTENTION_NAME))
     with pytest.raises(RuntimeError, match="without cu_seq_lens_q"):
         model(input_ids=torch.arange(6).unsqueeze(0), use_cache=False)
 

@@ -29,6 +29,7 @@ from transformers import (
 )
 from transformers.models.llama import modeling_llama
 
+from packtool.attention import support
 from packtool.attention.support import refuse_leaky_inputs, refuse_unsupported
 from packtool.errors import EXIT_MISMATCH, MismatchError, UnsupportedModelError
 from tests.attention.hybrids import HYBRIDS, hybrid_config
@@ -68,14 +69,14 @@ def test_so_do_they_in_full_size(config_class: Any, monkeypatch: pytest.MonkeyPa
     ("config", "reason"),
     [
         (Llama4TextConfig(), "chunked_attention layers attend within chunks"),
-        (JambaConfig(), "carry a state along the row|recurrent"),
-        (Lfm2Config(), "conv layers convolve along the row|conv_L_cache"),
+        (JambaConfig(), "carry a state along the sequence|recurrent"),
+        (Lfm2Config(), "conv layers convolve along the sequence|conv_L_cache"),
         (Mamba2Config(), "recurrent|attention interface|carry a state"),
         (Gemma2Config(), "soft-capped"),
         (ViTConfig(), "no class"),
         (StableLmConfig(**SMALL), "attention interface"),
         (GptOssConfig(**SMALL, num_local_experts=2), "sinks"),
-        (Qwen2Config(**SMALL, layer_types=["full_attention", "conv"]), "conv layers convolve along the row"),
+        (Qwen2Config(**SMALL, layer_types=["full_attention", "conv"]), "conv layers convolve along the sequence"),
         (Qwen2Config(**SMALL, is_causal=False), "both directions"),
     ],
     ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",
@@ -108,15 +109,26 @@ _llama_attention = modeling_llama.LlamaAttention.forward
 )
 def test_the_trial_finds_what_no_setting_tells(forward: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_unsupported(LlamaConfig(**SMALL))
+    monkeypatch.setattr(support, "_PASSED", set())
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
     with pytest.raises(UnsupportedModelError, match=reason):
         refuse_unsupported(LlamaConfig(**SMALL))
+
+
+def test_a_model_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Any] = []
+    monkeypatch.setattr(support, "_PASSED", set())
+    monkeypatch.setattr(support, "refuse_after_trial", lambda config, _: tried.append(config.hidden_size))
+    for hidden_size in (32, 32, 64):
+        refuse_unsupported(LlamaConfig(**SMALL | {"hidden_size": hidden_size}))
+    assert tried == [32, 64]
 
 
 def test_a_model_that_takes_no_boundaries_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(self: Any, input_ids: Any, use_cache: bool) -> Any:
         """No further arguments."""
 
+    monkeypatch.setattr(support, "_PASSED", set())
     monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "forward", forward)
     with pytest.raises(UnsupportedModelError, match="cannot be told where packed samples end"):
         refuse_unsupported(LlamaConfig(**SMALL))
@@ -146,7 +158,7 @@ def inputs(**changes: Any) -> dict[str, Any]:
         ({"cu_seq_lens_q": torch.tensor([0, 5, 4, 6])}, "runs from"),
         ({"max_length_q": 3}, "max_length_q is 3"),
         ({"document_lengths": (2, 4)}, "document_lengths"),
-        ({"input_ids": torch.zeros(2, 6)}, "2 rows"),
+        ({"input_ids": torch.zeros(2, 6)}, "2 sequences"),
         ({"position_ids": None}, "position_ids are missing"),
         ({"position_ids": torch.arange(6)[None]}, "do not begin at 0"),
         ({"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1]]).expand(3, 1, 6)}, "three they leak"),

@@ -21,7 +21,7 @@ from transformers import (
     Qwen3VLConfig,
 )
 
-from packtool.attention.register import attention_for, register
+from packtool.attention.register import ATTENTION_NAME, register, route
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedImage, EncodedSample
 from packtool.encode.families import ImageLimits, MediaLimits
@@ -92,7 +92,7 @@ def reduced_model(name: str, *, packed: bool = True, seed: int = 0) -> PreTraine
     config = reduced_config(name)
     auto = AutoModelForImageTextToText if name in VISION_MODELS else AutoModelForCausalLM
     torch.manual_seed(seed)
-    model = auto.from_config(config, attn_implementation=attention_for(config) if packed else "sdpa")
+    model = auto.from_config(config, attn_implementation=route(config, ATTENTION_NAME) if packed else "sdpa")
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.08)

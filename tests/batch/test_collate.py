@@ -69,6 +69,26 @@ def test_no_target_crosses_a_boundary_and_none_is_lost(lengths: list[int]) -> No
     assert packed.num_samples == padded.num_samples == len(lengths)
 
 
+@settings(max_examples=50, deadline=None)
+@given(lengths=st.lists(st.integers(1, 20), max_size=9), multiple_of=st.integers(1, 40))
+def test_padding_is_a_document_behind_the_others(lengths: list[int], multiple_of: int) -> None:
+    samples = [make_sample(length, seed=number) for number, length in enumerate(lengths)]
+    bare = collate_packs(samples, reduced_spec("qwen2"))
+    padded = collate_packs(samples, reduced_spec("qwen2"), multiple_of=multiple_of)
+    size, num = bare.input_ids.shape[1], padded.num_padding
+    assert num < multiple_of
+    assert padded.input_ids.shape[1] == padded.cu_seqlens[-1] == size + num
+    assert (size + num) % multiple_of == 0
+    assert padded.lengths == (*bare.lengths, *([num] if num else []))
+    assert padded.channels == (*bare.channels, *([None] if num else []))
+    for name in ("input_ids", "labels", "position_ids"):
+        assert torch.equal(getattr(padded, name)[:, :size], getattr(bare, name))
+    assert (padded.labels[0, size:] == -100).all()
+    assert torch.equal(padded.target_positions, bare.target_positions)
+    assert padded.num_samples == len(samples)
+    assert bare.num_padding == 0
+
+
 def test_positions_have_four_rows_and_restart_at_every_sample(vision: InputSpec) -> None:
     samples = mixed_samples("qwen3_vl")
     batch = collate_packs(samples, vision)

@@ -1,14 +1,18 @@
-"""A rank's part of a shared row: which pictures it loads."""
+"""A rank's part of a shared sequence: which pictures it loads."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from packtool.batch.collate import collate_packs
 from packtool.batch.collate_shard import collate_shard
-from packtool.batch.shard import SHARDED, Cut
+from packtool.batch.shard import Cut
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
+from packtool.plan.skrull import SHARDED
 from tests.batch.reduced import make_sample, reduced_config, reduced_limits, reduced_spec, save_image_processor
 
 
@@ -23,6 +27,27 @@ def test_a_local_samples_pictures_stay_with_it(tmp_path: Path) -> None:
             assert len(owner) == 1 if place == SHARDED else owner == [place]
     # Rank 0 has a picture of its own as large as the largest of the others, which goes to rank 1.
     assert _media_of(samples, [SHARDED, 0, SHARDED, SHARDED], spec, Cut(2, 1, 1)) == [True, False, False, True]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_every_ranks_part_is_padded_by_itself(data: st.DataObject) -> None:
+    ring, ulysses = data.draw(st.sampled_from([(2, 1), (1, 2), (2, 2)]))
+    lengths = data.draw(st.lists(st.integers(1, 20), max_size=6))
+    place = st.sampled_from([SHARDED, *range(ring * ulysses)])
+    places = data.draw(st.lists(place, min_size=len(lengths), max_size=len(lengths)))
+    multiple_of = data.draw(st.integers(1, 40))
+    samples = [make_sample(length, seed=number) for number, length in enumerate(lengths)]
+    for rank in range(ring * ulysses):
+        cut = Cut(ring, ulysses, rank)
+        bare = collate_shard(samples, reduced_spec("qwen2"), cut, places)
+        padded = collate_shard(samples, reduced_spec("qwen2"), cut, places, multiple_of=multiple_of)
+        assert padded.num_padding == -bare.input_ids.shape[1] % multiple_of
+        assert padded.input_ids.shape[1] == bare.input_ids.shape[1] + padded.num_padding
+        assert padded.shard.sharded_lengths == bare.shard.sharded_lengths
+        assert padded.num_target_tokens == bare.num_target_tokens
+        targets = (batch.labels[0, batch.target_positions].tolist() for batch in (padded, bare))
+        assert sorted(next(targets)) == sorted(next(targets))
 
 
 def _media_of(samples: list[EncodedSample], places: list[int], spec: InputSpec, cut: Cut) -> list[bool]:

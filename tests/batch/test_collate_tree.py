@@ -102,7 +102,7 @@ def test_a_picture_of_a_prefix_is_looked_at_once(name: str, tmp_path_factory: py
     assert len(tree.image_grid_thw) == len(distinct)
     assert tree.pixel_values is not None
     assert len(tree.pixel_values) == int(tree.image_grid_thw.prod(1).sum())
-    assert len(tree.towers["vision"].positions["image"]) == int(tree.input_ids.eq(spec.image_pad_id).sum())
+    assert len(tree.towers["vision"].positions["image"]) == int(tree.input_ids.eq(spec.pad_ids["image"]).sum())
 
 
 def test_a_tower_with_nothing_to_do_gets_a_filler(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -151,3 +151,13 @@ def test_labels_weigh_what_they_weigh_in_all_samples(rows: list[list[tuple[int, 
                 tokens = batch.input_ids[0, path[: place + 1]].tolist()
                 found[(*tokens, label)] += float(batch.loss_weights[0, at])
     assert found == pytest.approx(wanted)
+
+
+def test_padding_behind_a_tree_is_nobodys() -> None:
+    batch = collate_tree([sample([1, 2, 3]), sample([1, 2, 4])], TEXT, least_shared=1, multiple_of=8)
+    assert isinstance(batch, TreeBatch)
+    assert batch.lengths == (2, 1, 1, 4)
+    assert batch.key_lengths == (2, 3, 3, 4)
+    assert batch.num_padding == 4
+    assert batch.channels == (None,) * 4
+    assert collate_tree([sample([1, 2, 3])], TEXT, multiple_of=8).lengths == (3, 5)

@@ -19,7 +19,8 @@ from packtool.batch.dataset import MicroBatches, load_micro_batches
 from packtool.batch.micro_batch import MicroBatch, planned_steps
 from packtool.encode.encoded import EncodedSample
 from packtool.errors import DataError
-from packtool.plan.epoch import EpochPlan, PlanOptions, plan_epoch
+from packtool.plan.epoch import EpochPlan, plan_epoch
+from packtool.plan.options import PlanOptions
 from tests.batch.reduced import make_sample, reduced_spec, samples_alike, save_image_processor
 
 

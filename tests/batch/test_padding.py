@@ -1,4 +1,4 @@
-"""Padding removed and restored: inverses of each other, with the shapes and prompts of seed 003."""
+"""Padding removed and restored: inverses of each other, with the shapes and prompts of MindSpeed-RL's functions."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_the_drawing_of_the_documentation() -> None:
     assert packed.seqlens.tolist() == [3, 2, 3]
     assert packed.cu_seqlens.tolist() == [0, 4, 6, 10]
     assert restore_padding(packed.input_ids, packed.seqlens, packed.cu_seqlens, 4).tolist() == ids.tolist()
-    prompts = torch.tensor([[1], [2], [2]])  # the seed's shape
+    prompts = torch.tensor([[1], [2], [2]])  # MindSpeed-RL's shape
     rows = restore_padding(packed.input_ids, packed.seqlens, packed.cu_seqlens, 2, prompts)
     assert rows.tolist() == [[1, 2], [0, 0], [7, 0]]
 

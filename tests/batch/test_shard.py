@@ -1,4 +1,4 @@
-"""Tokens of a shared row: each on one rank, all ranks with equal work, features where their tokens are."""
+"""Tokens of a shared sequence: each on one rank, all ranks with equal work, features where their tokens are."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packtool.batch.shard import SHARDED, Cut, TokenAssignment, assign_tokens, route_features
+from packtool.batch.shard import Cut, TokenAssignment, assign_tokens, route_features
+from packtool.plan.skrull import SHARDED
 
 sizes = st.sampled_from([(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 3), (3, 2), (8, 1)])
 documents = st.lists(st.tuples(st.integers(1, 60), st.booleans()), min_size=1, max_size=12)
 
 
-def row(given_documents: list[tuple[int, bool]], cut: Cut) -> tuple[list[int], list[int]]:
+def sequence(given_documents: list[tuple[int, bool]], cut: Cut) -> tuple[list[int], list[int]]:
     """Lengths, padded and with a filler as collation makes them, and places: locals go round the ranks."""
     places = [number % cut.size if is_local else SHARDED for number, (_, is_local) in enumerate(given_documents)]
     lengths = [
@@ -28,7 +29,7 @@ def row(given_documents: list[tuple[int, bool]], cut: Cut) -> tuple[list[int], l
 @given(documents, sizes)
 def test_every_token_is_on_one_rank(given_documents: list[tuple[int, bool]], size: tuple[int, int]) -> None:
     cut = Cut(*size)
-    lengths, places = row(given_documents, cut)
+    lengths, places = sequence(given_documents, cut)
     assigned = assign_tokens(lengths, places, cut)
     assert np.sort(np.concatenate(assigned.index)).tolist() == list(range(sum(lengths)))
     for rank, index in enumerate(assigned.index):
@@ -67,7 +68,7 @@ def test_features_arrive_where_their_tokens_are(
     given_documents: list[tuple[int, bool]], size: tuple[int, int], random: object
 ) -> None:
     cut = Cut(*size)
-    lengths, places = row(given_documents, cut)
+    lengths, places = sequence(given_documents, cut)
     assigned = assign_tokens(lengths, places, cut)
     generator = np.random.default_rng(sum(lengths))
     positions = np.flatnonzero(generator.random(sum(lengths)) < 0.4)

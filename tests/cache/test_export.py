@@ -187,6 +187,40 @@ def test_workers_begin_while_many_files_are_looked_through(
     assert not multiprocessing.active_children()  # those that had begun for nothing have ended
 
 
+def test_workers_refuse_what_cannot_be_encoded(
+    run_export: Export, model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they begin before the files are looked through, this process makes no encoder of its own."""
+    (tmp_path / "small").mkdir()
+    for i in range(100):  # as many as two shards have rows
+        shutil.copy(rows, tmp_path / "small" / f"{i:03d}.jsonl")
+    shutil.copytree(model, tmp_path / "broken")
+    (tmp_path / "broken" / "chat_template.jinja").write_text("{% for %}")
+    monkeypatch.setattr(export_module, "Encoder", lambda *_: pytest.fail("made here"))
+    with pytest.raises(ConfigError, match="the chat template is not valid Jinja"):
+        run_export(
+            model=str(tmp_path / "broken"),
+            dataset=(str(tmp_path / "small"),),
+            dataset_num_proc=2,
+        )
+    assert not (tmp_path / "cache").exists()
+    assert not multiprocessing.active_children()
+
+
+def test_scripts_need_no_guard_around_an_export(model: Path, rows: Path, tmp_path: Path) -> None:
+    """Workers do not run the program's own module again, as processes that are spawned do."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys; from packtool.cache.export import export; from packtool.config.export import ExportConfig;"
+        "from packtool.progress import SilentProgress; print('begins');"
+        "given = dict(zip(('model', 'dataset', 'output_dir'), (sys.argv[1], (sys.argv[2],), sys.argv[3])));"
+        "config = ExportConfig(max_length=200, rows_per_shard=300, dataset_num_proc=2, **given);"
+        "print(export(config, SilentProgress()).rows)"
+    )
+    command = [sys.executable, str(script), str(model), str(rows), str(tmp_path / "cache")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "begins\n600\n"
+
+
 class _Told(SilentProgress):
     """What was noted, and how far it went."""
 
@@ -531,12 +565,15 @@ def test_rows_of_val_datasets_and_split_texts(run_export: Export, tmp_path: Path
     assert (split.rows, split.kept, split.pieces_added) == (2, 5, 3)
 
 
-def test_workers_import_neither_torch_nor_transformers(model: Path, rows: Path, tmp_path: Path) -> None:
+def test_workers_import_only_what_rows_of_text_need(model: Path, rows: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from packtool.cache import pool, task; from packtool.config.export import EncodeSpec;"
         "from packtool.encode.encoder import Encoder; from packtool.encode.model_files import ModelFiles;"
+        "import pyarrow; pool._leave_pandas_out(); pyarrow.array(['a']);"
         "spec = EncodeSpec(model=sys.argv[1], max_length=100); Encoder(spec, ModelFiles.load(sys.argv[1]));"
-        "print([name for name in ('torch', 'transformers', 'datasets', 'fsspec') if name in sys.modules])"
+        "heavy = 'torch', 'transformers', 'datasets', 'fsspec', 'av', 'pandas';"
+        "print([name for name in heavy if name in sys.modules]);"
+        "assert not pyarrow.array([1]).to_pandas().empty"
     )
     assert _python(code, str(model)).strip() == "[]"
 

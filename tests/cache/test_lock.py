@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from packtool import storage
@@ -131,6 +131,7 @@ _QUICK = settings(
 
 @_QUICK
 @given(plan=_PLANS)
+@example(plan=[("default", 15, False), ("default", 5, True), ("default", None, False)])  # killed while it clears away
 def test_killed_exports_never_mix(
     plan: list[tuple[str, int | None, bool]], tmp_path_factory: Any, base: Path, model: Path, dead: set[str]
 ) -> None:

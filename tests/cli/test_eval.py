@@ -16,7 +16,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForImageTextToText
 
-from packtool.cache.evaluation_file import read_evaluation
 from packtool.cache.reader import CacheReader
 from packtool.cli.main import run
 from packtool.errors import EXIT_DATA, EXIT_MISMATCH, EXIT_STORAGE, EXIT_USAGE
@@ -70,7 +69,8 @@ def test_a_line_a_sample_and_totals(told: Any, tiny: TinyWorld) -> None:
     assert code == 0, err
     found = json.loads(out)
     reader = CacheReader.open([tiny.cache], "val")
-    columns, info = read_evaluation(str(output))
+    table = pq.read_table(output)
+    columns, info = table.to_pydict(), json.loads(table.schema.metadata[b"packtool"])
     assert list(columns) == COLUMNS
     assert found["split"] == info["split"] == "val"
     assert columns["sample"] == list(range(len(reader)))

@@ -12,7 +12,7 @@ import pytest
 
 from packtool.cache.plan_file import read_plan
 from packtool.cli.main import run
-from packtool.simulate.hardware import PRESETS
+from packtool.simulate.hardware import HARDWARE_PRESETS
 from tests.cache.conftest import model as model
 from tests.cache.conftest import rows as rows
 from tests.cache.conftest import run_export as run_export
@@ -154,7 +154,7 @@ def test_skrull(cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     for name in same:
         assert found[name] == pytest.approx(plain[name]), name
     figures = found["skrull"]
-    assert figures["hardware"] == PRESETS["a100"].name
+    assert figures["hardware"] == HARDWARE_PRESETS["a100"].name
     assert (figures["bucket_size"], figures["sequence_parallel_size"]) == (256, 4)
     assert figures["local_tokens"] + figures["sharded_tokens"] == found["tokens"]
     assert 0 < figures["bucket_fill"] <= 1

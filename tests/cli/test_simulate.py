@@ -15,7 +15,7 @@ from packtool.cache.reader import CacheReader
 from packtool.cli.main import run
 from packtool.config.simulate import STRATEGIES
 from packtool.report.timeline import duration
-from packtool.simulate.model_sizes import PRESETS
+from packtool.simulate.model_sizes import MODEL_PRESETS
 from tests.cache.conftest import model as model
 from tests.cache.conftest import rows as rows
 from tests.cache.conftest import run_export as run_export
@@ -95,7 +95,7 @@ def test_lengths_of_a_cache_and_of_a_file(
     words = ("--lengths", str(tmp_path / "lengths.npy"), "--max-length", "250", "--model")
     assert run(["simulate", *words, str(model)]) == 2
     assert "does not tell the sizes: 'hidden_size'" in capsys.readouterr().err
-    (tmp_path / "config.json").write_text(json.dumps(PRESETS["qwen2.5-7b"]))
+    (tmp_path / "config.json").write_text(json.dumps(MODEL_PRESETS["qwen2.5-7b"]))
     found = simulated(capsys, *words, str(tmp_path))
     assert (found["num_samples"], found["filtered"]) == (2, 2)
     assert found["model_sizes"]["num_layers"] == 28

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import get_args
 
 import pytest
 import torch
 from transformers import TrainingArguments
 
 from packtool.cli.main import _SETTINGS
-from packtool.config.peers import EVERY_COMMAND, SET_TOO, STATUSES, find, peer_names, reason_against
+from packtool.config.peers import EVERY_COMMAND, SET_TOO, Status, find_peer, peer_names, reason_against
 from packtool.config.settings import option_names
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
@@ -29,7 +30,7 @@ ENTRIES = peer_names()
 
 def test_every_line_has_a_known_status_and_says_why() -> None:
     for entry in ENTRIES:
-        assert entry.status in STATUSES, entry
+        assert entry.status in get_args(Status), entry
         assert entry.why or entry.status in ("same", "set", "renamed"), entry
         assert (entry.here in ("-", SET_TOO)) == (entry.status != "renamed"), entry
         assert entry.here != SET_TOO or entry.tool == "transformers", entry
@@ -100,7 +101,7 @@ def test_fields_with_an_option_are_not_set(field: str, tmp_path: object) -> None
 
 
 def test_what_is_said_of_one_command_comes_first() -> None:
-    of_export, of_plan = find("padding_free", "export"), find("padding_free", "plan")
+    of_export, of_plan = find_peer("padding_free", "export"), find_peer("padding_free", "plan")
     assert of_export is not None
     assert "training" in of_export.why or "packtool train" in of_export.why
     assert of_plan is None

@@ -138,9 +138,11 @@ def test_what_truncation_cuts_is_not_held(
     encoder = encoder_for(folder, max_length=10, truncation_strategy=strategy)
     texts = [f"a{size} " * size for size in sizes]
     outcomes, longest = [], []
-    join = encoder_module.join
+    join_pieces = encoder_module.join_pieces
     with monkeypatch.context() as patch:
-        patch.setattr(encoder_module, "join", lambda *given: longest.append(max(map(len, given[1]))) or join(*given))
+        patch.setattr(
+            encoder_module, "join_pieces", lambda *given: longest.append(max(map(len, given[1]))) or join_pieces(*given)
+        )
         for _ in range(2):
             found = encode(encoder, *texts)
             told = (found.reason, found.detail) if isinstance(found, Dropped) else found

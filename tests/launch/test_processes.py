@@ -141,7 +141,7 @@ def test_the_exit_code_is_that_of_the_process_that_failed_first(tmp_path: Path) 
         """)
     )
     options = ["--standalone", "--nproc-per-node", "2", str(script), "4"]
-    with started(torchrun.run, options, told=tmp_path / "told.txt") as launcher:
+    with started(torchrun.run_torchrun, options, told=tmp_path / "told.txt") as launcher:
         launcher.join(PATIENCE_S)
     assert launcher.exitcode == 4
     assert "Traceback" not in (tmp_path / "told.txt").read_text()
@@ -161,7 +161,7 @@ def test_a_rank_that_was_killed_is_named_and_ends_the_others(tmp_path: Path) -> 
         """)
     )
     options = ["--standalone", "--nproc-per-node", "2", str(script)]
-    with started(torchrun.run, options, told=tmp_path / "told.txt") as launcher:
+    with started(torchrun.run_torchrun, options, told=tmp_path / "told.txt") as launcher:
         launcher.join(PATIENCE_S)
     assert launcher.exitcode == 128 + 9
     told = (tmp_path / "told.txt").read_text()

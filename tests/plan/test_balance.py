@@ -13,28 +13,29 @@ from packtool.plan.packing import pack_best_fit
 from packtool.plan.steps import plan_steps
 
 
-def loads(costs: npt.NDArray[np.float64], hands: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    return np.take_along_axis(costs, hands.reshape(costs.shape), axis=1).reshape(hands.shape).sum(axis=2)
+def loads(costs: npt.NDArray[np.float64], rank_packs: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    return np.take_along_axis(costs, rank_packs.reshape(costs.shape), axis=1).reshape(rank_packs.shape).sum(axis=2)
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.integers(0, 5), st.integers(1, 6), st.integers(1, 6), st.integers(0, 1000))
-def test_every_pack_is_dealt_once_and_ranks_get_equally_many(steps: int, ranks: int, each: int, seed: int) -> None:
+def test_every_pack_is_assigned_once_and_ranks_get_equally_many(steps: int, ranks: int, each: int, seed: int) -> None:
     costs = np.random.default_rng(seed).lognormal(0, 1, (steps, ranks * each))
-    hands = assign_evenly(costs, ranks)
-    assert hands.shape == (steps, ranks, each)
+    rank_packs = assign_evenly(costs, ranks)
+    assert rank_packs.shape == (steps, ranks, each)
     np.testing.assert_array_equal(
-        np.sort(hands.reshape(costs.shape), axis=1), np.broadcast_to(np.arange(ranks * each), (steps, ranks * each))
+        np.sort(rank_packs.reshape(costs.shape), axis=1),
+        np.broadcast_to(np.arange(ranks * each), (steps, ranks * each)),
     )
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_close_to_the_best_dealing_there_is(seed: int) -> None:
+def test_close_to_the_best_assignment_there_is(seed: int) -> None:
     costs = np.random.default_rng(seed).lognormal(0, 0.5, (1, 8))
     found = loads(costs, assign_evenly(costs, 2)).max()
     best = min(
-        max(costs[0, list(hand)].sum(), costs.sum() - costs[0, list(hand)].sum())
-        for hand in itertools.combinations(range(8), 4)
+        max(costs[0, list(packs)].sum(), costs.sum() - costs[0, list(packs)].sum())
+        for packs in itertools.combinations(range(8), 4)
     )
     assert found <= best * 1.02
 

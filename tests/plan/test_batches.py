@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from packtool.config.packing import PackOptions
 from packtool.plan import batches
 from packtool.plan.batches import place_in_batches
-from packtool.plan.packing import PackOptions, pack
+from packtool.plan.packing import pack
 from tests.plan.test_packing import check, companions, lognormal_lengths
 
 LENGTHS = lognormal_lengths(3000, median=1500, sigma=1.0)

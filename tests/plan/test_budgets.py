@@ -8,8 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from packtool.config.packing import PackOptions
 from packtool.errors import ConfigError, DataError
-from packtool.plan.packing import PackOptions, PackPlan, pack
+from packtool.plan.pack_plan import PackPlan
+from packtool.plan.packing import pack
 from tests.plan.test_packing import check, companions, lognormal_lengths
 
 CAPACITY = 10240

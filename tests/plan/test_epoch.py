@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from packtool.errors import ConfigError, DataError
 from packtool.plan.cost import CostModel
-from packtool.plan.epoch import EpochPlan, PlanOptions, plan_epoch
-from packtool.plan.packing import PackPlan
+from packtool.plan.epoch import EpochPlan, plan_epoch
+from packtool.plan.options import PlanOptions
+from packtool.plan.pack_plan import PackPlan
 from packtool.plan.skrull import SHARDED
 from packtool.plan.skrull_steps import SkrullOptions, SkrullSteps, computed_tokens, device_costs
 from packtool.plan.steps import step_plan

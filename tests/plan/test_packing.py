@@ -16,9 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from packtool.config.packing import PackOptions
 from packtool.errors import ConfigError, DataError
 from packtool.plan.histogram import packs_needed
-from packtool.plan.packing import PackOptions, PackPlan, pack, pack_best_fit, pack_singletons
+from packtool.plan.pack_plan import PackPlan
+from packtool.plan.packing import pack, pack_best_fit, pack_singletons
 
 PACKERS = (pack_best_fit, pack_singletons)
 Packer = Callable[..., PackPlan]

@@ -13,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtool.plan.cost import CostModel
-from packtool.plan.epoch import PlanOptions, assign_packs, pack_costs, plan_epoch
+from packtool.plan.epoch import assign_packs, plan_epoch
+from packtool.plan.options import PlanOptions
 from packtool.plan.packing import pack
 from packtool.plan.prefix_trees import NOTHING, Prefixes, PrefixTrees, plan_trees
+from packtool.plan.summary import pack_costs
 from packtool.plan.towers import TowerWork
 
 Rows = list[list[int]]

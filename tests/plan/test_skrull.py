@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from packtool.errors import ConfigError
 from packtool.plan.cost import CostModel
-from packtool.plan.skrull import SHARDED, MicroBatch, longest_in_bucket, schedule_step
+from packtool.plan.skrull import SHARDED, PlacedMicroBatch, longest_in_bucket, schedule_step
 from packtool.plan.step_time import NOTHING, Exchange, Load, StepTime
 
 COST = CostModel.of_8b()
@@ -34,7 +34,7 @@ def padded(lengths: Any, alignment: int) -> Any:
     return -(-np.asarray(lengths) // alignment) * alignment
 
 
-def tokens_of_ranks(batch: MicroBatch, lengths: Any, sequence_parallel_size: int, alignment: int) -> list[float]:
+def tokens_of_ranks(batch: PlacedMicroBatch, lengths: Any, sequence_parallel_size: int, alignment: int) -> list[float]:
     """Tokens that each of the ranks holds."""
     shared = padded(lengths, alignment)[batch.samples[batch.places == SHARDED]].sum() / sequence_parallel_size
     return [lengths[batch.samples[batch.places == rank]].sum() + shared for rank in range(sequence_parallel_size)]
@@ -42,14 +42,14 @@ def tokens_of_ranks(batch: MicroBatch, lengths: Any, sequence_parallel_size: int
 
 def all_sharded(
     hand: Any, lengths: Any, bucket_size: int, sequence_parallel_size: int, alignment: int
-) -> list[MicroBatch]:
+) -> list[PlacedMicroBatch]:
     """A rank's sequences, all sharded, in the fewest interleaved micro-batches that hold them."""
     ascending = np.array(sorted(hand.tolist(), key=lambda i: (lengths[i], i)), dtype=np.int64)
     room = bucket_size * sequence_parallel_size
     for num in range(max(-(-int(lengths[ascending].sum()) // room), 1), len(ascending) + 1):
         parts = [ascending[first::num] for first in range(num)]
         if all(padded(lengths[part], alignment).sum() <= room for part in parts):
-            return [MicroBatch(part, np.full(len(part), SHARDED)) for part in parts]
+            return [PlacedMicroBatch(part, np.full(len(part), SHARDED)) for part in parts]
     raise AssertionError("each fits alone")
 
 
@@ -289,7 +289,7 @@ def best_of_all(lengths: Any, flops: Any, bucket_size: int, num: int, times: Ste
     best = np.inf
     samples = np.arange(len(lengths))
     for places in itertools.product(range(SHARDED, num), repeat=len(lengths)):
-        batch = MicroBatch(samples, np.array(places))
+        batch = PlacedMicroBatch(samples, np.array(places))
         if max(tokens_of_ranks(batch, lengths, num, 1)) <= bucket_size:
             best = min(best, planned_time([[batch]], lengths, flops, sequence_parallel_size=num, times=times))
     return best

@@ -10,7 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from packtool.errors import ConfigError
-from packtool.plan.packing import PackPlan, pack_best_fit, pack_singletons
+from packtool.plan.pack_plan import PackPlan
+from packtool.plan.packing import pack_best_fit, pack_singletons
 from packtool.plan.steps import StepPlan, plan_steps
 
 

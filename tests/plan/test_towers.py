@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packtool.plan.cost import CostModel
-from packtool.plan.epoch import PlanOptions, plan_epoch
-from packtool.plan.packing import PackPlan
+from packtool.plan.epoch import plan_epoch
+from packtool.plan.options import PlanOptions
+from packtool.plan.pack_plan import PackPlan
 from packtool.plan.skrull import SHARDED
 from packtool.plan.skrull_steps import SkrullSteps, device_costs
 from packtool.plan.steps import step_plan
@@ -47,7 +48,7 @@ def test_a_device_has_the_pictures_that_it_looks_at() -> None:
     assert device_costs(assigned, lengths + towers.flops * 1.0, 2, towers).tolist() == [[44, 48, 45, 1]]
 
 
-def test_packs_are_dealt_by_language_model_and_tower_together() -> None:
+def test_packs_are_assigned_by_language_model_and_tower_together() -> None:
     lengths = np.full(64, 100, np.int32)
     flops = np.zeros(64, np.int64)
     flops[::16] = 300  # one sample in sixteen has a picture as heavy as three texts

@@ -7,9 +7,10 @@ import multiprocessing.synchronize
 import numpy as np
 import pytest
 
+from packtool.config.packing import PackOptions
 from packtool.errors import DataError, PacktoolError
 from packtool.plan import packing
-from packtool.plan.packing import PackOptions, pack
+from packtool.plan.packing import pack
 from packtool.plan.windows import draw_windows, map_on_processes
 from tests.plan.test_packing import check, companions, lognormal_lengths
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from packtool.config.plan import PlanConfig
-from packtool.report.plan import content_of, plan_lines
+from packtool.report.plan import page_content, plan_lines
 from packtool.report.plan_page import balance_chart, page
 from packtool.report.sweep import sweep_cells, sweep_lines, sweep_page
 from packtool.report.tables import aligned
@@ -55,7 +55,7 @@ def test_a_page_tells_what_the_terminal_and_json_tell(
     )
     found = preview(config)
     figures = found.figures()
-    text = page(content_of(found, figures, "packtool plan", "lengths.npy"))
+    text = page(page_content(found, figures, "packtool plan", "lengths.npy"))
 
     lines = [" ".join(line.split()) for line in aligned(plan_lines(figures))]
     names, values = texts(text, "<dt>(.*?)</dt>"), texts(text, "<dd>(.*?)</dd>")

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import gzip
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
 from packtool.errors import DataError
+from packtool.rows.opened import open_text
 from packtool.rows.sample import Dropped
 from packtool.rows.scan import follow, scan
-from packtool.rows.source import SourceSpec
+from packtool.rows.source import Compression, SourceSpec
 from tests.rows.conftest import rows_of
 
 CONTENTS = {
@@ -40,6 +43,26 @@ def test_another_encoding_is_told_once(tmp_path: Path, name: str, encoding: str,
             look(SourceSpec(str(path)))  # type: ignore[operator]
         assert f"iconv -f {told} -t UTF-8" in str(caught.value)
         assert name in caught.value.message
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+@pytest.mark.parametrize("look", [scan, follow])
+def test_a_file_that_is_refused_is_closed(
+    tmp_path: Path, name: str, look: Callable[[SourceSpec], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(CONTENTS[name].format("hello world").encode("utf-16"))
+    opened: list[BinaryIO] = []
+
+    def remembered(path: str, compression: Compression | None) -> BinaryIO:
+        opened.append(open_text(path, compression))
+        return opened[-1]
+
+    monkeypatch.setattr("packtool.rows.scan.open_text", remembered)
+    with pytest.raises(DataError, match="iconv"):
+        look(SourceSpec(str(path)))
+    assert opened
+    assert all(file.closed for file in opened)
 
 
 def test_a_compressed_file_too(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtool.rows import sampling
-from packtool.rows.sampling import draw
+from packtool.rows.sampling import draw_rows
 from packtool.rows.scan import scan, scan_sources
 from packtool.rows.source import RowBlock, RowBlocks, ScannedSource, SourceSpec
 from tests.rows.conftest import rows_of
@@ -36,8 +36,8 @@ def test_as_many_rows_as_asked_for(sizes: list[list[int]], count: int, seed: int
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling, "_CHUNK_BLOCKS", chunk)
         patch.setattr(sampling, "_MOST_ROWS", most)
-        drawn = draw(sources, count, (seed, 0))
-        again = draw(sources, count, (seed, 0))
+        drawn = draw_rows(sources, count, (seed, 0))
+        again = draw_rows(sources, count, (seed, 0))
     assert drawn == again
     total = sum(map(sum, sizes))
     if not total:
@@ -60,7 +60,7 @@ def test_every_row_is_alike_likely() -> None:
     sources = [blocks_of([1, 64]), blocks_of([35])]
     hits = np.zeros(100)
     for seed in range(2000):
-        for base, blocks in zip((0, 65), draw(sources, 10, (seed, 0)), strict=True):
+        for base, blocks in zip((0, 65), draw_rows(sources, 10, (seed, 0)), strict=True):
             for block in blocks:
                 hits[[base + block.first_row + position for position in block.picks or ()]] += 1
     assert hits.sum() == 20_000
@@ -68,7 +68,7 @@ def test_every_row_is_alike_likely() -> None:
 
 
 def test_slices_keep_their_picks() -> None:
-    (blocks,) = draw([blocks_of([5, 5, 5, 5])], 7, (1, 0))
+    (blocks,) = draw_rows([blocks_of([5, 5, 5, 5])], 7, (1, 0))
     parts = [blocks[:1], blocks[1:3], blocks[3:], blocks[9:]]
     assert [block for part in parts for block in part] == list(blocks)
     assert sum(part.num_rows for part in parts) == 7
@@ -76,7 +76,7 @@ def test_slices_keep_their_picks() -> None:
 
 def test_a_million_rows_in_little_memory() -> None:
     blocks = blocks_of([64] * 15_625)
-    (drawn,) = draw([blocks], 500_000, (1, 0))
+    (drawn,) = draw_rows([blocks], 500_000, (1, 0))
     assert drawn.num_rows == 500_000
     assert drawn._picks is not None
     assert drawn._picks.nbytes == 1_000_000

@@ -35,7 +35,7 @@ def test_quick_run(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> Non
     assert float(rows["ring"][7]) > float(rows["allgather"][7]) > float(rows["ring"][5])
     assert re.search(r"every way computes the loss of P = 1 \(largest difference \de-0[6-9]\)", out)
     assert re.search(r"^every document in zigzag +1\.00 +1\.00 +1\.00 +1\.00$", out, re.MULTILINE)
-    assert re.search(r"^the row in equal parts +([2-9]\.\d\d|1\.[3-9]\d) ", out, re.MULTILINE)
+    assert re.search(r"^the sequence in equal parts +([2-9]\.\d\d|1\.[3-9]\d) ", out, re.MULTILINE)
 
 
 def test_a_process_that_fails_ends_the_run(bench: ModuleType, tmp_path: Path) -> None:
@@ -49,8 +49,8 @@ def test_cuts_of_one_document(bench: ModuleType) -> None:
     found = {name: works.tolist() for name, works in bench.cuts_of([8], 2)}
     assert found == {
         "every document in zigzag": [18, 18],
-        "the row in zigzag": [18, 18],
-        "the row in equal parts": [10, 26],
+        "the sequence in zigzag": [18, 18],
+        "the sequence in equal parts": [10, 26],
     }
 
 

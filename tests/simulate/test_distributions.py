@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from packtool.simulate.distributions import POINTS, DistributionName, draw, quantiles
+from packtool.simulate.distributions import POINTS, DistributionName, draw_lengths, quantiles
 
 
 @pytest.mark.parametrize("name", POINTS)
 def test_published_shares(name: DistributionName) -> None:
-    lengths = draw(name, 200_000, seed=1)
+    lengths = draw_lengths(name, 200_000, seed=1)
     for share, tokens in POINTS[name]:
         assert np.mean(lengths <= tokens) == pytest.approx(share, abs=0.004)
         assert quantiles(name, np.array([share])).tolist() == [tokens]
@@ -22,7 +22,7 @@ def test_quantiles_rise(name: DistributionName) -> None:
 
 
 def test_the_same_for_a_seed_and_the_beginning_of_more() -> None:
-    few, many = draw("wikipedia", 100, seed=3), draw("wikipedia", 1000, seed=3)
+    few, many = draw_lengths("wikipedia", 100, seed=3), draw_lengths("wikipedia", 1000, seed=3)
     assert (many[:100] == few).all()
-    assert (draw("wikipedia", 100, seed=4) != few).any()
+    assert (draw_lengths("wikipedia", 100, seed=4) != few).any()
     assert few.dtype == np.int64

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 
 from packtool.plan.step_time import StepTime
 from packtool.simulate.exchanges import exchanges_of, way_of
-from packtool.simulate.hardware import PRESETS
-from packtool.simulate.model_sizes import PRESETS as MODELS
-from packtool.simulate.model_sizes import ModelSizes
+from packtool.simulate.hardware import HARDWARE_PRESETS
+from packtool.simulate.model_sizes import MODEL_PRESETS, ModelSizes
 
-SIZES = ModelSizes.of_config(MODELS["8b"])
-NODE = replace(PRESETS["h100"], link_share=1.0)
+SIZES = ModelSizes.of_config(MODEL_PRESETS["8b"])
+NODE = replace(HARDWARE_PRESETS["h100"], link_share=1.0)
 
 
 def test_the_way_that_is_gone() -> None:
@@ -26,7 +25,7 @@ def test_the_way_that_is_gone() -> None:
     assert way_of("ulysses", SIZES, NODE, 16) == "ulysses"
     assert way_of("ring", SIZES, NODE, 8) == "ring"
     # 14 heads of Q and 2 of K and V cannot be dealt to eight.
-    small = ModelSizes.of_config(MODELS["qwen2.5-0.5b"])
+    small = ModelSizes.of_config(MODEL_PRESETS["qwen2.5-0.5b"])
     assert way_of("auto", small, NODE, 8) == way_of("ulysses", small, NODE, 8) == "allgather"
     assert exchanges_of("ring", SIZES, NODE, 1, recompute=False) == ()
 

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from packtool.errors import ConfigError
-from packtool.simulate.hardware import PRESETS, Hardware, nearest_preset, peak_tflops
+from packtool.simulate.hardware import HARDWARE_PRESETS, Hardware, nearest_preset, peak_tflops
 
 
 def fields(**changes: Any) -> dict[str, Any]:
-    return {**dataclasses.asdict(PRESETS["h100"]), **changes}
+    return {**dataclasses.asdict(HARDWARE_PRESETS["h100"]), **changes}
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", HARDWARE_PRESETS)
 def test_presets_are_as_their_own_fields(name: str) -> None:
-    assert Hardware.of_fields(dataclasses.asdict(PRESETS[name]), name) == PRESETS[name]
+    assert Hardware.of_fields(dataclasses.asdict(HARDWARE_PRESETS[name]), name) == HARDWARE_PRESETS[name]
 
 
 def test_what_has_a_default_may_be_left_out() -> None:
@@ -82,15 +82,15 @@ def test_the_measured_all_gathers_of_skrulls_machine() -> None:
     ],
 )
 def test_the_preset_for_the_devices_that_are_there(names: tuple[str, ...], preset: str) -> None:
-    assert nearest_preset(names) is PRESETS[preset]
+    assert nearest_preset(names) is HARDWARE_PRESETS[preset]
 
 
 @pytest.mark.parametrize(
     ("device", "peak"),
     [
-        ("NVIDIA H100 80GB HBM3", PRESETS["h100"].peak_tflops),
-        ("NVIDIA H200", PRESETS["h200"].peak_tflops),
-        ("NVIDIA A100-SXM4-80GB", PRESETS["a100"].peak_tflops),
+        ("NVIDIA H100 80GB HBM3", HARDWARE_PRESETS["h100"].peak_tflops),
+        ("NVIDIA H200", HARDWARE_PRESETS["h200"].peak_tflops),
+        ("NVIDIA A100-SXM4-80GB", HARDWARE_PRESETS["a100"].peak_tflops),
         ("NVIDIA H20", 148),
         ("a card of tomorrow", None),
     ],

@@ -15,20 +15,19 @@ from packtool.errors import DataError
 from packtool.plan.skrull import SHARDED
 from packtool.plan.step_time import NOTHING
 from packtool.simulate.cost import Constants, Machine, SimulatedSchedule, Timing
-from packtool.simulate.distributions import draw
+from packtool.simulate.distributions import draw_lengths
 from packtool.simulate.dynamic_groups import place_in_groups
-from packtool.simulate.hardware import PRESETS, Hardware
-from packtool.simulate.model_sizes import PRESETS as MODELS
-from packtool.simulate.model_sizes import ModelSizes
+from packtool.simulate.hardware import HARDWARE_PRESETS, Hardware
+from packtool.simulate.model_sizes import MODEL_PRESETS, ModelSizes
 from packtool.simulate.outcomes import Outcome, arrange, simulate
 from packtool.simulate.strategies import TITLES, Sequences, SimulateOptions, schedule
 
-SIZES = ModelSizes.of_config(MODELS["qwen2.5-0.5b"])
+SIZES = ModelSizes.of_config(MODEL_PRESETS["qwen2.5-0.5b"])
 NO_LAUNCHES = Constants(launch_us=0)
 
 
 def machine(world_size: int = 32, constants: Constants = NO_LAUNCHES, **hardware: Any) -> Machine:
-    changed: Hardware = replace(PRESETS["h100"], **hardware)
+    changed: Hardware = replace(HARDWARE_PRESETS["h100"], **hardware)
     return Machine(sizes=SIZES, hardware=changed, world_size=world_size, constants=constants)
 
 
@@ -43,7 +42,7 @@ def options(of: Machine | None = None, **changes: Any) -> SimulateOptions:
 
 
 def sequences_for(chosen: SimulateOptions, name: Any = "wikipedia") -> Sequences:
-    return arrange(draw(name, 1000, seed=0), chosen)[0]
+    return arrange(draw_lengths(name, 1000, seed=0), chosen)[0]
 
 
 def outcomes(chosen: SimulateOptions, data: Any = "wikipedia") -> dict[StrategyName, Outcome]:
@@ -248,7 +247,7 @@ def test_figures_keep_their_bounds(data: str) -> None:
 @pytest.mark.parametrize(("data", "least"), [("wikipedia", 0.9), ("lmsys", 0.9), ("chatqa2", 0.3)])
 def test_short_sequences_stay_local(data: str, least: float) -> None:
     chosen = options(machine(constants=Constants()), bucket_size=26 * 1024, num_steps=8)
-    (found,) = simulate(arrange(draw(data, 2500, seed=0), chosen)[0], ["skrull"], chosen)  # type: ignore[arg-type]
+    (found,) = simulate(arrange(draw_lengths(data, 2500, seed=0), chosen)[0], ["skrull"], chosen)  # type: ignore[arg-type]
     assert found.local_share > least
 
 
@@ -283,7 +282,12 @@ def test_links_without_limits_cost_nothing() -> None:
 @pytest.mark.parametrize("data", ["wikipedia", "lmsys", "chatqa2"])
 @pytest.mark.parametrize("model", ["qwen2.5-0.5b", "qwen2.5-7b"])
 def test_skrull_is_not_slower_than_sharding_everything(data: str, model: str) -> None:
-    of = Machine(sizes=ModelSizes.of_config(MODELS[model]), hardware=PRESETS["h100"], world_size=32, recompute=True)
+    of = Machine(
+        sizes=ModelSizes.of_config(MODEL_PRESETS[model]),
+        hardware=HARDWARE_PRESETS["h100"],
+        world_size=32,
+        recompute=True,
+    )
     chosen = options(of, bucket_size=13_000, packing_length=13_000)
     sequences = sequences_for(chosen, data)
     shared, skrull = simulate(sequences, ["context-parallel", "skrull"], chosen)

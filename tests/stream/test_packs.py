@@ -19,7 +19,7 @@ from packtool.errors import MismatchError, PacktoolError, RowError
 from packtool.rows.sample import Dropped
 from packtool.rows.source import SourceSpec
 from packtool.stream.packs import PackStream, StreamedPack, StreamOptions
-from packtool.stream.state import StreamState, read_state, write_state
+from packtool.stream.state import StreamState, read_stream_state, write_stream_state
 from tests.cache.conftest import model as model
 
 CAPACITY = 512
@@ -105,8 +105,8 @@ def test_the_rest_is_the_same_from_any_pack_on(
     """Through the file that a checkpoint keeps, with the rows that are dropped told of once."""
     chosen, packs, told = whole
     at = min(int(share * len(packs)), len(packs) - 1)
-    write_state(str(tmp_path), 3, packs[at].state)
-    state = read_state(str(tmp_path), 3)
+    write_stream_state(str(tmp_path), 3, packs[at].state)
+    state = read_stream_state(str(tmp_path), 3)
     before = sum(state.dropped.values())
     again: list[Dropped] = []
     rest = list(stream(specs, model, chosen, start=state, log=again.append))
@@ -182,11 +182,11 @@ def test_nothing_is_left_in_shared_memory_however_it_ends(
 
 def test_a_damaged_state_is_told(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match="stream of rank 0"):
-        read_state(str(tmp_path), 0)
-    write_state(str(tmp_path), 0, StreamState())
+        read_stream_state(str(tmp_path), 0)
+    write_stream_state(str(tmp_path), 0, StreamState())
     (tmp_path / "stream-00000.json").write_text("{")
     with pytest.raises(MismatchError, match="Give another checkpoint"):
-        read_state(str(tmp_path), 0)
+        read_stream_state(str(tmp_path), 0)
 
 
 @pytest.mark.parametrize("capacity", [2048, 4096])

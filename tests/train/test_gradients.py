@@ -161,7 +161,7 @@ def test_two_streams_resume_exactly_and_end_together(two_processes: Path) -> Non
     assert 4 < result["steps"] < 1000
 
 
-def test_what_is_left_is_dealt_to_other_processes(alone: Path, two_processes: Path) -> None:
+def test_what_is_left_is_assigned_to_other_processes(alone: Path, two_processes: Path) -> None:
     """With the same packs in a step, the same steps; the sums alone may be added in another order."""
     whole, rest = read_metrics(alone), read_metrics(two_processes / "assigned-anew")
     assert [line["step"] for line in rest] == list(range(2, len(whole) + 1))

@@ -124,7 +124,7 @@ SHARED: dict[str, dict[str, Any]] = {
 
 @settings(max_examples=1, deadline=None, phases=[Phase.generate])
 @given(rows=st.permutations([row for row in ROWS if "sound" not in row] * 2))
-def test_four_ranks_of_which_two_share_rows(seeing: TinyWorld, rows: list[tuple[str, ...]]) -> None:
+def test_four_ranks_of_which_two_share_sequences(seeing: TinyWorld, rows: list[tuple[str, ...]]) -> None:
     compare(seeing, rows, SHARED, 4)
 
 

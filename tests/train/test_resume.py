@@ -18,9 +18,9 @@ from packtool.train.prepare.checkpoint import (
     copy_processor,
     find_checkpoint,
     finished_checkpoints,
-    read_state,
+    read_run_state,
     remove_oldest,
-    write_state,
+    write_run_state,
 )
 from packtool.train.run import train
 from tests.forked import started
@@ -116,7 +116,7 @@ def test_a_finished_run_has_nothing_left(whole: tuple[Path, Any], tiny: TinyWorl
 
 
 def test_checkpoints_say_where_they_are(whole: tuple[Path, Any]) -> None:
-    state = read_state(str(whole[0] / "checkpoint-5"))
+    state = read_run_state(str(whole[0] / "checkpoint-5"))
     assert (state.step, state.epoch, state.step_in_epoch) == (5, 1, 2)
 
 
@@ -156,7 +156,7 @@ def make_checkpoint(output_dir: Path, step: int, saved_at: float = 0.0) -> None:
         saved_at=saved_at,
         **settings,
     )
-    write_state(str(output_dir / f"checkpoint-{step}"), state)
+    write_run_state(str(output_dir / f"checkpoint-{step}"), state)
 
 
 def test_a_checkpoint_that_is_being_overwritten_is_not_finished(
@@ -187,7 +187,7 @@ def test_nothing_to_resume_from_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such directory"):
         find_checkpoint(str(tmp_path / "gone"), str(tmp_path))
     with pytest.raises(MismatchError, match="no finished checkpoint of packtool"):
-        read_state(str(tmp_path))
+        read_run_state(str(tmp_path))
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Training, evaluation and verify on rows that several processes share: as if each process had its own."""
+"""Training, evaluation and verify on sequences that several processes share: as if each process had its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from packtool.attention.parallel import attend
-from packtool.attention.parallel.layout import ShardLayout, layout_of
+from packtool.attention.parallel.layout import ShardLayout, shard_layout
 from packtool.attention.varlen import Varlen
 from packtool.batch.shard import SequenceShard
 from packtool.errors import ConfigError, MismatchError
@@ -224,7 +224,7 @@ def test_a_dry_run_says_how_rows_are_shared(tiny: TinyWorld, tmp_path: Path) -> 
 
     train(tiny.config(tmp_path, **TWO, dry_run=True), Listening(), World(0, 4))
     (line,) = [note for note in notes if note.startswith("sequence parallel")]
-    assert "each row on 2 processes, ulysses over 2" in line
+    assert "each sequence on 2 processes, ulysses over 2" in line
     assert "2 data-parallel ranks" in line
 
 
@@ -239,11 +239,11 @@ def train_with_a_leak(world: TinyWorld, root: Path) -> None:
     for part in ("local", "whole"):
 
         def leaky(shard: SequenceShard, device: torch.device, part: str = part) -> ShardLayout:
-            layout = layout_of(shard, device)
+            layout = shard_layout(shard, device)
             whole = Varlen.of_lengths([sum(getattr(layout, part).host_lengths())], device)
             return dataclasses.replace(layout, **{part: whole})
 
-        attend.layout_of = leaky  # type: ignore[assignment]
+        attend.shard_layout = leaky  # type: ignore[assignment]
         with pytest.raises(MismatchError, match=r"samples leak|not that of its samples alone"):
             train(world.config(root / "leaky", **TWO, ulysses_size=2), SilentProgress())
         if World.from_environment().is_first:

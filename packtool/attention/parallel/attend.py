@@ -24,7 +24,7 @@ from torch import Tensor
 from packtool.attention.kernel import default_scale
 from packtool.attention.parallel.blocks import AttentionBlock, BlockKernel, Gradients
 from packtool.attention.parallel.exchange import heads_to_tokens, tokens_to_heads
-from packtool.attention.parallel.layout import ShardLayout, layout_of
+from packtool.attention.parallel.layout import ShardLayout, shard_layout
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.parallel.ring import RingCall, ring_backward, ring_forward
 from packtool.batch.shard import SequenceShard
@@ -53,7 +53,7 @@ class Call:
 
     def layout(self, device: torch.device) -> ShardLayout:
         """The layout of this rank's shard on a device."""
-        return layout_of(self.shard, device)
+        return shard_layout(self.shard, device)
 
     def ring(self, device: torch.device) -> RingCall:
         """The sharded part of it."""
@@ -80,7 +80,7 @@ def attend_shard(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Causal attention within each document of a row that several ranks share; all of them call this.
+    """Causal attention within each document of a sequence that several ranks share; all of them call this.
 
     Args:
         q: (T, Hq, D) of this rank's tokens.
@@ -98,7 +98,7 @@ def attend_shard(
         raise UnsupportedModelError(
             "a layer has a sliding window, which chunks on a ring would cut", "Use --sequence-parallel-type ulysses."
         )
-    assert len(q) == shard.num_local + sum(shard.sharded_lengths) // parallel.cut.size, "a part of another row"
+    assert len(q) == shard.num_local + sum(shard.sharded_lengths) // parallel.cut.size, "a part of another sequence"
     call = Call(parallel, shard, blocks, default_scale(q, scale), window)
     out: Tensor = _Attend.apply(q, k, v, call)
     return out

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from packtool.config.parallel import ParallelOptions
-from packtool.encode.families import text_of, thinker_of
+from packtool.encode.families import text_config_of, thinker_of
 from packtool.errors import ConfigError, UnsupportedModelError
 
 Way = Literal["ring", "allgather"]
@@ -37,7 +37,7 @@ class Heads:
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> Heads:
         """Read the numbers of heads from a ``config.json``; of a multimodal model, those of its text tower."""
-        text = text_of(config)
+        text = text_config_of(config)
         queries = int(text["num_attention_heads"])
         layers = text.get("layer_types")
         # Without the list all layers have the window, as Mistral's, unless it is switched off, as in most of Qwen2's.
@@ -50,7 +50,7 @@ class Heads:
         return self.queries % math.lcm(self.keys, ulysses_size) == 0
 
     def forward_volume(self, ring_size: int, ulysses_size: int) -> float:
-        """Numbers that a rank sends in one forward pass, per token of the row and unit of head size.
+        """Numbers that a rank sends in one forward pass, per token of the sequence and unit of head size.
 
         Ulysses: (U - 1) / U of Q, K, V and the output of T / P tokens; ring and all-gather: K and V of the R - 1 other
         parts, with a rank's share of the heads.
@@ -78,7 +78,7 @@ class Heads:
 
 
 def refuse_shared(config: Mapping[str, Any], *, trained: bool = False) -> None:
-    """Raise for a model whose rows cannot be spread over several processes, by its ``config.json``.
+    """Raise for a model whose sequences cannot be spread over several processes, by its ``config.json``.
 
     Args:
         trained: it will be, so that what is dropped in training counts.
@@ -87,18 +87,18 @@ def refuse_shared(config: Mapping[str, Any], *, trained: bool = False) -> None:
         UnsupportedModelError: naming what it has that cannot.
     """
     hears = "thinker_config" in config or "audio_config" in config
-    name, text = thinker_of(config).get("model_type"), text_of(config)
+    name, text = thinker_of(config).get("model_type"), text_config_of(config)
     found = ["sounds"] * hears + ["recurrent layers"] * ("linear_attention" in (text.get("layer_types") or ()))
     if found:
         raise UnsupportedModelError(
-            f"--sequence-parallel-size: rows of a {name} model cannot be spread over several processes, "
+            f"--sequence-parallel-size: sequences of a {name} model cannot be spread over several processes, "
             f"for it has {' and '.join(found)}",
             "Leave the option out; --gradient-checkpointing true and --fsdp full_shard save memory, too.",
         )
     if trained and text.get("attention_dropout"):
         raise UnsupportedModelError(
             f"--sequence-parallel-size: the model drops {text['attention_dropout']:g} of its attention weights, which "
-            "rows that several processes share cannot",
+            "sequences that several processes share cannot",
             "Set attention_dropout to 0 in the model's config.json.",
         )
 
@@ -121,7 +121,7 @@ class Axes:
 
     @property
     def multiple(self) -> int:
-        """The multiple that the length of each document of a row is padded to."""
+        """The multiple that the length of each document of a sequence is padded to."""
         return 2 * self.ring_size if self.ring_size > 1 else 1
 
     @property
@@ -150,7 +150,7 @@ def choose_axes(options: ParallelOptions, heads: Heads, *, typical_length: int, 
     """
     size = options.sequence_parallel_ranks
     if size == 1:
-        return Axes(reason="every rank has rows of its own")
+        return Axes(reason="every rank has sequences of its own")
     kind = options.sequence_parallel_type
     ulysses, ring = options.ulysses_size, options.ring_size
     if ulysses is None and ring is None and kind in ("ulysses", "ring", "allgather"):

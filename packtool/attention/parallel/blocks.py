@@ -1,7 +1,7 @@
 """Attention of some queries to some keys, with an lse to merge by and a backward pass that takes the final one.
 
-A row that several ranks share is attended to in blocks: the queries of one rank, the keys of another. Each block tells
-the output and the lse of its own keys; merged in float32 they are those of all keys,
+A sequence that several ranks share is attended to in blocks: the queries of one rank, the keys of another. Each block
+tells the output and the lse of its own keys; merged in float32 they are those of all keys,
 
     lse' = logaddexp(lse, lse_b)      out' = exp(lse - lse') out + exp(lse_b - lse') out_b
 
@@ -259,7 +259,7 @@ class CudaFlashBlockKernel(BlockKernel):
         return settings
 
 
-def merge(out: Tensor, lse: Tensor, more: Tensor, its_lse: Tensor) -> tuple[Tensor, Tensor]:
+def merge_outputs(out: Tensor, lse: Tensor, more: Tensor, its_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Two blocks of the same queries as one.
 
     Args:
@@ -287,7 +287,8 @@ def choose_blocks(impl: str, device: torch.device, dtype: torch.dtype, *, head_d
     """
     if impl not in WITH_BLOCKS:
         raise ConfigError(
-            f"--attn-impl {impl}: rows that several processes share are attended to in blocks, by torch's kernels only",
+            f"--attn-impl {impl}: sequences that several processes share are attended to in blocks, by torch's kernels "
+            "only",
             "Use --attn-impl auto: on CUDA that is torch's flash attention 2.",
         )
     if impl == "varlen" and (missing := needs_fast_gpu("torch's varlen", device, dtype)):

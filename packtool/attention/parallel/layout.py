@@ -50,7 +50,7 @@ class ShardLayout:
 
 
 @lru_cache(maxsize=4)
-def layout_of(shard: SequenceShard, device: torch.device) -> ShardLayout:
+def shard_layout(shard: SequenceShard, device: torch.device) -> ShardLayout:
     """The layout of a rank's shard. The last few are kept: every layer and the backward pass ask again."""
     ring, rank = shard.cut.ring_size, shard.cut.ring_rank
     parts = [length // ring for length in shard.sharded_lengths]

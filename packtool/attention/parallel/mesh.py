@@ -19,10 +19,10 @@ AXES = ("data", "ring", "ulysses")
 
 @dataclass(frozen=True, eq=False)
 class SequenceParallel:
-    """This rank among the P that share its rows.
+    """This rank among the P that share its sequences.
 
     Args:
-        cut: how rows are cut.
+        cut: how sequences are cut.
         way: of the ranks on the ring axis.
         ring, ulysses, whole: groups of the ring axis, the Ulysses axis and all P ranks.
     """
@@ -59,11 +59,11 @@ class SequenceParallel:
         counts[self.cut.rank] = len(values)
         counts = self.summed(counts)
         most = int(counts.max())
-        row = values.new_zeros((num_tokens, *values.shape[1:]))
+        sequence = values.new_zeros((num_tokens, *values.shape[1:]))
         parts = zip(self._from_all(values, most), self._from_all(index, most), counts.tolist(), strict=True)
         for part, place, count in parts:
-            row[place[:count]] = part[:count]
-        return row
+            sequence[place[:count]] = part[:count]
+        return sequence
 
     def _from_all(self, values: Tensor, most: int) -> list[Tensor]:
         """Every rank's, as if it had ``most`` tokens."""

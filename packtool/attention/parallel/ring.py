@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from packtool.attention.parallel.blocks import AttentionBlock, BlockKernel, Gradients, merge
+from packtool.attention.parallel.blocks import AttentionBlock, BlockKernel, Gradients, merge_outputs
 from packtool.attention.parallel.exchange import from_all, sum_to_owners, to_next
 from packtool.attention.parallel.layout import Gathered, ShardLayout
 from packtool.attention.parallel.mesh import SequenceParallel
@@ -107,7 +107,7 @@ def _see(
     layout = call.layout
     if owner < call.parallel.cut.ring_rank:
         k, v = (tensor[layout.first] for tensor in keys)
-        return merge(out, lse, *call.blocks.fwd(q, k, v, call.full(layout.whole, layout.half)))
+        return merge_outputs(out, lse, *call.blocks.fwd(q, k, v, call.full(layout.whole, layout.half)))
     return _merge_some(
         out, lse, layout.second, call.blocks.fwd(q[layout.second], *keys, call.full(layout.half, layout.whole))
     )
@@ -115,7 +115,7 @@ def _see(
 
 def _merge_some(out: Tensor, lse: Tensor, some: Tensor, found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Merge a block of some of the queries."""
-    part, its_lse = merge(out[some], lse[:, some], *found)
+    part, its_lse = merge_outputs(out[some], lse[:, some], *found)
     return out.index_copy(0, some, part), lse.index_copy(1, some, its_lse)
 
 

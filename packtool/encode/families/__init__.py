@@ -27,7 +27,7 @@ from packtool.encode.families.record import (
     Towers,
     encoded_by,
     pad_ids_of,
-    text_of,
+    text_config_of,
     thinker_of,
 )
 from packtool.encode.model_files import ModelFiles
@@ -49,7 +49,7 @@ __all__ = [
     "is_multimodal",
     "media_encoding",
     "pad_ids_of",
-    "text_of",
+    "text_config_of",
     "thinker_of",
 ]
 

@@ -18,7 +18,6 @@ from packtool.encode.families.qwen_vl import QwenVL, image_limits
 from packtool.encode.families.record import thinker_of
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError
-from packtool.media.audio import measure_audio
 from packtool.media.opening import MediaProblem, label
 from packtool.rows.sample import MediaRef
 
@@ -66,6 +65,8 @@ class QwenOmni(QwenVL):
         return self._audio(ref) if kind == "audio" else super().measure(kind, ref)
 
     def _audio(self, ref: MediaRef) -> EncodedAudio:
+        from packtool.media.audio import measure_audio  # here, because most rows need none of PyAV
+
         limits = self._audios
         num_samples = measure_audio(ref, limits.sampling_rate)
         if num_samples < _LEAST_SAMPLES:

@@ -19,7 +19,6 @@ from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError
 from packtool.media.measure import measure_image
 from packtool.media.opening import MediaProblem, label
-from packtool.media.video import measure_video
 from packtool.rows.sample import MediaRef
 
 # What the processor's class assumes when its settings name nothing.
@@ -131,6 +130,8 @@ class QwenVL:
         return EncodedImage(ref.path, ref.data, height, width, grid, num_tokens)
 
     def _video(self, ref: MediaRef) -> EncodedVideo:
+        from packtool.media.video import measure_video  # here, because most rows need none of PyAV
+
         size = measure_video(ref)
         limits = self._videos
         try:

@@ -44,7 +44,7 @@ def _encoding(name: str, files: ModelFiles, limits: MediaOptions, **options: Any
 
 
 TEXT_ONLY = encoded_by("text.TextOnly")
-"""Of models that take no media."""
+"""The encoding of media by models that take none."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def thinker_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return thinker
 
 
-def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a ``config.json`` that tells of the text tower: all of it in a model of text alone."""
     thinker = thinker_of(config)
     text: Mapping[str, Any] = thinker.get("text_config") or thinker

@@ -18,7 +18,7 @@ from typing import Any
 from packtool.constants import MEDIA_MARKS
 from packtool.errors import DataError
 from packtool.rows.forms.columns import NAMES, Fields
-from packtool.rows.forms.media import KINDS
+from packtool.rows.forms.media import MEDIA_KINDS
 from packtool.rows.forms.problem import RowProblem
 from packtool.rows.sample import MediaRef, Turn
 
@@ -88,7 +88,7 @@ def lone_mark(turns: Sequence[Turn], media: Mapping[str, Sequence[MediaRef]], fi
     asked = ""
     if not any("<" in turn.content for turn in turns):
         return asked
-    for kind in KINDS:
+    for kind in MEDIA_KINDS:
         mark, name = MEDIA_MARKS[kind], f"{kind}s"
         if media[kind] or not any(mark in turn.content for turn in turns) or fields.is_left_out(name):
             continue

@@ -25,7 +25,7 @@ from packtool.rows.forms.values import finite, listed, shown
 from packtool.rows.sample import MediaRef
 from packtool.rows.source import Source
 
-KINDS = ("image", "video", "audio")
+MEDIA_KINDS = ("image", "video", "audio")
 _KEYS = ("url", "path", "data")
 _LEAST_BASE64 = 1024
 _DEEPEST = 8
@@ -61,7 +61,7 @@ def media_of(fields: Fields, found: Found) -> dict[str, tuple[MediaRef, ...]]:
         RowProblem: if one is not to be understood, or messages and columns both have some.
     """
     media = {}
-    for kind in KINDS:
+    for kind in MEDIA_KINDS:
         listed = _listed(fields, kind, found.source)
         inner = found.refs.get(kind)
         if listed and inner:

@@ -85,9 +85,9 @@ def exact_match(
             samples = [reader.sample(position) for position in positions]
             batch = collate_packs(samples, spec).to(device)
             _, correct = scorer(batch)
-            right = (correct | (batch.labels == IGNORE_INDEX))[0].cpu().numpy()
+            is_exact = (correct | (batch.labels == IGNORE_INDEX))[0].cpu().numpy()
             for position, sample, start in zip(positions, samples, batch.cu_seqlens.tolist(), strict=False):
-                found[position] = _exact_turns(sample, right[start : start + sample.length])
+                found[position] = _exact_turns(sample, is_exact[start : start + sample.length])
             progress.advance(1)
     progress.finish()
     in_order = [(position, turn, exact) for position in sorted(found) for turn, exact in enumerate(found[position])]
@@ -95,7 +95,7 @@ def exact_match(
     return ExactMatch(np.array(sample_ids, np.int64), np.array(turns, np.int64), np.array(exacts, np.bool_))
 
 
-def _exact_turns(sample: EncodedSample, right: npt.NDArray[np.bool_]) -> list[bool]:
-    """Whether each turn is right at all of its targets; token i is predicted at position i - 1."""
+def _exact_turns(sample: EncodedSample, is_exact: npt.NDArray[np.bool_]) -> list[bool]:
+    """Whether each turn is the most likely text at all of its targets; token i is predicted at position i - 1."""
     spans = sample.turns.reshape(-1, 2).tolist()
-    return [bool(right[max(start - 1, 0) : end - 1].all()) for start, end in spans]
+    return [bool(is_exact[max(start - 1, 0) : end - 1].all()) for start, end in spans]

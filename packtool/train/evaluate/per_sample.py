@@ -41,7 +41,7 @@ from packtool.plan.evaluation import EvaluationPlan
 from packtool.progress import Progress, SilentProgress
 from packtool.train.evaluate.scorer import (
     SCORES,
-    Rows,
+    SamplePlaces,
     Scorer,
     bare_model,
     can_be_packed,
@@ -60,13 +60,13 @@ class EvaluationBatch:
 
     Args:
         batch: packed, or padded with a single sample.
-        rows: the samples in it.
+        places: where its samples lie.
         tokens: of each sample.
         origins: (source, row) of each.
     """
 
     batch: Batch
-    rows: Rows
+    places: SamplePlaces
     tokens: tuple[int, ...]
     origins: tuple[tuple[str, int], ...]
 
@@ -80,7 +80,7 @@ class EvaluationMicroBatches(Dataset["EvaluationBatch | PacktoolError"]):
         micro_batches: positions of the samples of each.
         alignment: samples are padded to a multiple of it.
         packed: False for micro-batches of single samples, for models that cannot keep several apart.
-        cut: of rows that several ranks share, and this rank's part.
+        cut: of sequences that several ranks share, and this rank's part.
     """
 
     def __init__(
@@ -115,13 +115,13 @@ class EvaluationMicroBatches(Dataset["EvaluationBatch | PacktoolError"]):
                 batch = (collate_packs if self.packed else collate_padded)(aligned, self.spec)
         except PacktoolError as error:
             return error
-        rows = Rows(
+        places = SamplePlaces(
             seqlens=torch.tensor([sample.length for sample in samples], dtype=torch.int64),
             cu_seqlens=torch.tensor(np.cumsum([0, *(sample.length for sample in aligned)]), dtype=torch.int64),
             prompts=torch.tensor([_prompt_length(sample) for sample in samples], dtype=torch.int64),
         )
         tokens = tuple(sample.length for sample in samples)
-        return EvaluationBatch(batch, rows, tokens, tuple((sample.source, sample.row) for sample in samples))
+        return EvaluationBatch(batch, places, tokens, tuple((sample.source, sample.row) for sample in samples))
 
 
 def _prompt_length(sample: EncodedSample) -> int:
@@ -228,7 +228,7 @@ class _Share:
 
 
 def _scores(scorer: Scorer, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Labels, losses in nats, and whether the most likely token is the label; of a micro-batch's first row, (1, T)."""
+    """Labels, losses in nats, and whether the most likely token is the label; of the first sequence, (1, T)."""
     return batch.labels[:1], *scorer(batch)
 
 
@@ -257,7 +257,7 @@ def _score_all(
     with deaths_told(_REMEDY):
         for item in cast(Iterator[EvaluationBatch], loaded):
             batch = item.batch.to(device)
-            scores.append(sample_scores(item.rows.to(device), *score(batch)).cpu().numpy())
+            scores.append(sample_scores(item.places.to(device), *score(batch)).cpu().numpy())
             origins += [
                 (tokens, names.setdefault(source, len(names)), row)
                 for tokens, (source, row) in zip(item.tokens, item.origins, strict=True)
@@ -289,8 +289,8 @@ def _joined(shares: Sequence[_Share], plan: EvaluationPlan, reader: CacheReader)
     origins[in_plan, 1] = np.concatenate(codes)
     back = plan.batches.inverse
     loss_sum, counts, (tokens, source, row) = scores[back, 0], scores[back, 1:].astype(np.int64), origins[back].T
-    target_tokens, num_right, first_wrong = counts.T
+    target_tokens, num_correct, first_wrong = counts.T
     channel = reader.index.channel[: len(plan.lengths)].astype(np.int64)
     return Evaluation(
-        tokens, target_tokens, loss_sum, num_right, first_wrong, source, row, channel, names, reader.index.channels
+        tokens, target_tokens, loss_sum, num_correct, first_wrong, source, row, channel, names, reader.index.channels
     )

@@ -28,7 +28,7 @@ from packtool.errors import UnsupportedModelError
 from packtool.train.model.head_loss import HeadLoss, losses_of_head
 from packtool.train.model.loss import label_positions, takes_logits_to_keep, target_logits
 
-SCORES = ("sum of losses", "target tokens", "right ones", "first wrong position or -1")
+SCORES = ("sum of losses", "target tokens", "correct ones", "first wrong position or -1")
 """Columns of what ``sample_scores`` returns."""
 
 _TARGETS_AT_ONCE = 1024
@@ -39,7 +39,7 @@ _CELLS_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class SamplePlaces:
     """Where S samples lie in a packed sequence, and where their targets begin.
 
     Args:
@@ -52,13 +52,13 @@ class Rows:
     cu_seqlens: Tensor
     prompts: Tensor
 
-    def __getitem__(self, some: slice) -> Rows:
+    def __getitem__(self, some: slice) -> SamplePlaces:
         ends = slice(some.start, None if some.stop is None else some.stop + 1)
-        return Rows(self.seqlens[some], self.cu_seqlens[ends], self.prompts[some])
+        return SamplePlaces(self.seqlens[some], self.cu_seqlens[ends], self.prompts[some])
 
-    def to(self, device: torch.device) -> Rows:
-        """These rows with their tensors on another device."""
-        return Rows(self.seqlens.to(device), self.cu_seqlens.to(device), self.prompts.to(device))
+    def to(self, device: torch.device) -> SamplePlaces:
+        """These places with their tensors on another device."""
+        return SamplePlaces(self.seqlens.to(device), self.cu_seqlens.to(device), self.prompts.to(device))
 
 
 class Scorer:
@@ -74,52 +74,55 @@ class Scorer:
         self._label_logits_only = takes_logits_to_keep(model)
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Score the first row of a micro-batch: each position's loss, and whether its label is the most likely token.
+        """Score a micro-batch's first sequence: each position's loss, and whether its label is the most likely token.
 
         Returns:
             float32 (1, T) in nats and bool (1, T); 0 and False where there is no label.
         """
         num_tokens, device = batch.labels.shape[1], batch.labels.device
-        losses, right = torch.zeros(num_tokens, device=device), torch.zeros(num_tokens, dtype=torch.bool, device=device)
+        losses, correct = (
+            torch.zeros(num_tokens, device=device),
+            torch.zeros(num_tokens, dtype=torch.bool, device=device),
+        )
         if self._head_loss is not None:
             found = self._head_loss.losses(self._model, batch)
-            losses[found.positions], right[found.positions] = found.losses, found.correct
-            return losses[None], right[None]
+            losses[found.positions], correct[found.positions] = found.losses, found.correct
+            return losses[None], correct[None]
         logits, labels = target_logits(self._model, batch, label_logits_only=self._label_logits_only)
         kept = label_positions(batch) if self._label_logits_only else torch.arange(num_tokens, device=device)
         for start in range(0, len(kept), _TARGETS_AT_ONCE):
             some = slice(start, start + _TARGETS_AT_ONCE)
             piece, wanted = logits[0, some], labels[0, some]
             losses[kept[some]] = F.cross_entropy(piece.float(), wanted, ignore_index=IGNORE_INDEX, reduction="none")
-            right[kept[some]] = piece.argmax(-1) == wanted
-        return losses[None], right[None]
+            correct[kept[some]] = piece.argmax(-1) == wanted
+        return losses[None], correct[None]
 
 
-def sample_scores(rows: Rows, labels: Tensor, losses: Tensor, right: Tensor) -> Tensor:
+def sample_scores(places: SamplePlaces, labels: Tensor, losses: Tensor, correct: Tensor) -> Tensor:
     """What a ``Scorer`` found, sample by sample.
 
     Args:
-        rows: S samples in a row of T tokens.
+        places: of S samples in a sequence of T tokens.
         labels: int64 (1, T), shifted.
         losses: float32 (1, T).
-        right: bool (1, T).
+        correct: bool (1, T).
 
     Returns:
         float64 (S, 4): see ``SCORES``.
     """
-    widths = rows.seqlens - rows.prompts
+    widths = places.seqlens - places.prompts
     width = int(widths.max()) if len(widths) else 0
     num_at_once = max(1, _CELLS_AT_ONCE // max(width, 1))
     found = [torch.zeros(0, 4, dtype=torch.float64, device=losses.device)]
     for start in range(0, len(widths), num_at_once):
-        some = rows[start : start + num_at_once]
-        place = some.seqlens, some.cu_seqlens, width, some.prompts
-        is_target = restore_padding(labels != IGNORE_INDEX, *place)
-        is_wrong = is_target & ~restore_padding(right, *place)
+        some = places[start : start + num_at_once]
+        where = some.seqlens, some.cu_seqlens, width, some.prompts
+        is_target = restore_padding(labels != IGNORE_INDEX, *where)
+        is_wrong = is_target & ~restore_padding(correct, *where)
         num_targets, num_wrong = is_target.sum(1), is_wrong.sum(1)
         # The column of the first True; its token comes after the prompt.
         wrong = (is_wrong.cumsum(1) == 0).sum(1) + some.prompts
-        sums = restore_padding(losses, *place).double().sum(1)
+        sums = restore_padding(losses, *where).double().sum(1)
         wrong = torch.where(num_wrong > 0, wrong, -1)
         found.append(torch.stack([sums, *(n.double() for n in (num_targets, num_targets - num_wrong, wrong))], dim=1))
     return torch.cat(found)

@@ -41,7 +41,7 @@ class Evaluation:
         tokens: int64, of the sample.
         target_tokens: int64, labels that something comes before.
         loss_sum: float64, sum of the targets' cross-entropies in nats; loss scales do not weigh here.
-        num_right: int64, targets that are the most likely token, given all true tokens before.
+        num_correct: int64, targets that are the most likely token, given all true tokens before.
         first_wrong: int64, position in the sample's tokens of the first target that is not; -1 if there is none.
         source: int64, position in ``sources``.
         row: int64, row there.
@@ -52,7 +52,7 @@ class Evaluation:
     tokens: IntArray
     target_tokens: IntArray
     loss_sum: FloatArray
-    num_right: IntArray
+    num_correct: IntArray
     first_wrong: IntArray
     source: IntArray
     row: IntArray
@@ -77,7 +77,7 @@ class Evaluation:
     @property
     def token_accuracy(self) -> FloatArray:
         """Share of the sample's target tokens that are the most likely ones; nan where there are none."""
-        return _ratio(self.num_right, self.target_tokens)
+        return _ratio(self.num_correct, self.target_tokens)
 
     @property
     def total(self) -> Total:
@@ -101,17 +101,17 @@ class Evaluation:
         return figures | {f"{prefix}loss/{name}": channel.loss for name, channel in named.items()}
 
     def _total_of(self, chosen: npt.NDArray[np.bool_]) -> Total:
-        targets, right = int(self.target_tokens[chosen].sum()), int(self.num_right[chosen].sum())
+        targets, correct = int(self.target_tokens[chosen].sum()), int(self.num_correct[chosen].sum())
         loss = float(self.loss_sum[chosen].sum()) / targets if targets else math.nan
         with np.errstate(over="ignore"):
             perplexity = float(np.exp(loss))
-        is_exact = (self.num_right == self.target_tokens) & (self.target_tokens > 0)
+        is_exact = (self.num_correct == self.target_tokens) & (self.target_tokens > 0)
         return Total(
             samples=int(chosen.sum()),
             target_tokens=targets,
             loss=loss,
             perplexity=perplexity,
-            token_accuracy=right / targets if targets else math.nan,
+            token_accuracy=correct / targets if targets else math.nan,
             exact_samples=int(is_exact[chosen].sum()),
         )
 

@@ -23,9 +23,9 @@ from packtool.train.loop.watch import StepWatch
 from packtool.train.prepare.checkpoint import (
     PREFIX,
     copy_processor,
-    discard_state,
+    discard_run_state,
     remove_oldest,
-    write_state,
+    write_run_state,
 )
 from packtool.train.prepare.outcome import BEST, LAST, best_of, point
 from packtool.train.prepare.place import METRICS_NAME
@@ -82,7 +82,7 @@ class CheckpointCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """A checkpoint may be about to be written over one of an earlier run."""
         if control.should_save and state.is_world_process_zero:
-            discard_state(os.path.join(str(args.output_dir), f"{PREFIX}{state.global_step}"))
+            discard_run_state(os.path.join(str(args.output_dir), f"{PREFIX}{state.global_step}"))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """After the Trainer has written a checkpoint."""
@@ -92,7 +92,7 @@ class CheckpointCallback(TrainerCallback):
             with saving(checkpoint):
                 copy_processor(self.run.files.directory, checkpoint, self.run.files.template_file)
                 epoch, step_in_epoch = self.run.schedule.locate(state.global_step)
-                write_state(
+                write_run_state(
                     checkpoint,
                     dataclasses.replace(
                         self.run.state,

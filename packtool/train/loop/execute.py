@@ -22,6 +22,7 @@ from packtool.batch.spec import InputSpec
 from packtool.batch.worker import deaths_told
 from packtool.config.train import TrainConfig
 from packtool.encode.model_files import place_of
+from packtool.errors import ConfigError
 from packtool.progress import Progress
 from packtool.train.evaluate.per_sample import evaluate_in_training
 from packtool.train.loop.agreement import check_ranks_agree
@@ -39,6 +40,7 @@ from packtool.train.loop.stopping import StopSignals
 from packtool.train.loop.trainer import PackTrainer
 from packtool.train.loop.watch import StepWatch
 from packtool.train.model.adapters import take_adapter
+from packtool.train.model.compiled import check_backend, compile_layers
 from packtool.train.model.liger import refuse_without_liger
 from packtool.train.model.load import has_gpu, load_model, make_trainable, resolve_dtype
 from packtool.train.model.memory import FEW, MemoryEstimate, estimate_memory, model_without_weights
@@ -70,6 +72,12 @@ def load_spec(run: PreparedRun) -> InputSpec:
     """
     spec = InputSpec.load(run.files.directory, run.media_limits, run.config)
     spec = dataclasses.replace(spec, loss_reduction=run.config.loss_reduction)
+    if run.config.torch_compile and is_zero3(run.config):
+        raise ConfigError(
+            f"--torch-compile true: with --deepspeed {run.config.deepspeed} weights are gathered inside of the layers "
+            "that would be compiled",
+            "Shard weights with --fsdp full_shard, which gathers them around a layer, or leave out --torch-compile.",
+        )
     if run.config.use_liger_kernel:
         with quiet_transformers():
             model = model_without_weights(run.config, spec.config, torch.float32)
@@ -83,12 +91,14 @@ def load_spec(run: PreparedRun) -> InputSpec:
             return spec
         device = torch.device("cuda" if on_gpu else "cpu")
         choose(run.config.attn_impl, device, dtype)
+        if run.config.torch_compile:
+            check_backend(run.config.torch_compile_backend, device)
         if run.world.sequence_parallel_size > 1:
             choose_blocks(run.config.attn_impl, device, dtype, head_dims=(0, 0))
     return spec
 
 
-def preview(run: PreparedRun, spec: InputSpec) -> tuple[MemoryEstimate, list[str]]:
+def estimate_training(run: PreparedRun, spec: InputSpec) -> tuple[MemoryEstimate, list[str]]:
     """What training would need, without loading weights; everything that it would refuse is refused.
 
     Returns:
@@ -263,6 +273,8 @@ def make_training(
         progress.note(f"weights are those of {run.beginning.weights}; optimizer, schedule and data begin anew")
     for line in precision_lines(model, dtype, config, saved.dtype):
         progress.note(line)
+    if config.torch_compile:
+        compile_layers(model, config.torch_compile_backend)
     shard_on_cpus(config)
     # In the order in which they must come; evaluation and the finishing of checkpoints come after them.
     saves_epochs = config.save_strategy == "epoch"

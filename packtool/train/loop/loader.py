@@ -21,6 +21,7 @@ from packtool.launch.world import World
 from packtool.train.loop.batch_log import is_watched, watched
 from packtool.train.model.towers import frozen_parts
 from packtool.train.prepare.figures import StepFigures
+from packtool.train.prepare.lengths import length_step
 from packtool.train.prepare.prepared import PreparedRun
 
 
@@ -87,6 +88,7 @@ class StepLoader:
                 skip_bad_media=config.on_bad_media == "skip",
                 cut=cut,
                 always=always_run(self.spec, config),
+                multiple_of=length_step(run),
             ),
             (micro_batch for step in ahead for micro_batch in step.micro_batches),
             num_workers=config.dataloader_num_workers or 0,
@@ -113,14 +115,14 @@ class StepLoader:
 
 
 class Ranks:
-    """The exchange of numbers between steps, on the host: see ``Exchange``."""
+    """The exchange of numbers between steps, on the host: see ``NumberExchange``."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._made: tuple[Any] | None = None
 
     def sums(self, counts: Sequence[int]) -> list[int]:
-        """See ``Exchange``."""
+        """See ``NumberExchange``."""
         if self._world.size == 1:
             return list(counts)
         sums = torch.tensor(counts, dtype=torch.int64)
@@ -129,7 +131,7 @@ class Ranks:
         return [int(number) for number in (sums // self._world.sequence_parallel_size).tolist()]
 
     def gathered(self, value: Any) -> list[Any]:
-        """See ``Exchange``."""
+        """See ``NumberExchange``."""
         if self._world.size == 1:
             return [value]
         return all_gather_objects(value, self._world.size, self._group())[:: self._world.sequence_parallel_size]

@@ -40,6 +40,7 @@ class Meter:
         self._figures = StepFigures()
         self._num_steps = 0
         self._waited = self._logging = 0.0
+        self._num_run, self._num_padding = 0, 0
         self._seen: list[tuple[tuple[str | None, ...], Tensor]] = []
 
     def waited_for(self, items: Iterable[T]) -> Iterator[T]:
@@ -71,6 +72,11 @@ class Meter:
         """A step is done."""
         self._figures += figures
         self._num_steps += 1
+
+    def run_over(self, batch: Batch) -> None:
+        """A micro-batch is computed, with the padding that compiled layers want."""
+        self._num_run += batch.input_ids.numel()
+        self._num_padding += batch.num_padding
 
     @torch.no_grad()
     def see(self, found: TargetLosses, batch: Batch) -> None:
@@ -108,6 +114,8 @@ class Meter:
         }
         if copying is not None:
             line["copy_wait"] = copying / max(seconds, 1e-9)
+        if self._num_padding:
+            line["padding"] = self._num_padding / self._num_run
         peak = peak_tflops(torch.cuda.get_device_name()) if accelerator.device.type == "cuda" else None
         if peak is not None and figures.flops:
             possible = seconds * peak * 1e12 * accelerator.num_processes

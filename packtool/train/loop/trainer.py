@@ -156,7 +156,7 @@ class PackTrainer(Trainer):
     def training_step(  # type: ignore[override]  # get_batch_samples gives it whole steps
         self, model: nn.Module, inputs: TrainingStep, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Forward and backward of all micro-batches of a step; gradients are exchanged in the last one.
+        """Forward and backward of all micro-batches of a step; gradients are exchanged in the last, with FSDP in each.
 
         Returns:
             this rank's share of the sum of losses, times the number of ranks; ``log`` divides by what the steps hold.
@@ -167,8 +167,11 @@ class PackTrainer(Trainer):
         for number, batch in enumerate(batches, start=1):
             is_last = number == inputs.num_micro_batches
             self.accelerator.gradient_state._set_sync_gradients(is_last)
-            with contextlib.nullcontext() if is_last else self.accelerator.no_sync(model=model):
+            # FSDP would add up whole float32 gradients until the last: each rank gets its shard of the sum at once.
+            exchanges = is_last or self.accelerator.is_fsdp2
+            with contextlib.nullcontext() if exchanges else self.accelerator.no_sync(model=model):
                 loss = super().training_step(model, {"batch": self._copies.bring(batch), "mean": mean})
+            self._meter.run_over(batch)
             self.numbers.see_loss(loss)
             total += loss
             self.skipped += batch.skipped

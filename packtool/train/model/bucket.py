@@ -28,7 +28,7 @@ from packtool.train.model.quiet import quiet_transformers
 _GIB = 2**30
 _FEW, _MORE = 2048, 4096
 _STEP = 128
-"""Buckets are a multiple of it."""
+"""Tokens of which every bucket is a multiple."""
 
 
 def with_bucket(config: TrainConfig, world: World, progress: Progress) -> TrainConfig:

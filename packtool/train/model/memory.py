@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +18,7 @@ from packtool.train.model.load import make_trainable
 from packtool.train.model.parameters import whole_size
 from packtool.train.model.precision import loaded_dtype
 from packtool.train.model.quiet import quiet_transformers
+from packtool.train.model.sharding import deepspeed_settings
 from packtool.train.model.trace import trace_pass
 
 FEW = 4
@@ -23,6 +26,9 @@ FEW = 4
 
 CHECKED_POSITIONS = 32
 """Positions of a sample whose logits it compares; all of a long sample's would need gigabytes."""
+
+PassBytesOf = Callable[[TrainConfig, PreTrainedConfig, torch.dtype, int, int], int]
+"""Bytes of a pass, by the run's settings, the model's, the precision, and the numbers of tokens and of media tokens."""
 
 _GIB = 2**30
 _LONG = 1 << 17
@@ -37,6 +43,7 @@ class MemoryEstimate:
         activations: the most that a forward and backward pass of one micro-batch holds, traced; None where the model
             cannot be traced.
         gathered: weights that FSDP or ZeRO-3 bring together at a time, and gradients that are not sharded yet.
+        buckets: copies of the gradients that data-parallel ranks without sharding exchange.
         num_tokens: of that micro-batch.
         num_parameters, num_trainable: of the whole model.
     """
@@ -46,6 +53,7 @@ class MemoryEstimate:
     optimizer: float
     activations: float | None
     gathered: float
+    buckets: float
     num_tokens: int
     num_parameters: int
     num_trainable: int
@@ -53,12 +61,13 @@ class MemoryEstimate:
     @property
     def total(self) -> float:
         """GiB of a rank in all, as far as it is known."""
-        return self.weights + self.gradients + self.optimizer + (self.activations or 0.0) + self.gathered
+        return self.weights + self.gradients + self.optimizer + (self.activations or 0.0) + self.gathered + self.buckets
 
     def sentence(self) -> str:
         """The estimate as one sentence."""
         parts = f"weights {self.weights:.2f}, gradients {self.gradients:.2f}, optimizer {self.optimizer:.2f}"
         parts += f", gathered layers {self.gathered:.2f}" if self.gathered else ""
+        parts += f", buckets of gradients {self.buckets:.2f}" if self.buckets else ""
         if self.activations is None:
             return f"estimated memory of a rank: {self.total:.2f} GiB ({parts}) and activations, which cannot be traced"
         return (
@@ -81,6 +90,7 @@ def estimate_memory(
     dtype: torch.dtype,
     world_size: int,
     num_media_tokens: int = 0,
+    trace: PassBytesOf | None = None,
 ) -> MemoryEstimate:
     """The memory of a rank that trains a full micro-batch.
 
@@ -88,6 +98,7 @@ def estimate_memory(
         model: made trainable, on whatever device.
         dtype: of the computation.
         num_media_tokens: of the micro-batch's tokens, those that stand for pictures and videos.
+        trace: what tells the bytes of a pass; by default each is traced.
     """
     sizes = [
         (whole_size(parameter), parameter.element_size(), parameter.requires_grad) for parameter in model.parameters()
@@ -96,15 +107,18 @@ def estimate_memory(
     trained = sum(count * size for count, size, is_trained in sizes if is_trained)
     stage = _stage(config)
     tokens = micro_batch_tokens(config)
-    activations = traced_bytes(config, model_config, dtype, tokens, min(num_media_tokens, tokens - 1))
+    activations = traced_bytes(config, model_config, dtype, tokens, min(num_media_tokens, tokens - 1), trace)
     checked = 3 * 4 * _checked_logits(config, tokens, int(model_config.get_text_config().vocab_size))
-    gathered = _gathered_bytes(model, dtype) if stage >= 3 else 0
+    gathered = _gathered_bytes(model, dtype, keeps_whole="shard_grad_op" in config.fsdp) if stage >= 3 else 0
+    # torch's buckets are no views of the gradients.
+    buckets = trained if world_size > 1 and config.deepspeed is None and not config.fsdp else 0
     return MemoryEstimate(
         weights=weights / _GIB / (world_size if stage >= 3 else 1),
         gradients=trained / _GIB / (world_size if stage >= 2 else 1),
         optimizer=_optimizer_bytes(config, trained, dtype) / _GIB / (world_size if stage >= 1 else 1),
         activations=None if activations is None else max(activations, checked) / _GIB,
         gathered=gathered / _GIB,
+        buckets=buckets / _GIB,
         num_tokens=tokens,
         num_parameters=sum(count for count, _, _ in sizes),
         num_trainable=sum(count for count, _, is_trained in sizes if is_trained),
@@ -124,8 +138,12 @@ def _checked_logits(config: TrainConfig, tokens: int, vocab_size: int) -> int:
     return min(FEW * CHECKED_POSITIONS, tokens) * vocab_size if checks else 0
 
 
-def _gathered_bytes(model: nn.Module, dtype: torch.dtype) -> int:
-    """What is not sharded for a while: all that lies in no layer, and two layers, of which one's gradients wait."""
+def _gathered_bytes(model: nn.Module, dtype: torch.dtype, *, keeps_whole: bool) -> int:
+    """What is not sharded for a while: all that lies in no layer, and two layers, of which one's gradients wait.
+
+    Args:
+        keeps_whole: all layers stay together from the forward pass to the backward pass.
+    """
     listed = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in listed]
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
@@ -135,7 +153,8 @@ def _gathered_bytes(model: nn.Module, dtype: torch.dtype) -> int:
         for layer in layers
     ]
     largest, trained = max(sizes, default=(0, 0))
-    return (outside + 2 * largest + trained) * dtype.itemsize
+    layers_at_a_time = sum(size for size, _ in sizes) if keeps_whole else 2 * largest
+    return (outside + layers_at_a_time + trained) * dtype.itemsize
 
 
 def micro_batch_tokens(config: TrainConfig) -> int:
@@ -149,40 +168,91 @@ def micro_batch_tokens(config: TrainConfig) -> int:
 
 
 def traced_bytes(
-    config: TrainConfig, model_config: PreTrainedConfig, dtype: torch.dtype, num_tokens: int, num_media_tokens: int = 0
+    config: TrainConfig,
+    model_config: PreTrainedConfig,
+    dtype: torch.dtype,
+    num_tokens: int,
+    num_media_tokens: int = 0,
+    trace: PassBytesOf | None = None,
 ) -> int | None:
-    """The most that a forward and backward pass holds beside weights and gradients; None where it cannot be traced."""
+    """The most that a forward and backward pass holds beside weights and gradients; None where it cannot be traced.
+
+    Args:
+        trace: what tells the bytes of a pass of at most a quarter million tokens.
+    """
+    told = trace or traced_pass_bytes
     try:
         if num_tokens <= 2 * _LONG:
-            return _traced(config, model_config, dtype, num_tokens, num_media_tokens)
-        # What is held is linear in tokens, and positions of a billion would be held on this machine.
-        share = num_media_tokens / num_tokens
-        few, more = (_traced(config, model_config, dtype, n, int(share * n)) for n in (_LONG, 2 * _LONG))
-        return few + int((more - few) / _LONG * (num_tokens - _LONG))
+            found = told(config, model_config, dtype, num_tokens, num_media_tokens)
+        else:
+            # What is held is linear in tokens, and positions of a billion would be held on this machine.
+            share = num_media_tokens / num_tokens
+            few, more = (told(config, model_config, dtype, n, int(share * n)) for n in (_LONG, 2 * _LONG))
+            found = few + int((more - few) / _LONG * (num_tokens - _LONG))
     except (NotImplementedError, RuntimeError, TypeError, ValueError):
         return None  # a model that asks for numbers on its way, or does not take what batches have
+    return found + _exchanged_bytes(config, model_config, dtype, num_tokens)
 
 
-def _traced(
+def traced_pass_bytes(
     config: TrainConfig, model_config: PreTrainedConfig, dtype: torch.dtype, num_tokens: int, num_media_tokens: int
 ) -> int:
-    model = model_without_weights(config, copy.deepcopy(model_config), dtype)
-    shards = bool(config.fsdp or config.deepspeed)
-    if shards:
-        model.to(dtype)  # which computes with weights of this precision, whatever it keeps
-    autocast = dtype if dtype.itemsize == 2 and not shards else None
+    """The most that a pass over a rank's own tokens holds, traced: takes seconds, see ``trace``."""
     with quiet_transformers():
-        found = trace_pass(
+        model = model_without_weights(config, copy.deepcopy(model_config), dtype)
+        shards = bool(config.fsdp or config.deepspeed)
+        if shards:
+            model.to(dtype)  # which computes with weights of this precision, whatever it keeps
+        autocast = dtype if dtype.itemsize == 2 and not shards else None
+        return trace_pass(
             model, model_config, num_tokens=num_tokens, num_media_tokens=num_media_tokens, autocast=autocast
         ).peak
-    if config.sequence_parallel_ranks > 1:
-        # Ulysses keeps the output of attention by heads and by tokens.
-        text = model_config.get_text_config()
-        heads = int(text.num_attention_heads)
-        size = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
-        layers = 1 if config.gradient_checkpointing else int(text.num_hidden_layers)
-        found += layers * heads * size * dtype.itemsize * num_tokens
-    return found
+
+
+class TracedOnce:
+    """``traced_pass_bytes`` for many settings of one model: remembers what was traced."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, torch.dtype], dict[tuple[int, int], int]] = {}
+
+    def __call__(
+        self, config: TrainConfig, model_config: PreTrainedConfig, dtype: torch.dtype, num_tokens: int, num_media: int
+    ) -> int:
+        """See ``traced_pass_bytes``."""
+        known, key = self._of(config, dtype), (num_tokens, num_media)
+        if key not in known:
+            known[key] = traced_pass_bytes(config, model_config, dtype, num_tokens, num_media)
+        return known[key]
+
+    def at_least(self, config: TrainConfig, dtype: torch.dtype, num_tokens: int, num_media: int) -> int:
+        """The bytes of the largest pass that was traced and has no more tokens of either kind; 0 if none was."""
+        if num_tokens > 2 * _LONG:
+            num_tokens, num_media = 2 * _LONG, int(num_media / num_tokens * 2 * _LONG)
+        smaller = (
+            found
+            for (tokens, media), found in self._of(config, dtype).items()
+            if tokens <= num_tokens and media <= num_media
+        )
+        return max(smaller, default=0)
+
+    def _of(self, config: TrainConfig, dtype: torch.dtype) -> dict[tuple[int, int], int]:
+        """What was traced with settings that a pass does not tell from these."""
+        way = ("full_shard",) if config.fsdp or config.deepspeed else ()
+        looked_at = dataclasses.replace(
+            config, packing_length=None, sequence_parallel_size=None, fsdp=way, deepspeed=None
+        )
+        return self._known.setdefault((repr(looked_at), dtype), {})
+
+
+def _exchanged_bytes(config: TrainConfig, model_config: PreTrainedConfig, dtype: torch.dtype, num_tokens: int) -> int:
+    """What sharing rows keeps besides: Ulysses has the output of attention by heads and by tokens."""
+    if config.sequence_parallel_ranks == 1:
+        return 0
+    text = model_config.get_text_config()
+    heads = int(text.num_attention_heads)
+    size = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
+    layers = 1 if config.gradient_checkpointing else int(text.num_hidden_layers)
+    return layers * heads * size * dtype.itemsize * num_tokens
 
 
 def model_without_weights(config: TrainConfig, model_config: PreTrainedConfig, dtype: torch.dtype) -> nn.Module:
@@ -199,6 +269,7 @@ def model_without_weights(config: TrainConfig, model_config: PreTrainedConfig, d
 def _stage(config: TrainConfig) -> int:
     """What is sharded: nothing, optimizer states, gradients too, weights too."""
     if config.fsdp:
-        return 3 if "shard_grad_op" not in config.fsdp else 2
-    name = config.deepspeed or ""
-    return int(name[4]) if name.startswith("zero") and name[4:5].isdigit() else 0
+        return 3
+    if config.deepspeed is None:
+        return 0
+    return int((deepspeed_settings(config.deepspeed).get("zero_optimization") or {}).get("stage") or 0)

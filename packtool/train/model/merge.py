@@ -43,7 +43,7 @@ class MergeResult:
     dtype: str
 
 
-def merge(config: MergeConfig, progress: Progress) -> MergeResult:
+def merge_adapter(config: MergeConfig, progress: Progress) -> MergeResult:
     """Write the merged model with tokenizer, processor, template and generation settings.
 
     Each weight is added up in float32 and rounded once. Needs the base model's memory on the host, and no GPU.

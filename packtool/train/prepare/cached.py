@@ -32,8 +32,8 @@ from packtool.train.prepare.evaluation import plan_of_samples, with_evaluation
 from packtool.train.prepare.figures import SampleFigures, StepFigures, figures_of_steps
 from packtool.train.prepare.place import with_resumed_version
 from packtool.train.prepare.planner import Assignment, Planner, plan_options
-from packtool.train.prepare.prepared import Beginning, Exchange, PreparedRun, RankStep, Steps, Validation
-from packtool.train.prepare.result import TrainResult, plan_lines
+from packtool.train.prepare.prepared import Beginning, NumberExchange, PreparedRun, RankStep, Steps, Validation
+from packtool.train.prepare.result import TrainResult, schedule_lines
 from packtool.train.prepare.schedule import PlannedSchedule
 from packtool.train.prepare.sequence_parallel import axes_of
 
@@ -77,7 +77,7 @@ class CachedRun(PreparedRun):
 
     def lines(self, expected: TrainResult) -> Iterator[str]:
         """See ``PreparedRun``."""
-        return plan_lines(self.config, self.schedule, expected)
+        return schedule_lines(self.config, self.schedule, expected)
 
     def media_tokens(self) -> float:
         """See ``PreparedRun``; those of the epoch that comes next."""
@@ -113,7 +113,7 @@ class CachedRun(PreparedRun):
         """``packs of samples [3 17] [4]``: numbers are positions in the caches, one after the other."""
         return "packs of samples " + " ".join(f"[{' '.join(map(str, pack))}]" for pack in micro_batch.packs)
 
-    def steps(self, exchange: Exchange) -> Steps:
+    def steps(self, exchange: NumberExchange) -> Steps:
         """See ``PreparedRun``; the plan knows all, and ranks need not tell each other anything."""
         return _PlannedSteps(self)
 
@@ -271,22 +271,17 @@ def _validation(
 def _state(config: TrainConfig, planner: Planner, assignment: Assignment, cache: str) -> RunState:
     plan = planner.plan_of(0, assignment)
     world_size, _, _ = assignment
-    return RunState(
+    return RunState.of(
+        config,
         plan=plan.packs.fingerprint,
         steps=plan.steps.fingerprint if plan.places is None else plan.fingerprint,
         cache=cache,
-        seed=config.seed,
-        train_type=config.train_type,
-        packing=config.packing,
         max_length=planner.options.max_length,
         packing_length=planner.options.packing_length,
         world_size=world_size,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-        per_device_train_batch_size=config.per_device_train_batch_size,
         loss_scale=config.loss_scale or "",
         loss_reduction=config.loss_reduction,
         schedule=_schedule_of(planner),
-        master_weights=config.master_weights,
         learning=learning_of(config).words,
     )
 

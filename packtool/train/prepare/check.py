@@ -23,7 +23,7 @@ from packtool.encode.loss_scale import is_hybrid_thinking, loss_scale_of, parse_
 from packtool.encode.model_files import ModelFiles, given_template
 from packtool.encode.relabel import TargetChoice
 from packtool.errors import MismatchError
-from packtool.plan.packing import PackPlan
+from packtool.plan.pack_plan import PackPlan
 
 _MEDIA_NAMES = frozenset(field.name for field in fields(MediaOptions))
 
@@ -96,7 +96,7 @@ def check_limits(directory: str, manifest: Manifest, config: TrainConfig) -> Non
 
 
 def check_video_and_audio(directory: str, manifest: Manifest, config: TrainConfig, files: ModelFiles) -> None:
-    """The same for limits on videos and sounds: they may be given in other words, if they come to the same."""
+    """Limits on videos and sounds that are given again agree with the export's, in whatever words."""
     spec = manifest.identity.spec
     names = [field.name for field in fields(MediaOptions) if field.metadata["panel"] == "Video and audio"]
     given = {name: getattr(config, name) for name in names if getattr(config, name) not in (None, spec.get(name))}

@@ -20,12 +20,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, MismatchError
 from packtool.train.prepare.whole import ONLY_MODEL, Sums, damages, sums_of
 
 STATE_NAME = "packtool_state.json"
 _ASSIGNMENTS = "dealings"  # in the file, as the first checkpoints had it
 PREFIX = "checkpoint-"
+# Not by the fields' names: a state's plan, schedule and streaming are other things than the options called so.
+_FROM_OPTIONS = (
+    "seed",
+    "train_type",
+    "packing",
+    "gradient_accumulation_steps",
+    "per_device_train_batch_size",
+    "master_weights",
+)
 
 # All that a tokenizer or processor is saved as; weights, configs and adapters are the checkpoint's own.
 _PROCESSOR_FILE = re.compile(
@@ -78,6 +88,16 @@ class RunState:
     step_in_epoch: int = 0
     saved_at: float = 0.0
 
+    @classmethod
+    def of(cls, config: TrainConfig, **found: Any) -> RunState:
+        """The state of a run before its first step.
+
+        Args:
+            config: whose options are part of the state under their own names.
+            found: the fields that no option has as they are.
+        """
+        return cls(**{name: getattr(config, name) for name in _FROM_OPTIONS}, **found)
+
     @property
     def assignment(self) -> tuple[int, int, int]:
         """World size, gradient accumulation and batch size: what a step's packs are assigned to."""
@@ -113,7 +133,7 @@ class RunState:
             )
 
 
-def read_state(checkpoint: str) -> RunState:
+def read_run_state(checkpoint: str) -> RunState:
     """The state of a finished checkpoint.
 
     Raises:
@@ -144,7 +164,7 @@ def read_whole_state(checkpoint: str) -> tuple[RunState, Sums]:
         ) from error
 
 
-def write_state(checkpoint: str, state: RunState) -> None:
+def write_run_state(checkpoint: str, state: RunState) -> None:
     """Declare a checkpoint finished, as it is."""
     values = {**dataclasses.asdict(state), "files": sums_of(checkpoint)}
     values[_ASSIGNMENTS] = values.pop("assignments")
@@ -162,7 +182,7 @@ def _digest(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def discard_state(checkpoint: str) -> None:
+def discard_run_state(checkpoint: str) -> None:
     """Declare a checkpoint unfinished, before anything of it is overwritten or deleted."""
     with contextlib.suppress(FileNotFoundError):
         os.remove(os.path.join(checkpoint, STATE_NAME))
@@ -240,7 +260,7 @@ def _checkpoints(output_dir: str) -> list[str]:
 
 def _saved_at(checkpoint: str) -> tuple[float, int] | None:
     try:
-        state = read_state(checkpoint)
+        state = read_run_state(checkpoint)
     except MismatchError:
         return None
     return state.saved_at, state.step
@@ -264,12 +284,14 @@ def remove_oldest(output_dir: str, limit: int | None, *, last_good: int | None =
         keep: another one that stays.
     """
     finished = finished_checkpoints(output_dir)
-    good = [checkpoint for checkpoint in finished if last_good is not None and read_state(checkpoint).step <= last_good]
+    good = [
+        checkpoint for checkpoint in finished if last_good is not None and read_run_state(checkpoint).step <= last_good
+    ]
     kept = {os.path.abspath(checkpoint) for checkpoint in (*good[-1:], *([keep] if keep is not None else []))}
     for checkpoint in finished[:-limit] if limit else []:
         if os.path.abspath(checkpoint) in kept:
             continue
-        discard_state(checkpoint)
+        discard_run_state(checkpoint)
         shutil.rmtree(checkpoint)
 
 

@@ -16,11 +16,11 @@ from packtool.config.parallel import SequenceParallelType
 from packtool.config.train import TrainConfig
 from packtool.plan.balance import Costs
 from packtool.plan.cost import CostModel, Learning, Learns
-from packtool.plan.epoch import PlanOptions
+from packtool.plan.options import PlanOptions
 from packtool.plan.towers import TowerWork
 from packtool.simulate.cost import Machine
 from packtool.simulate.hardware import Hardware
-from packtool.simulate.model_sizes import PRESETS, ModelSizes
+from packtool.simulate.model_sizes import MODEL_PRESETS, ModelSizes
 
 
 def learning_of(options: LearningOptions) -> Learning:
@@ -101,7 +101,7 @@ def with_model(
     try:
         sizes = ModelSizes.of_config(model)
     except (KeyError, TypeError, ValueError):
-        sizes = ModelSizes.of_config(PRESETS["8b"])
+        sizes = ModelSizes.of_config(MODEL_PRESETS["8b"])
     sequence_parallel_size = options.skrull.sequence_parallel_size
     machine = Machine(sizes=sizes, hardware=hardware, world_size=sequence_parallel_size, way=way)
     return dataclasses.replace(

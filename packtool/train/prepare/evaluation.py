@@ -31,7 +31,7 @@ class PreparedEvaluation:
         trained: the model.
         reader: of all caches.
         plan: of all ranks.
-        axes: how rows are shared.
+        axes: how sequences are shared.
     """
 
     config: EvalConfig

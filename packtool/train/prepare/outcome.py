@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from packtool.train.prepare.checkpoint import finished_checkpoints, read_state
+from packtool.train.prepare.checkpoint import finished_checkpoints, read_run_state
 
 LAST, BEST = "last", "best"
 
@@ -29,7 +29,7 @@ def best_of(output_dir: str, history: Iterable[Mapping[str, Any]]) -> str | None
         history: the Trainer's log lines; those of an evaluation hold ``eval_loss`` and the ``step`` it came after.
     """
     losses = {line["step"]: line["eval_loss"] for line in history if line.get("eval_loss") is not None}
-    steps = {checkpoint: read_state(checkpoint).step for checkpoint in finished_checkpoints(output_dir)}
+    steps = {checkpoint: read_run_state(checkpoint).step for checkpoint in finished_checkpoints(output_dir)}
     evaluated = [checkpoint for checkpoint, step in steps.items() if step in losses]
     return min(evaluated, key=lambda checkpoint: losses[steps[checkpoint]], default=None)
 

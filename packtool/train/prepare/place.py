@@ -24,7 +24,7 @@ from packtool.launch.world import World
 from packtool.train.prepare.checkpoint import (
     PREFIX,
     FoundCheckpoint,
-    discard_state,
+    discard_run_state,
     find_checkpoint,
     finished_checkpoints,
 )
@@ -38,7 +38,7 @@ _VERSION = re.compile(r"v(\d+)-\d{8}-\d{6}")
 
 
 def with_resumed_version(config: TrainConfig) -> TrainConfig:
-    """With ``--add-version`` a run that goes on does so in the folder that it began in: that of its checkpoint."""
+    """A run that goes on with ``--add-version`` does so in the folder that it began in: that of its checkpoint."""
     resume = config.resume_from_checkpoint
     if not config.add_version or resume is None or resume.lower() == "false":
         return config
@@ -132,7 +132,7 @@ def _clear(output_dir: str) -> None:
     for name in _left_by_a_run(output_dir):
         path = os.path.join(output_dir, name)
         if name.startswith(PREFIX):
-            discard_state(path)
+            discard_run_state(path)
             shutil.rmtree(path)
         else:
             os.remove(path)

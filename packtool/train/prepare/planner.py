@@ -15,8 +15,9 @@ from packtool.config.plan import PlanConfig
 from packtool.config.settings import part_of
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
-from packtool.plan.epoch import EpochPlan, PlanOptions, assign_packs, plan_epoch, reordered
-from packtool.plan.packing import PackPlan
+from packtool.plan.epoch import EpochPlan, assign_packs, plan_epoch, reordered
+from packtool.plan.options import PlanOptions
+from packtool.plan.pack_plan import PackPlan
 from packtool.plan.skrull_steps import SkrullOptions
 from packtool.plan.towers import TowerWork
 from packtool.train.prepare.schedule import PlannedSchedule, Rest, rest_of

@@ -18,7 +18,7 @@ from packtool.encode.families import MediaLimits
 from packtool.encode.model_files import ModelFiles
 from packtool.launch.world import World
 from packtool.plan.evaluation import EvaluationPlan
-from packtool.train.prepare.checkpoint import RunState, read_state
+from packtool.train.prepare.checkpoint import RunState, read_run_state
 from packtool.train.prepare.figures import StepFigures
 from packtool.train.prepare.place import checkpoint_of
 from packtool.train.prepare.result import TrainResult
@@ -66,7 +66,7 @@ class Beginning:
         found = checkpoint_of(config)
         if config.resume_only_model:
             return cls(None, None, found.directory, tuple(found.notes()))
-        before = read_state(found.directory) if found.directory is not None else None
+        before = read_run_state(found.directory) if found.directory is not None else None
         return cls(found.directory, before, None, tuple(found.notes()))
 
     @property
@@ -85,7 +85,7 @@ class Beginning:
             check_resumable(self.checkpoint, world.rank, world.size)
 
 
-class Exchange(Protocol):
+class NumberExchange(Protocol):
     """How ranks tell each other numbers while they train; every rank calls each method at the same step."""
 
     def sums(self, counts: Sequence[int]) -> list[int]:
@@ -141,7 +141,7 @@ class PreparedRun(ABC):
         schedule: its steps by number.
         state: what a checkpoint of this run says of it, and what a run that goes on must agree with.
         beginning: where it begins.
-        axes: how rows are shared.
+        axes: how sequences are shared.
         notes: remarks for the user.
         validation: what is evaluated between steps, None for nothing.
     """
@@ -196,7 +196,7 @@ class PreparedRun(ABC):
         """What a micro-batch holds, in one line for ``--debug``."""
 
     @abstractmethod
-    def steps(self, exchange: Exchange) -> Steps:
+    def steps(self, exchange: NumberExchange) -> Steps:
         """The steps of this rank from ``start`` on."""
 
     def with_config(self, **changes: Any) -> PreparedRun:

@@ -18,18 +18,12 @@ from packtool.cache.reader import CacheReader
 from packtool.config.plan import PlanConfig
 from packtool.encode.model_files import ModelFiles
 from packtool.plan.balance import imbalance
-from packtool.plan.epoch import (
-    EpochPlan,
-    PlanOptions,
-    PlanSummary,
-    assign_packs,
-    pack_costs,
-    padded_fill,
-    plan_epoch,
-)
+from packtool.plan.epoch import EpochPlan, assign_packs, plan_epoch
+from packtool.plan.options import PlanOptions
+from packtool.plan.summary import PlanSummary, pack_costs, padded_fill
 from packtool.plan.towers import TowerWork
 from packtool.simulate.lengths import read_lengths
-from packtool.simulate.model_sizes import PRESETS
+from packtool.simulate.model_sizes import MODEL_PRESETS
 from packtool.simulate.run import read_hardware
 from packtool.train.prepare.costs import learning_of, tower_work, with_model
 from packtool.train.prepare.planner import plan_options
@@ -267,5 +261,5 @@ def _model(config: PlanConfig, reader: CacheReader | None) -> tuple[Mapping[str,
         if not storage.exists(storage.join(model, "config.json")):
             model = None
     if model is None:
-        return PRESETS["8b"], "a dense model of 8 billion weights (--model names another)"
+        return MODEL_PRESETS["8b"], "a dense model of 8 billion weights (--model names another)"
     return ModelFiles.load(model).config, model

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from packtool.cache.evaluation_file import plain_json
+from packtool.config.settings import flag
 from packtool.config.train import TrainConfig
 from packtool.plan.summary import SkrullFigures
 from packtool.train.prepare.place import RESULT_NAME
@@ -69,7 +70,7 @@ class TrainResult:
     dropped: Mapping[str, int] = field(default_factory=dict)
 
     def write(self) -> None:
-        """Into the output directory."""
+        """Write the result into the output directory, as JSON."""
         with open(os.path.join(self.output_dir, RESULT_NAME), "w", encoding="utf-8") as file:
             json.dump(plain_json(dataclasses.asdict(self)), file, indent=1)
             file.write("\n")
@@ -77,20 +78,27 @@ class TrainResult:
 
 def settings_lines(config: TrainConfig) -> Iterator[str]:
     """The settings that are not their defaults, however they were given: on one line, as options."""
-    words = []
+    yield f"settings: {shlex.join(option_words(config))}"
+
+
+def option_words(config: TrainConfig) -> list[str]:
+    """The settings that are not their defaults as words of a command line."""
+    words: list[str] = []
     for setting in dataclasses.fields(config):
         value = getattr(config, setting.name)
         default = setting.default_factory() if callable(setting.default_factory) else setting.default
-        if value != default and isinstance(value, Mapping) and not setting.metadata["flag"]:
-            words += [
-                f"--set {shlex.quote(f'{setting.name}.{name}={json.dumps(item)}')}" for name, item in value.items()
-            ]
-        elif value != default and isinstance(value, Mapping):
-            words.append(f"--{setting.name.replace('_', '-')} {shlex.quote(json.dumps(value))}")
-        elif value != default:
-            shown = " ".join(value) if isinstance(value, tuple) else str(value)
-            words.append(f"--{setting.name.replace('_', '-')} {shown.lower() if isinstance(value, bool) else shown}")
-    yield f"settings: {' '.join(words)}"
+        if value == default:
+            continue
+        if isinstance(value, Mapping) and not setting.metadata["flag"]:
+            for name, item in value.items():
+                words += ["--set", f"{setting.name}.{name}={json.dumps(item)}"]
+        elif isinstance(value, Mapping):
+            words += [flag(setting.name), json.dumps(value)]
+        elif isinstance(value, tuple):
+            words += [flag(setting.name), *value]
+        else:
+            words += [flag(setting.name), str(value).lower() if isinstance(value, bool) else str(value)]
+    return words
 
 
 def next_lines(config: TrainConfig, result: TrainResult) -> Iterator[str]:
@@ -110,7 +118,7 @@ def next_lines(config: TrainConfig, result: TrainResult) -> Iterator[str]:
         yield f'load: transformers.{auto.__name__}.from_pretrained("{result.checkpoint}")'
 
 
-def plan_lines(config: TrainConfig, schedule: PlannedSchedule, result: TrainResult) -> Iterator[str]:
+def schedule_lines(config: TrainConfig, schedule: PlannedSchedule, result: TrainResult) -> Iterator[str]:
     """What is to be said of the plan before it is trained."""
     summary = schedule.first.summary
     left_out = f"; {summary.num_filtered:,} longer than {summary.max_length:,} tokens are left out"

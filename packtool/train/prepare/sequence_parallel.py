@@ -30,7 +30,7 @@ def axes_of(
 
     Raises:
         ConfigError: if the model's heads cannot be shared so.
-        UnsupportedModelError: if its rows cannot be shared at all.
+        UnsupportedModelError: if its sequences cannot be shared at all.
     """
     if world.sequence_parallel_size == 1:
         return Axes()
@@ -46,6 +46,6 @@ def sequence_parallel_lines(world: World, axes: Axes) -> Iterator[str]:
     """How processes share sequences, if they do."""
     if world.sequence_parallel_size > 1:
         yield (
-            f"sequence parallel: each row on {world.sequence_parallel_size} processes, {axes.name} ({axes.reason}); "
-            f"{world.data.size} data-parallel rank{'s' if world.data.size > 1 else ''}"
+            f"sequence parallel: each sequence on {world.sequence_parallel_size} processes, {axes.name} "
+            f"({axes.reason}); {world.data.size} data-parallel rank{'s' if world.data.size > 1 else ''}"
         )

@@ -23,10 +23,10 @@ from packtool.launch.world import World
 from packtool.plan.cost import CostModel
 from packtool.rows.sample import Dropped
 from packtool.stream.packs import PackStream, StreamedPack
-from packtool.stream.state import StreamState, write_state
+from packtool.stream.state import StreamState, write_stream_state
 from packtool.train.prepare.costs import RunCosts
 from packtool.train.prepare.figures import StepFigures
-from packtool.train.prepare.prepared import Exchange, PreparedRun, RankStep, Steps
+from packtool.train.prepare.prepared import NumberExchange, PreparedRun, RankStep, Steps
 from packtool.train.prepare.result import TrainResult
 
 _TOWER_SUMS = ("vision_tokens", "patch_squares", "audio_tokens")
@@ -52,7 +52,7 @@ class StreamedSteps(Steps):
         after: StreamState,
         log: DropLog,
         costs: RunCosts,
-        exchange: Exchange,
+        exchange: NumberExchange,
     ) -> None:
         self.totals: Counter[str] = Counter()
         self._run, self._stream, self._log, self._costs, self._exchange = run, stream, log, costs, exchange
@@ -111,7 +111,7 @@ class StreamedSteps(Steps):
         world = self._run.world
         os.makedirs(checkpoint, exist_ok=True)
         if world.share_rank == 0:
-            write_state(checkpoint, world.data.rank, self._after[step])
+            write_stream_state(checkpoint, world.data.rank, self._after[step])
 
     def counted(self, result: TrainResult) -> TrainResult:
         """See ``Steps``; with what was read, over all ranks."""

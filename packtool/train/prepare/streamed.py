@@ -25,12 +25,12 @@ from packtool.rows.source import SourceSpec
 from packtool.rows.sources import sources_of
 from packtool.stream.packs import PackStream, StreamOptions
 from packtool.stream.reading import MOST_OPEN
-from packtool.stream.state import StreamState, read_state
+from packtool.stream.state import StreamState, read_stream_state
 from packtool.train.prepare.checkpoint import RunState
 from packtool.train.prepare.costs import RunCosts
 from packtool.train.prepare.from_rows import length_of_rows, rows_fingerprint
 from packtool.train.prepare.place import with_resumed_version
-from packtool.train.prepare.prepared import Beginning, Exchange, PreparedRun, Steps
+from packtool.train.prepare.prepared import Beginning, NumberExchange, PreparedRun, Steps
 from packtool.train.prepare.result import TrainResult
 from packtool.train.prepare.schedule import OpenSchedule
 from packtool.train.prepare.sequence_parallel import axes_of
@@ -128,7 +128,7 @@ class StreamedRun(PreparedRun):
         """``samples a.json:3 a.json:17``: files and rows."""
         return "samples " + " ".join(f"{sample.source}:{sample.row}" for sample in micro_batch.samples)
 
-    def steps(self, exchange: Exchange) -> Steps:
+    def steps(self, exchange: NumberExchange) -> Steps:
         """See ``PreparedRun``; no plan tells what a step holds, so ranks add it up."""
         log = DropLog(self.config.output_dir, self.world, self.stream)
         data = self.world.data
@@ -161,22 +161,17 @@ def prepare_stream(config: TrainConfig, world: World) -> StreamedRun:
     asked = config.export_config("", max_length)
     encoder = Encoder(asked.encode_spec, files)  # refuses what cannot be encoded
     specs = sources_of(asked)
-    check_template(config.model, encoder, (follow(spec) for spec in specs[:MOST_OPEN]))
+    check_template(config.model, files, (follow(spec) for spec in specs[:MOST_OPEN]))
     refusals = [refused_at_first(*follow(spec)) for spec in specs[:MOST_OPEN]]
     packing_length = config.packing_length or max_length
-    state = RunState(
+    state = RunState.of(
+        config,
         plan="stream",
         cache=rows_fingerprint(asked, files, specs, with_times=False),
-        seed=config.seed,
-        train_type=config.train_type,
-        packing=True,
         max_length=max_length,
         packing_length=packing_length,
         world_size=world.data.size,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-        per_device_train_batch_size=config.per_device_train_batch_size,
         streaming=_settings(config),
-        master_weights=config.master_weights,
     )
     beginning = Beginning.of(config)
     beginning.check(state, world)
@@ -194,7 +189,7 @@ def prepare_stream(config: TrainConfig, world: World) -> StreamedRun:
         spec=asked.encode_spec,
         options=_options(config, packing_length),
         costs=RunCosts.of(config, files.config),
-        stream=read_state(beginning.checkpoint, world.data.rank) if beginning.checkpoint is not None else None,
+        stream=read_stream_state(beginning.checkpoint, world.data.rank) if beginning.checkpoint is not None else None,
     )
 
 

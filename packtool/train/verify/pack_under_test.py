@@ -19,10 +19,10 @@ from packtool.batch.collate import collate_packs
 from packtool.batch.collate_shard import collate_shard, with_own_media
 from packtool.batch.collate_tree import collate_tree
 from packtool.batch.prefix_tree import ROOT, Node, find_tree, part_of
-from packtool.batch.shard import SHARDED
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.placed_media import sounds_in_order
+from packtool.plan.skrull import SHARDED
 from packtool.train.model.head_loss import losses_of_head
 from packtool.train.model.loss import sum_of_losses, takes_logits_to_keep
 from packtool.train.model.memory import CHECKED_POSITIONS
@@ -148,7 +148,7 @@ class PackUnderTest:
 
     def _shared_logits(self, batch: ShardedBatch, rows: Tensor) -> Tensor:
         """Each rank computes those of its own tokens; every rank has all of them."""
-        assert self.parallel is not None, "somebody shares the row"
+        assert self.parallel is not None, "somebody shares the sequence"
         slots = {position: slot for slot, position in enumerate(batch.index.tolist())}
         mine = [(number, slots[row]) for number, row in enumerate(rows.tolist()) if row in slots]
         # All ranks run the model, whether or not a position of theirs is asked for.
@@ -163,7 +163,7 @@ class PackUnderTest:
         return _logits(self.model, self.alone[number], _positions(self.lengths[number]))
 
     def loss(self, batch: Batch) -> Tensor:
-        """A batch's share of the pack's mean loss; of a row that ranks share, this rank's part."""
+        """A batch's share of the pack's mean loss; of a sequence that ranks share, this rank's part."""
         with losses_of_head(self.model) as head_loss:
             # As the step makes it, so that the check never holds more logits than the step.
             if head_loss is not None:

@@ -1,4 +1,4 @@
-"""Attends to shared rows on all ranks of a process group, and writes how far each case is from the dense reference."""
+"""Attends to shared sequences on all ranks of a process group; writes how far each case is from the dense reference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from packtool.attention.parallel.axes import Axes
 from packtool.attention.parallel.blocks import BlockKernel, CpuFlashBlockKernel, MathBlockKernel
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.varlen import Varlen
-from packtool.batch.shard import SHARDED, SequenceShard, assign_tokens
+from packtool.batch.shard import SequenceShard, assign_tokens
+from packtool.plan.skrull import SHARDED
 from tests.attention.parallel.shared_model import check_model
 from tests.batch.reduced import VISION_MODELS
 
@@ -33,7 +34,7 @@ MESHES = {
 }
 HEADS = [(8, 8), (8, 2), (8, 1)]
 # Lengths, and the ranks (of two, in pairs of four) that documents are local to.
-ROWS: dict[str, tuple[list[int], list[int]]] = {
+SEQUENCES: dict[str, tuple[list[int], list[int]]] = {
     "all sharded": ([37, 3, 64, 1, 21], [SHARDED] * 5),
     "some local": ([37, 5, 64, 9, 21], [SHARDED, 0, SHARDED, 1, SHARDED]),
     "all local": ([17, 5, 8], [0, 1, 0]),
@@ -62,7 +63,7 @@ MODELS = {
 
 
 def cases(world_size: int) -> list[tuple[str, str, tuple[int, int], str, int | None]]:
-    """(mesh, row, heads, blocks, window) that so many processes run."""
+    """(mesh, sequence, heads, blocks, window) that so many processes run."""
     names = CHOSEN[world_size]
     common = product(names, ("all sharded", "some local"), HEADS)
     rare = product(names, ("all local", "one rank has all"), HEADS[1:2])
@@ -85,11 +86,11 @@ def find_errors(result: Path) -> None:
     size = dist.get_world_size()
     meshes = {name: SequenceParallel.on_mesh(MESHES[name], "cpu") for name in CHOSEN[size]}
     found = {}
-    for mesh, row, heads, blocks, window in cases(size):
-        error = _error(meshes[mesh], *ROWS[row], heads, *BLOCKS[blocks], window)
+    for mesh, sequence, heads, blocks, window in cases(size):
+        error = _error(meshes[mesh], *SEQUENCES[sequence], heads, *BLOCKS[blocks], window)
         worst = torch.tensor(error, dtype=torch.float64)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        found[f"{mesh}, {row}, {heads}, {blocks}, {window}"] = worst.tolist()
+        found[f"{mesh}, {sequence}, {heads}, {blocks}, {window}"] = worst.tolist()
     for name, mesh in MODELS[size]:
         found[f"{name}, {mesh}"] = check_model(name, meshes[mesh])
     if dist.get_rank() == 0:

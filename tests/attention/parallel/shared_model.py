@@ -1,4 +1,4 @@
-"""A reduced model of each family on a row that ranks share, against the same row on one rank."""
+"""A reduced model of each family on a sequence that ranks share, against the same sequence on one rank."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from packtool.attention.register import set_attention
 from packtool.batch.batch import Batch, ShardedBatch
 from packtool.batch.collate import collate_packs
 from packtool.batch.collate_shard import collate_shard
-from packtool.batch.shard import SHARDED
 from packtool.batch.spec import InputSpec
+from packtool.plan.skrull import SHARDED
 from packtool.train.model.loss import sum_of_losses, takes_logits_to_keep
 from tests.batch.reduced import VISION_MODELS, mixed_samples, reduced_model, reduced_spec, save_image_processor
 
@@ -60,23 +60,23 @@ def _run(
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     total = loss.detach().clone()
     with torch.no_grad():
-        row = model(**batch.model_inputs()).logits[0]
+        sequence = model(**batch.model_inputs()).logits[0]
     if parallel is not None:
         assert isinstance(batch, ShardedBatch)
         for gradient in (total, *gradients.values()):
             dist.all_reduce(gradient, group=parallel.whole)
-        row = parallel.gathered(row, batch.index, sum(batch.lengths))
+        sequence = parallel.gathered(sequence, batch.index, sum(batch.lengths))
     starts = [0]
     for length in batch.lengths:  # type: ignore[attr-defined]  # both kinds of packed sequences have them
         starts.append(starts[-1] + length)
-    found = [row[start : start + length] for start, length in zip(starts, lengths, strict=False)]
+    found = [sequence[start : start + length] for start, length in zip(starts, lengths, strict=False)]
     return found, float(total), gradients
 
 
 def _changed(
     samples: list, spec: InputSpec, parallel: SequenceParallel, places: list[int], number: int
 ) -> ShardedBatch:
-    """The same row with another last token in one sample."""
+    """The same sequence with another last token in one sample."""
     batch = collate_shard(samples, spec, parallel.cut, places)
     at = sum(batch.lengths[:number]) + samples[number].length - 2
     batch.input_ids[0, batch.index == at] += 1

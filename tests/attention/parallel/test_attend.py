@@ -1,4 +1,4 @@
-"""Attention, and whole models, on rows that two and four gloo processes share: as if one had the row."""
+"""Attention, and whole models, on sequences that two and four gloo processes share: as if one had the sequence."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def found(
 def test_attention_equals_the_dense_reference(found: tuple[int, dict[str, list[float]]]) -> None:
     """The output and the gradients of q, k and v: Hkv = 8, 2 and 1, every mesh, documents sharded and local."""
     size, errors = found
-    for mesh, row, heads, blocks, window in cases(size):
-        name = f"{mesh}, {row}, {heads}, {blocks}, {window}"
+    for mesh, sequence, heads, blocks, window in cases(size):
+        name = f"{mesh}, {sequence}, {heads}, {blocks}, {window}"
         assert max(errors[name]) < TOLERANCES[blocks], name
 
 

@@ -1,4 +1,4 @@
-"""What several processes do with a row: as asked, or what sends least, with a reason."""
+"""What several processes do with a sequence: as asked, or what sends least, with a reason."""
 
 from __future__ import annotations
 

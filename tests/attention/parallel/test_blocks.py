@@ -13,7 +13,7 @@ from packtool.attention.parallel.blocks import (
     CpuFlashBlockKernel,
     MathBlockKernel,
     choose_blocks,
-    merge,
+    merge_outputs,
 )
 from packtool.attention.varlen import Varlen
 from packtool.errors import ConfigError
@@ -55,7 +55,7 @@ def test_blocks_of_some_keys_merge_to_all_keys(blocks: BlockKernel) -> None:
     out, lse = torch.zeros(30, 4, 8), torch.full((4, 30), -torch.inf)
     for (start, stop), lengths in parts.items():
         block = AttentionBlock(queries, Varlen.of_lengths(lengths), False, 0.3)
-        out, lse = merge(out, lse, *blocks.fwd(q, k[start:stop], v[start:stop], block))
+        out, lse = merge_outputs(out, lse, *blocks.fwd(q, k[start:stop], v[start:stop], block))
     order = [*range(8), *range(21, 33), *range(8, 11), *range(33, 34), *range(11, 21), *range(34, 50)]
     wide = [tensor.double().requires_grad_() for tensor in (q, k[order], v[order])]
     expected = []
@@ -87,12 +87,12 @@ def test_blocks_of_the_cpu_equal_the_formulas(
 
 def test_queries_that_have_seen_nothing_stay_empty() -> None:
     nothing = torch.zeros(3, 2, 4), torch.full((2, 3), -torch.inf)
-    out, lse = merge(*nothing, *nothing)
+    out, lse = merge_outputs(*nothing, *nothing)
     assert not out.any()
     assert torch.isneginf(lse).all()
     some = torch.randn(3, 2, 4), torch.randn(2, 3)
     for pair in ((nothing, some), (some, nothing)):
-        out, lse = merge(*pair[0], *pair[1])
+        out, lse = merge_outputs(*pair[0], *pair[1])
         torch.testing.assert_close(out, some[0])
         torch.testing.assert_close(lse, some[1])
 
@@ -108,7 +108,7 @@ def test_which_blocks_a_kernel_means() -> None:
     assert choose_blocks("sdpa", CPU, torch.bfloat16, head_dims=(64, 64)).name == "cpu_flash"
     assert choose_blocks("auto", CPU, torch.float32, head_dims=(96, 64)).name == "math"
     assert choose_blocks("reference", CPU, torch.float64, head_dims=(64, 64)).name == "math"
-    with pytest.raises(ConfigError, match="flash_attention_2: rows that several processes share"):
+    with pytest.raises(ConfigError, match="flash_attention_2: sequences that several processes share"):
         choose_blocks("flash_attention_2", CPU, torch.bfloat16, head_dims=(64, 64))
     with pytest.raises(ConfigError, match="CUDA"):
         choose_blocks("varlen", CPU, torch.bfloat16, head_dims=(64, 64))

@@ -57,7 +57,7 @@ def one_by_one(checkpoint: str, tiny: TinyWorld) -> list[tuple[int, int, bool]]:
     for position in range(len(reader)):
         sample = reader.sample(position)
         ids = torch.from_numpy(sample.input_ids.astype(np.int64)).unsqueeze(0)
-        inputs = {"input_ids": ids, "mm_token_type_ids": (ids == spec.image_pad_id).int()}
+        inputs = {"input_ids": ids, "mm_token_type_ids": (ids == spec.pad_ids["image"]).int()}
         if sample.images:
             batch = collate_packs([sample], spec)
             inputs |= {"pixel_values": batch.pixel_values, "image_grid_thw": batch.image_grid_thw}

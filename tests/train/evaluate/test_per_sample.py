@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,6 @@ from torch import nn
 from packtool.attention.register import ATTENTION_NAME
 from packtool.batch.collate import collate_packs
 from packtool.batch.spec import InputSpec
-from packtool.cache.evaluation_file import read_evaluation
 from packtool.cache.reader import CacheReader
 from packtool.errors import DataError
 from packtool.launch.world import World
@@ -83,20 +83,20 @@ def alone(case: Case) -> list[dict[str, float]]:
     found = []
     for sample in map(case.reader.sample, range(len(case.reader))):
         ids = torch.from_numpy(sample.input_ids.astype(np.int64)).unsqueeze(0)
-        inputs: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": (ids == case.spec.image_pad_id).int()}
+        inputs: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": (ids == case.spec.pad_ids["image"]).int()}
         if sample.images:
             batch = collate_packs([sample], case.spec)
             inputs |= {"pixel_values": batch.pixel_values, "image_grid_thw": batch.image_grid_thw}
         logits = model(**inputs).logits[0, :-1]
         labels = torch.from_numpy(sample.labels[1:].astype(np.int64))
         places = (labels != -100).nonzero().squeeze(1)
-        right = logits.argmax(-1)[places] == labels[places]
-        wrong = places[~right]
+        correct = logits.argmax(-1)[places] == labels[places]
+        wrong = places[~correct]
         found.append(
             {
                 "loss": F.cross_entropy(logits, labels).item(),
                 "target_tokens": len(places),
-                "token_accuracy": right.double().mean().item(),
+                "token_accuracy": correct.double().mean().item(),
                 "first_wrong": int(wrong[0]) + 1 if len(wrong) else -1,
             }
         )
@@ -305,7 +305,8 @@ def test_two_processes_share_the_work_and_know_the_whole(case: Case, tmp_path: P
     assert first["wrapped"].keys() == expected.keys()
     for name, value in expected.items():
         assert first["wrapped"][name] == pytest.approx(value, abs=1e-5, rel=1e-5)
-    columns, info = read_evaluation(str(tmp_path / "two.parquet"))
+    table = pq.read_table(tmp_path / "two.parquet")
+    columns, info = table.to_pydict(), json.loads(table.schema.metadata[b"packtool"])
     assert columns["sample"] == list(range(40))
     assert columns["loss"] == pytest.approx(whole.loss, abs=1e-5)
     assert columns["first_wrong"] == whole.first_wrong.tolist()

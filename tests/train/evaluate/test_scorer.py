@@ -56,8 +56,8 @@ def scores(scorer: Scorer, spec: InputSpec, samples: list[EncodedSample], alignm
     dataset = EvaluationMicroBatches(Samples(samples), spec, [np.arange(len(samples))], alignment=alignment)
     item = dataset[0]
     assert isinstance(item, EvaluationBatch)
-    losses, right = scorer(item.batch)
-    return sample_scores(item.rows, item.batch.labels, losses, right).numpy()
+    losses, correct = scorer(item.batch)
+    return sample_scores(item.places, item.batch.labels, losses, correct).numpy()
 
 
 @pytest.mark.parametrize("name", [*TEXT_MODELS, *VISION_MODELS, "qwen3_next"])

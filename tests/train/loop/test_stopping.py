@@ -142,7 +142,7 @@ def test_a_launcher_passes_signals_on_and_waits(tmp_path: Path) -> None:
     script = f"trap 'sleep 1; echo $RANK >> {tmp_path}/done; exit 143' TERM; touch {tmp_path}/up$RANK; "
     script += "while :; do sleep 0.1; done"
     options = ["--standalone", "--nproc-per-node", "2", "--no-python", "bash", "-c", script]
-    with started(torchrun.run, options) as launcher:
+    with started(torchrun.run_torchrun, options) as launcher:
         wait_for(lambda: len(list(tmp_path.glob("up*"))) == 2, lambda: not launcher.is_alive())
         os.kill(launcher.pid or 0, signal.SIGTERM)
         launcher.join(PATIENCE_S)

@@ -120,6 +120,25 @@ def test_gathered_layers_are_counted_where_weights_are_sharded(tiny: TinyWorld) 
     full = estimate(tiny, fsdp=("full_shard",))
     assert 0 < full.gathered * GIB <= 2 * 3 * full.num_parameters
     assert "gathered layers" in full.sentence()
+    whole = estimate(tiny, fsdp=("shard_grad_op",))
+    assert whole.gathered * GIB >= 2 * whole.num_parameters
+    assert whole.gathered > full.gathered
+    assert (whole.weights, whole.gradients, whole.optimizer) == (full.weights, full.gradients, full.optimizer)
+
+
+def test_buckets_of_gradients_are_counted(tiny: TinyWorld) -> None:
+    """Data-parallel ranks exchange copies; one process, and ranks that shard, have none."""
+    plain = estimate(tiny)
+    assert plain.buckets == plain.gradients
+    assert "buckets of gradients" in plain.sentence()
+    assert estimate(tiny, world_size=1).buckets == 0
+    assert estimate(tiny, deepspeed="zero2").buckets == estimate(tiny, fsdp=("full_shard",)).buckets == 0
+
+
+def test_stages_of_a_file_are_told(tiny: TinyWorld, tmp_path: Path) -> None:
+    path = tmp_path / "stages.json"
+    path.write_text('{"zero_optimization": {"stage": 2}}')
+    assert estimate(tiny, deepspeed=str(path)) == estimate(tiny, deepspeed="zero2")
 
 
 def test_a_model_that_cannot_be_traced_says_so(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from packtool.cli.main import run
 from packtool.config.merge import MergeConfig
 from packtool.errors import ConfigError, MismatchError, StorageError
 from packtool.progress import SilentProgress
-from packtool.train.model.merge import merge
+from packtool.train.model.merge import merge_adapter
 from packtool.train.run import train
 from tests.train.tiny import TinyWorld
 
@@ -57,8 +57,10 @@ def test_merged_logits_are_the_adapters(adapter: Path, tiny: TinyWorld, tmp_path
 
 def test_in_bfloat16_the_sum_is_rounded_once(adapter: Path, tmp_path: Path) -> None:
     exact, short = tmp_path / "exact", tmp_path / "short"
-    merge(MergeConfig(adapter=str(adapter), output=str(exact)), SilentProgress())
-    result = merge(MergeConfig(adapter=str(adapter), output=str(short), torch_dtype="bfloat16"), SilentProgress())
+    merge_adapter(MergeConfig(adapter=str(adapter), output=str(exact)), SilentProgress())
+    result = merge_adapter(
+        MergeConfig(adapter=str(adapter), output=str(short), torch_dtype="bfloat16"), SilentProgress()
+    )
     assert result.dtype == "bfloat16"
     weights, rounded = load_file(exact / "model.safetensors"), load_file(short / "model.safetensors")
     assert all(torch.equal(rounded[name], weight.bfloat16()) for name, weight in weights.items())
@@ -69,20 +71,22 @@ def test_what_cannot_be_merged(adapter: Path, tiny: TinyWorld, tmp_path: Path, m
     told = {str(tmp_path / "none"): "there is no such directory", str(adapter.parent): "whose last adapter is .*last"}
     for directory, why in told.items():
         with pytest.raises(ConfigError, match=f"is no adapter: .*{why}"):
-            merge(MergeConfig(adapter=directory, output=str(tmp_path / "new")), SilentProgress())
+            merge_adapter(MergeConfig(adapter=directory, output=str(tmp_path / "new")), SilentProgress())
     with pytest.raises(ConfigError, match=r"--base-model \./none: there is no such directory"):
-        merge(MergeConfig(adapter=str(adapter), base_model="./none", output=str(tmp_path / "new")), SilentProgress())
+        merge_adapter(
+            MergeConfig(adapter=str(adapter), base_model="./none", output=str(tmp_path / "new")), SilentProgress()
+        )
     with pytest.raises(ConfigError, match="is no adapter: it is a whole model"):
-        merge(MergeConfig(adapter=tiny.model, output=str(tmp_path / "new")), SilentProgress())
+        merge_adapter(MergeConfig(adapter=tiny.model, output=str(tmp_path / "new")), SilentProgress())
     with pytest.raises(ConfigError, match="there already, and not empty"):
-        merge(MergeConfig(adapter=str(adapter), output=tiny.model), SilentProgress())
+        merge_adapter(MergeConfig(adapter=str(adapter), output=tiny.model), SilentProgress())
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError("No space left on device")
 
     monkeypatch.setattr("packtool.train.model.merge.copy_processor", full)
     with pytest.raises(StorageError, match="another --output"):
-        merge(MergeConfig(adapter=str(adapter), output=str(tmp_path / "new")), SilentProgress())
+        merge_adapter(MergeConfig(adapter=str(adapter), output=str(tmp_path / "new")), SilentProgress())
     assert not list(tmp_path.iterdir())
 
 
@@ -112,5 +116,5 @@ def test_adapters_that_do_not_fit_are_refused(way: str, adapter: Path, tiny: Tin
         truncated(weights)
     found = MergeConfig(adapter=str(copy), base_model=base, output=str(tmp_path / "new"))
     with pytest.raises(MismatchError, match=r"the adapter in .* is that of another|cannot be put onto"):
-        merge(found, SilentProgress())
+        merge_adapter(found, SilentProgress())
     assert not (tmp_path / "new").exists()

@@ -22,12 +22,11 @@ from transformers import AutoConfig, PreTrainedConfig, Qwen3_5MoeConfig, Qwen3Mo
 
 from packtool.attention.register import set_attention
 from packtool.batch.batch import PackedBatch, target_positions
-from packtool.batch.spec import InputSpec
+from packtool.batch.spec import InputSpec, auto_class
 from packtool.batch.tower_inputs import tower_inputs
 from packtool.encode.families import MediaLimits
 from packtool.train.loop.finite import StepNumbers
 from packtool.train.model.head_loss import HeadLoss
-from packtool.train.model.load import auto_class
 from tests.attention.hybrids import hybrid_config
 from tests.batch.reduced import reduced_config
 from tests.train.real_models import reduced

@@ -11,15 +11,15 @@ from packtool.config.plan import PlanConfig
 from packtool.config.train import TrainConfig
 from packtool.errors import MismatchError
 from packtool.plan.cost import CostModel, Learning
-from packtool.plan.epoch import PlanOptions
+from packtool.plan.options import PlanOptions
 from packtool.plan.skrull_steps import SkrullOptions
 from packtool.simulate.cost import Machine
-from packtool.simulate.hardware import PRESETS as HARDWARE
-from packtool.simulate.model_sizes import PRESETS, ModelSizes
+from packtool.simulate.hardware import HARDWARE_PRESETS as HARDWARE
+from packtool.simulate.model_sizes import MODEL_PRESETS, ModelSizes
 from packtool.train.prepare.checkpoint import RunState
 from packtool.train.prepare.costs import RunCosts, cost_of, learning_of, with_model
 
-MODEL: dict[str, Any] = PRESETS["qwen2.5-0.5b"]
+MODEL: dict[str, Any] = MODEL_PRESETS["qwen2.5-0.5b"]
 
 
 def run_config(**settings: Any) -> TrainConfig:
@@ -67,7 +67,7 @@ def test_skrull_is_told_of_the_devices_that_there_are() -> None:
     assert with_model(plain, MODEL, Learning(), HARDWARE["a100"]).skrull is None
 
 
-def test_what_learns_is_told_where_packs_were_dealt_by_it() -> None:
+def test_what_learns_is_told_where_packs_were_assigned_by_it() -> None:
     given: dict[str, Any] = {"plan": "p", "cache": "c", "seed": 0, "train_type": "lora", "packing": True}
     given |= {"max_length": 8, "packing_length": 8, "world_size": 1, "gradient_accumulation_steps": 1}
     state = RunState(**given, per_device_train_batch_size=1, steps="s", learning="towers frozen")

@@ -13,7 +13,8 @@ from packtool.attention.parallel.axes import Axes
 from packtool.config.train import TrainConfig
 from packtool.launch.world import World
 from packtool.plan.cost import CostModel
-from packtool.plan.epoch import EpochPlan, PlanOptions, assign_packs, plan_epoch
+from packtool.plan.epoch import EpochPlan, assign_packs, plan_epoch
+from packtool.plan.options import PlanOptions
 from packtool.plan.skrull_steps import SkrullOptions
 from packtool.train.loop.loader import StepLoader
 from packtool.train.prepare.cached import CachedRun
@@ -181,7 +182,7 @@ def test_every_pack_is_trained_once_whatever_the_processes(step: int, world_size
 
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("step", [0, 1, 3, 5])
-def test_what_skrull_took_apart_is_dealt_anew_in_whole_packs(step: int, packing: bool) -> None:
+def test_what_skrull_took_apart_is_assigned_anew_in_whole_packs(step: int, packing: bool) -> None:
     """Every sample once, in steps as large as without Skrull, whatever the processes and when they change again."""
 
     def options(world_size: int) -> PlanOptions:

@@ -32,13 +32,13 @@ from packtool.train.model.head_loss import losses_of_head
 from packtool.train.run import train
 from packtool.train.verify.checks import (
     Check,
-    PackUnderTest,
     check_gradients,
     check_isolation,
     check_logits,
     check_loss,
     worst_of,
 )
+from packtool.train.verify.pack_under_test import PackUnderTest
 from packtool.train.verify.run import (
     choose_packs,
     fewer_tokens,

@@ -1,0 +1,211 @@
+"""Settings that fit into a GPU's memory: what is proposed fits, is the cheapest, and is what training does."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from packtool.cli.main import run
+from packtool.config.plan import PlanConfig
+from packtool.errors import ConfigError, UnsupportedModelError
+from packtool.progress import SilentProgress
+from packtool.simulate.cost import Constants
+from packtool.train.loop import execute
+from packtool.train.model import memory
+from packtool.train.model.fit import SHOWN, Fit, find_fit
+from packtool.train.model.memory import MemoryEstimate, TracedOnce
+from packtool.train.prepare.fit import Expected
+from tests.train.tiny import TinyWorld
+
+GIB = 2**30
+WORLD_SIZE = 4
+
+
+def plan_config(tiny: TinyWorld, fit: int, **given: Any) -> PlanConfig:
+    settings: dict[str, Any] = {"cached_dataset": (tiny.cache,), "world_size": WORLD_SIZE, "train_type": "full"}
+    return PlanConfig(fit=fit, hardware="h100", **settings | given)
+
+
+def told_bytes(config: Any, _model: Any, _dtype: Any, num_tokens: int, num_media: int) -> int:
+    """A stand-in for the trace, which rises with the tokens as it does."""
+    return (1000 if config.gradient_checkpointing else 4000) * num_tokens + 100 * num_media + 50_000
+
+
+@pytest.fixture
+def without_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "traced_pass_bytes", told_bytes)
+
+
+def check(found: Fit, budget: float) -> None:
+    assert 0 < len(found.proposals) <= SHOWN
+    assert found.num_tried <= found.num_settings
+    assert all(each.memory.total * GIB <= budget for each in found.proposals)
+    least = min(each.expected.seconds_per_token for each in found.proposals)
+    assert found.proposals[0].expected.seconds_per_token <= 1.01 * least
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.floats(min_value=1.5e6, max_value=2e7), st.floats(min_value=1.0, max_value=4.0), st.data())
+def test_what_is_proposed_fits_and_more_memory_costs_no_more(
+    tiny: TinyWorld, without_traces: None, fit: float, more: float, data: st.DataObject
+) -> None:
+    given: dict[str, Any] = {
+        "train_type": data.draw(st.sampled_from(["full", "lora"])),
+        "gradient_accumulation_steps": data.draw(st.sampled_from([1, 2])),
+        "world_size": data.draw(st.sampled_from([1, 2, 4])),
+    }
+    least = []
+    for size in (int(fit), int(fit * more)):
+        try:
+            found = find_fit(plan_config(tiny, size, **given), SilentProgress())
+        except ConfigError:
+            assert not least, "what fits into little fits into more"
+            continue
+        check(found, size * Constants().usable_memory)
+        least.append(found.proposals[0].expected.seconds_per_token)
+    assert least == sorted(least, reverse=True) or least[1] <= 1.01 * least[0]
+
+
+def test_a_proposal_is_what_a_dry_run_of_its_command_tells(
+    tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traced through the model, and told to the last bit."""
+    given: dict[str, Any] = {"gradient_accumulation_steps": 2, "freeze_vit": False, "num_train_epochs": 3.0}
+    found = find_fit(plan_config(tiny, 8_000_000, **given), SilentProgress())
+    check(found, 8_000_000 * Constants().usable_memory)
+    told: list[MemoryEstimate] = []
+    preview = execute.estimate_training
+
+    def noted(*args: Any) -> Any:
+        estimate, precision = preview(*args)
+        told.append(estimate)
+        return estimate, precision
+
+    monkeypatch.setattr(execute, "estimate_training", noted)
+    monkeypatch.chdir(tmp_path)
+    ways = {(each.expected.sharding, each.expected.run.sequence_parallel_ranks): each for each in found.proposals}
+    assert len(ways) > 2
+    for each in list(ways.values())[:4]:
+        processes, *words = shlex.split(each.expected.command(8))
+        assert processes == f"NPROC_PER_NODE={WORLD_SIZE}"
+        assert words.pop(0) == "packtool"
+        monkeypatch.setenv(*processes.split("="))
+        assert run([*words, "--dry-run", "--hardware", "h100"]) == 0
+        assert told.pop() == each.memory
+
+
+def test_what_is_given_is_kept(tiny: TinyWorld, without_traces: None) -> None:
+    fixed: dict[str, Any] = {
+        "packing_length": 200,
+        "gradient_checkpointing": True,
+        "fsdp": ("full_shard",),
+        "sequence_parallel_size": 2,
+    }
+    found = find_fit(plan_config(tiny, GIB, **fixed, lora_rank=4, train_type="lora"), SilentProgress())
+    (only,) = found.proposals
+    assert {name: getattr(only.expected.run, name) for name in fixed} == fixed
+    assert (only.expected.run.lora_rank, only.expected.run.train_type) == (4, "lora")
+    assert found.num_settings == 1
+    for name in fixed:
+        searched = find_fit(plan_config(tiny, GIB, **{name: fixed[name]}), SilentProgress())
+        assert all(getattr(each.expected.run, name) == fixed[name] for each in searched.proposals)
+        assert searched.num_settings > 1
+    kahan = find_fit(plan_config(tiny, GIB, master_weights="kahan"), SilentProgress())
+    assert {each.expected.sharding for each in kahan.proposals} == {"none"}, "what training refuses is not tried"
+    with pytest.raises(ConfigError, match="--master-weights kahan: FSDP"):
+        find_fit(plan_config(tiny, GIB, master_weights="kahan", fsdp=("full_shard",)), SilentProgress())
+    with pytest.raises(ConfigError, match="heads"):
+        find_fit(
+            plan_config(tiny, GIB, sequence_parallel_size=3, world_size=3, sequence_parallel_type="ulysses"),
+            SilentProgress(),
+        )
+
+
+def test_one_process_shards_nothing(tiny: TinyWorld, without_traces: None) -> None:
+    found = find_fit(plan_config(tiny, GIB, world_size=1), SilentProgress())
+    assert {each.expected.sharding for each in found.proposals} == {"none"}
+    assert found.proposals[0].expected.command(8).startswith("packtool train ")
+
+
+def test_commands_of_several_machines(tiny: TinyWorld, without_traces: None) -> None:
+    expected: Expected = find_fit(plan_config(tiny, GIB, world_size=1), SilentProgress()).proposals[0].expected
+    command = dataclasses.replace(expected, world_size=16).command(8)
+    assert command.startswith("NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 NPROC_PER_NODE=8 packtool train ")
+
+
+def test_the_nearest_is_told_where_nothing_fits(tiny: TinyWorld, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", tiny.cache, "--fit", "100KB", "--world-size", "2", "--train-type", "full"]
+    assert run(words) == 2
+    told = capsys.readouterr().err
+    for part in ("nothing fits into 0.0 GiB", "Nearest is --packing-length 128", "sharding fsdp full_shard", "Try "):
+        assert part in told
+
+
+def test_as_json_and_as_a_table(tiny: TinyWorld, without_traces: None, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", tiny.cache, "--fit", "1GB", "--world-size", "2", "--hardware", "a100"]
+    assert run([*words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["num_tried"] == told["num_too_large"] + len(told["proposals"])
+    best = told["proposals"][0]
+    assert best["memory_gib"] < told["budget_gib"] < told["fit"] / GIB
+    assert run(words) == 0
+    shown = capsys.readouterr().out
+    for part in (best["command"], f"{told['num_settings']:,} settings for A100", "packing length", "--hardware a100"):
+        assert part in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--fit", "1GB", "--sweep", "200"], "--sweep is not for --fit"),
+        (["--fit", "1GB", "--schedule", "skrull", "--bucket-size", "200"], "--fit searches packs"),
+        (["--gradient-checkpointing", "true"], "--gradient-checkpointing goes with --fit"),
+        (["--fit", "1GB", "--fsdp", "sharded"], "--fsdp sharded: known are"),
+        (["--fit", "little"], "write it as in 200GB"),
+    ],
+)
+def test_what_does_not_go_together(
+    tiny: TinyWorld, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["plan", tiny.cache, *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_that_cannot_be_traced_is_refused(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    def asks_for_numbers(*_: Any) -> int:
+        raise RuntimeError("a number is needed on the host")
+
+    monkeypatch.setattr(memory, "traced_pass_bytes", asks_for_numbers)
+    with pytest.raises(UnsupportedModelError, match="cannot be traced"):
+        find_fit(plan_config(tiny, GIB), SilentProgress())
+
+
+def test_a_pass_is_traced_once(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int]] = []
+
+    def counted(config: Any, model: Any, dtype: Any, num_tokens: int, num_media: int) -> int:
+        calls.append((num_tokens, num_media))
+        return told_bytes(config, model, dtype, num_tokens, num_media)
+
+    monkeypatch.setattr(memory, "traced_pass_bytes", counted)
+    trace, config = TracedOnce(), tiny.config("out")
+    none: Any = None
+    for way in ((), ("full_shard",), ("shard_grad_op",)):
+        sharded = dataclasses.replace(config, fsdp=way, packing_length=300)
+        assert trace(sharded, none, none, 100, 10) == told_bytes(config, none, none, 100, 10)
+    assert calls == [(100, 10)] * 2, "with sharding and without"
+    assert (
+        trace.at_least(config, none, 200, 10) == trace.at_least(config, none, 1 << 20, 1 << 19) == calls_bytes(config)
+    )
+    assert trace.at_least(config, none, 99, 10) == trace.at_least(config, none, 200, 9) == 0
+
+
+def calls_bytes(config: Any) -> int:
+    return told_bytes(config, None, None, 100, 10)

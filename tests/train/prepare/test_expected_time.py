@@ -1,0 +1,94 @@
+"""How long a planned epoch is expected to take."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from packtool.cache.reader import CacheReader
+from packtool.config.train import TrainConfig
+from packtool.plan.epoch import EpochPlan, plan_epoch
+from packtool.simulate.hardware import HARDWARE_PRESETS
+from packtool.simulate.model_sizes import MODEL_PRESETS
+from packtool.train.prepare.costs import RunCosts, learning_of, sample_costs, with_model
+from packtool.train.prepare.expected_time import ExpectedTime
+from packtool.train.prepare.planner import plan_options
+from tests.train.tiny import TinyWorld
+
+WORLD_SIZE = 4
+TIME = ExpectedTime(
+    model=MODEL_PRESETS["8b"],
+    hardware=HARDWARE_PRESETS["h100"],
+    world_size=WORLD_SIZE,
+    weight_bytes=16 * 10**9,
+    gradient_bytes=32 * 10**9,
+    trained_bytes=16 * 10**9,
+)
+
+
+def run_config(**settings: Any) -> TrainConfig:
+    given: dict[str, Any] = {"packing_length": 256, "train_type": "full", "gradient_checkpointing": False}
+    return TrainConfig(model="m", cached_dataset=("c",), output_dir="o", **given | settings)
+
+
+def planned(tiny: TinyWorld, config: TrainConfig) -> tuple[EpochPlan, Any]:
+    index = CacheReader.open((tiny.cache,)).index
+    options = plan_options(config, max_length=256, world_size=WORLD_SIZE // config.sequence_parallel_ranks)
+    options = with_model(options, TIME.model, learning_of(config), TIME.hardware)
+    return plan_epoch(index.length, index.target_tokens, options, seed=0, media_tokens=index.media_tokens), index
+
+
+def seconds(tiny: TinyWorld, time: ExpectedTime = TIME, **settings: Any) -> float:
+    config = run_config(**settings)
+    return float(time.steps(config, *planned(tiny, config)).sum())
+
+
+def test_short_packs_take_what_their_launches_take(tiny: TinyWorld) -> None:
+    fast = dataclasses.replace(TIME, hardware=dataclasses.replace(TIME.hardware, peak_tflops=1e5))
+    plan, index = planned(tiny, config := run_config())
+    launches = 36 * 150 * 5e-6
+    # Gradients travel behind the backward pass, and these take longer.
+    assert fast.steps(config, plan, index) == pytest.approx(launches + fast.collectives(config).last - 2 / 3 * launches)
+
+
+def test_a_slow_device_takes_the_time_of_its_slowest_rank(tiny: TinyWorld) -> None:
+    slow = dataclasses.replace(TIME.hardware, peak_tflops=0.5, matmul_share=1.0, attention_share=1.0)
+    config = run_config(train_type="lora")
+    time = dataclasses.replace(TIME, hardware=slow, gradient_bytes=0, model=MODEL_PRESETS["qwen2.5-0.5b"])
+    plan, index = planned(tiny, config)
+    found = time.steps(config, plan, index)
+    cost = RunCosts.of(config, time.model).hardware
+    packs = np.add.reduceat(sample_costs(cost, index, index.target_tokens)[plan.packs.samples], plan.packs.offsets[:-1])
+    slowest = plan.steps.rank_costs(packs).max(axis=1) / slow.peak
+    # Few tokens at a time are slower than that: 300 of each micro-batch, and 512 queries of each sample.
+    assert np.all(found > slowest)
+    assert np.all(found < slowest + 300 * cost.per_token / slow.peak + 512 * 256 * cost.per_square / slow.peak + 1e-3)
+
+
+def test_recomputing_takes_more_and_sharing_takes_less_of_large_packs(tiny: TinyWorld) -> None:
+    slow = dataclasses.replace(TIME, hardware=dataclasses.replace(TIME.hardware, peak_tflops=1.0))
+    assert 1.2 < seconds(tiny, slow, gradient_checkpointing=True) / seconds(tiny, slow) < 1.4
+    alone, shared = seconds(tiny, slow), seconds(tiny, slow, sequence_parallel_size=4)
+    assert alone / 4 < shared
+
+
+def test_weights_that_are_gathered_bound_a_micro_batch(tiny: TinyWorld) -> None:
+    links = dataclasses.replace(TIME.hardware, intra_node_gb_per_s=10)
+    slow = dataclasses.replace(TIME, hardware=links)
+    each = {way: slow.collectives(run_config(fsdp=(way,))).each for way in ("full_shard", "shard_grad_op")}
+    gathered, reduced = (num_bytes * 3 / 4 / 8e9 for num_bytes in (TIME.weight_bytes, TIME.gradient_bytes))
+    assert list(each.values()) == pytest.approx([2 * gathered + reduced, gathered + reduced])
+    plan, _ = planned(tiny, run_config())
+    assert seconds(tiny, slow, fsdp=("full_shard",)) >= plan.steps.num_steps * each["full_shard"]
+    stages = [slow.collectives(run_config(deepspeed=f"zero{stage}")) for stage in range(4)]
+    assert [stage.each > 0 for stage in stages] == [False, False, True, True]
+    assert [stage.last > 0 for stage in stages] == [True, True, False, False]
+    assert [stage.open > 0 for stage in stages] == [False, True, True, False]
+
+
+def test_one_process_tells_nobody(tiny: TinyWorld) -> None:
+    alone = dataclasses.replace(TIME, world_size=1).collectives(run_config())
+    assert (alone.each, alone.last, alone.open) == (0, 0, 0)
