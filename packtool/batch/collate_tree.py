@@ -30,7 +30,7 @@ from packtool.batch.collate import (
 )
 from packtool.batch.micro_batch import Tower
 from packtool.batch.positions import sample_positions
-from packtool.batch.prefix_tree import ROOT, Node, find_tree, key_index, part_of
+from packtool.batch.prefix_tree import ROOT, Node, find_tree, key_index, stretch_of
 from packtool.batch.spec import InputSpec
 from packtool.batch.tower_inputs import tower_inputs
 from packtool.constants import IGNORE_INDEX, LEAST_SHARED
@@ -63,7 +63,7 @@ def collate_tree(
     nodes = find_tree(samples, spec, least_shared=least_shared)
     if all(len(node.samples) == 1 for node in nodes):
         return collate_packs(samples, spec, towers, multiple_of=multiple_of)
-    parts = [part_of(samples[node.samples[0]], node.start, node.stop, spec) for node in nodes]
+    parts = [stretch_of(samples[node.samples[0]], node.start, node.stop, spec) for node in nodes]
     documents, media = with_fillers(parts, spec, towers)
     documents, num_padding = with_padding(documents, multiple_of)
     fillers = documents[len(nodes) :]

@@ -151,7 +151,7 @@ def _is_torn(group: Sequence[int], samples: Sequence[EncodedSample], alike: int)
     return len({label for labels in following for label in labels if label != IGNORE_INDEX}) > 1
 
 
-def part_of(sample: EncodedSample, start: int, stop: int, spec: InputSpec) -> EncodedSample:
+def stretch_of(sample: EncodedSample, start: int, stop: int, spec: InputSpec) -> EncodedSample:
     """A stretch of a sample between two cuts, with its own media."""
     taken = slice(start, stop)
     media = [placed.medium for placed in placed_media(sample, spec.media_tokens) if start <= placed.start < stop]

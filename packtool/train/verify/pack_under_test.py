@@ -18,7 +18,7 @@ from packtool.batch.batch import Batch, PackedBatch, ShardedBatch
 from packtool.batch.collate import collate_packs
 from packtool.batch.collate_shard import collate_shard, with_own_media
 from packtool.batch.collate_tree import collate_tree
-from packtool.batch.prefix_tree import ROOT, Node, find_tree, part_of
+from packtool.batch.prefix_tree import ROOT, Node, find_tree, stretch_of
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.placed_media import sounds_in_order
@@ -219,7 +219,7 @@ class PackUnderTest:
         if self.parallel is not None:
             parts = with_own_media(parts, self.places, self.spec, self.parallel.cut)
         elif self.least_shared is not None:
-            parts = [part_of(parts[node.samples[0]], node.start, node.stop, self.spec) for node in self.nodes]
+            parts = [stretch_of(parts[node.samples[0]], node.start, node.stop, self.spec) for node in self.nodes]
         counts = [_num_rows(part, name, self.spec) for part in parts]
         if not sum(counts):
             return tensor
