@@ -250,7 +250,7 @@ def test_many_files_are_counted_and_not_listed(model: Path, rows: Path, tmp_path
 def test_only_what_was_made_counts_as_speed(run_export: Export, tmp_path: Path) -> None:
     assert run_export("whole").rows_made == 600
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export_module, "publish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(export_module, "publish_cache", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run_export()
     (tmp_path / "cache" / ".tasks" / "00003.json").unlink()
@@ -493,7 +493,7 @@ def test_a_marker_without_its_shard_is_not_believed(run_export: Export, tmp_path
 def process_one_shard_short(run_export: Export, cache: Path) -> None:
     """Interrupt an export at its end, and damage what it left: one shard gone, one cut off."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export_module, "publish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(export_module, "publish_cache", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run_export()
     shards = sorted((cache / "train").glob("data-*.arrow"))
@@ -532,7 +532,7 @@ def test_parts_of_a_job_array_make_the_same_cache(run_export: Export, tmp_path: 
 def test_what_parts_have_exported_can_be_published_later(run_export: Export, tmp_path: Path) -> None:
     run_export("whole")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export_module, "publish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(export_module, "publish_cache", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         run_export(task_index=0, num_tasks=2)
         with pytest.raises(KeyboardInterrupt):
             run_export(task_index=1, num_tasks=2)

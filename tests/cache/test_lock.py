@@ -220,7 +220,7 @@ def test_what_another_process_wrote_is_not_published(
     """A shard of the same name and size that is not the one that was written."""
     from packtool.cache import export as export_module
 
-    real = export_module.publish
+    real = export_module.publish_cache
 
     def meddled(directory: str, *given: Any) -> None:
         shard = sorted(Path(directory, "train").glob("data-*"))[1]
@@ -230,7 +230,7 @@ def test_what_another_process_wrote_is_not_published(
         real(directory, *given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(export_module, "publish", meddled)
+        patch.setattr(export_module, "publish_cache", meddled)
         with pytest.raises(MismatchError, match=r"1 shards are not those .*train/data-00001-of-00004\.arrow"):
             _export(model, base, str(tmp_path / "cache"))
     assert _export(model, base, str(tmp_path / "cache")).num_reused == 3
