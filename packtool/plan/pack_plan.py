@@ -50,6 +50,11 @@ class PackPlan:
         """The number N of samples."""
         return len(self.samples)
 
+    @property
+    def whole_lengths(self) -> Int32Array:
+        """Tokens of each sample with what it shares; int32 (N,)."""
+        return self.lengths if self.shared is None else self.lengths + self.shared
+
     def pack(self, index: int) -> Int64Array:
         """Samples of a pack; a view, not a copy."""
         if not 0 <= index < self.num_packs:
@@ -72,10 +77,8 @@ class PackPlan:
 
         A sample that goes on from a shared prefix adds what its own tokens see: (prefix + own)^2 - prefix^2.
         """
-        if self.shared is None:
-            return self.sums_per_pack(np.square(self.lengths, dtype=np.int64))
-        whole = self.lengths.astype(np.int64) + self.shared
-        return self.sums_per_pack(np.square(whole) - np.square(self.shared, dtype=np.int64))
+        squares = np.square(self.whole_lengths, dtype=np.int64)
+        return self.sums_per_pack(squares if self.shared is None else squares - np.square(self.shared, dtype=np.int64))
 
     @cached_property
     def num_tokens(self) -> int:

@@ -26,6 +26,8 @@ import numpy.typing as npt
 
 from packtool.plan.pack_plan import Int32Array, Int64Array, PackPlan, offsets_of
 
+_LENGTHS = 1 << 31
+
 NOTHING = -1
 """Stands for no prefix, or no parent."""
 
@@ -130,8 +132,8 @@ def plan_trees(
 ) -> PrefixTrees:
     """Find the trees, and cut those that do not fit into a pack: a pure function, the same on every machine.
 
-    A part of a tree that is cut off pays for its prefix once more. Ties: of branches, and of samples on one branch, the
-    one with the first sample comes first.
+    A part of a tree that is cut off pays for its prefix once more. Ties: of trees, branches, and samples on one branch,
+    the one with the first sample comes first.
 
     Price: O(M log M) for M prefixes, times the depth of the deepest tree.
 
@@ -155,9 +157,36 @@ def plan_trees(
     shared[has] = forest.lengths[common[has]]
     found = np.full(len(order), NOTHING, np.int64)
     found[has] = forest.entries[common[has]]
+    by_first = _by_first_samples(order, shared)
+    order, shared, found = order[by_first], shared[by_first], found[by_first]
     starts = _cut(lengths[order].astype(np.int64), shared, capacity, max_samples or max(len(order), 1))
     shared[starts], found[starts] = 0, NOTHING
     return PrefixTrees(order.astype(np.int64), np.append(starts, len(order)), shared, found)
+
+
+def _by_first_samples(order: Int64Array, shared: Int32Array) -> Int64Array:
+    """Places of samples that put the tree with the first sample first: the cache's order, as far as trees have it."""
+    starts = np.flatnonzero(shared == 0)
+    if not len(starts):
+        return starts
+    first = np.minimum.reduceat(order, starts)
+    return np.argsort(np.repeat(first, np.diff(np.append(starts, len(order)))), kind="stable")
+
+
+def trees_of(packs: PackPlan, prefixes: Prefixes) -> PrefixTrees | None:
+    """The trees of a plan that was made before, each pack a group; None if these prefixes are not those it shares."""
+    assert packs.shared is not None, "a plan that shares something"
+    owners = np.repeat(np.arange(prefixes.num_samples), np.diff(prefixes.offsets))
+    # Rising, for prefixes rise in each sample: sample and length in one number.
+    keys = owners * _LENGTHS + prefixes.lengths
+    wanted = packs.samples * _LENGTHS + packs.shared + 1
+    has = packs.shared > 0
+    places = np.searchsorted(keys, wanted[has])
+    if (places == len(keys)).any() or (keys[places] != wanted[has]).any():
+        return None
+    found = np.full(packs.num_samples, NOTHING, np.int64)
+    found[has] = places
+    return PrefixTrees(packs.samples, packs.offsets, packs.shared, found)
 
 
 @dataclass(frozen=True, eq=False)
