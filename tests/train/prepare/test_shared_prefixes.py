@@ -13,6 +13,7 @@ import pytest
 from packtool.cache.manifest import Manifest
 from packtool.cache.plan_file import read_plan
 from packtool.config.plan import PlanConfig
+from packtool.config.settings import resolve
 from packtool.config.train import TrainConfig
 from packtool.constants import LEAST_SHARED
 from packtool.errors import ConfigError, MismatchError, PacktoolError, UnsupportedModelError
@@ -218,13 +219,11 @@ def test_a_run_that_shared_is_not_gone_on_with_whole_samples(alike: TinyWorld, t
 
 
 def test_words_of_the_option(alike: TinyWorld) -> None:
-    from packtool.config.settings import resolve
-
     for raw, meant in ((True, "true"), ("yes", "true"), (False, "false"), ("off", "false"), ("auto", "auto")):
         given = {"model": alike.model, "cached_dataset": alike.cache, "output_dir": "out", "share_prefix": raw}
-        assert resolve(TrainConfig, file=given).share_prefix == meant
+        assert resolve(TrainConfig, {}, file=given).share_prefix == meant
     with pytest.raises(ConfigError):
-        resolve(TrainConfig, file={"model": "m", "cached_dataset": "c", "output_dir": "o", "share_prefix": "maybe"})
+        resolve(TrainConfig, {}, file={"model": "m", "cached_dataset": "c", "output_dir": "o", "share_prefix": "maybe"})
 
 
 def test_older_exports_have_the_same_plans(tiny: TinyWorld, tmp_path: Path) -> None:
