@@ -16,7 +16,7 @@ from packtool.plan.cost import CostModel
 from packtool.plan.epoch import assign_packs, plan_epoch
 from packtool.plan.options import PlanOptions
 from packtool.plan.packing import pack
-from packtool.plan.prefix_trees import NOTHING, Prefixes, PrefixTrees, plan_trees
+from packtool.plan.prefix_trees import NOTHING, Prefixes, PrefixTrees, plan_trees, trees_of
 from packtool.plan.summary import pack_costs
 from packtool.plan.towers import TowerWork
 
@@ -158,6 +158,28 @@ def test_a_rest_of_an_epoch_keeps_what_is_shared() -> None:
     assert rest.shared is not None
     unlike = dataclasses.replace(rest, shared=np.zeros_like(rest.shared))
     assert unlike.fingerprint != rest.fingerprint != dataclasses.replace(rest, shared=None).fingerprint
+
+
+def test_trees_and_samples_alone_come_in_the_order_of_their_first_samples() -> None:
+    rows = [[7] * 5, [1] * 9, [8] * 5, [2] * 9, [1] * 9, [2] * 9]
+    trees, _ = planned(rows, [[], [8], [], [8], [8], [8]])
+    assert trees.samples.tolist() == [0, 1, 4, 2, 3, 5]
+    assert trees.offsets.tolist() == [0, 1, 3, 4, 6]
+
+
+def test_trees_are_found_again_in_a_plan() -> None:
+    rows = [[1 + i, *[90] * 8, k] for i in range(12) for k in range(3)]
+    lengths = np.array([len(row) for row in rows], np.int32)
+    prefixes = prefixes_of(rows, [[9]] * len(rows))
+    trees = plan_trees(lengths, prefixes, capacity=30, least_shared=5)
+    plan = plan_epoch(lengths, np.ones(36, np.int64), options_for(30), seed=0, trees=trees)
+    found = trees_of(plan.packs, prefixes)
+    assert found is not None
+    media, of_prefixes = np.full(36, 4), np.full(len(prefixes.lengths), 4)
+    assert found.added(media, of_prefixes).tolist() == trees.added(media, of_prefixes).tolist()
+    assert found.num_shared_tokens == trees.num_shared_tokens
+    assert trees_of(plan.packs, prefixes_of(rows, [[8]] * len(rows))) is None
+    assert trees_of(plan.packs, prefixes_of(rows, [[]] * len(rows))) is None
 
 
 some_rows = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=9), max_size=12)

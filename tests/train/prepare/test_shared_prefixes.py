@@ -18,6 +18,7 @@ from packtool.config.train import TrainConfig
 from packtool.constants import LEAST_SHARED
 from packtool.errors import ConfigError, MismatchError, PacktoolError, UnsupportedModelError
 from packtool.launch.world import World
+from packtool.report.inspect import pack_figures
 from packtool.train.prepare.cached import CachedRun, prepare_cached
 from packtool.train.prepare.preview import preview, save_plan
 from packtool.train.prepare.shared_prefixes import find_shared
@@ -192,6 +193,20 @@ def test_a_saved_plan_is_trained_as_it_shares(alike: TinyWorld, tmp_path: Path) 
         prepared(alike, tmp_path, plan=path, share_prefix="false")
     with pytest.raises(MismatchError, match="shares prefixes, which does not go with --neftune-noise-alpha"):
         prepared(alike, tmp_path, plan=path, neftune_noise_alpha=5.0)
+
+
+def test_inspect_shows_what_each_sample_adds(alike: TinyWorld, tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.arrow")
+    config = planned(alike, save=path)
+    found = preview(config)
+    save_plan(found, config)
+    for number in range(found.plan.packs.num_packs):
+        pack = pack_figures(alike.cache, path, number)
+        assert pack["tokens"] == found.plan.packs.tokens_per_pack()[number] <= pack["capacity"]
+        for sample in pack["samples"]:
+            first, last = sample["positions"]
+            assert last - first + 1 == sample["end"] - sample["start"]
+            assert all(sample["start"] <= a < b <= sample["end"] for a, b in sample["trained"])
 
 
 def test_a_saved_plan_that_shares_nothing_stays_one(alike: TinyWorld, tmp_path: Path) -> None:
