@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from packtool.errors import ConfigError, PacktoolError
 from packtool.launch.world import World
 from packtool.progress import SilentProgress
+from packtool.train.loop import execute
 from packtool.train.run import train
 from tests.train.test_run import Recording
 from tests.train.tiny import TinyWorld
@@ -89,6 +91,20 @@ def test_a_laptop_plans_for_gpus_elsewhere(tiny: TinyWorld, tmp_path: Path) -> N
     ):
         with pytest.raises(ConfigError, match=message):
             plan(**wrong)
+
+
+def test_a_run_on_a_gpu_tells_the_memory_that_was_planned(
+    tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+    monkeypatch.setattr(execute, "_is_scarce_here", lambda: True)
+    monkeypatch.setattr(execute, "resolve_dtype", lambda *_, **__: torch.float32)
+    for dry_run in (True, False):
+        progress = Recording()
+        train(tiny.config(tmp_path, max_steps=1, dry_run=dry_run, verify_packing=False), progress)
+        told.append([note for note in progress.notes if "memory of a rank" in note])
+    assert told[0] == told[1]
+    assert len(told[0]) == 1
 
 
 @pytest.mark.parametrize("settings", [{"train_type": "lora", "bf16": True}, {"torch_dtype": "bfloat16"}])

@@ -131,6 +131,11 @@ def _estimate(run: PreparedRun, model: nn.Module, spec: InputSpec, dtype: torch.
     )
 
 
+def _is_scarce_here() -> bool:
+    """Whether memory is that of a GPU, which is told of at the start of a run."""
+    return torch.cuda.is_available()
+
+
 def execute(run: PreparedRun, spec: InputSpec, result: TrainResult, progress: Progress) -> TrainResult:
     """Load, train, save.
 
@@ -149,8 +154,9 @@ def execute(run: PreparedRun, spec: InputSpec, result: TrainResult, progress: Pr
         assert trainer.model is not None
         num_trainable, num_parameters = count_parameters(trainer.model)
         progress.note(f"parameters: {num_parameters:,}, of them trained: {num_trainable:,} ({run.config.train_type})")
-        dtype = resolve_dtype(spec.config, run.config, on_gpu=torch.cuda.is_available())
-        if run.world.is_first:  # the others would trace the same
+        # The others would trace the same; and the memory of a CPU is seldom what a run waits for.
+        if run.world.is_first and _is_scarce_here():
+            dtype = resolve_dtype(spec.config, run.config, on_gpu=True)
             progress.note(_estimate(run, trainer.model, spec, dtype).sentence())
         verify_packing(run, training, spec, progress)
         begin = time.perf_counter()
