@@ -71,6 +71,14 @@ def test_every_recipe_is_accepted(
         assert "H100 SXM 80 GB, which has 74.5 GiB" in capsys.readouterr().err, recipe
 
 
+def test_no_command_hides_in_a_block_of_text() -> None:
+    for page in (*PAGES, DOCS.parent / "README.md"):
+        for block in re.findall(r"```text\n(.*?)```", page.read_text(), re.DOTALL):
+            assert not re.search(r"^(?:[A-Z_]+=\S+ )*(packtool|sbatch|torchrun|scripts/\w+) ", block, re.MULTILINE), (
+                page
+            )
+
+
 def test_blocks_that_do_not_run_say_what_they_need() -> None:
     for page in PAGES:
         for block in blocks(page):
@@ -121,7 +129,7 @@ def test_generated_pages_are_fresh(repository: Path) -> None:
 
 def test_lines_are_short() -> None:
     """Text is wrapped; tables, links and commands may be longer."""
-    for page in PAGES:
+    for page in (*PAGES, *(DOCS.parent / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"))):
         if page.name == "options.md" or page.name.startswith("from-"):
             continue
         for number, line in enumerate(page.read_text().splitlines(), 1):

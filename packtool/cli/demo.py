@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import typer
 
 from packtool.cli.invocation import Invocation
-from packtool.config.settings import option
+from packtool.config.demo import DemoConfig
 from packtool.errors import EXIT_INTERRUPTED, EXIT_UNEXPECTED
 from packtool.launch.processes import share_cores_politely
 from packtool.visible import show, show_json
@@ -17,18 +16,6 @@ from packtool.visible import show, show_json
 if TYPE_CHECKING:
     from packtool.demo.run import DemoResult
     from packtool.report.statistics import Line
-
-
-@dataclass(frozen=True, kw_only=True)
-class DemoConfig:
-    """What ``packtool demo`` needs to know."""
-
-    output_dir: str = option("packtool-demo", "Folder that the demo makes and works in.")
-    seed: int = option(7, "Seed of the world, the model and the training.", minimum=0)
-
-    def problems(self) -> list[str]:
-        """No problems: no two of these settings can contradict each other."""
-        return []
 
 
 def run_demo_command(config: DemoConfig, invocation: Invocation) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import typer
 
 from packtool.cli.invocation import Invocation
-from packtool.config.settings import REQUIRED, option
-from packtool.constants import TRAIN_SPLIT
+from packtool.config.inspect import InspectConfig
 from packtool.errors import EXIT_MISMATCH
 from packtool.visible import show, show_json, show_styled, visible_line
 
@@ -20,25 +18,6 @@ if TYPE_CHECKING:
     from packtool.report.inspect import SampleView
 
 _COLOURS = {"media": "cyan", "plain": "dim", "trained": "green"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class InspectConfig:
-    """What ``packtool inspect`` needs to know."""
-
-    directory: str = option(REQUIRED, "The cache; may stand without the option's name.")
-    row: int | None = option(None, "Show this sample of the split, as a person can read it.", minimum=0)
-    split: str = option(TRAIN_SPLIT, "Split that --row counts in.")
-    model: str | None = option(None, "Directory of the tokenizer; by default the export's model.")
-    plan: str | None = option(None, "A plan of the cache, from packtool plan --save.")
-    pack: int | None = option(None, "Show this pack of --plan.", minimum=0)
-    verify: bool = option(False, "Read the whole cache, and say which files are damaged and how to mend them.")
-
-    def problems(self) -> list[str]:
-        """Mistakes that only show when settings are seen together."""
-        if (self.plan is None) != (self.pack is None):
-            return ["--plan and --pack go together: pack k of a plan"]
-        return []
 
 
 def run_inspect(config: InspectConfig, invocation: Invocation) -> None:

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import os
 import signal
+import site
 import sys
 import sysconfig
 import traceback
@@ -19,10 +20,10 @@ import packtool
 from packtool import __version__
 from packtool.cli.arguments import rewrite
 from packtool.cli.debug import asks_for_debug, show_debug
-from packtool.cli.demo import DemoConfig, run_demo_command
+from packtool.cli.demo import run_demo_command
 from packtool.cli.eval import run_eval
 from packtool.cli.export import run_export
-from packtool.cli.inspect import InspectConfig, run_inspect
+from packtool.cli.inspect import run_inspect
 from packtool.cli.invocation import Invocation
 from packtool.cli.merge import run_merge
 from packtool.cli.options import PanelCommand, command_of, option_kinds
@@ -31,8 +32,10 @@ from packtool.cli.simulate import run_simulate
 from packtool.cli.strangers import Strangers
 from packtool.cli.train import run_train
 from packtool.cli.verify import run_verify
+from packtool.config.demo import DemoConfig
 from packtool.config.evaluate import EvalConfig
 from packtool.config.export import ExportConfig
+from packtool.config.inspect import InspectConfig
 from packtool.config.merge import MergeConfig
 from packtool.config.plan import PlanConfig
 from packtool.config.simulate import SimulateConfig
@@ -50,9 +53,11 @@ def _documentation() -> str:
     """The line of ``packtool --help`` that says where the documentation is: installed with the wheel, or in a clone."""
     root = os.path.dirname(os.path.dirname(packtool.__file__))
     is_clone = os.path.isfile(os.path.join(root, "pyproject.toml"))
-    folder = os.path.join(root, "docs") if is_clone else os.path.join(sysconfig.get_path("data"), "share/doc/packtool")
-    page = os.path.join(folder, "index.md")
-    return f"Documentation: {page}" if os.path.isfile(page) else ""
+    # Beside the package after pip install --target, below the home directory after --user.
+    bases = (sysconfig.get_path("data"), root, site.getuserbase())
+    folders = [os.path.join(base, "share", "doc", "packtool") for base in bases]
+    pages = [os.path.join(folder, "index.md") for folder in ([os.path.join(root, "docs")] if is_clone else folders)]
+    return next((f"Documentation: {page}" for page in pages if os.path.isfile(page)), "")
 
 
 app = typer.Typer(

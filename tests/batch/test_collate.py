@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -214,15 +213,11 @@ def test_unknown_multimodal_families_are_refused_before_anything_is_read(tmp_pat
         assert InputSpec.load(str(tmp_path), MediaLimits()).sees
 
 
-def test_a_million_tokens_collate_well_under_a_second(text: InputSpec) -> None:
+def test_a_million_tokens_are_one_pack(text: InputSpec) -> None:
     ids = np.arange(1_000_000, dtype=np.int32)
     ids.setflags(write=False)
     bounds = np.linspace(0, len(ids), 251).astype(int)
     samples = [
         EncodedSample(ids[a:b], ids[a:b], np.zeros(0, np.int32), (), None, "big.jsonl", 0) for a, b in pairwise(bounds)
     ]
-    start = time.process_time()
-    batch = collate_packs(samples, text)
-    seconds = time.process_time() - start
-    assert batch.input_ids.shape == (1, 1_000_000)
-    assert seconds < 0.5
+    assert collate_packs(samples, text).input_ids.shape == (1, 1_000_000)

@@ -22,8 +22,8 @@ def with_recomputing(config: TrainConfig) -> TrainConfig:
         return config
     try:
         num_parameters = ModelSizes.of_config(ModelFiles.load(config.model).config).num_parameters
-    except KeyError:  # a configuration of unknown form
-        num_parameters = 0
+    except (KeyError, TypeError, ValueError):  # a configuration of unknown form, which need not be small
+        num_parameters = MOST_PARAMETERS + 1
     return dataclasses.replace(config, gradient_checkpointing=num_parameters > MOST_PARAMETERS)
 
 

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from packtool.progress import SilentProgress
 from packtool.train.prepare.recompute import recomputing_lines, with_recomputing
 from packtool.train.run import train
@@ -32,6 +34,14 @@ def test_by_the_size_of_the_model(tiny: TinyWorld, tmp_path: Path) -> None:
         found = with_recomputing(asked)
         assert found.gradient_checkpointing is decided
         assert bool(recomputing_lines(asked, found)) == (given is None)
+
+
+@pytest.mark.parametrize("form", [{"n_embd": 1600, "n_layer": 48}, {"hidden_size": 64, "intermediate_size": [64, 128]}])
+def test_a_model_of_unknown_size_need_not_be_small(form: dict[str, Any], tiny: TinyWorld, tmp_path: Path) -> None:
+    for path in Path(tiny.model).iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **form}))
+    assert with_recomputing(tiny.config("out", model=str(tmp_path))).gradient_checkpointing is True
 
 
 def test_a_run_says_so(tiny: TinyWorld, tmp_path: Path, monkeypatch: Any) -> None:
