@@ -11,6 +11,7 @@ IGNORE_INDEX = -100
 MANIFEST_NAME = "packtool.json"
 DROPPED_NAME = "dropped.jsonl"
 INDEX_NAME = "index.arrow"
+PREFIXES_NAME = "prefixes.arrow"
 TRAIN_SPLIT = "train"
 VAL_SPLIT = "val"
 
@@ -27,3 +28,6 @@ MEDIA_MARKS = {"image": IMAGE_MARK, "video": VIDEO_MARK, "audio": AUDIO_MARK}
 """The mark of each kind of medium."""
 
 ROLES = ("system", "user", "assistant", "tool")
+
+LEAST_SHARED = 64
+"""Tokens that a prefix must have to be shared: few would cost attention more documents than they save it tokens."""

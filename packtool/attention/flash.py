@@ -97,13 +97,13 @@ class FlashKernel(Kernel):
     def _call(
         self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, scale: float | None, window: int | None, more: Any
     ) -> Any:
-        bounds, longest = varlen.cu_seqlens, varlen.max_seqlen
+        keys = varlen.of_keys
         return _function(self.version)(
             *pad_heads(q, k, v),
-            cu_seqlens_q=bounds,
-            cu_seqlens_k=bounds,
-            max_seqlen_q=longest,
-            max_seqlen_k=longest,
+            cu_seqlens_q=varlen.cu_seqlens,
+            cu_seqlens_k=keys.cu_seqlens,
+            max_seqlen_q=varlen.max_seqlen,
+            max_seqlen_k=keys.max_seqlen,
             softmax_scale=default_scale(q, scale),
             causal=varlen.causal,
             # A query of the kernel's window sees so many keys before itself; -1 is all of them.

@@ -37,13 +37,14 @@ class FlexKernel(Kernel):
         self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, *, scale: float | None = None, window: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """Attend as ``Kernel.fwd`` says; on the CPU there are no gradients."""
-        if window is not None and window >= varlen.max_seqlen:
+        keys = varlen.of_keys
+        if window is not None and window >= keys.max_seqlen:
             window = None
         heads = [tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v)]
         function, given = _function(q.device.type), _asking_for_lse()
         out, told = function(
             *heads,
-            block_mask=_block_mask(varlen.host_lengths(), window, varlen.causal, q.device),
+            block_mask=_block_mask(varlen.host_lengths(), keys.host_lengths(), window, varlen.causal, q.device),
             scale=default_scale(q, scale),
             enable_gqa=q.shape[1] != k.shape[1],
             **given,
@@ -66,16 +67,23 @@ def _asking_for_lse() -> dict[str, Any]:
 
 
 @lru_cache(maxsize=4)
-def _block_mask(lengths: tuple[int, ...], window: int | None, causal: bool, device: torch.device) -> Any:
+def _block_mask(
+    lengths: tuple[int, ...], key_lengths: tuple[int, ...], window: int | None, causal: bool, device: torch.device
+) -> Any:
     """Which blocks of the scores hold anything; the same for all layers of a batch with one window."""
     documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
+    of_keys, shift = documents, None
+    if key_lengths != lengths:
+        of_keys = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(key_lengths)).to(device)
+        # From a query's place to that of the key that is the same token.
+        shift = (torch.tensor(key_lengths).cumsum(0) - torch.tensor(lengths).cumsum(0)).to(device)[documents]
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        same = documents[query] == documents[key]
-        same = same & (query >= key) if causal else same
-        return same if window is None else same & (key > query - window)
+        same = documents[query] == of_keys[key]
+        at = query if shift is None else query + shift[query]
+        same = same & (at >= key) if causal else same
+        return same if window is None else same & (key > at - window)
 
-    num_tokens = sum(lengths)
-    # Uncompiled it would build the whole T x T mask first.
+    # Uncompiled it would build the whole T x T' mask first.
     make = torch.compile(flex.create_block_mask) if device.type == "cuda" else flex.create_block_mask
-    return make(visible, None, None, num_tokens, num_tokens, device=device)
+    return make(visible, None, None, sum(lengths), sum(key_lengths), device=device)

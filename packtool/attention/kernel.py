@@ -66,9 +66,9 @@ class Kernel(abc.ABC):
 
         Args:
             q: (T, Hq, D).
-            k: (T, Hkv, D); Hq is a multiple of Hkv.
-            v: (T, Hkv, D).
-            varlen: boundaries of the documents; their lengths add up to T.
+            k: (T', Hkv, D); Hq is a multiple of Hkv. T' is T but where ``varlen.keys`` says otherwise.
+            v: (T', Hkv, D).
+            varlen: boundaries of the documents; their lengths add up to T, those of its keys to T'.
             scale: factor on the scores, by default 1 / sqrt(D).
             window: a query sees itself and at most ``window - 1`` tokens before it.
 

@@ -11,7 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 _HIDDEN = frozenset(
-    ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "document_lengths", "sequence_shard")
+    (
+        *("cu_seq_lens_q", "max_length_q", "document_lengths"),
+        *("cu_seq_lens_k", "max_length_k", "key_lengths", "key_index"),
+        "sequence_shard",
+    )
 )
 _NAME = "packtool_boundaries"
 

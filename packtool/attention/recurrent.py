@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from packtool.attention.opaque import with_shown_boundaries
 from packtool.attention.varlen import LeakError, Varlen
 from packtool.encode.families import FAMILIES
+from packtool.errors import UnsupportedModelError
 
 RECURRENT_LAYER = "linear_attention"
 """The layer type, in a config's ``layer_types``, of what is isolated here (and of others, which are not)."""
@@ -93,9 +94,15 @@ def _forward(
 
     Raises:
         LeakError: on a call in which one document could see another.
+        UnsupportedModelError: for documents that share prefixes: the state at the end of one is not handed on.
     """
     name = type(layer).__name__
     kwargs = with_shown_boundaries(kwargs)
+    if kwargs.get("key_index") is not None:
+        raise UnsupportedModelError(
+            f"{name} carries a state along the row, which documents cannot take over from a prefix that they share",
+            "Compute each sample of this model with its whole prefix.",
+        )
     if kwargs.get("cu_seq_lens_q") is None:
         raise LeakError(f"{name} was called without cu_seq_lens_q: the documents of a pack could not be told apart")
     if cache_params is not None:

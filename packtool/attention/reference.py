@@ -30,13 +30,14 @@ class ReferenceKernel(Kernel):
         scale = default_scale(q, scale)
         groups = num_heads // k.shape[1]
         q, k, v = q.double(), k.double().repeat_interleave(groups, dim=1), v.double().repeat_interleave(groups, dim=1)
-        index = torch.arange(num_tokens, device=q.device)
-        document = torch.bucketize(index, varlen.cu_seqlens.to(index)[1:], right=True)
-        visible = document[:, None] == document[None, :]
+        query, query_ends = _places(num_tokens, varlen)
+        key, key_ends = _places(len(k), varlen.of_keys)
+        visible = query[:, None] == key[None, :]
+        # Counted back from the end of the document, which both have in common.
         if varlen.causal:
-            visible &= index[:, None] >= index[None, :]
+            visible &= query_ends[:, None] >= key_ends[None, :]
         if window is not None:
-            visible &= index[None, :] > index[:, None] - window
+            visible &= key_ends[None, :] > query_ends[:, None] - window
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
         scores = scores.masked_fill(~visible, -math.inf)
         return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v), scores.logsumexp(-1)
@@ -54,3 +55,11 @@ class ReferenceKernel(Kernel):
     ) -> Tensor:
         """Attend as ``Kernel.attend`` says, in float64; of the type that q has, as the next layers expect."""
         return super().attend(q, k, v, varlen, scale=scale, window=window, dropout=dropout).to(q.dtype)
+
+
+def _places(num_tokens: int, varlen: Varlen) -> tuple[Tensor, Tensor]:
+    """The number of each token's document, and its distance to the end of it, below zero; int64 (T,) each."""
+    index = torch.arange(num_tokens, device=varlen.cu_seqlens.device)
+    ends = varlen.cu_seqlens.to(index)[1:]
+    document = torch.bucketize(index, ends, right=True)
+    return document, index - ends[document]

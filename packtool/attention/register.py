@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -157,8 +158,10 @@ def packed_attention(
         value: (1, Hkv, T, D).
         attention_mask: must be None; documents are told apart by ``cu_seq_lens_q``.
         kwargs: ``cu_seq_lens_q`` int32 (S + 1,), ``max_length_q``, optionally ``document_lengths`` (host integers),
-            ``sliding_window``; ``impl``, as ``--attn-impl`` has it. Instead of boundaries a ``sequence_shard``, for a
-            sequence that the ranks of ``parallel`` share.
+            ``sliding_window``; ``impl``, as ``--attn-impl`` has it. Where documents share prefixes also ``key_index``
+            int64 (T',), the tokens of all documents with their prefixes, with ``cu_seq_lens_k``, ``max_length_k`` and
+            optionally ``key_lengths``. Instead of boundaries a ``sequence_shard``, for a sequence that the ranks of
+            ``parallel`` share.
 
     Returns:
         (1, T, Hq, D) and None for the weights, which are never built.
@@ -182,6 +185,11 @@ def packed_attention(
         shared = attend_shard(q, k, v, shard, kwargs["parallel"], blocks, scale=scaling, window=window)
         return shared.unsqueeze(0), None
     varlen = Varlen(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("document_lengths"))
+    if (key_index := kwargs.get("key_index")) is not None:
+        # The backward pass of this adds up what a prefix gets from all documents that begin with it.
+        k, v = k.index_select(0, key_index), v.index_select(0, key_index)
+        keys = Varlen(kwargs["cu_seq_lens_k"], kwargs["max_length_k"], kwargs.get("key_lengths"))
+        varlen = replace(varlen, keys=keys)
     kernel = choose(
         kwargs.get("impl", AUTO), q.device, q.dtype, needs_dropout=dropout > 0, head_dim=max(q.shape[-1], v.shape[-1])
     )

@@ -19,6 +19,9 @@ from packtool.attention.varlen import Varlen
 _LSE_QUERIES = 256
 """Queries whose scores are held at once where the lse is computed here."""
 
+_MASKED_QUERIES = 512
+"""Queries with one mask, of a document that goes on from a prefix."""
+
 QueryBlock = tuple[slice, slice, Tensor | None]
 
 
@@ -40,7 +43,7 @@ class SdpaKernel(Kernel):
         scale = default_scale(q, scale)
         outs, lses = [], []
         for heads in _documents(q, k, v, varlen):
-            for queries, keys, mask in _blocks(heads[0].shape[2], window, q.device):
+            for queries, keys, mask in _blocks(heads[0].shape[2], heads[1].shape[2], window, q.device):
                 given = heads[0][:, :, queries], heads[1][:, :, keys], heads[2][:, :, keys]
                 out, lse = with_lse(*given, scale, mask, varlen.causal)
                 outs.append(out.squeeze(0).transpose(0, 1))
@@ -63,7 +66,7 @@ class SdpaKernel(Kernel):
         """Attend as ``Kernel.attend`` says; the result is contiguous."""
         outs = []
         for heads in _documents(q, k, v, varlen):
-            for queries, keys, mask in _blocks(heads[0].shape[2], window, q.device):
+            for queries, keys, mask in _blocks(heads[0].shape[2], heads[1].shape[2], window, q.device):
                 out = F.scaled_dot_product_attention(
                     heads[0][:, :, queries],
                     heads[1][:, :, keys],
@@ -80,27 +83,34 @@ class SdpaKernel(Kernel):
 
 def _documents(q: Tensor, k: Tensor, v: Tensor, varlen: Varlen) -> Iterator[list[Tensor]]:
     """Queries, keys and values of each document, (1, H, L, D), as views."""
-    assert len(q) == len(k) == len(v), "the documents do not add up to the packed sequence"
-    for document in varlen.documents(len(q)):
-        yield [tensor[document].transpose(0, 1).unsqueeze(0) for tensor in (q, k, v)]
+    assert len(k) == len(v), "the documents do not add up to the packed sequence"
+    for queries, keys in zip(varlen.documents(len(q)), varlen.of_keys.documents(len(k)), strict=True):
+        yield [tensor[of].transpose(0, 1).unsqueeze(0) for tensor, of in ((q, queries), (k, keys), (v, keys))]
 
 
-def _blocks(length: int, window: int | None, device: torch.device) -> Iterator[QueryBlock]:
+def _blocks(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Iterator[QueryBlock]:
     """Queries and keys of one document that are computed together, and what is masked beyond the causal mask.
 
     A document that is longer than its window is cut into blocks of ``window`` queries against at most
-    ``2 * window - 1`` keys. The band mask of a block is the largest thing that is built: memory grows with
-    L * window, not with L^2.
+    ``2 * window - 1`` keys, one that goes on from a prefix into blocks of ``_MASKED_QUERIES``. The mask of a block is
+    the largest thing that is built: memory grows with L * window, not with L^2.
     """
-    if window is None or length <= window:
-        yield slice(0, length), slice(0, length), None
+    if window is not None and num_keys <= window:
+        window = None
+    if window is None and num_queries == num_keys:
+        yield slice(0, num_queries), slice(0, num_keys), None
         return
-    for start in range(0, length, window):
-        stop = min(start + window, length)
-        first_key = max(0, start - window + 1)
-        query_at = torch.arange(start, stop, device=device).unsqueeze(1)
-        key_at = torch.arange(first_key, stop, device=device).unsqueeze(0)
-        yield slice(start, stop), slice(first_key, stop), (key_at <= query_at) & (key_at > query_at - window)
+    before = num_keys - num_queries
+    size = window or _MASKED_QUERIES
+    for start in range(0, num_queries, size):
+        stop = min(start + size, num_queries)
+        first_key = max(0, before + start - window + 1) if window is not None else 0
+        query_at = torch.arange(before + start, before + stop, device=device).unsqueeze(1)
+        key_at = torch.arange(first_key, before + stop, device=device).unsqueeze(0)
+        mask = key_at <= query_at
+        if window is not None:
+            mask &= key_at > query_at - window
+        yield slice(start, stop), slice(first_key, before + stop), mask
 
 
 def _has_cpu_flash(q: Tensor, v: Tensor) -> bool:
@@ -154,7 +164,7 @@ def _lse(q: Tensor, k: Tensor, scale: float, mask: Tensor | None, causal: bool) 
     for start in range(0, length, _LSE_QUERIES):
         queries = slice(start, start + _LSE_QUERIES)
         scores = grouped[:, :, queries] @ keys * scale
-        if mask is not None or causal:
+        if mask is not None or causal:  # without a mask there are as many keys as queries
             visible = index <= index[queries].unsqueeze(1) if mask is None else mask[queries]
             scores = scores.masked_fill(~visible, -torch.inf)
         parts.append(scores.logsumexp(-1))

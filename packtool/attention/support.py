@@ -9,10 +9,11 @@ boundaries.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 
 from packtool.attention.recurrent import ISOLATED_MODEL_TYPES, RECURRENT_LAYER
@@ -131,12 +132,36 @@ def _problems_of_boundaries(inputs: Mapping[str, Any]) -> list[str]:
         return [f"{num_rows} sequences; packed samples lie in one"]
     if starts[0] != 0 or starts[-1] != num_tokens or min(lengths, default=0) < 0:
         return [f"cu_seq_lens_q runs from {starts[0]} to {starts[-1]} for {num_tokens} tokens"]
+    found = _problems_of_lengths(inputs, lengths, "q", "document_lengths")
+    return found + (_problems_of_prefixes(inputs) if inputs.get("key_index") is not None else [])
+
+
+def _problems_of_lengths(inputs: Mapping[str, Any], lengths: Sequence[int], side: str, name: str) -> list[str]:
+    """What is told of lengths besides, where it is not what the boundaries of ``side``, q or k, say."""
     found = []
-    if inputs.get("max_length_q") != max(lengths, default=0):
-        found.append(f"max_length_q is {inputs.get('max_length_q')}, the longest sample has {max(lengths, default=0)}")
-    told = inputs.get("document_lengths")
-    if told is not None and list(told) != lengths:
-        found.append("document_lengths are not those of cu_seq_lens_q")
+    told, longest = inputs.get(f"max_length_{side}"), max(lengths, default=0)
+    if told != longest:
+        found.append(f"max_length_{side} is {told}, the longest sample has {longest}")
+    if inputs.get(name) is not None and list(inputs[name]) != list(lengths):
+        found.append(f"{name} are not those of cu_seq_lens_{side}")
+    return found
+
+
+def _problems_of_prefixes(inputs: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the keys of documents that share prefixes: each ends with its own tokens."""
+    keys: list[int] = inputs["key_index"].tolist()
+    starts: list[int] = inputs["cu_seq_lens_q"].tolist()
+    bounds: list[int] = inputs["cu_seq_lens_k"].tolist()
+    if len(bounds) != len(starts) or bounds[0] != 0 or bounds[-1] != len(keys):
+        return [
+            f"cu_seq_lens_k runs from {bounds[0]} to {bounds[-1]} in {len(bounds) - 1} documents for the {len(keys)} "
+            f"tokens of key_index and {len(starts) - 1} documents"
+        ]
+    lengths = [stop - start for start, stop in pairwise(bounds)]
+    found = _problems_of_lengths(inputs, lengths, "k", "key_lengths")
+    for number, ((start, stop), (first, end)) in enumerate(zip(pairwise(starts), pairwise(bounds), strict=True)):
+        if keys[max(end - (stop - start), first) : end] != list(range(start, stop)):
+            return [*found, f"the keys of document {number} do not end with its own tokens"]
     return found
 
 
@@ -151,6 +176,12 @@ def _problems_of_positions(inputs: Mapping[str, Any]) -> list[str]:
             "three they leak"
         ]
     text = positions[0, 0] if positions.ndim == 3 else positions[0]
+    if (key_index := inputs.get("key_index")) is not None:
+        bounds = inputs["cu_seq_lens_k"].long()
+        counted = torch.arange(len(key_index)) - torch.repeat_interleave(bounds[:-1], bounds.diff())
+        if not torch.equal(text[key_index], counted):
+            return ["position_ids do not count from 0 through every sample and its prefix"]
+        return []
     starts = inputs["cu_seq_lens_q"].long()
     starts = starts[:-1][starts.diff() > 0]
     if text[starts].any():

@@ -47,14 +47,14 @@ class TorchVarlenKernel(Kernel):
             ConfigError: for a window, where this torch's function has none.
         """
         module: Any = _module()
-        known = _parameters(module.varlen_attn)
+        known, keys = _parameters(module.varlen_attn), varlen.of_keys
         scale, head_dim = default_scale(q, scale), v.shape[-1]
         q, k, v = pad_heads(q, k, v)
         given: dict[str, Any] = {"return_aux": module.AuxRequest(lse=True)}
         if "window_size" in known:
             # A query of the kernel's window sees so many keys before and behind itself; -1 is all of them.
             given["window_size"] = (-1 if window is None else window - 1, 0 if varlen.causal else -1)
-        elif window is not None and window < varlen.max_seqlen:
+        elif window is not None and window < keys.max_seqlen:
             raise ConfigError(
                 f"torch {torch.__version__} has varlen attention without sliding windows",
                 "Install torch 2.11 or newer, or use --attn-impl sdpa.",
@@ -69,8 +69,9 @@ class TorchVarlenKernel(Kernel):
             given["enable_gqa"] = q.shape[1] != k.shape[1]
         else:
             k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
-        bounds, longest = varlen.cu_seqlens, varlen.max_seqlen
-        out, lse = module.varlen_attn(q, k, v, bounds, bounds, longest, longest, **given)
+        # Where both bounds are one tensor, torch may take cuDNN, which aligns causal masks at the beginning.
+        bounds, longest = (varlen.cu_seqlens, keys.cu_seqlens), (varlen.max_seqlen, keys.max_seqlen)
+        out, lse = module.varlen_attn(q, k, v, *bounds, *longest, **given)
         return out[..., :head_dim], lse.detach()
 
 

@@ -13,6 +13,19 @@ Three documents of 3, 2 and 4 tokens, ``cu_seqlens = [0, 3, 5, 9]``; a query (ro
     c   . . . . . x x x .
     c   . . . . . x x x x
 
+Documents that begin alike can have their common prefix computed once. A prefix p of 3 tokens with the continuations a
+and b, of 2 tokens each, are 7 tokens, ``cu_seqlens = [0, 3, 5, 7]``. Their keys and values are gathered into the layout
+of whole documents, ``keys.cu_seqlens = [0, 3, 8, 13]``, and the queries of a document are the last of its keys::
+
+        p p p p p p a a p p p b b
+    p   x . . . . . . . . . . . .
+    p   x x . . . . . . . . . . .
+    p   x x x . . . . . . . . . .
+    a   . . . x x x x . . . . . .
+    a   . . . x x x x x . . . . .
+    b   . . . . . . . . x x x x .
+    b   . . . . . . . . x x x x x
+
 No kernel builds this mask but the reference. Shapes use T packed tokens, S documents, Hq and Hkv heads, D head size.
 """
 
@@ -38,12 +51,20 @@ class Varlen:
         max_seqlen: tokens of the longest one.
         lengths: the S lengths on the host, if the caller has them; saves reading ``cu_seqlens`` back from a GPU.
         causal: no token sees later ones; False, as in the towers of media, each sees its whole document.
+        keys: where the S documents of keys and values lie, if these begin before their queries do: document i of the
+            queries is the end of document i of the keys, and none has keys alone. None where both are the same tokens.
     """
 
     cu_seqlens: Tensor
     max_seqlen: int
     lengths: tuple[int, ...] | None = None
     causal: bool = True
+    keys: Varlen | None = None
+
+    @property
+    def of_keys(self) -> Varlen:
+        """The documents of keys and values; itself where they are those of the queries."""
+        return self if self.keys is None else self.keys
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int], device: torch.device | str | None = None) -> Varlen:

@@ -145,6 +145,42 @@ class PackedBatch(Batch):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class TreeBatch(PackedBatch):
+    """Samples whose common prefixes are there once: the documents are nodes of trees, see ``batch.prefix_tree``.
+
+    Labels of a prefix weigh as much as in all samples that begin with it together.
+
+    Args:
+        key_index: int64 (T',), the tokens that each document sees, document after document: those of all nodes from
+            the root down to it.
+        cu_seqlens_k: int32 (S + 1,), where these begin, and T' at the end.
+        key_lengths: the same as S lengths, on the host.
+        target_counts: int64 (N,), labels of samples that each target stands for.
+        num_sample_targets: their sum: what the samples have alone.
+    """
+
+    key_index: Tensor
+    cu_seqlens_k: Tensor
+    key_lengths: tuple[int, ...]
+    target_counts: Tensor
+    num_sample_targets: int
+
+    @property
+    def num_target_tokens(self) -> int:
+        """Labels of the samples, those of a prefix as often as samples begin with it."""
+        return self.num_sample_targets
+
+    def model_inputs(self) -> dict[str, Any]:
+        """See ``Batch``; the keys beside the boundaries."""
+        return super().model_inputs() | {
+            "cu_seq_lens_k": self.cu_seqlens_k,
+            "max_length_k": max(self.key_lengths),
+            "key_index": self.key_index,
+            "key_lengths": self.key_lengths,
+        }
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class ShardedBatch(Batch):
     """One rank's part, T tokens, of a packed sequence that several ranks share.
 

@@ -56,10 +56,8 @@ def collate_packs(
             tokens do not fit its pictures.
     """
     check_pads(samples, spec)
-    documents, media = _with_fillers(samples, spec, towers)
-    num_padding = -sum(document.length for document in documents) % multiple_of
-    if num_padding:
-        documents.append(filler([PAD_ID] * num_padding, ()))
+    documents, media = with_fillers(samples, spec, towers)
+    documents, num_padding = with_padding(documents, multiple_of)
     input_ids = np.concatenate([sample.input_ids for sample in documents], dtype=np.int64)
     labels = np.concatenate([shifted_labels(sample) for sample in documents], dtype=np.int64)
     if spec.sees:
@@ -98,7 +96,7 @@ def collate_padded(
         DataError: as ``collate_packs``.
     """
     check_pads(samples, spec)
-    rows, media = _with_fillers(samples, spec, towers)
+    rows, media = with_fillers(samples, spec, towers)
     shape = (len(rows), max(sample.length for sample in rows))
     # A padding token is never attended to and has no label; 0 is in every vocabulary and is no picture's pad.
     found = [sample_positions(sample, spec) for sample in rows]
@@ -156,10 +154,13 @@ def as_positions(positions: npt.NDArray[Any]) -> Tensor:
     return torch.from_numpy(positions)
 
 
-def _with_fillers(
+def with_fillers(
     samples: Sequence[EncodedSample], spec: InputSpec, towers: frozenset[Tower] | None
 ) -> tuple[list[EncodedSample], dict[str, Tensor]]:
-    """The samples, a filler for each tower that has nothing to do, and what the towers take of all of them."""
+    """The samples, a filler for each tower that has nothing to do, and what the towers take of all of them.
+
+    The tensors have the shapes that ``load_media`` says: (patches, dimension), (sounds, bins, frames) and the like.
+    """
     documents, media = list(samples), load_media(samples, spec)
     towers = spec.towers if towers is None else towers
     if "vision" in towers and not any(pixels in media for pixels, _ in spec.family.visual_inputs.values()):
@@ -176,6 +177,12 @@ def _with_fillers(
             "feature_attention_mask": torch.ones(1, spec.family.mel_frames, dtype=torch.int64),
         }
     return documents or [filler([0], ())], media
+
+
+def with_padding(documents: Sequence[EncodedSample], multiple_of: int) -> tuple[list[EncodedSample], int]:
+    """The documents, with a filler behind them whose tokens make their length a multiple, and the number of these."""
+    num_padding = -sum(document.length for document in documents) % multiple_of
+    return [*documents, *([filler([PAD_ID] * num_padding, ())] if num_padding else [])], num_padding
 
 
 def blank_picture(kind: MediaKind, spec: InputSpec) -> dict[str, Tensor]:

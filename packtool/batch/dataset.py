@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from packtool.batch.batch import Batch, SkippedSample
 from packtool.batch.collate import collate_packs, collate_padded, load_media
 from packtool.batch.collate_shard import collate_shard
+from packtool.batch.collate_tree import collate_tree
 from packtool.batch.micro_batch import MicroBatch, Tower
 from packtool.batch.shard import Cut
 from packtool.batch.spec import InputSpec
@@ -33,6 +34,7 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
         skip_bad_media: leave samples out whose media cannot be loaded.
         cut: of sequences that several ranks share, and this rank's part.
         always: towers that run in every micro-batch; by default all. Others run where some rank has need of them.
+        least_shared: tokens that a prefix of packed samples must have to be there once; None has all samples whole.
         multiple_of: the length of rows without padding becomes one; see ``collate_packs``.
     """
 
@@ -45,9 +47,11 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
         skip_bad_media: bool = False,
         cut: Cut | None = None,
         always: frozenset[Tower] | None = None,
+        least_shared: int | None = None,
         multiple_of: int = 1,
     ) -> None:
-        self.read, self.spec, self.packing = read, spec, packing
+        assert least_shared is None or (packing and cut is None), "only samples of a pack of one rank share prefixes"
+        self.read, self.spec, self.packing, self.least_shared = read, spec, packing, least_shared
         self.skip_bad_media, self.cut, self.multiple_of = skip_bad_media, cut, multiple_of
         self.always = spec.towers if always is None else always
 
@@ -61,11 +65,16 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
             if self.cut is not None:
                 places = None if wanted.places is None else list(wanted.places)
                 return collate_shard(samples, self.spec, self.cut, places, towers, multiple_of=self.multiple_of)
-            packed = partial(collate_packs, multiple_of=self.multiple_of)
-            collate: Any = partial(packed if self.packing else collate_padded, towers=towers)
+            collate = partial(self._collate, towers=towers)
             return _collated(samples, self.spec, collate, skip_bad_media=self.skip_bad_media)
         except PacktoolError as error:
             return error
+
+    @property
+    def _collate(self) -> Callable[..., Batch]:
+        if self.least_shared is not None:
+            return partial(collate_tree, least_shared=self.least_shared, multiple_of=self.multiple_of)
+        return partial(collate_packs, multiple_of=self.multiple_of) if self.packing else collate_padded
 
 
 def load_micro_batches(

@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from packtool.batch.sounds import sounds_in_order
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.families import MediaKind
+from packtool.encode.placed_media import sounds_in_order
 from packtool.errors import DataError
 
 NUM_POSITION_ROWS = 4
@@ -68,7 +68,7 @@ def _omni_settings(sample: EncodedSample, input_ids: torch.Tensor, spec: InputSp
             "model cannot tell",
             "Export without --use-audio-in-video, or leave that row out.",
         )
-    sounds = [sound.num_features for sound, _, _ in sounds_in_order(sample, spec)]
+    sounds = [sound.num_features for sound, _, _ in sounds_in_order(sample, spec.media_tokens)]
     return {
         "attention_mask": torch.ones_like(input_ids),
         "use_audio_in_video": any(with_track),

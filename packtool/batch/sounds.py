@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoFeatureExtractor
 
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedAudio, EncodedSample
+from packtool.encode.placed_media import sounds_in_order
 from packtool.errors import MediaError
 from packtool.media.audio import load_audio
 
@@ -30,7 +30,7 @@ def load_sounds(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, 
     found = [
         _features(sound, path, data, sample, spec)
         for sample in samples
-        for sound, path, data in sounds_in_order(sample, spec)
+        for sound, path, data in sounds_in_order(sample, spec.media_tokens)
     ]
     if not found:
         return {}
@@ -41,21 +41,6 @@ def load_sounds(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, 
         input_features[i, :, : features.shape[1]] = features
         mask[i, : features.shape[1]] = 1
     return {"input_features": input_features, "feature_attention_mask": mask}
-
-
-def sounds_in_order(sample: EncodedSample, spec: InputSpec) -> list[tuple[EncodedAudio, str | None, bytes | None]]:
-    """(sound, path, bytes) of a sample in the order of their pads: a video's track comes where the video does."""
-    audios = [(audio, audio.path, audio.data) for audio in sample.audios]
-    tracks = [(video.audio, video.path, video.data) for video in sample.videos if video.audio is not None]
-    if not audios or not tracks:
-        return [*audios, *tracks]
-    # A track's first mark stands right behind the mark that opens its video.
-    opening_sound, opening_video = (
-        getattr(spec.config, marks[0]) for marks in (spec.family.sound_marks, spec.family.image_marks)
-    )
-    opens = np.flatnonzero(sample.input_ids == opening_sound)
-    is_track = sample.input_ids[opens - 1] == opening_video
-    return [tracks.pop(0) if track else audios.pop(0) for track in is_track]
 
 
 def _features(

@@ -23,6 +23,7 @@ from packtool.batch.micro_batch import Tower
 from packtool.config.rows import AccessOptions
 from packtool.config.train import LossReduction
 from packtool.encode.families import FAMILIES, Family, MediaKind, MediaLimits, family_of, is_multimodal, pad_ids_of
+from packtool.encode.placed_media import MediaTokens
 from packtool.errors import ConfigError
 from packtool.plan.cost import CostModel, Learning
 from packtool.rows.rights import MediaRights, rights_of_cache
@@ -102,6 +103,11 @@ class InputSpec:
                 f"config.json names no {missing[0]}_token_id", "Take config.json from the model's own repository."
             )
         return {kind: named[kind] for kind in self.family.kinds}
+
+    @cached_property
+    def media_tokens(self) -> MediaTokens:
+        """The tokens by which media are found in a sample."""
+        return MediaTokens.of(self.config.to_dict())
 
     @cached_property
     def meta_model(self) -> Any:

@@ -241,7 +241,7 @@ class _Job:
             return dataclasses.replace(self, tasks=tasks)._run({}, work, lock.check_soon)
 
         if damaged:
-            repair(directory, manifest, damaged, self.tasks, run)
+            repair(directory, manifest, damaged, self.tasks, self.encoder().media_tokens, run)
         return _finished(directory, manifest)
 
     def _note_unforeseen(self, manifest: Manifest, told_in: str) -> None:

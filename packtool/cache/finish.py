@@ -14,10 +14,10 @@ import pyarrow as pa
 from packtool import __version__, storage
 from packtool.cache.files import sha256_of
 from packtool.cache.manifest import Identity, Manifest, ShardInfo, SourceInfo, SplitInfo, fingerprint_of
-from packtool.cache.schema import INDEX, dataset_info, dataset_state, with_added_columns
+from packtool.cache.schema import INDEX, PREFIXES, dataset_info, dataset_state, with_added_columns
 from packtool.cache.shard import HashingSink
-from packtool.cache.task import TASKS_DIR, SplitCounts, TaskResult, dropped_path, index_path
-from packtool.constants import DROPPED_NAME, INDEX_NAME, MANIFEST_NAME
+from packtool.cache.task import TASKS_DIR, SplitCounts, TaskResult, dropped_path, index_path, prefixes_path
+from packtool.constants import DROPPED_NAME, INDEX_NAME, MANIFEST_NAME, PREFIXES_NAME
 from packtool.errors import MismatchError, PacktoolError, StorageError
 from packtool.storage import AtomicFile
 
@@ -74,7 +74,7 @@ def _split_info(name: str, results: Sequence[TaskResult], max_length: int) -> Sp
         pieces_added=sum(part.pieces_added for part in parts),
         length_histogram=tuple(int(count) for count in histogram),
         shards=tuple(ShardInfo(part.file, part.rows, part.bytes, part.sha256) for part in parts),
-        index_sha256="",  # known when it is written
+        index_sha256="",  # known when it is written, like the other
     )
 
 
@@ -105,7 +105,8 @@ def publish_cache(
         folder = storage.join(directory, split)
         files = [shard.file for shard in info.shards]
         digest = _merge_index(storage.join(folder, INDEX_NAME), directory, split, manifest.channels, results)
-        splits[split] = replace(info, index_sha256=digest)
+        prefixes = _merge_prefixes(storage.join(folder, PREFIXES_NAME), directory, split, results)
+        splits[split] = replace(info, index_sha256=digest, prefixes_sha256=prefixes)
         storage.publish(storage.join(folder, "dataset_info.json"), dataset_info())
         storage.publish(
             storage.join(folder, "state.json"), dataset_state(files, split, f"{manifest.fingerprint}-{split}")
@@ -132,7 +133,7 @@ def tidy(directory: str, manifest: Manifest) -> None:
         return  # done before; what is there now is somebody else's
     for split, info in manifest.splits.items():
         folder = storage.join(directory, split)
-        known = {INDEX_NAME, "dataset_info.json", "state.json", *(shard.file for shard in info.shards)}
+        known = {INDEX_NAME, PREFIXES_NAME, "dataset_info.json", "state.json", *(shard.file for shard in info.shards)}
         for name in storage.list_names(folder):
             if name not in known:
                 storage.remove(storage.join(folder, name))
@@ -191,6 +192,25 @@ def _merge_index(
                     for batch in pa.ipc.open_stream(part):
                         batch = with_added_columns(batch)  # a part may be of an older packtool's run
                         writer.write_batch(_with_common_codes(batch, result.channels, codes))
+        file.commit()
+    except BaseException:
+        file.discard()
+        raise
+    return sink.digest.hexdigest()
+
+
+def _merge_prefixes(path: str, directory: str, split: str, results: Sequence[TaskResult]) -> str:
+    """Write what samples begin with; gives its SHA-256, nothing where parts are of an older packtool's run."""
+    parts = [(result.number, result.splits[split].prefixes_sha256) for result in results if split in result.splits]
+    if not all(sha256 for _, sha256 in parts):
+        return ""
+    file = AtomicFile(path)
+    try:
+        sink = HashingSink(file)
+        with pa.ipc.new_file(pa.PythonFile(sink, mode="w"), PREFIXES) as writer:
+            for number, sha256 in parts:
+                for batch in pa.ipc.open_stream(_part(prefixes_path(directory, number, split), sha256)):
+                    writer.write_batch(batch)
         file.commit()
     except BaseException:
         file.discard()

@@ -116,13 +116,13 @@ class LocalCopies:
                 self._copy(path, place, info.bytes, info.sha256)
         return copy
 
-    def index(self, directory: str, split: str, fingerprint: str) -> str:
-        """The copy of a split's index.
+    def index(self, directory: str, split: str, fingerprint: str, name: str = INDEX_NAME) -> str:
+        """The copy of a split's index, or of another file that planning reads.
 
         Raises:
             StorageError: as above.
         """
-        path = storage.join(directory, split, INDEX_NAME)
+        path = storage.join(directory, split, name)
         state = storage.stat(path)
         tag = hashlib.sha256(f"{state.size} {state.modified} {path}".encode()).hexdigest()[:16]
         place = os.path.join(self.directory, fingerprint, f"{split}-{tag}{_INDEX}")

@@ -59,6 +59,7 @@ class SplitInfo:
         pieces_added: samples beyond one a row, where texts were split.
         length_histogram: samples by length, in equal bins of ``max_length / len`` tokens.
         index_sha256: of the index; empty in caches that were made before it was kept.
+        prefixes_sha256: of ``prefixes.arrow``; empty in caches that were made before there was one.
     """
 
     rows: int
@@ -71,6 +72,7 @@ class SplitInfo:
     length_histogram: tuple[int, ...]
     shards: tuple[ShardInfo, ...]
     index_sha256: str = ""
+    prefixes_sha256: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,15 @@
 """A saved plan: which samples share a pack, as an Arrow file that any tool can read.
 
-Columns in pack order: ``pack`` int64, ``sample`` int64 (position in the caches), ``length`` int32. The file's metadata
-say which caches it belongs to, so that it cannot be used with others.
+Columns in pack order: ``pack`` int64, ``sample`` int64 (position in the caches), ``length`` int32, and where samples
+share prefixes ``shared`` int32: tokens that each has in common with the sample before it, which its ``length`` leaves
+out. The file's metadata say which caches it belongs to, so that it cannot be used with others.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +19,11 @@ from packtool import storage
 from packtool.errors import MismatchError
 
 _FORMAT = "packtool plan 1"
+_SHARED_FORMAT = "packtool plan 2"
+"""The format of plans that share prefixes: who does not know of these would take such a plan for damaged."""
 _KEY = b"packtool"
 _SCHEMA = pa.schema([("pack", pa.int64()), ("sample", pa.int64()), ("length", pa.int32())])
+_SHARED = pa.field("shared", pa.int32())
 _ROWS_AT_ONCE = 1 << 20
 
 
@@ -52,12 +57,14 @@ class SavedPlan:
         samples: int64 (N,).
         offsets: int64 (K + 1,).
         lengths: int32 (N,).
+        shared: int32 (N,), or None where all samples are computed whole.
     """
 
     info: PlanInfo
     samples: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int32]
+    shared: npt.NDArray[np.int32] | None = None
 
 
 def write_plan(path: str, plan: SavedPlan) -> None:
@@ -68,12 +75,17 @@ def write_plan(path: str, plan: SavedPlan) -> None:
     """
     sizes = np.diff(plan.offsets)
     packs = np.repeat(np.arange(len(sizes), dtype=np.int64), sizes)
-    schema = _SCHEMA.with_metadata({_KEY: json.dumps(asdict(plan.info)).encode()})
+    columns: list[npt.NDArray[np.integer[Any]]]
+    schema, columns, info = _SCHEMA, [packs, plan.samples, plan.lengths], plan.info
+    if plan.shared is not None:
+        schema, info = schema.append(_SHARED), replace(info, format=_SHARED_FORMAT)
+        columns.append(plan.shared)
+    schema = schema.with_metadata({_KEY: json.dumps(asdict(info)).encode()})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, schema) as writer:
         for start in range(0, len(packs), _ROWS_AT_ONCE):
             part = slice(start, start + _ROWS_AT_ONCE)
-            arrays = [pa.array(packs[part]), pa.array(plan.samples[part]), pa.array(plan.lengths[part])]
+            arrays = [pa.array(column[part]) for column in columns]
             writer.write_batch(pa.record_batch(arrays, schema=schema))
     storage.publish(path, sink.getvalue())
 
@@ -94,11 +106,13 @@ def read_plan(path: str) -> SavedPlan:
         packs = table.column("pack").to_numpy()
         samples = table.column("sample").to_numpy().astype(np.int64)
         lengths = table.column("length").to_numpy().astype(np.int32)
+        is_shared = info.format == _SHARED_FORMAT
+        shared = table.column("shared").to_numpy().astype(np.int32) if is_shared else None
     except (pa.ArrowInvalid, KeyError, ValueError, TypeError) as error:
         raise MismatchError(
             f"--plan {path} is no plan file, or is damaged: {error!r}", "Make it again with packtool plan --save."
         ) from error
-    if info.format != _FORMAT:
+    if info.format not in (_FORMAT, _SHARED_FORMAT):
         raise MismatchError(f"--plan {path} has format {info.format!r}, not {_FORMAT!r}", "Make it again.")
     starts = np.flatnonzero(np.diff(packs, prepend=-1))
-    return SavedPlan(info, samples, np.append(starts, len(packs)).astype(np.int64), lengths)
+    return SavedPlan(info, samples, np.append(starts, len(packs)).astype(np.int64), lengths, shared)

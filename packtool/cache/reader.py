@@ -19,7 +19,8 @@ from packtool.cache.guessed import with_guesses
 from packtool.cache.index import read_index
 from packtool.cache.local import LocalCopies
 from packtool.cache.manifest import Manifest
-from packtool.constants import INDEX_NAME, TRAIN_SPLIT
+from packtool.cache.prefixes import SplitPrefixes, read_prefixes
+from packtool.constants import INDEX_NAME, PREFIXES_NAME, TRAIN_SPLIT
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray
 from packtool.errors import MismatchError, PacktoolError
 
@@ -175,6 +176,26 @@ class CacheReader:
             return read_index(directory, manifest, self.split)
         copy = self.copies.index(directory, self.split, manifest.fingerprint)
         return read_index(directory, manifest, self.split, copy)
+
+    def prefixes(self) -> SplitPrefixes | None:
+        """What the samples begin with; None where a cache does not tell it.
+
+        Raises:
+            MismatchError: if a file is missing or damaged.
+        """
+        digests = [manifest.splits[self.split].prefixes_sha256 for manifest in self.manifests]
+        if not all(digests):
+            return None
+        lengths = np.split(self.index.length, self._starts[1:-1])
+        of = enumerate(zip(digests, lengths, strict=True))
+        return SplitPrefixes.joined([self._prefixes_of(cache, *each) for cache, each in of])
+
+    def _prefixes_of(self, cache: int, sha256: str, lengths: IntArray) -> SplitPrefixes:
+        directory, copy = self.directories[cache], None
+        if storage.is_remote(directory):
+            copy = self.copies.index(directory, self.split, self.manifests[cache].fingerprint, PREFIXES_NAME)
+        place = storage.join(directory, self.split, PREFIXES_NAME)
+        return read_prefixes(place, None if self.copies.verify == "never" else sha256, lengths, copy)
 
     def prefetch(self) -> threading.Thread | None:
         """Copy the shards of remote caches in the background, for one process of a machine to call.

@@ -1,24 +1,28 @@
 """``packtool export --repair``: what is damaged of a finished cache is made again, and nothing else.
 
 An export is a function of rows, settings and model: the task that wrote a shard writes the same bytes again, which the
-manifest's checksum proves. An index is put together again from the shards.
+manifest's checksum proves. Index and prefixes are put together again from the shards.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pyarrow as pa
 
 from packtool import storage
 from packtool.cache.manifest import Manifest, ShardInfo
+from packtool.cache.prefixes import joined_batches, prefix_batch
 from packtool.cache.reader import ShardFile
-from packtool.cache.schema import ADDED, INDEX
+from packtool.cache.schema import ADDED, INDEX, PREFIXES
 from packtool.cache.shard import index_batch, index_part
 from packtool.cache.task import TASKS_DIR, Task, TaskResult
 from packtool.cache.verified import check_all
-from packtool.constants import INDEX_NAME
+from packtool.constants import INDEX_NAME, LEAST_SHARED, PREFIXES_NAME
+from packtool.encode.encoded import EncodedSample
+from packtool.encode.placed_media import MediaTokens
+from packtool.encode.prefix_hashes import prefix_hashes
 from packtool.errors import MismatchError
 from packtool.storage import AtomicFile
 
@@ -36,12 +40,14 @@ def repair(
     manifest: Manifest,
     damaged: Sequence[str],
     tasks: Sequence[Task],
+    media_tokens: MediaTokens,
     run: Callable[[Sequence[Task], str], Mapping[int, TaskResult]],
 ) -> None:
     """Make damaged files again.
 
     Args:
         tasks: of the export, all.
+        media_tokens: of the model.
         run: runs tasks that write below a directory.
 
     Raises:
@@ -66,6 +72,8 @@ def repair(
                     _copy(storage.join(scratch, file), storage.join(directory, file))
             if f"{split}/{INDEX_NAME}" in damaged:
                 _rebuild_index(directory, manifest, split)
+            if f"{split}/{PREFIXES_NAME}" in damaged:
+                _rebuild_prefixes(directory, manifest, split, media_tokens)
     finally:
         storage.remove(storage.join(directory, TASKS_DIR))
 
@@ -98,20 +106,40 @@ def _copy(source: str, target: str) -> None:
 def _rebuild_index(directory: str, manifest: Manifest, split: str) -> None:
     info = manifest.splits[split]
     codes = {name: code for code, name in enumerate(manifest.channels)}
-    batches = []
-    for number, shard in enumerate(info.shards):
-        rows = ShardFile(storage.join(directory, split, shard.file))
-        samples = [rows.sample(row) for row in range(len(rows))]
-        batches.append(index_batch(index_part(samples, number, 0, codes)))
+    batches = [
+        index_batch(index_part(samples, number, 0, codes))
+        for number, samples in enumerate(_samples_of_shards(directory, manifest, split))
+    ]
     # An older packtool wrote fewer columns.
     older = pa.schema([field for field in INDEX if field.name not in ADDED])
     for schema in (INDEX, older):
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_file(sink, schema) as writer:
-            for batch in batches:
-                writer.write_batch(batch.select(schema.names))
-        data = sink.getvalue().to_pybytes()
+        data = _file_of([batch.select(schema.names) for batch in batches], schema)
         if info.index_sha256 in ("", hashlib.sha256(data).hexdigest()):
             storage.publish(storage.join(directory, split, INDEX_NAME), data)
             return
     raise _not_the_same(directory, f"{split}/{INDEX_NAME}")
+
+
+def _rebuild_prefixes(directory: str, manifest: Manifest, split: str, media_tokens: MediaTokens) -> None:
+    batches = [
+        prefix_batch([prefix_hashes(sample, media_tokens, longer_than=LEAST_SHARED) for sample in samples])
+        for samples in _samples_of_shards(directory, manifest, split)
+    ]
+    data = _file_of([joined for batch in batches for joined in joined_batches([batch])], PREFIXES)
+    if hashlib.sha256(data).hexdigest() != manifest.splits[split].prefixes_sha256:
+        raise _not_the_same(directory, f"{split}/{PREFIXES_NAME}")
+    storage.publish(storage.join(directory, split, PREFIXES_NAME), data)
+
+
+def _samples_of_shards(directory: str, manifest: Manifest, split: str) -> Iterator[list[EncodedSample]]:
+    for shard in manifest.splits[split].shards:
+        rows = ShardFile(storage.join(directory, split, shard.file))
+        yield [rows.sample(row) for row in range(len(rows))]
+
+
+def _file_of(batches: Sequence[pa.RecordBatch], schema: pa.Schema) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    return sink.getvalue().to_pybytes()

@@ -76,6 +76,21 @@ UNKNOWN = -1
 ADDED = ("audio_tokens", "patch_squares")
 
 
+PREFIX = pa.struct(
+    [
+        ("length", pa.int32()),
+        ("hash", pa.uint64()),
+        ("media_tokens", pa.int32()),
+        ("audio_tokens", pa.int32()),
+        ("patch_squares", pa.int64()),
+    ]
+)
+"""One prefix of a sample: the fields of ``PrefixHashes``."""
+
+PREFIXES = pa.schema([("prefixes", pa.list_(PREFIX))])
+"""A line for each line of the index: some prefixes of the sample, the shorter ones first."""
+
+
 def with_added_columns(table: pa.RecordBatch | pa.Table) -> pa.RecordBatch | pa.Table:
     """An index, or a part of one, with all columns of ``INDEX``: ``UNKNOWN`` in those that it lacks."""
     for name in ADDED:

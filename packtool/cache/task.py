@@ -19,13 +19,16 @@ import pyarrow as pa
 from packtool import storage
 from packtool.cache.embed import embedded
 from packtool.cache.lock import LockStamp, lost
-from packtool.cache.schema import INDEX
+from packtool.cache.prefixes import joined_batches, prefix_batch
+from packtool.cache.schema import INDEX, PREFIXES
 from packtool.cache.shard import ShardWriter, index_batch, index_part, num_targets
 from packtool.config.export import EncodeSpec
-from packtool.constants import TRAIN_SPLIT, VAL_SPLIT
+from packtool.constants import LEAST_SHARED, TRAIN_SPLIT, VAL_SPLIT
 from packtool.encode.blocks import encode_samples, samples_of
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
+from packtool.encode.placed_media import MediaTokens
+from packtool.encode.prefix_hashes import prefix_hashes
 from packtool.errors import RowError
 from packtool.rows.sample import Dropped, Sample
 from packtool.rows.source import RowBlocks, Source
@@ -83,6 +86,7 @@ class SplitCounts:
         rows: samples.
         bytes, sha256, modified: of the shard; the last is what the place said of the file that was written.
         index_sha256: of its part of the index.
+        prefixes_sha256: of its part of the prefixes; empty where an older packtool wrote it.
         pieces_added: samples beyond one a row, where texts were split.
         lengths: samples by tokens.
     """
@@ -94,6 +98,7 @@ class SplitCounts:
     sha256: str = ""
     modified: str = ""
     index_sha256: str = ""
+    prefixes_sha256: str = ""
     tokens: int = 0
     target_tokens: int = 0
     media_tokens: int = 0
@@ -158,6 +163,11 @@ def index_path(directory: str, number: int, split: str) -> str:
     return storage.join(directory, TASKS_DIR, f"{number:05d}.{split}.arrow")
 
 
+def prefixes_path(directory: str, number: int, split: str) -> str:
+    """Where a task's part of a split's prefixes lies until the export is finished."""
+    return storage.join(directory, TASKS_DIR, f"{number:05d}.{split}.prefixes.arrow")
+
+
 def dropped_path(directory: str, number: int) -> str:
     """Where a task's part of ``dropped.jsonl`` lies until the export is finished."""
     return storage.join(directory, TASKS_DIR, f"{number:05d}.dropped.jsonl")
@@ -183,7 +193,7 @@ def run_task(task: Task, encoder: Encoder, work: Work, report: Report = _to_nobo
         StorageError: if writing fails.
     """
     embeds = encoder.spec.media == "embed"
-    outputs = _Outputs(task, work, embed=embeds)
+    outputs = _Outputs(task, work, encoder.media_tokens, embed=embeds)
     val_rows = frozenset(task.val_rows)
     position = 0
     rows = chain.from_iterable(samples_of(*stretch, may_hold_secrets=embeds) for stretch in task.stretches)
@@ -217,14 +227,15 @@ def _groups(rows: Iterator[Sample | Dropped]) -> Iterator[tuple[Sample | Dropped
 class _Outputs:
     """The files of one task."""
 
-    def __init__(self, task: Task, work: Work, embed: bool) -> None:
+    def __init__(self, task: Task, work: Work, media_tokens: MediaTokens, embed: bool) -> None:
         self.result = TaskResult(task.number, work.export)
-        self._embed, self._strict = embed, work.strict
+        self._embed, self._strict, self._media_tokens = embed, work.strict, media_tokens
         self._task, self._directory, self._lock = task, work.directory, work.lock
         self._drops: list[str] = []
         self._codes: dict[str, int] = {}
         self._rights = {source.label: source.media_rights for source, _ in task.stretches} if embed else {}
         self._index: dict[str, list[dict[str, Any]]] = {name: [] for name in task.shards}
+        self._prefixes: dict[str, list[pa.RecordBatch]] = {name: [] for name in task.shards}
         self._writers: dict[str, ShardWriter] = {}
         for split, (shard, name) in task.shards.items():
             self.result.splits[split] = SplitCounts(shard=shard, file=name)
@@ -255,6 +266,8 @@ class _Outputs:
             for part in embedded(samples, self._rights, self.drop) if embeds else (samples,):
                 if self._directory is not None:
                     self._index[split].append(index_part(part, counts.shard, counts.rows, self._codes))
+                    hashed = [prefix_hashes(each, self._media_tokens, longer_than=LEAST_SHARED) for each in part]
+                    self._prefixes[split].append(prefix_batch(hashed))
                     self._writers[split].write(part)
                 for sample in part:
                     counts.add(sample)
@@ -274,6 +287,9 @@ class _Outputs:
             index = _index_bytes(self._index[split])
             counts.index_sha256 = hashlib.sha256(index).hexdigest()
             storage.publish(index_path(self._directory, number, split), index)
+            prefixes = _stream_of(joined_batches(self._prefixes[split]), PREFIXES)
+            counts.prefixes_sha256 = hashlib.sha256(prefixes).hexdigest()
+            storage.publish(prefixes_path(self._directory, number, split), prefixes)
         if self._drops:
             drops = "".join(self._drops).encode()
             self.result.dropped_sha256 = hashlib.sha256(drops).hexdigest()
@@ -287,8 +303,13 @@ class _Outputs:
 
 
 def _index_bytes(parts: list[dict[str, Any]]) -> bytes:
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else None
+    return _stream_of([] if columns is None else [index_batch(columns)], INDEX)
+
+
+def _stream_of(batches: list[pa.RecordBatch], schema: pa.Schema) -> bytes:
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, INDEX) as writer:
-        if parts:
-            writer.write_batch(index_batch({name: np.concatenate([part[name] for part in parts]) for name in parts[0]}))
+    with pa.ipc.new_stream(sink, schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
     return sink.getvalue().to_pybytes()

@@ -22,7 +22,7 @@ from packtool import storage
 from packtool.cache.files import locked, sha256_of
 from packtool.cache.index import read_index
 from packtool.cache.manifest import Manifest
-from packtool.constants import INDEX_NAME
+from packtool.constants import INDEX_NAME, PREFIXES_NAME
 from packtool.errors import MismatchError
 
 _SUFFIX = ".checked"
@@ -104,6 +104,7 @@ def check_all(directory: str, manifest: Manifest) -> Iterator[FileCheck]:
     for split, info in sorted(manifest.splits.items()):
         folder = storage.join(directory, split)
         wanted: list[tuple[str, int | None, str]] = [(INDEX_NAME, None, info.index_sha256)]
+        wanted += [(PREFIXES_NAME, None, info.prefixes_sha256)] if info.prefixes_sha256 else []
         wanted += [(shard.file, shard.bytes, shard.sha256) for shard in info.shards]
         for name, size, sha256 in wanted:
             path = storage.join(folder, name)

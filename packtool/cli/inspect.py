@@ -90,9 +90,10 @@ def _pack_lines(pack: dict[str, object]) -> list[str]:
         f"pack {pack['pack']}: {len(samples)} samples, {tokens:,} of {capacity:,} tokens ({tokens / capacity:.2%})"
     ]
     for sample in samples:
+        first, last = sample["positions"]
         spans = " ".join(f"{a}-{b}" for a, b in sample["trained"])
         lines += [
-            f"  [{sample['start']:>6}, {sample['end']:>6})  positions 0-{sample['positions'][1]}  sample "
+            f"  [{sample['start']:>6}, {sample['end']:>6})  positions {first}-{last}  sample "
             f"{sample['sample']}: {visible_line(sample['source'])}, row {sample['row']}",
             f"      trained {spans}" + (f"   {' '.join(sample['media'])}" if sample["media"] else ""),
         ]

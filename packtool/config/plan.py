@@ -9,7 +9,7 @@ from typing import ClassVar
 from packtool.config.adapters import AdapterOptions, LearningOptions, adapter_problems
 from packtool.config.caches import CacheOptions
 from packtool.config.memory import MemoryOptions, sharding_problems
-from packtool.config.packing import PackingOptions, packing_problems
+from packtool.config.packing import PackingOptions, no_sharing_with, packing_problems, sharing_problems
 from packtool.config.parallel import ParallelOptions, parallel_problems
 from packtool.config.settings import flag, option
 from packtool.config.sizes import Bytes, num_tokens
@@ -86,12 +86,20 @@ class PlanConfig(CacheOptions, PackingOptions, ParallelOptions, MemoryOptions, A
             found.append("--save writes one plan, and --sweep makes several: give --packing-length instead of --sweep")
         if self.lengths is not None and self.save is not None:
             found.append("--save needs caches: a plan belongs to the cache it was made for")
+        if self.lengths is not None and self.share_prefix == "true":
+            found.append("--share-prefix true needs caches: lengths do not tell what samples begin with")
+        found += sharing_problems(self, self.not_shared_with)
         found += sharding_problems(self) + adapter_problems(self) + self._fit_problems()
         try:
             self.sweep_lengths()
         except ValueError:
             found.append(f"--sweep {self.sweep}: give packing lengths with commas between them, as in 4096,8K")
         return found
+
+    @property
+    def not_shared_with(self) -> list[str]:
+        """Options, as they are given, with which no prefixes are shared."""
+        return no_sharing_with(self, self.packing, self.sequence_parallel_ranks)
 
     def _fit_problems(self) -> list[str]:
         """What does not go with ``--fit``, or only goes with it."""
@@ -111,6 +119,8 @@ class PlanConfig(CacheOptions, PackingOptions, ParallelOptions, MemoryOptions, A
         ]
         if self.fit < 10**6:
             found.append(f"--fit {self.fit}: that many bytes hold no model; memory is given as in 80GB")
+        if self.share_prefix == "true" or self.max_rows_per_tree is not None:
+            found.append("--fit computes every sample whole: leave out --share-prefix true and --max-rows-per-tree")
         if self.has_no_rows or not self.packing:
             found.append(
                 "--fit searches packs: leave out --packing false, --dynamic-batch-tokens and --schedule skrull"

@@ -14,7 +14,13 @@ from packtool.config.export import ExportConfig
 from packtool.config.memory import MemoryOptions, sharding_problems
 from packtool.config.model import ATTN_IMPL_HELP, AttnImpl, DType
 from packtool.config.optimizer import OptimizerOptions
-from packtool.config.packing import IntervalOptions, PackingOptions, packing_problems
+from packtool.config.packing import (
+    IntervalOptions,
+    PackingOptions,
+    no_sharing_with,
+    packing_problems,
+    sharing_problems,
+)
 from packtool.config.parallel import ParallelOptions, parallel_problems
 from packtool.config.rows import (
     LOSS_SCALE_HELP,
@@ -211,6 +217,7 @@ class TrainConfig(
             *self._row_problems(),
         ]
         found += parallel_problems(self, removes_padding=self.removes_padding, attn_impl=self.attn_impl)
+        found += sharing_problems(self, self.not_shared_with)
         if self.padding_free and not self.removes_padding:
             found.append("--padding-free true goes with --packing true, or with --dynamic-batch-tokens N")
         if self.padding_free is False and self.removes_padding:
@@ -242,6 +249,12 @@ class TrainConfig(
             *self._precision_problems(),
             *self._compile_problems(),
         ]
+
+    @property
+    def not_shared_with(self) -> list[str]:
+        """Options, as they are given, with which no prefixes are shared."""
+        found = no_sharing_with(self, self.packing, self.sequence_parallel_ranks)
+        return [*found, *(["--neftune-noise-alpha"] if self.neftune_noise_alpha else [])]
 
     def _precision_problems(self) -> list[str]:
         """Options of the precision that contradict each other."""
@@ -327,6 +340,8 @@ class TrainConfig(
             found.append("--save-strategy epoch needs a cache: --streaming true does not know where an epoch ends")
         if self.schedule != "packs":
             found.append(f"--schedule {self.schedule} needs a cache: leave out --streaming true")
+        if self.share_prefix == "true" or self.max_rows_per_tree is not None:
+            found.append("--share-prefix needs a cache: --streaming true computes every sample whole")
         if self.plan is not None:
             found.append("--plan needs a cache: --streaming true plans while it reads")
         if self.val_dataset or self.split_dataset_ratio:

@@ -20,6 +20,7 @@ from packtool.encode.left_out import LeftOut
 from packtool.encode.loss_scale import LossScale, Weights, is_hybrid_thinking, loss_scale_of, parse_loss_scale
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.pieces import PieceTokenizer
+from packtool.encode.placed_media import MediaTokens
 from packtool.encode.targets import TurnFinder, TurnPieces, turn_finder
 from packtool.encode.template import ChatTemplate, TemplateFailure
 from packtool.errors import ConfigError
@@ -63,6 +64,7 @@ class Encoder:
         self.spec = spec
         self._media = media or media_encoding(files, spec)
         self.limits = self._media.limits
+        self.media_tokens = MediaTokens.of(files.config)
         media_tokens = self._media.control_tokens
         tokenizer = _tokenizer(files)
         as_list = self._media.content_as_list

@@ -16,6 +16,7 @@ from packtool.plan.dynamic import rearrange
 from packtool.plan.options import PlanOptions
 from packtool.plan.pack_plan import Int64Array, PackPlan, digest_arrays, with_each_alone, with_packs_in_order
 from packtool.plan.packing import pack, pack_singletons
+from packtool.plan.prefix_trees import PrefixTrees
 from packtool.plan.shuffle import RandomStream, seeded_order
 from packtool.plan.skrull_steps import assign_skrull
 from packtool.plan.steps import StepPlan, plan_steps, step_plan
@@ -86,6 +87,7 @@ def plan_epoch(
     epoch: int = 0,
     media_tokens: npt.NDArray[np.integer[Any]] | None = None,
     towers: TowerWork | None = None,
+    trees: PrefixTrees | None = None,
 ) -> EpochPlan:
     """Filter, pack and assign to steps and ranks: a pure function, the same on every rank and machine.
 
@@ -99,6 +101,8 @@ def plan_epoch(
         epoch: 0-based; every epoch has new companions and a new order.
         media_tokens: (N,), of each sample; None when it has none.
         towers: what its pictures and sounds cost beside ``options.cost``; None for nothing.
+        trees: samples that share prefixes, of ``options.max_length`` at most, of which each group is in one pack;
+            ``media_tokens`` and ``towers`` are then what each sample adds to its group.
 
     Raises:
         ConfigError: an option is not positive, or options contradict each other.
@@ -114,7 +118,9 @@ def plan_epoch(
             else "No sample is left to train on: the cache is empty.",
             "Raise it, or export other rows.",
         )
-    if len(kept) == len(lengths):
+    if trees is not None:
+        packs = _pack_groups(trees, lengths, media_tokens, options, seed, epoch)
+    elif len(kept) == len(lengths):
         packs = _pack(lengths, media_tokens, options, seed, epoch)
     else:
         kept_media = None if media_tokens is None else media_tokens[kept]
@@ -252,6 +258,22 @@ def _pack(
         return pack(lengths, options.packing_length, options, seed=seed, epoch=epoch, media_tokens=media_tokens)
     rows = pack_singletons(lengths, options.packing_length, seed=seed, epoch=epoch, shuffle=options.shuffle)
     return group_by_length(rows, options.packs_per_step) if options.group_by_length else rows
+
+
+def _pack_groups(
+    trees: PrefixTrees,
+    lengths: npt.NDArray[np.integer[Any]],
+    media_tokens: npt.NDArray[np.integer[Any]] | None,
+    options: PlanOptions,
+    seed: int,
+    epoch: int,
+) -> PackPlan:
+    """Pack groups of samples by the tokens that are computed of them."""
+    assert options.packing, "rows that are padded share nothing"
+    assert options.max_samples_per_pack is None, "a group is packed as one, however many samples it has"
+    media = None if media_tokens is None else trees.sums_per_group(media_tokens[trees.samples])
+    groups = _pack(trees.sums_per_group(trees.new_tokens(lengths)), media, options, seed, epoch)
+    return trees.unfolded(groups, lengths)
 
 
 def group_by_length(rows: PackPlan, rows_per_step: int) -> PackPlan:

@@ -28,14 +28,17 @@ class PackPlan:
     Args:
         samples: int64 (N,), in pack order: positions in the array of lengths, or, from ``plan_epoch``, in the cache.
         offsets: int64 (K + 1,).
-        lengths: int32 (N,), tokens of ``samples``.
+        lengths: int32 (N,), tokens of ``samples``; of those that share a prefix, the tokens that each adds to its pack.
         capacity: tokens that a pack may hold.
+        shared: int32 (N,), tokens before those, which a sample has in common with others of its pack; None where all
+            samples are computed whole.
     """
 
     samples: Int64Array
     offsets: Int64Array
     lengths: Int32Array
     capacity: int
+    shared: Int32Array | None = None
 
     @property
     def num_packs(self) -> int:
@@ -46,6 +49,11 @@ class PackPlan:
     def num_samples(self) -> int:
         """The number N of samples."""
         return len(self.samples)
+
+    @property
+    def whole_lengths(self) -> Int32Array:
+        """Tokens of each sample with what it shares; int32 (N,)."""
+        return self.lengths if self.shared is None else self.lengths + self.shared
 
     def pack(self, index: int) -> Int64Array:
         """Samples of a pack; a view, not a copy."""
@@ -65,8 +73,12 @@ class PackPlan:
         return self.sums_per_pack(self.lengths)
 
     def sum_squares_per_pack(self) -> Int64Array:
-        """Sum of the squared lengths of each pack's samples, to which attention's work is proportional; int64 (K,)."""
-        return self.sums_per_pack(np.square(self.lengths, dtype=np.int64))
+        """Sum of the squared lengths of each pack's samples, to which attention's work is proportional; int64 (K,).
+
+        A sample that goes on from a shared prefix adds what its own tokens see: (prefix + own)^2 - prefix^2.
+        """
+        squares = np.square(self.whole_lengths, dtype=np.int64)
+        return self.sums_per_pack(squares if self.shared is None else squares - np.square(self.shared, dtype=np.int64))
 
     @cached_property
     def num_tokens(self) -> int:
@@ -87,7 +99,8 @@ class PackPlan:
     def fingerprint(self) -> str:
         """sha256 in hex over everything in the plan; equal plans, and only they, have the same."""
         digest = hashlib.sha256(f"packtool pack plan 1, capacity {self.capacity}\n".encode())
-        return digest_arrays(digest, self.samples, self.offsets, self.lengths)
+        shared = () if self.shared is None else (self.shared,)
+        return digest_arrays(digest, self.samples, self.offsets, self.lengths, *shared)
 
 
 def digest_arrays(digest: hashlib._Hash, *arrays: npt.NDArray[np.integer[Any]]) -> str:
@@ -153,11 +166,13 @@ def with_packs_in_order(plan: PackPlan, order: Int64Array) -> PackPlan:
     sizes = np.diff(plan.offsets)[order]
     offsets = offsets_of(sizes)
     taken = np.arange(offsets[-1]) - np.repeat(offsets[:-1] - plan.offsets[:-1][order], sizes)
-    return PackPlan(plan.samples[taken], offsets, plan.lengths[taken], plan.capacity)
+    shared = None if plan.shared is None else plan.shared[taken]
+    return PackPlan(plan.samples[taken], offsets, plan.lengths[taken], plan.capacity, shared)
 
 
 def with_each_alone(plan: PackPlan) -> PackPlan:
     """A plan of the same samples in the same order, each a pack of its own."""
+    assert plan.shared is None, "a sample alone shares nothing"
     return PackPlan(plan.samples, np.arange(plan.num_samples + 1, dtype=np.int64), plan.lengths, plan.capacity)
 
 

@@ -90,9 +90,9 @@ class PlanSummary:
         num_cached: samples in the cache.
         num_filtered: those longer than ``max_length``, left out.
         num_samples: those in the plan, one length each.
-        num_tokens: tokens of the samples in the plan.
+        num_tokens: tokens of the samples in the plan; those of shared prefixes count once.
         num_target_tokens: labels that carry loss among them.
-        longest: tokens of the longest sample in the plan.
+        longest: tokens of the longest sample in the plan, with what it shares.
         packing: as in ``PlanOptions``.
         max_length, packing_length, packing_num_proc: as in ``PlanOptions``.
         num_packs: packs; without packing, padded rows; with Skrull those whose samples were assigned anew.
@@ -173,7 +173,7 @@ def summarize(
         num_samples=packs.num_samples,
         num_tokens=packs.num_tokens,
         num_target_tokens=int(steps.target_tokens_per_step.sum()),
-        longest=int(packs.lengths.max()),
+        longest=int(packs.whole_lengths.max()),
         packing=options.packing,
         max_length=options.max_length,
         packing_length=options.packing_length,

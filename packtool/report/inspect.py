@@ -257,6 +257,8 @@ def _media_texts(sample: EncodedSample) -> list[str]:
 def pack_figures(directory: str, plan: str, pack: int) -> dict[str, Any]:
     """A pack of a saved plan: its samples, where each begins and ends, and what of them is trained.
 
+    Of a sample that shares a prefix with the one before it, what it adds to it: from its position behind the prefix.
+
     Raises:
         MismatchError: if the plan belongs to other caches.
         ConfigError: if it has no such pack.
@@ -272,20 +274,23 @@ def pack_figures(directory: str, plan: str, pack: int) -> dict[str, Any]:
     if not 0 <= pack < num_packs:
         raise ConfigError(f"--pack {pack}: the plan has packs 0 to {num_packs - 1}")
     samples, start = [], 0
-    for position in saved.samples[saved.offsets[pack] : saved.offsets[pack + 1]].tolist():
+    here = slice(int(saved.offsets[pack]), int(saved.offsets[pack + 1]))
+    common = np.zeros_like(saved.lengths) if saved.shared is None else saved.shared
+    for position, shared in zip(saved.samples[here].tolist(), common[here].tolist(), strict=True):
         sample = reader.sample(position)
-        trained = np.flatnonzero(np.diff(np.concatenate(([0], sample.labels != IGNORE_INDEX, [0]))))
+        own = sample.labels[shared:] != IGNORE_INDEX
+        trained = np.flatnonzero(np.diff(np.concatenate(([0], own, [0]))))
         samples.append(
             {
                 "sample": position,
                 "source": sample.source,
                 "row": sample.row,
                 "start": start,
-                "end": start + sample.length,
-                "positions": [0, sample.length - 1],
+                "end": start + sample.length - shared,
+                "positions": [shared, sample.length - 1],
                 "trained": [[start + int(a), start + int(b)] for a, b in trained.reshape(-1, 2)],
                 "media": _media_texts(sample),
             }
         )
-        start += sample.length
+        start += sample.length - shared
     return {"pack": pack, "tokens": start, "capacity": saved.info.capacity, "samples": samples}

@@ -24,6 +24,7 @@ def plan_lines(figures: Mapping[str, Any]) -> list[Line]:
         ("samples", f"{figures['samples']:,}"),
         ("  filtered by length", f"{figures['filtered']:,}"),
         ("tokens", f"{figures['tokens']:,}"),
+        *_shared_lines(figures),
         *_use_lines(figures),
         ("optimizer steps per epoch", f"{figures['steps_per_epoch']:,}"),
         *_plain_lines(figures),
@@ -36,6 +37,21 @@ def plan_lines(figures: Mapping[str, Any]) -> list[Line]:
     if "hours" in figures:
         lines.append(("training time, all epochs", f"{figures['hours']:,.2f} h"))
     return [*lines, ("planning time", f"{figures['plan_seconds']:.2f} s")]
+
+
+def _shared_lines(figures: Mapping[str, Any]) -> list[Line]:
+    """What prefixes save that samples share and that are computed once."""
+    shared = figures["shared_prefixes"]
+    if shared is None:
+        return []
+    lines = [
+        ("  saved by shared prefixes", f"{shared['tokens_saved']:,} of {shared['tokens_without']:,}"),
+        ("    share of the tokens", percent(shared["token_share_saved"])),
+    ]
+    if shared["tower_work_share_saved"]:
+        lines.append(("    share of the towers' work", percent(shared["tower_work_share_saved"])))
+    steps = f"{shared['steps_without'] - figures['steps_per_epoch']:,} of {shared['steps_without']:,}"
+    return [*lines, ("    optimizer steps per epoch", steps)]
 
 
 def _use_lines(figures: Mapping[str, Any]) -> list[Line]:
@@ -100,11 +116,12 @@ def _times(figures: Mapping[str, Any]) -> str:
 
 def length_bins(found: Preview) -> tuple[list[int], int]:
     """Samples in equal bins of tokens, and where the last one ends."""
-    longest = max(int(found.plan.packs.lengths.max(initial=1)), 1)
+    lengths = found.plan.packs.whole_lengths
+    longest = max(int(lengths.max(initial=1)), 1)
     # Whole tokens: bins of unequal size would look like lengths that are rare.
     width = -(-longest // _BINS)
     num_bins = -(-longest // width)
-    counts, _ = np.histogram(found.plan.packs.lengths - 1, bins=num_bins, range=(0, num_bins * width))
+    counts, _ = np.histogram(lengths - 1, bins=num_bins, range=(0, num_bins * width))
     return counts.tolist(), num_bins * width
 
 

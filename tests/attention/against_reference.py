@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from packtool.attention.choose import KERNELS
 from packtool.attention.kernel import Kernel
 from packtool.attention.varlen import Varlen
+from packtool.batch.prefix_tree import key_index
 
 HEADS = [(4, 4), (4, 2), (4, 1), (6, 3), (5, 1)]
 """Query heads and heads of K and V: as many, grouped, one for all, and numbers that no power of two divides."""
@@ -19,6 +23,36 @@ LENGTHS = {
     "with empty ones": [0, 3, 0, 9, 0],
 }
 WINDOWS = (None, 1, 5, 1000)
+
+
+TREES = {
+    "a prefix and its continuations": ([-1, 0, 0, 0], [40, 11, 1, 25]),
+    "two trees and one alone": ([-1, 0, 0, -1, -1, 4, 4], [9, 2, 3, 17, 5, 1, 6]),
+    "several levels": ([-1, 0, 1, 1, 0, 4, 5, 5], [7, 3, 1, 12, 20, 2, 5, 4]),
+    "a chain": ([-1, 0, 1, 2, 3], [1, 1, 8, 1, 2]),
+}
+"""Parents and lengths of the nodes."""
+
+
+def tree_varlen(parents: Sequence[int], lengths: Sequence[int]) -> tuple[Varlen, Tensor]:
+    """Where nodes that lie end to end and their keys lie, and the keys."""
+    index, key_lengths = key_index(parents, lengths)
+    varlen = dataclasses.replace(Varlen.of_lengths(lengths), keys=Varlen.of_lengths(key_lengths))
+    return varlen, torch.from_numpy(index)
+
+
+def check_tree(
+    kernel: Kernel,
+    heads: list[Tensor],
+    tree: tuple[Varlen, Tensor],
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+) -> None:
+    """Compare a kernel on the gathered keys of a tree with the reference; heads are those of the T tokens."""
+    varlen, index = tree
+    k, v = (tensor.detach()[index].requires_grad_(tensor.requires_grad) for tensor in heads[1:])
+    check_kernel(kernel, [heads[0], k, v], varlen, scale=scale, window=window)
 
 
 def random_heads(

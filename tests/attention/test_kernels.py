@@ -12,7 +12,16 @@ from packtool.attention.choose import KERNELS
 from packtool.attention.kernel import Kernel
 from packtool.attention.sdpa import SdpaKernel
 from packtool.attention.varlen import Varlen
-from tests.attention.against_reference import HEADS, LENGTHS, WINDOWS, check_kernel, random_heads
+from tests.attention.against_reference import (
+    HEADS,
+    LENGTHS,
+    TREES,
+    WINDOWS,
+    check_kernel,
+    check_tree,
+    random_heads,
+    tree_varlen,
+)
 
 torch.set_num_threads(1)
 
@@ -165,3 +174,92 @@ def test_grouped_heads_are_not_copied() -> None:
     assert allocated
     # The whole output is the largest thing that is made, and no K or V of all heads for a document is among the others.
     assert max(allocated) <= q.nbytes
+
+
+Tree = tuple[list[int], list[int]]
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Tree:
+    """Parents and lengths of up to nine nodes, each going on from an earlier one or from nothing."""
+    lengths = draw(st.lists(st.integers(1, 21), min_size=1, max_size=9))
+    return [draw(st.integers(-1, number - 1)) for number in range(len(lengths))], lengths
+
+
+def _paths(parents: list[int]) -> list[list[int]]:
+    """Of each node the nodes from the root down to it."""
+    found: list[list[int]] = []
+    for number, parent in enumerate(parents):
+        found.append([*(found[parent] if parent >= 0 else []), number])
+    return found
+
+
+@settings(max_examples=40, deadline=None)
+@given(tree=trees(), window=st.one_of(st.none(), st.integers(1, 30)), seed=st.integers(0, 2**16))
+def test_a_tree_computes_what_its_rows_compute_alone(tree: Tree, window: int | None, seed: int) -> None:
+    """Every token once against every row whole: outputs and gradients in float64."""
+    parents, lengths = tree
+    heads = random_heads(sum(lengths), 4, 2, 8, seed=seed, dtype=torch.float64)
+    varlen, index = tree_varlen(parents, lengths)
+    parts = list(varlen.documents(sum(lengths)))
+    alone = []
+    for path in _paths(parents):
+        row = torch.cat([torch.arange(parts[node].start, parts[node].stop) for node in path])
+        whole = KERNELS["reference"].attend(
+            *(tensor[row] for tensor in heads), Varlen.of_lengths([len(row)]), window=window
+        )
+        alone.append(whole[-lengths[path[-1]] :])
+    expected = torch.cat(alone)
+    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    wanted = torch.autograd.grad((expected * weight).sum(), heads)
+    for kernel in (KERNELS["reference"], HERE["sdpa"]):
+        out = kernel.attend(heads[0], heads[1][index], heads[2][index], varlen, window=window)
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+        found = torch.autograd.grad((out * weight).sum(), heads)
+        for gradient, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(gradient, other, rtol=1e-12, atol=1e-11)
+
+
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+@pytest.mark.parametrize("name", sorted(HERE.keys() - {"reference"}))
+def test_a_tree_equals_the_reference(name: str, tree: Tree) -> None:
+    for num_heads, num_kv_heads in HEADS:
+        for window in WINDOWS:
+            check_tree(
+                HERE[name], random_heads(sum(tree[1]), num_heads, num_kv_heads, 8), tree_varlen(*tree), window=window
+            )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_a_tree_in_other_precisions(dtype: torch.dtype) -> None:
+    parents, lengths = TREES["several levels"]
+    for kernel in (HERE["sdpa"], HERE["sdpa elsewhere"]):
+        check_tree(kernel, random_heads(sum(lengths), 4, 2, 16, dtype=dtype), tree_varlen(parents, lengths), window=7)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(("num_kv_heads", "window"), [(4, 1000), (2, 5), (1, None)])
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+def test_flex_computes_a_tree_where_it_has_no_gradients(tree: Tree, num_kv_heads: int, window: int | None) -> None:
+    heads = [tensor.detach() for tensor in random_heads(sum(tree[1]), 4, num_kv_heads, 16)]
+    check_tree(KERNELS["flex"], heads, tree_varlen(*tree), window=window, scale=0.3)
+
+
+def test_a_long_continuation_builds_no_full_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    import packtool.attention.sdpa as module
+
+    sizes = []
+    real = module._blocks
+
+    def spy(*args):  # type: ignore[no-untyped-def]
+        for queries, keys, mask in real(*args):
+            if mask is not None:
+                sizes.append(mask.numel())
+            yield queries, keys, mask
+
+    monkeypatch.setattr(module, "_blocks", spy)
+    varlen, index = tree_varlen([-1, 0], [10, 1500])
+    check_heads = random_heads(1510, 1, 1, 4)
+    HERE["sdpa"].attend(check_heads[0], *(tensor[index] for tensor in check_heads[1:]), varlen)
+    assert len(sizes) == 3
+    assert max(sizes) <= 512 * 1510

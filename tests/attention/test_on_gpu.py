@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from packtool.attention.choose import KERNELS, choose
 from packtool.attention.parallel.blocks import CudaFlashBlockKernel, choose_blocks
 from packtool.attention.varlen import Varlen
-from tests.attention.against_reference import HEADS, LENGTHS, check_kernel, random_heads
+from tests.attention.against_reference import HEADS, LENGTHS, TREES, check_kernel, random_heads, tree_varlen
 from tests.attention.parallel.against_formulas import SHAPES, largest_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
@@ -28,6 +30,23 @@ def test_equals_the_reference(name: str, lengths: list[int]) -> None:
             made = random_heads(sum(lengths), num_heads, num_kv_heads, 64, dtype=dtype)
             heads = [tensor.detach().to(GPU).requires_grad_() for tensor in made]
             check_kernel(kernel, heads, varlen, window=window)
+
+
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_tree_equals_the_reference(name: str, tree: tuple[list[int], list[int]]) -> None:
+    kernel, dtype = KERNELS[name], torch.bfloat16
+    missing = kernel.unavailable(GPU, dtype)
+    if missing is not None:
+        pytest.skip(missing.reason)
+    on_host, index = tree_varlen(*tree)
+    assert on_host.keys is not None
+    keys = Varlen.of_lengths(on_host.keys.host_lengths(), GPU)
+    varlen = dataclasses.replace(Varlen.of_lengths(on_host.host_lengths(), GPU), keys=keys)
+    for window in (None, 5):
+        q, k, v = random_heads(sum(tree[1]), 8, 2, 64, dtype=dtype)
+        heads = [tensor.detach().to(GPU).requires_grad_() for tensor in (q, k[index], v[index])]
+        check_kernel(kernel, heads, varlen, window=window)
 
 
 def test_auto_takes_more_than_sdpa() -> None:

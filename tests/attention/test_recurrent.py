@@ -20,6 +20,7 @@ from packtool.batch.collate import collate_packs
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.families import MediaLimits
+from packtool.errors import UnsupportedModelError
 from packtool.train.model.load import _enable_checkpointing
 from packtool.train.model.loss import sum_of_losses
 from tests.attention.hybrids import HYBRIDS, hybrid_config, hybrid_model
@@ -213,3 +214,11 @@ def test_layers_are_tried_and_not_believed(
     assert len(calls) == (1 if honours else 2)
     alone = torch.cat([real(layer, hidden[:, :4]), real(layer, hidden[:, 4:])], dim=1)
     torch.testing.assert_close(out, alone)
+
+
+def test_shared_prefixes_are_refused(setting: Setting) -> None:
+    """The state at the end of a prefix is not handed on to the documents that go on from it."""
+    model, spec, samples = setting
+    inputs = collate_packs(samples, spec).model_inputs() | {"key_index": torch.arange(1)}
+    with pytest.raises(UnsupportedModelError, match="carries a state along the row"):
+        model(**inputs)

@@ -136,6 +136,27 @@ def _noted(name: str, attend: Any, used: list[str]) -> Any:
     return call
 
 
+@pytest.mark.parametrize("impl", ["sdpa", "reference"])
+def test_a_shared_prefix_is_computed_once(impl: str) -> None:
+    """Three tokens and two continuations of them, one token shorter than the other."""
+    model = tiny_model()
+    set_attention(model, impl)
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
+    tree = {
+        "position_ids": torch.tensor([[0, 1, 2, 3, 4, 3]]),
+        "cu_seq_lens_q": torch.tensor([0, 3, 5, 6], dtype=torch.int32),
+        "max_length_q": 3,
+        "key_index": torch.tensor([0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5]),
+        "cu_seq_lens_k": torch.tensor([0, 3, 8, 12], dtype=torch.int32),
+        "max_length_k": 5,
+    }
+    together = model(input_ids=ids, **tree, use_cache=False).logits[0]
+    model.set_attn_implementation("sdpa")
+    first = model(input_ids=torch.tensor([[5, 6, 7, 8, 9]])).logits[0]
+    second = model(input_ids=torch.tensor([[5, 6, 7, 10]])).logits[0]
+    torch.testing.assert_close(together, torch.cat([first, second[3:]]), rtol=0, atol=1e-6)
+
+
 def test_names_are_not_taken_for_transformers_own() -> None:
     """A name with "flash" in it would bring flash attention's masks; one with a slash, a kernel from the hub."""
     names = [attention_name(impl) for impl in ("auto", *KERNELS)]

@@ -174,3 +174,37 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
     with pytest.raises(MismatchError) as error:
         refuse_leaky_inputs(inputs(use_cache=True, attention_mask=torch.ones(1, 6), max_length_q=1))
     assert str(error.value).count("  - ") == 3
+
+
+def tree_inputs(**changes: Any) -> dict[str, Any]:
+    """A prefix of two tokens, and two continuations of two."""
+    given: dict[str, Any] = {
+        "position_ids": torch.tensor([[0, 1, 2, 3, 2, 3]]).expand(4, 1, 6),
+        "cu_seq_lens_q": torch.tensor([0, 2, 4, 6], dtype=torch.int32),
+        "max_length_q": 2,
+        "document_lengths": (2, 2, 2),
+        "key_index": torch.tensor([0, 1, 0, 1, 2, 3, 0, 1, 4, 5]),
+        "cu_seq_lens_k": torch.tensor([0, 2, 6, 10], dtype=torch.int32),
+        "max_length_k": 4,
+        "key_lengths": (2, 4, 4),
+    }
+    return inputs(**(given | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"cu_seq_lens_k": torch.tensor([0, 2, 10])}, "2 documents for the 10 tokens of key_index and 3 documents"),
+        ({"key_index": torch.tensor([0, 1, 0, 1, 2, 3])}, "runs from 0 to 10"),
+        ({"max_length_k": 2}, "max_length_k is 2"),
+        ({"key_lengths": (2, 2, 2)}, "key_lengths"),
+        ({"key_index": torch.tensor([0, 1, 0, 1, 2, 3, 0, 1, 2, 3])}, "keys of document 2 do not end"),
+        ({"cu_seq_lens_k": torch.tensor([0, 2, 3, 10]), "max_length_k": 7, "key_lengths": None}, "keys of document 1"),
+        ({"key_index": torch.tensor([0, 1, 0, 1, 2, 3, 2, 3, 4, 5])}, "do not count from 0"),
+        ({"position_ids": torch.tensor([[0, 1, 0, 1, 0, 1]]).expand(4, 1, 6)}, "do not count from 0"),
+    ],
+)
+def test_prefixes_that_are_not_those_of_their_documents_are_refused(changes: dict[str, Any], reason: str) -> None:
+    refuse_leaky_inputs(tree_inputs())
+    with pytest.raises(MismatchError, match=reason):
+        refuse_leaky_inputs(tree_inputs(**changes))

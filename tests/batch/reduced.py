@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from typing import Any
 
@@ -163,6 +164,44 @@ def mixed_samples(name: str) -> list[EncodedSample]:
         make_sample(2, seed=4),
         make_sample(6, ((16, 16),), seed=5, limits=limits),
     ]
+
+
+def going_on(start: EncodedSample, end: EncodedSample) -> EncodedSample:
+    """A sample that begins as ``start`` and ends as ``end``."""
+    return dataclasses.replace(
+        end,
+        input_ids=np.concatenate([start.input_ids, end.input_ids]),
+        labels=np.concatenate([start.labels, end.labels]),
+        turns=np.concatenate([start.turns, start.length + end.turns]).astype(np.int32),
+        images=start.images + end.images,
+    )
+
+
+def samples_alike(name: str) -> list[EncodedSample]:
+    """Samples of which most begin like others, at two levels, with pictures in prefixes and behind them.
+
+    Their order is not that of the tree, one of them ends where others go on, and two have two answers to one prompt.
+    """
+    limits = reduced_limits(reduced_config(name))
+    first, second = (((40, 32),), ((16, 16),)) if limits is not None else ((), ())
+    trunk = make_sample(9, first, seed=1, limits=limits)
+    branch = going_on(trunk, make_sample(6, second, seed=2, limits=limits))
+    prompt = going_on(branch, untrained(make_sample(5, seed=3)))
+    answers = [all_trained(make_sample(length, seed=40 + length)) for length in (3, 5, 1)]
+    other = make_sample(8, first, seed=5, limits=limits)
+    found = [going_on(prompt, answers[0]), other, going_on(trunk, make_sample(7, seed=6)), going_on(prompt, answers[1])]
+    found += [going_on(trunk, make_sample(6, second, seed=7, limits=limits)), going_on(other, answers[2]), prompt]
+    return [dataclasses.replace(sample, row=number) for number, sample in enumerate(found)]
+
+
+def untrained(sample: EncodedSample) -> EncodedSample:
+    """A sample without targets."""
+    return dataclasses.replace(sample, labels=np.full_like(sample.labels, -100), turns=np.zeros(0, np.int32))
+
+
+def all_trained(sample: EncodedSample) -> EncodedSample:
+    """A sample of text of which every token is a target."""
+    return dataclasses.replace(sample, labels=sample.input_ids, turns=np.array([0, sample.length], np.int32))
 
 
 def save_image_processor(name: str, directory: str) -> None:

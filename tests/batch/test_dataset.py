@@ -13,14 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtool.batch.batch import Batch, PackedBatch, PaddedBatch
+from packtool.batch.batch import Batch, PackedBatch, PaddedBatch, TreeBatch
+from packtool.batch.collate import collate_packs
 from packtool.batch.dataset import MicroBatches, load_micro_batches
 from packtool.batch.micro_batch import MicroBatch, planned_steps
 from packtool.encode.encoded import EncodedSample
 from packtool.errors import DataError
 from packtool.plan.epoch import EpochPlan, plan_epoch
 from packtool.plan.options import PlanOptions
-from tests.batch.reduced import make_sample, reduced_spec, save_image_processor
+from tests.batch.reduced import make_sample, reduced_spec, samples_alike, save_image_processor
 
 
 @dataclasses.dataclass
@@ -166,3 +167,36 @@ def test_loading_draws_no_random_numbers_of_torch() -> None:
     list(load_micro_batches(dataset, wanted))
     list(load_micro_batches(dataset, wanted, num_workers=1))
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_samples_that_begin_alike_have_their_prefix_once_where_asked() -> None:
+    reader, wanted = Samples(samples_alike("qwen3")), MicroBatch([[0, 2, 3], [6, 5, 1, 4]])
+    whole, tree = (
+        MicroBatches(reader.sample, reduced_spec("qwen3"), least_shared=least)[wanted] for least in (None, 5)
+    )
+    assert type(whole) is PackedBatch
+    assert type(tree) is TreeBatch
+    assert tree.input_ids.shape[1] < whole.input_ids.shape[1]
+    assert (tree.num_samples, tree.num_target_tokens) == (whole.num_samples, whole.num_target_tokens)
+
+
+def test_a_picture_that_is_gone_leaves_out_all_that_begin_with_it(tmp_path: Path) -> None:
+    save_image_processor("qwen3_vl", str(tmp_path))
+    spec, samples = reduced_spec("qwen3_vl", str(tmp_path)), samples_alike("qwen3_vl")
+    gone = samples[0].images[0]
+    with_it = [number for number, sample in enumerate(samples) if gone in sample.images]
+    assert 3 <= len(with_it) < len(samples)
+    for number in with_it:
+        images = tuple(
+            dataclasses.replace(one, data=b"no picture") if one == gone else one for one in samples[number].images
+        )
+        samples[number] = dataclasses.replace(samples[number], images=images)
+    dataset = MicroBatches(Samples(samples).sample, spec, skip_bad_media=True, least_shared=5)
+    batch = dataset[MicroBatch([list(range(len(samples)))])]
+    assert type(batch) is TreeBatch
+    assert [skipped.row for skipped in batch.skipped] == with_it
+    assert batch.num_samples == len(samples) - len(with_it)
+    lost = sum(int((samples[number].labels[1:] != -100).sum()) for number in with_it)
+    assert sum(skipped.num_target_tokens for skipped in batch.skipped) == lost
+    whole = collate_packs([sample for number, sample in enumerate(samples) if number not in with_it], spec)
+    assert batch.num_target_tokens == whole.num_target_tokens

@@ -50,6 +50,7 @@ def _read(cache: Path, notes: Path, mode: Any = "once") -> None:
     reader = CacheReader.open([str(cache)], copies=LocalCopies(str(notes), verify=mode))
     for position in range(len(reader)):
         reader.sample(position)
+    assert reader.prefixes() is not None
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

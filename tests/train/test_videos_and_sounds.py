@@ -14,8 +14,9 @@ import pytest
 import torch
 from PIL import Image
 
-from packtool.batch.batch import PackedBatch
+from packtool.batch.batch import PackedBatch, TreeBatch
 from packtool.batch.collate import collate_packs
+from packtool.batch.collate_tree import collate_tree
 from packtool.batch.spec import InputSpec
 from packtool.config.export import EncodeSpec
 from packtool.encode.encoded import EncodedSample
@@ -24,6 +25,7 @@ from packtool.encode.model_files import ModelFiles
 from packtool.errors import DataError
 from packtool.rows.sample import MediaRef, Sample, Turn
 from packtool.train.model.load import load_model
+from packtool.train.model.loss import sum_of_losses
 from tests.media.clips import write_clip, write_sound
 from tests.train.real_models import FAMILIES, small_model
 
@@ -121,6 +123,62 @@ def test_packed_equals_alone_and_nothing_leaks(model_of: Make, media: Path, fami
             if number != touched:
                 assert torch.equal(before, after), (touched, number)
         assert not torch.equal(packed[touched], moved[touched])
+
+
+def questions_about(family: str, media: Path) -> list[Sample]:
+    """Rows that share videos, pictures and sounds, all of them or the first."""
+    picture, clip = MediaRef(str(media / "a.png")), MediaRef(str(media / "plain.mp4"))
+    asked: list[tuple[str, dict[str, tuple[MediaRef, ...]]]] = [
+        ("<video>What?", {"videos": (clip,)}),
+        ("<image> and <video>", {"images": (picture,), "videos": (clip,)}),
+        ("<video>Who, and where?", {"videos": (clip,)}),
+        ("<image>Which?", {"images": (picture,)}),
+        ("<video>What?", {"videos": (clip,)}),
+        ("<image> and <video>?", {"images": (picture,), "videos": (clip,)}),
+    ]
+    if "omni" in family:
+        loud, sound = MediaRef(str(media / "loud.mp4")), MediaRef(str(media / "a.wav"))
+        asked = [
+            *asked[1:4],
+            ("<video> or <audio>?", {"videos": (loud,), "audios": (sound,)}),
+            ("<audio>Who?", {"audios": (sound,)}),
+            ("<video> or <audio>: which?", {"videos": (loud,), "audios": (sound,)}),
+            ("<audio><video>", {"videos": (loud,), "audios": (sound,)}),
+            ("<video> or nothing", {"videos": (loud,)}),
+        ]
+    found = []
+    for number, (question, refs) in enumerate(asked):
+        turns = (Turn("user", question), Turn("assistant", f"answer {number}"))
+        found.append(Sample(turns, refs.pop("images", ()), "rows.jsonl", number, **refs))  # type: ignore[arg-type]
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_media_of_a_shared_prefix_are_looked_at_once(model_of: Make, media: Path, family: str) -> None:
+    directory = model_of(family)
+    samples, spec = encoded(directory, questions_about(family, media))
+    model = load_model(str(directory), spec.config, dtype=torch.float32, packing=True).eval()
+    batch = collate_tree(samples, spec, least_shared=1)
+    assert isinstance(batch, TreeBatch)
+    assert batch.input_ids.shape[1] < 0.8 * sum(sample.length for sample in samples)
+    names = {name for name in batch.media if "grid" in name}
+    whole = collate_packs(samples, spec)
+    assert all(len(batch.media[name]) < len(whole.media[name]) for name in names)
+    loss = sum_of_losses(model, batch, label_logits_only=False)
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    alone = 0.0
+    for sample in samples:
+        own = sum_of_losses(model, collate_packs([sample], spec), label_logits_only=False)
+        own.backward()
+        alone += float(own.detach())
+    assert float(loss.detach()) == pytest.approx(alone, rel=1e-5)
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is None) == (name not in found)
+        if parameter.grad is not None:
+            unit = max(1.0, float(parameter.grad.abs().max()))
+            assert float((found[name] - parameter.grad).abs().max()) < 2e-5 * unit, name
 
 
 @pytest.mark.parametrize("family", ["qwen3-vl", "qwen2.5-omni"])

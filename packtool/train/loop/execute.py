@@ -223,7 +223,9 @@ def verify_packing(run: PreparedRun, training: Training, spec: InputSpec, progre
     if len(samples) > 1:
         model = training.trainer.model
         assert model is not None
-        raise_if_failed(verify_cheaply(model, samples, spec, dtype=dtype, parallel=training.parallel))
+        parallel, least_shared = training.parallel, run.least_shared
+        checks = verify_cheaply(model, samples, spec, dtype=dtype, parallel=parallel, least_shared=least_shared)
+        raise_if_failed(checks, shares=least_shared is not None)
 
 
 def enter(run: PreparedRun, spec: InputSpec, progress: Progress) -> tuple[PreparedRun, TrainingArguments]:

@@ -88,6 +88,7 @@ class StepLoader:
                 skip_bad_media=config.on_bad_media == "skip",
                 cut=cut,
                 always=always_run(self.spec, config),
+                least_shared=run.least_shared,
                 multiple_of=length_step(run),
             ),
             (micro_batch for step in ahead for micro_batch in step.micro_batches),

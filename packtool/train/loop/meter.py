@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from packtool.batch.batch import Batch
+from packtool.batch.batch import Batch, TreeBatch
 from packtool.launch.exchange import all_gather_objects
 from packtool.simulate.hardware import peak_tflops
 from packtool.train.model.head_loss import TargetLosses
@@ -82,6 +82,8 @@ class Meter:
     def see(self, found: TargetLosses, batch: Batch) -> None:
         """Keep losses and correct predictions of a micro-batch, as three sums a document or in all, on the device."""
         rows = torch.stack((found.losses.detach(), torch.ones_like(found.losses), found.correct.to(found.losses.dtype)))
+        if isinstance(batch, TreeBatch):
+            rows *= batch.target_counts
         if not self._by_channel:
             self._seen.append(((_EVERYTHING,), rows.sum(dim=1, keepdim=True)))
             return

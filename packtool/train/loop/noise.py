@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packtool.batch.batch import Batch, PackedBatch, PaddedBatch, ShardedBatch
+from packtool.batch.batch import Batch, PackedBatch, PaddedBatch, ShardedBatch, TreeBatch
 
 
 class EmbeddingNoise:
@@ -48,6 +48,7 @@ def sample_lengths(batch: Batch) -> Tensor:
     if isinstance(batch, PaddedBatch):
         return batch.attention_mask.sum(1, keepdim=True).clamp(min=1).float().expand(batch.input_ids.shape)
     assert isinstance(batch, (PackedBatch, ShardedBatch))
+    assert not isinstance(batch, TreeBatch), "a shared prefix is of no one length"
     positions = torch.arange(batch.input_ids.numel(), device=batch.input_ids.device)
     lengths = torch.tensor([*batch.lengths, 1], device=positions.device, dtype=torch.float32)
     return lengths[batch.documents_of(positions).clamp(max=len(batch.lengths))].view(batch.input_ids.shape)

@@ -19,11 +19,12 @@ from packtool.cache.chosen import ChosenTargets, SampleReader
 from packtool.cache.plan_file import read_plan
 from packtool.cache.reader import CacheReader
 from packtool.config.train import TrainConfig
-from packtool.constants import VAL_SPLIT
+from packtool.constants import LEAST_SHARED, VAL_SPLIT
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.relabel import TargetChoice
 from packtool.launch.world import World
+from packtool.plan.pack_plan import with_packs_in_order
 from packtool.simulate.run import read_hardware
 from packtool.train.prepare.check import check_plan, choice_of_targets, open_caches, packs_of, with_template_of
 from packtool.train.prepare.checkpoint import RunState
@@ -36,6 +37,7 @@ from packtool.train.prepare.prepared import Beginning, NumberExchange, PreparedR
 from packtool.train.prepare.result import TrainResult, schedule_lines
 from packtool.train.prepare.schedule import PlannedSchedule
 from packtool.train.prepare.sequence_parallel import axes_of
+from packtool.train.prepare.shared_prefixes import SharedPrefixes, find_shared, shared_of_plan
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,13 +47,15 @@ class CachedRun(PreparedRun):
     Args:
         reader: of all caches.
         samples: the same with their labels as ``--loss-scale`` chooses them.
-        figures: of all samples.
+        figures: of all samples; of those that share prefixes, what each adds.
+        shared: the prefixes that are computed once; None where all samples are computed whole.
     """
 
     schedule: PlannedSchedule
     reader: CacheReader
     samples: SampleReader
     figures: SampleFigures
+    shared: SharedPrefixes | None = None
 
     def expected(self) -> TrainResult:
         """See ``PreparedRun``."""
@@ -77,7 +81,9 @@ class CachedRun(PreparedRun):
 
     def lines(self, expected: TrainResult) -> Iterator[str]:
         """See ``PreparedRun``."""
-        return schedule_lines(self.config, self.schedule, expected)
+        yield from schedule_lines(self.config, self.schedule, expected)
+        if self.shared is not None:
+            yield self.shared.line(RunCosts.of(self.config, self.files.config).model)
 
     def media_tokens(self) -> float:
         """See ``PreparedRun``; those of the epoch that comes next."""
@@ -91,9 +97,16 @@ class CachedRun(PreparedRun):
         return int(each.max(initial=0)) * self.config.per_device_train_batch_size
 
     def first_samples(self, most: int) -> list[EncodedSample]:
-        """See ``PreparedRun``; the shortest ones of the first micro-batch, in its order."""
+        """See ``PreparedRun``; the shortest ones of the first micro-batch, in its order, or two that share a prefix."""
         epoch, step = self.schedule.locate(self.start)
-        packs = self.schedule.plan_of(epoch).samples(step, self.world.data.rank, 0)
+        plan = self.schedule.plan_of(epoch)
+        if self.shared is not None:
+            mine = with_packs_in_order(plan.packs, plan.steps.packs(step, self.world.data.rank, 0))
+            pairs = np.flatnonzero(mine.whole_lengths - mine.lengths)  # with the sample before
+            if len(pairs):
+                at = int(pairs[np.argmin(mine.whole_lengths[pairs] + mine.whole_lengths[pairs - 1])])
+                return [self.reader.sample(int(position)) for position in mine.samples[at - 1 : at + 1]]
+        packs = plan.samples(step, self.world.data.rank, 0)
         positions = [int(position) for pack in packs for position in pack]
         lengths = self.reader.index.length
         shortest = sorted(positions, key=lambda position: int(lengths[position]))[:most]
@@ -164,7 +177,7 @@ def prepare_cached(config: TrainConfig, world: World) -> CachedRun:
     if choice is not None:
         samples = chosen = ChosenTargets(reader, choice)
         targets = chosen.target_tokens()
-    planner = _planner(config, files, reader, targets)
+    planner, not_shared = _planner(config, files, reader, targets)
     beginning = Beginning.of(config)
     mine: Assignment = (world.data.size, config.gradient_accumulation_steps, config.per_device_train_batch_size)
     state = _state(config, planner, mine, reader.fingerprint)
@@ -180,11 +193,13 @@ def prepare_cached(config: TrainConfig, world: World) -> CachedRun:
         state=dataclasses.replace(state, assignments=assignments if len(assignments) > 1 else ()),
         beginning=beginning,
         axes=axes,
-        notes=(*_access_notes(config, reader), *evaluated, *beginning.notes, *notes),
+        notes=(*not_shared, *_access_notes(config, reader), *evaluated, *beginning.notes, *notes),
+        least_shared=None if planner.shared is None else LEAST_SHARED,
         validation=_validation(config, world, reader, choice, axes),
         reader=reader,
         samples=samples,
-        figures=_figures(config, files, reader, targets),
+        figures=_figures(config, files, reader, targets, planner.shared),
+        shared=planner.shared,
     )
 
 
@@ -206,16 +221,21 @@ def _assignments(
 
 
 def _figures(
-    config: TrainConfig, files: ModelFiles, reader: CacheReader, targets: npt.NDArray[np.integer[Any]]
+    config: TrainConfig,
+    files: ModelFiles,
+    reader: CacheReader,
+    targets: npt.NDArray[np.integer[Any]],
+    shared: SharedPrefixes | None,
 ) -> SampleFigures:
     index, costs = reader.index, RunCosts.of(config, files.config)
+    each = partial(sample_costs, index=index) if shared is None else shared.sample_costs
     units = targets > 0 if config.loss_reduction == "sample" else targets
     return SampleFigures(
         targets,
-        index.media_tokens,
+        index.media_tokens if shared is None else shared.media_tokens,
         units.astype(np.int64),
-        sample_costs(costs.model, index, targets),
-        sample_costs(costs.hardware, index, targets),
+        each(costs.model, target_tokens=targets),
+        each(costs.hardware, target_tokens=targets),
         *_media_kinds(reader),
     )
 
@@ -242,7 +262,8 @@ def _access_notes(config: TrainConfig, reader: CacheReader) -> list[str]:
 
 def _planner(
     config: TrainConfig, files: ModelFiles, reader: CacheReader, targets: npt.NDArray[np.integer[Any]]
-) -> Planner:
+) -> tuple[Planner, list[str]]:
+    """The planner of a run, and what is to be said of prefixes that it does not share."""
     saved = read_plan(config.plan) if config.plan is not None else None
     if saved is not None:
         check_plan(saved, config, reader)
@@ -254,8 +275,14 @@ def _planner(
     if saved is not None:
         options = dataclasses.replace(options, max_length=saved.info.max_length, packing_length=saved.info.capacity)
     assert options.cost is not None
-    towers = tower_work(options.cost, reader.index)
-    return Planner(config, options, reader.index, targets, towers, packs_of(saved) if saved is not None else None)
+    packs, told = packs_of(saved) if saved is not None else None, None
+    if packs is not None:
+        shared = shared_of_plan(packs, files.config, reader)
+    else:
+        shared, told = find_shared(config, options, files.config, reader)
+    towers = tower_work(options.cost, reader.index) if shared is None else shared.towers(options.cost)
+    planner = Planner(config, options, reader.index, targets, towers, packs, shared)
+    return planner, [] if told is None else [told]
 
 
 def _validation(
@@ -281,6 +308,7 @@ def _state(config: TrainConfig, planner: Planner, assignment: Assignment, cache:
         world_size=world_size,
         loss_scale=config.loss_scale or "",
         loss_reduction=config.loss_reduction,
+        shares_prefixes=planner.shared is not None,
         schedule=_schedule_of(planner),
         learning=learning_of(config).words,
     )

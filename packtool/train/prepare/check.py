@@ -164,7 +164,7 @@ def choice_of_targets(config: TrainConfig, reader: CacheReader, files: ModelFile
 
 def packs_of(saved: SavedPlan) -> PackPlan:
     """A saved plan as the planner has it."""
-    return PackPlan(saved.samples, saved.offsets, saved.lengths, saved.info.capacity)
+    return PackPlan(saved.samples, saved.offsets, saved.lengths, saved.info.capacity, saved.shared)
 
 
 def check_plan(saved: SavedPlan, config: TrainConfig, reader: CacheReader) -> None:
@@ -176,11 +176,13 @@ def check_plan(saved: SavedPlan, config: TrainConfig, reader: CacheReader) -> No
     path, info = config.plan, saved.info
     if packs_of(saved).fingerprint != info.plan:
         raise MismatchError(f"--plan {path} is damaged: its packs are not those it was saved with", "Save it again.")
+    there = "false" if saved.shared is None else "true"
     pairs = {
         "caches": (info.cache, reader.fingerprint),
         "samples in the caches": (info.num_cached, len(reader)),
         "--packing-length": (info.capacity, config.packing_length or info.capacity),
         "--max-length": (info.max_length, config.max_length or info.max_length),
+        "--share-prefix": (there, there if config.share_prefix == "auto" else config.share_prefix),
     }
     different = [f"  - {name}: {there} there, {here} here" for name, (there, here) in pairs.items() if there != here]
     if different:
@@ -191,10 +193,16 @@ def check_plan(saved: SavedPlan, config: TrainConfig, reader: CacheReader) -> No
             *config.cached_dataset,
             "--packing-length",
             str(config.packing_length or info.capacity),
+            *(["--share-prefix", config.share_prefix] if config.share_prefix != "auto" else []),
         ]
         raise MismatchError(
             f"--plan {path} belongs to another run:\n{lines}",
             f"Leave --plan out, or make the plan again:\n  {shlex.join(command)} --save {shlex.quote(str(path))}",
+        )
+    if saved.shared is not None and config.not_shared_with:
+        raise MismatchError(
+            f"--plan {path} shares prefixes, which does not go with {config.not_shared_with[0]}",
+            "Leave that option out, or make the plan again with --share-prefix false.",
         )
 
 

@@ -57,6 +57,7 @@ class RunState:
         seed: of the plans of all epochs.
         step: optimizer steps done.
         epoch, step_in_epoch: the same, as the place where training goes on.
+        shares_prefixes: what samples begin with in common is computed once.
         schedule: what decides how Skrull assigns; empty without it.
         learning: how each part of the model learns, by which packs are assigned to ranks: told where that makes a
             difference.
@@ -80,6 +81,7 @@ class RunState:
     streaming: str = ""
     loss_scale: str = ""
     loss_reduction: str = "token"
+    shares_prefixes: bool = False
     schedule: str = ""
     learning: str = ""
     master_weights: str = "float32"

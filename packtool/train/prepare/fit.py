@@ -113,7 +113,7 @@ class Search:
 
         model = config.model or str(CacheReader.open(config.cached_dataset).manifests[0].identity.spec["model"])
         self.config, self.hardware = config, read_hardware(config.hardware)
-        self.base = part_of(TrainConfig, config, model=model, output_dir="output")
+        self.base = part_of(TrainConfig, config, model=model, output_dir="output", share_prefix="false")
         self.files = ModelFiles.load(model)
         self.reader = open_caches(self.base, self.files)
         self.max_length = config.max_length or max(manifest.max_length for manifest in self.reader.manifests)

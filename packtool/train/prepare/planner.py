@@ -21,6 +21,7 @@ from packtool.plan.pack_plan import PackPlan
 from packtool.plan.skrull_steps import SkrullOptions
 from packtool.plan.towers import TowerWork
 from packtool.train.prepare.schedule import PlannedSchedule, Rest, rest_of
+from packtool.train.prepare.shared_prefixes import SharedPrefixes
 
 # A plan of millions of samples is tens of megabytes: that of the epoch in training, and of the one read ahead.
 _KEPT = 2
@@ -64,8 +65,9 @@ class Planner:
     Args:
         options: but for what packs are assigned to.
         targets: labels of each sample that carry loss.
-        towers: what the samples' media cost.
+        towers: what the samples' media cost, or what each adds to the prefix that it shares.
         saved: packs to train instead of planning some.
+        shared: prefixes that samples share; None where all are computed whole.
     """
 
     def __init__(
@@ -76,9 +78,10 @@ class Planner:
         targets: npt.NDArray[np.integer[Any]],
         towers: TowerWork,
         saved: PackPlan | None,
+        shared: SharedPrefixes | None = None,
     ) -> None:
         self.config, self.options, self.index, self.saved = config, options, index, saved
-        self.targets, self.towers = targets, towers
+        self.targets, self.towers, self.shared = targets, towers, shared
         self._remembered = lru_cache(maxsize=_KEPT)(self._plan_of)
 
     def plan_of(self, epoch: int, assignment: Assignment) -> EpochPlan:
@@ -97,8 +100,9 @@ class Planner:
             self._options(assignment),
             seed=self.config.seed,
             epoch=epoch,
-            media_tokens=self.index.media_tokens,
+            media_tokens=self.index.media_tokens if self.shared is None else self.shared.media_tokens,
             towers=self.towers,
+            trees=None if self.shared is None else self.shared.trees,
         )
 
     def assign(self, packs: PackPlan, assignment: Assignment) -> EpochPlan:

@@ -144,6 +144,8 @@ class PreparedRun(ABC):
         axes: how sequences are shared.
         notes: remarks for the user.
         validation: what is evaluated between steps, None for nothing.
+        least_shared: tokens that a prefix of samples of a pack must have to be computed once; None has all samples
+            computed whole.
     """
 
     config: TrainConfig
@@ -156,6 +158,7 @@ class PreparedRun(ABC):
     axes: Axes
     notes: tuple[str, ...] = ()
     validation: Validation | None = None
+    least_shared: int | None = None
 
     @property
     def start(self) -> int:

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from packtool.simulate.model_sizes import MODEL_PRESETS
 from packtool.simulate.run import read_hardware
 from packtool.train.prepare.costs import learning_of, tower_work, with_model
 from packtool.train.prepare.planner import plan_options
+from packtool.train.prepare.shared_prefixes import SharedPrefixes, find_shared
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,10 @@ class Preview:
         options: that it was made with.
         seconds: that planning took.
         lengths, target_tokens: of all samples.
-        towers: what their media cost.
+        towers: what their media cost, or what each adds to the prefix that it shares.
+        shared: the prefixes that are computed once; None where all samples are computed whole.
+        unshared: why no more is shared than is, or None.
+        whole: figures of the plan that shares nothing; ``plan``'s own where it shares nothing.
         reader: of the caches, None for a file of lengths.
         cost_source: whose config.json told the costs.
         num_epochs: times that every sample is seen.
@@ -69,6 +74,9 @@ class Preview:
     lengths: npt.NDArray[np.integer[Any]]
     target_tokens: npt.NDArray[np.integer[Any]]
     towers: TowerWork | None
+    shared: SharedPrefixes | None
+    unshared: str | None
+    whole: PlanSummary
     reader: CacheReader | None
     cost_source: str
     num_epochs: float
@@ -109,6 +117,7 @@ class Preview:
                 "worst": balance.worst,
             },
             "skrull": _skrull_figures(summary),
+            "shared_prefixes": self._shared_figures(),
             "flops_per_epoch": balance.flops,
             "cost_model": self.cost_source,
             "plan_fingerprint": self.plan.fingerprint,
@@ -120,6 +129,20 @@ class Preview:
             slowest = balance.flops * mean / self.options.world_size / self.sequence_parallel_size
             found["hours"] = slowest * self.num_epochs / (tflops * 1e12 * mfu) / 3600
         return found
+
+    def _shared_figures(self) -> dict[str, Any] | None:
+        """What shared prefixes save; None if there are none."""
+        if self.shared is None:
+            return None
+        assert self.options.cost is not None, "a preview knows costs"
+        return {
+            "tokens_without": self.shared.num_whole_tokens,
+            "tokens_saved": self.shared.trees.num_shared_tokens,
+            "token_share_saved": self.shared.saved,
+            "tower_work_share_saved": self.shared.tower_work_saved(self.options.cost),
+            "packs_without": self.whole.num_packs,
+            "steps_without": self.whole.num_steps,
+        }
 
     def step_balance(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """Slowest over mean work of every step, assigned in turn, (S,), and as planned, (S,)."""
@@ -156,6 +179,46 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
         targets, media = lengths, None
         longest = packing_length or config.packing_length or int(lengths.max(initial=1))
     model_config, cost_source = _model(config, reader)
+    options = _options(config, packing_length, longest, model_config)
+    assert options.cost is not None
+    towers = tower_work(options.cost, reader.index) if reader is not None else None
+    # mypy knows no calls that give an argument of a partial anew.
+    plan_with: Any = partial(plan_epoch, lengths, targets, options, seed=config.seed, media_tokens=media, towers=towers)
+    begin = time.perf_counter()
+    shared, unshared = find_shared(config, options, model_config, reader) if reader is not None else (None, None)
+    if shared is not None:
+        towers = shared.towers(options.cost)
+        plan = plan_with(media_tokens=shared.media_tokens, towers=towers, trees=shared.trees)
+    else:
+        plan = plan_with()
+    seconds = time.perf_counter() - begin
+    whole = plan.summary if shared is None else plan_with().summary
+    return Preview(
+        plan=plan,
+        options=options,
+        seconds=seconds,
+        lengths=lengths,
+        target_tokens=targets,
+        towers=towers,
+        shared=shared,
+        unshared=unshared,
+        whole=whole,
+        reader=reader,
+        cost_source=cost_source,
+        num_epochs=config.num_train_epochs,
+        sequence_parallel_size=config.sequence_parallel_ranks,
+        plain=_plain_batches(whole, options, lengths, targets, config.seed),
+    )
+
+
+def _options(config: PlanConfig, packing_length: int | None, longest: int, model: Mapping[str, Any]) -> PlanOptions:
+    """What decides the plan.
+
+    Args:
+        packing_length: of a sweep.
+        longest: samples that there may be.
+        model: its ``config.json``.
+    """
     room = packing_length or config.packing_length
     max_length = min(config.max_length or longest, room or longest)
     if packing_length is None and config.max_length is not None:
@@ -164,31 +227,13 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
         config, max_length=max_length, world_size=config.world_size // config.sequence_parallel_ranks
     )
     options = with_model(
-        options, model_config, learning_of(config), read_hardware(config.hardware), config.sequence_parallel_type
+        options, model, learning_of(config), read_hardware(config.hardware), config.sequence_parallel_type
     )
-    options = dataclasses.replace(options, packing_length=room or max_length)
-    assert options.cost is not None
-    towers = tower_work(options.cost, reader.index) if reader is not None else None
-    begin = time.perf_counter()
-    plan = plan_epoch(lengths, targets, options, seed=config.seed, media_tokens=media, towers=towers)
-    seconds = time.perf_counter() - begin
-    return Preview(
-        plan=plan,
-        options=options,
-        seconds=seconds,
-        lengths=lengths,
-        target_tokens=targets,
-        towers=towers,
-        reader=reader,
-        cost_source=cost_source,
-        num_epochs=config.num_train_epochs,
-        sequence_parallel_size=config.sequence_parallel_ranks,
-        plain=_plain_batches(plan, options, lengths, targets, config.seed),
-    )
+    return dataclasses.replace(options, packing_length=room or max_length)
 
 
 def _plain_batches(
-    plan: EpochPlan,
+    whole: PlanSummary,
     options: PlanOptions,
     lengths: npt.NDArray[np.integer[Any]],
     targets: npt.NDArray[np.integer[Any]],
@@ -196,7 +241,7 @@ def _plain_batches(
 ) -> PlainBatches:
     rows = dataclasses.replace(options, packing=False, cost=None, balance="none", packing_algorithm="best_fit")
     # As many rows a batch as packs hold samples: what else fits into the same memory, more or less.
-    each = max(round(plan.summary.samples_per_pack), 1) * options.per_device_train_batch_size
+    each = max(round(whole.samples_per_pack), 1) * options.per_device_train_batch_size
     rows = dataclasses.replace(
         rows,
         max_samples_per_pack=None,
@@ -229,7 +274,7 @@ def save_plan(found: Preview, config: PlanConfig) -> None:
         plan=packs.fingerprint,
         num_cached=len(found.reader),
     )
-    write_plan(config.save, SavedPlan(info, packs.samples, packs.offsets, packs.lengths))
+    write_plan(config.save, SavedPlan(info, packs.samples, packs.offsets, packs.lengths, packs.shared))
 
 
 def _trains_packs(summary: PlanSummary) -> bool:

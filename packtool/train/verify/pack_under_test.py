@@ -17,13 +17,18 @@ from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.batch.batch import Batch, PackedBatch, ShardedBatch
 from packtool.batch.collate import collate_packs
 from packtool.batch.collate_shard import collate_shard, with_own_media
-from packtool.batch.sounds import sounds_in_order
+from packtool.batch.collate_tree import collate_tree
+from packtool.batch.prefix_tree import ROOT, Node, find_tree, stretch_of
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
+from packtool.encode.placed_media import sounds_in_order
 from packtool.plan.skrull import SHARDED
 from packtool.train.model.head_loss import losses_of_head
 from packtool.train.model.loss import sum_of_losses, takes_logits_to_keep
 from packtool.train.model.memory import CHECKED_POSITIONS
+
+_AS_BEFORE = -1
+"""Stands for a token that is not changed."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ class PackUnderTest:
         dtype: that the model computes in.
         parallel: ranks that share the sequence, all of which do the same; each computes every sample alone.
         some_local: two of three samples are one rank's alone, as with Skrull.
+        least_shared: tokens that a prefix must have to be computed once; None has all samples whole.
     """
 
     def __init__(
@@ -72,6 +78,7 @@ class PackUnderTest:
         parallel: SequenceParallel | None = None,
         *,
         some_local: bool = False,
+        least_shared: int | None = None,
     ) -> None:
         device = next(model.parameters()).device
         self.model = model
@@ -80,14 +87,20 @@ class PackUnderTest:
         self.spec = spec
         self.parallel = parallel
         self.some_local = some_local
+        self.least_shared = least_shared
         self.tolerances = Tolerances.of(dtype)
         alone = [collate_packs([sample], spec).to(device) for sample in self.samples]
         self.alone = [_without_boundaries(batch) for batch in alone]
         self.batch: PackedBatch | ShardedBatch
-        if parallel is None:
+        numbers = range(len(self.samples))
+        self.nodes = [Node((number,), 0, self.samples[number].length, ROOT) for number in numbers]
+        if least_shared is not None:
+            assert parallel is None, "rows that ranks share have no trees"
+            self.nodes = find_tree(self.samples, spec, least_shared=least_shared)
+            self.batch = collate_tree(self.samples, spec, least_shared=least_shared).to(device)
+        elif parallel is None:
             self.batch = collate_packs(self.samples, spec).to(device)
         else:
-            numbers = range(len(self.samples))
             # Two next to each other are local to one rank: they could leak, too.
             size = parallel.cut.size
             self.places = [number // 3 % size if some_local and number % 3 else SHARDED for number in numbers]
@@ -95,7 +108,7 @@ class PackUnderTest:
         self.label_logits_only = takes_logits_to_keep(model)
         self.lengths = [sample.length for sample in self.samples]
         # Padding behind a sample, and a filler document behind the last one, are nobody's.
-        self.starts = [0, *np.cumsum(self.batch.lengths).tolist()][: len(self.samples)]
+        self.starts = [0, *np.cumsum(self.batch.lengths).tolist()][: len(self.nodes)]
         self.num_targets = max(sum(batch.num_target_tokens for batch in alone), 1)
 
     def first(self, most: int) -> PackUnderTest:
@@ -103,7 +116,15 @@ class PackUnderTest:
         if len(self.samples) <= most:
             return self
         some = self.samples[:most]
-        return PackUnderTest(self.model, some, self.spec, self.dtype, self.parallel, some_local=self.some_local)
+        return PackUnderTest(
+            self.model,
+            some,
+            self.spec,
+            self.dtype,
+            self.parallel,
+            some_local=self.some_local,
+            least_shared=self.least_shared,
+        )
 
     def name(self, number: int) -> str:
         """A sample of the pack, as a person finds it."""
@@ -113,12 +134,17 @@ class PackUnderTest:
     def packed_logits(self, batch: PackedBatch | ShardedBatch) -> list[Tensor]:
         """Logits at some positions of every sample: float32 (P, vocabulary) each; the same on all ranks."""
         found = [_positions(length) for length in self.lengths]
-        rows = torch.cat([positions + start for positions, start in zip(found, self.starts, strict=True)])
+        rows = torch.cat([self._places(number)[positions] for number, positions in enumerate(found)])
         if isinstance(batch, ShardedBatch):
             logits = self._shared_logits(batch, rows)
         else:
             logits = _logits(self.model, batch, rows)
         return list(torch.split(logits, [len(positions) for positions in found]))
+
+    def _places(self, number: int) -> Tensor:
+        """int64 (L,): where each token of a sample lies in the whole row."""
+        nodes = zip(self.starts, self.nodes, strict=True)
+        return torch.cat([torch.arange(start, start + node.length) for start, node in nodes if number in node.samples])
 
     def _shared_logits(self, batch: ShardedBatch, rows: Tensor) -> Tensor:
         """Each rank computes those of its own tokens; every rank has all of them."""
@@ -165,7 +191,7 @@ class PackUnderTest:
                 parameter.grad = total
 
     def with_change(self, number: int) -> PackedBatch | ShardedBatch:
-        """The pack with other tokens and media in one sample, in the same places."""
+        """The pack with other tokens and media in one sample, in the same places; what others share stays as it is."""
         kept = torch.tensor(sorted(_token_ids(self.spec.config)))
         whole = torch.from_numpy(np.concatenate([sample.input_ids for sample in self.samples], dtype=np.int64))
         # Every token becomes the next larger one of the pack: tokens that the model knows, and none of the media's.
@@ -175,25 +201,33 @@ class PackUnderTest:
         own = torch.from_numpy(self.samples[number].input_ids.astype(np.int64))
         words = own[~torch.isin(own, kept)]
         own[~torch.isin(own, kept)] = known[(torch.searchsorted(known, words) + 1) % len(known)]
+        changed = torch.full((sum(self.batch.lengths),), _AS_BEFORE)
+        for start, node in zip(self.starts, self.nodes, strict=True):
+            if node.samples == (number,):
+                changed[start : start + node.length] = own[node.start : node.stop]
         ids = self.batch.input_ids.clone()
-        start, stop = self.starts[number], self.starts[number] + self.lengths[number]
         at = torch.arange(ids.shape[1], device=ids.device)
         at = self.batch.index if isinstance(self.batch, ShardedBatch) else at
-        held = (at >= start) & (at < stop)
-        ids[0, held] = own.to(ids.device)[at[held] - start]
+        held = changed.to(ids.device)[at]
+        ids[0] = torch.where(held == _AS_BEFORE, ids[0], held)
         media = {name: self._flipped(tensor, name, number) for name, tensor in self.batch.media.items()}
         return dataclasses.replace(self.batch, input_ids=ids, media=media)
 
     def _flipped(self, tensor: Tensor, name: str, number: int) -> Tensor:
         """What a tower takes, with the rows of one sample's media negated."""
-        samples = self.samples
+        parts: Sequence[EncodedSample] = self.samples
         if self.parallel is not None:
-            samples = with_own_media(samples, self.places, self.spec, self.parallel.cut)
-        counts = [_num_rows(sample, name, self.spec) for sample in samples]
-        start = sum(counts[:number])
+            parts = with_own_media(parts, self.places, self.spec, self.parallel.cut)
+        elif self.least_shared is not None:
+            parts = [stretch_of(parts[node.samples[0]], node.start, node.stop, self.spec) for node in self.nodes]
+        counts = [_num_rows(part, name, self.spec) for part in parts]
+        if not sum(counts):
+            return tensor
         signs = torch.ones(len(tensor), device=tensor.device)
-        signs[start : start + counts[number]] = -1
-        return tensor * signs.to(tensor.dtype).reshape(-1, *[1] * (tensor.ndim - 1)) if counts[number] else tensor
+        for start, count, node in zip(np.cumsum([0, *counts[:-1]]).tolist(), counts, self.nodes, strict=True):
+            if node.samples == (number,):
+                signs[start : start + count] = -1
+        return tensor * signs.to(tensor.dtype).reshape(-1, *[1] * (tensor.ndim - 1))
 
 
 def _without_boundaries(batch: PackedBatch) -> Batch:
@@ -226,7 +260,7 @@ def _num_rows(sample: EncodedSample, name: str, spec: InputSpec) -> int:
         return sum(math.prod(image.grid) for image in sample.images)
     if name == "pixel_values_videos":
         return sum(math.prod(video.grid) for video in sample.videos)
-    return len(sounds_in_order(sample, spec)) if name == "input_features" else 0
+    return len(sounds_in_order(sample, spec.media_tokens)) if name == "input_features" else 0
 
 
 def _token_ids(config: Any) -> set[int]:

@@ -82,17 +82,22 @@ class VerifyReport:
         raise_if_failed(self.checks)
 
 
-def raise_if_failed(checks: Sequence[Check]) -> None:
+def raise_if_failed(checks: Sequence[Check], *, shares: bool = False) -> None:
     """Raise if packed samples are not what they are alone.
+
+    Args:
+        shares: the samples share a prefix.
 
     Raises:
         MismatchError: naming every check that failed, the sample or parameter, and both numbers.
     """
     failed = [check.sentence() for check in checks if not check.passed]
     if failed:
+        instead = "--share-prefix false or " if shares else ""
         raise MismatchError(
             "\n".join(failed),
-            "Train with --packing false, or try --attn-impl sdpa. If sdpa fails, too, please report the model's name.",
+            f"Train with {instead}--packing false, or try --attn-impl sdpa. If sdpa fails, too, please report the "
+            "model's name.",
         )
 
 
@@ -163,6 +168,7 @@ def verify_cheaply(
     *,
     dtype: torch.dtype | None = None,
     parallel: SequenceParallel | None = None,
+    least_shared: int | None = None,
 ) -> list[Check]:
     """The part that costs a few forward passes, for a run that is about to begin.
 
@@ -176,6 +182,7 @@ def verify_cheaply(
         dtype: that the run computes in, if that is not the weights' own: the autocast's.
         parallel: ranks that share sequences; all of them call this with the same samples. Some of them are sharded,
             and others whole on a rank.
+        least_shared: tokens that a prefix must have to be computed once; None has all samples whole.
 
     Returns:
         the checks ``isolation`` and ``loss``.
@@ -189,8 +196,11 @@ def verify_cheaply(
     casts = dtype is not None and kept != {dtype}
     cast = torch.autocast(weights.device.type, dtype) if casts else contextlib.nullcontext()
     with without_dropout(model), torch.no_grad(), cast:
-        pack_under_test = PackUnderTest(model, samples, spec, dtype or weights.dtype, parallel, some_local=True)
-        refuse_leaky_inputs(collate_packs(pack_under_test.samples, spec).model_inputs())
+        pack_under_test = PackUnderTest(
+            model, samples, spec, dtype or weights.dtype, parallel, some_local=True, least_shared=least_shared
+        )
+        packed = pack_under_test.batch if parallel is None else collate_packs(pack_under_test.samples, spec)
+        refuse_leaky_inputs(packed.model_inputs())
         return [check_isolation(pack_under_test, _CHANGES_BEFORE_TRAINING), check_loss(pack_under_test)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -10,9 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from packtool.batch.batch import Batch, TreeBatch
+from packtool.batch.collate import collate_packs
+from packtool.batch.collate_tree import collate_tree
 from packtool.train.loop import meter
 from packtool.train.loop.meter import Meter
+from packtool.train.model.head_loss import losses_of_head
 from packtool.train.prepare.figures import StepFigures
+from tests.batch.reduced import reduced_model, reduced_spec, samples_alike
 
 ACCELERATOR = SimpleNamespace(num_processes=1, device=torch.device("cpu"))
 seconds = st.integers(0, 1000).map(float)
@@ -72,3 +78,34 @@ def test_copies_are_a_share_of_the_same_time(monkeypatch: pytest.MonkeyPatch) ->
     clock.now += 8.0
     measured.begin_log()
     assert measured.logged(0.0, ACCELERATOR, copying=2.0)["copy_wait"] == 0.25
+
+
+@pytest.mark.parametrize("by_channel", [True, False])
+def test_targets_of_a_shared_prefix_count_for_all_samples(by_channel: bool) -> None:
+    model, spec = reduced_model("qwen3"), reduced_spec("qwen3")
+    channels = ("a", "b", "a", "a", None, "b", "a")
+    samples = [
+        dataclasses.replace(sample, channel=channel)
+        for sample, channel in zip(samples_alike("qwen3"), channels, strict=True)
+    ]
+    # Some predictions must be right, for accuracies to differ.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.01)
+        wanted = collate_packs(samples, spec)
+        model.lm_head.weight[int(wanted.labels[0, wanted.target_positions[0]])] += 1.0
+
+    def told(batch: Batch) -> dict[str, float]:
+        measured = Meter(by_channel=by_channel)
+        with losses_of_head(model) as head_loss:
+            assert head_loss is not None
+            measured.see(head_loss.losses(model, batch), batch)
+        line = measured.logged(0.0, ACCELERATOR, copying=None)
+        return {name: value for name, value in line.items() if name.startswith(("loss_", "token_accuracy"))}
+
+    tree = collate_tree(samples, spec, least_shared=1)
+    assert isinstance(tree, TreeBatch)
+    assert tree.target_counts.max() > 1
+    found = told(tree)
+    assert found == pytest.approx(told(wanted), rel=1e-4)
+    assert len(found) == (7 if by_channel else 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ import packtool.attention.recurrent as recurrent
 import packtool.train.model.head_loss as head_loss
 from packtool.attention.choose import KERNELS
 from packtool.attention.register import ATTENTION_NAME, set_attention
+from packtool.attention.support import refuse_leaky_inputs
 from packtool.attention.varlen import Varlen
+from packtool.batch.batch import TreeBatch
 from packtool.batch.collate import collate_packs
+from packtool.batch.prefix_tree import key_index
 from packtool.batch.spec import InputSpec
 from packtool.cache.reader import CacheReader
 from packtool.config.verify import VerifyConfig
@@ -26,7 +30,14 @@ from packtool.errors import ConfigError, DataError, MismatchError
 from packtool.progress import SilentProgress
 from packtool.train.model.head_loss import losses_of_head
 from packtool.train.run import train
-from packtool.train.verify.checks import Check, check_isolation, worst_of
+from packtool.train.verify.checks import (
+    Check,
+    check_gradients,
+    check_isolation,
+    check_logits,
+    check_loss,
+    worst_of,
+)
 from packtool.train.verify.pack_under_test import PackUnderTest
 from packtool.train.verify.run import (
     choose_packs,
@@ -43,6 +54,7 @@ from tests.batch.reduced import (
     mixed_samples,
     reduced_model,
     reduced_spec,
+    samples_alike,
     save_image_processor,
 )
 from tests.train.tiny import TinyWorld
@@ -196,6 +208,42 @@ def test_a_picture_that_reaches_another_sample_is_seen(tmp_path: Any) -> None:
 
     tower.forward = mixing
     assert not check_isolation(PackUnderTest(model, samples, spec, torch.float32)).passed
+
+
+@pytest.fixture(params=[*TEXT_MODELS, *VISION_MODELS])
+def tree(request: pytest.FixtureRequest, tmp_path: Any) -> PackUnderTest:
+    """Samples of which most begin like others, with their prefixes once."""
+    name = request.param
+    if name in VISION_MODELS:
+        save_image_processor(name, str(tmp_path))
+    spec = reduced_spec(name, str(tmp_path))
+    return PackUnderTest(reduced_model(name), samples_alike(name), spec, torch.float32, least_shared=1)
+
+
+def test_a_tree_is_compared_with_each_of_its_samples(tree: PackUnderTest) -> None:
+    assert isinstance(tree.batch, TreeBatch)
+    checks = [check(tree, 7) for check in (check_isolation, check_gradients)] + [check_logits(tree), check_loss(tree)]
+    raise_if_failed(checks)
+    assert checks[0].error == 0.0
+    changed = tree.with_change(0)
+    assert 0 < int((changed.input_ids != tree.batch.input_ids).sum()) < tree.samples[0].length
+
+
+def test_a_branch_that_sees_another_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its keys are those of the branch before it, too."""
+    monkeypatch.setattr("packtool.batch.collate_tree.key_index", _with_the_node_before)
+    spec = reduced_spec("qwen3")
+    tree = PackUnderTest(reduced_model("qwen3"), samples_alike("qwen3"), spec, torch.float32, least_shared=1)
+    assert not any(check(tree).passed for check in (check_isolation, check_logits, check_loss, check_gradients))
+    with pytest.raises(MismatchError, match="do not count from 0"):
+        refuse_leaky_inputs(tree.batch.model_inputs())
+
+
+def _with_the_node_before(parents: list[int], lengths: Any) -> Any:
+    index, key_lengths = key_index(parents, lengths)
+    parts = np.split(index, np.cumsum(key_lengths)[:-1])
+    parts[2:] = [np.concatenate(pair) for pair in itertools.pairwise(parts[1:])]
+    return np.concatenate(parts), tuple(map(len, parts))
 
 
 def test_a_model_that_does_not_listen_is_no_proof(reduced: Any) -> None:

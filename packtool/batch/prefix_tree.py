@@ -1,0 +1,186 @@
+"""Samples that begin alike as a tree: every common prefix is laid out, looked at and computed once.
+
+Three questions about one picture; the last two begin alike once more::
+
+    samples  picture who? Ann            nodes   0  picture              of all three, positions 0 to 6
+             picture where is he? here           1  who? Ann             goes on from 0
+             picture where is she? there         2  where is             of two, goes on from 0
+                                                 3  he? here             goes on from 2
+                                                 4  she? there           goes on from 2
+
+A node is what samples have in common beyond the node that it goes on from; its tokens keep the positions that they have
+in the samples alone. In attention its queries see the keys of all nodes from the root down to it (``key_index``).
+
+What is equal is decided on tokens and media. A prefix ends only where every medium of it has all of its pads. Its last
+token is to predict the first token of every continuation: where that is more than one target, the prefix ends a token
+earlier, and each continuation has a last token of its own, so that a token never has two labels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from packtool.batch.spec import InputSpec
+from packtool.constants import IGNORE_INDEX
+from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
+from packtool.encode.placed_media import placed_media
+
+Int64Array = npt.NDArray[np.int64]
+ROOT = -1
+"""The parent of a node that begins samples."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """Tokens that some samples have in common, once.
+
+    Args:
+        samples: numbers of those that contain it, ascending.
+        start, stop: its tokens, the same of each of these samples.
+        parent: number of the node that it goes on from, smaller than its own, or ``ROOT``.
+    """
+
+    samples: tuple[int, ...]
+    start: int
+    stop: int
+    parent: int
+
+    @property
+    def length(self) -> int:
+        """Its tokens."""
+        return self.stop - self.start
+
+
+def find_tree(samples: Sequence[EncodedSample], spec: InputSpec, *, least_shared: int) -> list[Node]:
+    """Every token of some samples once, where these begin alike; samples of two channels share nothing.
+
+    Price: each sample is compared with one other for each prefix that it shares.
+
+    Args:
+        spec: the model they are for.
+        least_shared: tokens that a prefix must have, from the samples' beginning, to be shared.
+
+    Returns:
+        nodes, each behind the one that it goes on from. A sample without tokens of its own has no node of its own.
+    """
+    codes: dict[Any, int] = {}
+    read = [_Read.of(sample, spec, codes) for sample in samples]
+    by_channel: dict[str | None, list[int]] = {}
+    for number, sample in enumerate(samples):
+        by_channel.setdefault(sample.channel, []).append(number)
+    nodes: list[Node] = []
+    # Groups of samples that are alike so far, how much of them their ancestors hold, and the last of these.
+    groups = [(group, 0, ROOT) for group in reversed(by_channel.values())]
+    while groups:
+        group, start, parent = groups.pop()
+        first = read[group[0]]
+        alike = min(first.alike(read[number], start) for number in group)
+        parts = _continuations([(number, read[number]) for number in group], alike)
+        # Nothing goes on from whole samples: they may end anywhere.
+        stop = first.last_cut(max(alike - _is_torn(group, samples, alike), start)) if parts else alike
+        if len(group) == 1 or stop >= least_shared:
+            if stop > start:
+                nodes.append(Node(tuple(group), start, stop, parent))
+                start, parent = stop, len(nodes) - 1
+        elif not parts:
+            parts = [[number] for number in group]
+        # A sample that ends with the prefix needs nothing more.
+        left = [part for part in parts if len(read[part[0]].symbols) > start]
+        groups += [(part, start, parent) for part in reversed(left)]
+    return nodes
+
+
+@dataclass(frozen=True, eq=False)
+class _Read:
+    """A sample in a form in which equal symbols are equal inputs.
+
+    Args:
+        symbols: int64 (L,): tokens; where a medium's pads stand, a number below 0 of this very medium.
+        is_cut: bool (L + 1,), whether a prefix of so many tokens has all pads of its media.
+    """
+
+    symbols: Int64Array
+    is_cut: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, sample: EncodedSample, spec: InputSpec, codes: dict[Any, int]) -> _Read:
+        """Read a sample; ``codes`` has the numbers of media that were met before, and is added to."""
+        ids, tokens = sample.input_ids, spec.media_tokens
+        symbols = ids.astype(np.int64)
+        is_cut = np.ones(len(ids) + 1, np.bool_)
+        is_pad = np.isin(ids, list(tokens.pads.values()))
+        for placed in placed_media(sample, tokens):
+            inside = slice(placed.start, placed.stop)
+            symbols[inside][is_pad[inside]] = -1 - codes.setdefault(placed.medium, len(codes))
+            is_cut[placed.start + 1 : placed.stop] = False
+        # Behind a mark that opens a medium it is not told of what kind a sound is.
+        is_cut[1:] &= ~np.isin(
+            ids, [mark for mark in (tokens.opening_vision, tokens.opening_sound) if mark is not None]
+        )
+        return cls(symbols, is_cut)
+
+    def alike(self, other: _Read, start: int) -> int:
+        """How many symbols both begin with; at least ``start``, which is known."""
+        most = min(len(self.symbols), len(other.symbols))
+        differs = self.symbols[start:most] != other.symbols[start:most]
+        return start + int(differs.argmax()) if differs.any() else most
+
+    def last_cut(self, most: int) -> int:
+        """The longest prefix that may end there, of at most ``most`` tokens."""
+        return int(np.flatnonzero(self.is_cut[: most + 1])[-1])
+
+
+def _continuations(group: Sequence[tuple[int, _Read]], alike: int) -> list[list[int]]:
+    """The members of a group by the symbol with which they go on behind what is alike; none if all end there."""
+    found: dict[int | None, list[int]] = {}
+    for number, read in group:
+        following = int(read.symbols[alike]) if len(read.symbols) > alike else None
+        found.setdefault(following, []).append(number)
+    return [] if found.keys() == {None} else list(found.values())
+
+
+def _is_torn(group: Sequence[int], samples: Sequence[EncodedSample], alike: int) -> bool:
+    """Whether the last token that is alike is to predict more than one."""
+    following = [samples[number].labels[alike : alike + 1].tolist() for number in group]
+    return len({label for labels in following for label in labels if label != IGNORE_INDEX}) > 1
+
+
+def stretch_of(sample: EncodedSample, start: int, stop: int, spec: InputSpec) -> EncodedSample:
+    """A stretch of a sample between two cuts, with its own media."""
+    taken = slice(start, stop)
+    media = [placed.medium for placed in placed_media(sample, spec.media_tokens) if start <= placed.start < stop]
+    return dataclasses.replace(
+        sample,
+        input_ids=sample.input_ids[taken],
+        labels=sample.labels[taken],
+        turns=np.zeros(0, np.int32),
+        images=tuple(medium for medium in media if isinstance(medium, EncodedImage)),
+        videos=tuple(medium for medium in media if isinstance(medium, EncodedVideo)),
+        audios=tuple(medium for medium in media if isinstance(medium, EncodedAudio)),
+        loss_scale=None if sample.loss_scale is None else sample.loss_scale[taken],
+    )
+
+
+def key_index(parents: Sequence[int], lengths: Sequence[int]) -> tuple[Int64Array, tuple[int, ...]]:
+    """The keys that each node's queries see, for nodes that lie end to end: all from the root down to its own.
+
+    Args:
+        parents: (K,), of each node the number of an earlier one, or ``ROOT``.
+        lengths: (K,), of the nodes in tokens.
+
+    Returns:
+        int64 (S,), positions in the sequence of T tokens, node after node, and how many each node has.
+    """
+    paths: list[Int64Array] = []
+    start = 0
+    for parent, length in zip(parents, lengths, strict=True):
+        own = np.arange(start, start + length)
+        paths.append(own if parent == ROOT else np.concatenate([paths[parent], own]))
+        start += length
+    return np.concatenate([np.zeros(0, np.int64), *paths]), tuple(map(len, paths))

@@ -1,0 +1,113 @@
+"""``prefixes.arrow``: what the samples of a split begin with, by hashes, a line for each line of the index.
+
+Caches that were made before it was kept lack it: their samples are computed whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from packtool import storage
+from packtool.cache.schema import PREFIX, PREFIXES
+from packtool.encode.encoded import IntArray
+from packtool.encode.prefix_hashes import PrefixHashes
+from packtool.errors import MismatchError, StorageError
+
+
+class SplitPrefixes(NamedTuple):
+    """The M prefixes of N samples: sample ``i`` has those from ``offsets[i]`` to ``offsets[i + 1]``.
+
+    Args:
+        offsets: int64 (N + 1,).
+        prefixes: of all samples, end to end.
+    """
+
+    offsets: npt.NDArray[np.int64]
+    prefixes: PrefixHashes
+
+    @classmethod
+    def joined(cls, parts: Sequence[SplitPrefixes]) -> SplitPrefixes:
+        """Those of the samples of several parts, one after the other."""
+        counts = [np.diff(part.offsets) for part in parts]
+        columns = zip(*(part.prefixes for part in parts), strict=True)
+        return cls(
+            np.concatenate([[0], *counts]).cumsum(dtype=np.int64),
+            PrefixHashes(*(np.concatenate(column) for column in columns)),
+        )
+
+
+def prefix_batch(found: Sequence[PrefixHashes]) -> pa.RecordBatch:
+    """The lines of some samples."""
+    offsets = pa.array(np.cumsum([0, *(len(each.lengths) for each in found)]), pa.int32())
+    columns = (
+        [np.concatenate(column) for column in zip(*found, strict=True)]
+        if found
+        else [np.zeros(0, np.int64) for _ in PREFIX]
+    )
+    arrays = [pa.array(column, field.type) for column, field in zip(columns, PREFIX, strict=True)]
+    entries = pa.StructArray.from_arrays(arrays, fields=list(PREFIX))
+    return pa.record_batch([pa.ListArray.from_arrays(offsets, entries)], schema=PREFIXES)
+
+
+def joined_batches(batches: Sequence[pa.RecordBatch]) -> list[pa.RecordBatch]:
+    """One batch of the lines of several; none if these have no lines."""
+    return pa.Table.from_batches(batches, PREFIXES).combine_chunks().to_batches()
+
+
+def read_prefixes(place: str, sha256: str | None, lengths: IntArray, copy: str | None = None) -> SplitPrefixes:
+    """The prefixes of a split, held against its checksum and its index.
+
+    Args:
+        place: of the file.
+        sha256: that it should have; None if nobody asks.
+        lengths: (N,), those of the index, in tokens.
+        copy: of the file on this machine.
+
+    Raises:
+        MismatchError: if the file is missing or broken, or does not belong to this index.
+    """
+    try:
+        data = storage.read_bytes(copy or place)
+        if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
+            raise MismatchError(
+                f"{place} is damaged: it does not have the SHA-256 that the manifest says",
+                "Copy the cache again. packtool inspect CACHE --verify finds all that is damaged.",
+            )
+        table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
+        table.validate(full=True)
+        found = SplitPrefixes.joined([_part(chunk) for chunk in table.column("prefixes").cast(PREFIXES[0].type).chunks])
+    except (StorageError, OSError, LookupError, ValueError, pa.ArrowException) as error:
+        raise MismatchError(f"{place} cannot be read: {error}", "Export the cache again.") from error
+    if problem := _problem(found, lengths):
+        raise MismatchError(
+            f"{place} does not belong to the index of this cache: {problem}",
+            "Copy the cache again, or export it again.",
+        )
+    return found
+
+
+def _part(lines: pa.ListArray) -> SplitPrefixes:
+    if lines.null_count or lines.flatten().null_count:
+        raise ValueError("it has lines with nothing in them")
+    offsets = lines.offsets.to_numpy().astype(np.int64)
+    columns = [column.to_numpy(zero_copy_only=False) for column in lines.flatten().flatten()]
+    return SplitPrefixes(offsets - offsets[0], PrefixHashes(*columns))
+
+
+def _problem(found: SplitPrefixes, lengths: IntArray) -> str:
+    """What is wrong with prefixes of samples of these lengths: they rise, and none is longer than its sample."""
+    sizes = np.diff(found.offsets)
+    if len(sizes) != len(lengths):
+        return f"it has {len(sizes)} lines, not {len(lengths)}"
+    ends, owners = found.prefixes.lengths, np.repeat(np.arange(len(sizes)), sizes)
+    if len(ends) and ((ends < 1) | (ends > lengths[owners])).any():
+        return "a prefix is longer than its sample"
+    if ((np.diff(ends) <= 0) & (np.diff(owners) == 0)).any():
+        return "the prefixes of a sample do not rise"
+    return ""

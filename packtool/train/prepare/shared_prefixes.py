@@ -1,0 +1,190 @@
+"""Whether a run computes what its samples begin with in common once, and what each sample then adds to its pack."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from packtool.cache.prefixes import SplitPrefixes
+from packtool.cache.reader import CacheReader, SplitIndex
+from packtool.config.plan import PlanConfig
+from packtool.config.train import TrainConfig
+from packtool.constants import LEAST_SHARED
+from packtool.encode.families import family_of, text_config_of
+from packtool.errors import MismatchError, UnsupportedModelError
+from packtool.plan.balance import Costs
+from packtool.plan.cost import CostModel
+from packtool.plan.options import PlanOptions
+from packtool.plan.pack_plan import Int64Array, PackPlan
+from packtool.plan.prefix_trees import Prefixes, PrefixTrees, plan_trees, trees_of
+from packtool.plan.towers import TowerWork
+from packtool.train.prepare.check import export_command
+from packtool.train.prepare.costs import tower_work
+
+WORTH_SHARING = 0.05
+"""Part of the tokens that must be saved for ``--share-prefix auto`` to share."""
+
+
+@dataclass(frozen=True, eq=False)
+class SharedPrefixes:
+    """Trees of the samples of caches, and what each sample adds to its tree; arrays by cache position.
+
+    Args:
+        index: of the caches.
+        prefixes: of their samples.
+        trees: which samples share which.
+    """
+
+    index: SplitIndex
+    prefixes: SplitPrefixes
+    trees: PrefixTrees
+
+    @property
+    def num_whole_tokens(self) -> int:
+        """Tokens of the samples of all trees, each whole."""
+        return int(self.index.length[self.trees.samples].sum(dtype=np.int64))
+
+    @property
+    def saved(self) -> float:
+        """What part of the tokens need not be computed, 0 to 1."""
+        return self.trees.saved(self.index.length)
+
+    @property
+    def media_tokens(self) -> Int64Array:
+        """Media tokens that each sample adds; int64 (N,)."""
+        return self.trees.added(self.index.media_tokens, self.prefixes.prefixes.media_tokens)
+
+    def towers(self, cost: CostModel) -> TowerWork:
+        """What the media that each sample adds cost."""
+        whole, of = tower_work(cost, self.index), self.prefixes.prefixes
+        flops = cost.towers(of.media_tokens - of.audio_tokens, of.patch_squares, of.audio_tokens)
+        return TowerWork(self.trees.added(whole.flops, np.rint(flops).astype(np.int64)), whole.num_seen)
+
+    def tower_work_saved(self, cost: CostModel) -> float:
+        """What part of the towers' work need not be done, 0 to 1."""
+        whole = int(tower_work(cost, self.index).flops[self.trees.samples].sum())
+        return 1 - int(self.towers(cost).flops.sum()) / whole if whole else 0.0
+
+    def sample_costs(self, cost: CostModel, target_tokens: npt.NDArray[np.integer[Any]]) -> Costs:
+        """FLOPs that each sample adds, (N,)."""
+        whole = self.index.length.astype(np.int64)
+        shared = np.zeros_like(whole)
+        shared[self.trees.samples] = self.trees.shared
+        squares = np.square(whole) - np.square(shared)
+        return cost(whole - shared, squares, target_tokens, self.towers(cost).flops)
+
+    def line(self, cost: CostModel) -> str:
+        """What is saved, in a sentence."""
+        whole, seen = self.num_whole_tokens, self.tower_work_saved(cost)
+        towers = f" and {seen:.0%} of the work of the towers" if seen else ""
+        return (
+            f"shared prefixes: computed once (--share-prefix false computes each sample whole), which saves "
+            f"{self.trees.num_shared_tokens:,} of {whole:,} tokens ({self.saved:.0%}){towers}"
+        )
+
+
+def find_shared(
+    config: TrainConfig | PlanConfig, options: PlanOptions, model: Mapping[str, Any], reader: CacheReader
+) -> tuple[SharedPrefixes | None, str | None]:
+    """The prefixes that a run shares, as ``--share-prefix`` says, and a remark where it does not share what it could.
+
+    Args:
+        options: of the plan.
+        model: its ``config.json``.
+
+    Raises:
+        MismatchError: if sharing is asked for, and a cache does not tell what its samples begin with.
+        UnsupportedModelError: if it is asked for, and the model cannot begin where a prefix ends.
+    """
+    if config.share_prefix == "false":
+        return None, None
+    asked = config.share_prefix == "true"
+    problem = _problem_of_model(model)
+    if asked and problem:
+        raise UnsupportedModelError(f"--share-prefix true: {problem}", "Leave --share-prefix out.")
+    prefixes = _prefixes(reader, asked=asked)
+    lengths = reader.index.length
+    kept = lengths[lengths <= options.max_length]
+    if prefixes is None or not len(kept) or kept.max() > options.packing_length:
+        return None, None  # the planner tells of samples that are longer than a pack
+    trees = plan_trees(
+        lengths,
+        _as_planned(prefixes),
+        capacity=options.packing_length,
+        least_shared=LEAST_SHARED,
+        max_length=options.max_length,
+        max_samples=config.max_rows_per_tree,
+    )
+    found = SharedPrefixes(reader.index, prefixes, trees)
+    if not trees.num_shared_tokens:
+        told = f"shared prefixes: no two samples share more than {LEAST_SHARED} tokens, so each is computed whole"
+        return None, told if asked else None
+    if asked:
+        return found, None
+    if found.saved <= WORTH_SHARING:
+        return None, None
+    if reasons := [*config.not_shared_with, *([problem] if problem else [])]:
+        told = f"shared prefixes: {found.saved:.0%} of the tokens could be saved, but each sample is computed whole"
+        return None, f"{told}: {_reason(reasons[0])}"
+    return found, None
+
+
+def shared_of_plan(packs: PackPlan, model: Mapping[str, Any], reader: CacheReader) -> SharedPrefixes | None:
+    """The prefixes that a saved plan shares; None if it shares none.
+
+    Raises:
+        MismatchError: if the caches do not tell of these prefixes.
+        UnsupportedModelError: if the model cannot begin where a prefix ends.
+    """
+    if packs.shared is None:
+        return None
+    if problem := _problem_of_model(model):
+        raise UnsupportedModelError(
+            f"--plan shares prefixes, and {problem}", "Make the plan again with --share-prefix false."
+        )
+    prefixes = _prefixes(reader, asked=True)
+    assert prefixes is not None, "asked for"
+    trees = trees_of(packs, _as_planned(prefixes))
+    if trees is None:
+        raise MismatchError(
+            "--plan shares prefixes that the caches do not tell of", "Make it again with packtool plan --save."
+        )
+    return SharedPrefixes(reader.index, prefixes, trees)
+
+
+def _as_planned(prefixes: SplitPrefixes) -> Prefixes:
+    return Prefixes(prefixes.offsets, prefixes.prefixes.lengths, prefixes.prefixes.hashes)
+
+
+def _prefixes(reader: CacheReader, *, asked: bool) -> SplitPrefixes | None:
+    """What the samples begin with; None if a cache does not tell, unless that is asked for."""
+    found = reader.prefixes()
+    if found is not None or not asked:
+        return found
+    directory, manifest = next(
+        (directory, manifest)
+        for directory, manifest in zip(reader.directories, reader.manifests, strict=True)
+        if not manifest.splits[reader.split].prefixes_sha256
+    )
+    raise MismatchError(
+        f"--share-prefix true: {directory} was exported by an older packtool, and does not tell what its samples begin "
+        "with",
+        f"Leave --share-prefix out, or export again:\n  {export_command(directory, manifest)}",
+    )
+
+
+def _problem_of_model(model: Mapping[str, Any]) -> str:
+    """Why samples of a model cannot go on from a prefix that they share; empty if they can."""
+    kind = str(text_config_of(model).get("model_type"))
+    if kind not in family_of(model).recurrence.text_types:
+        return ""
+    return f"{kind} has recurrent layers, whose state at the end of a prefix is not handed on to several samples"
+
+
+def _reason(reason: str) -> str:
+    """An option that stands in the way, or a sentence, as the end of another sentence."""
+    return f"that does not go with {reason}" if reason.startswith(("--", "sequence parallelism")) else reason

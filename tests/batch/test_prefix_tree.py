@@ -1,0 +1,219 @@
+"""Trees of samples that begin alike: nothing is lost, nothing is shared that differs, and no medium is cut."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packtool.batch.prefix_tree import ROOT, Node, find_tree, key_index, stretch_of
+from packtool.encode.encoded import EncodedImage, EncodedSample
+from packtool.encode.prefix_hashes import prefix_hashes
+from packtool.plan.packing import pack
+from packtool.plan.prefix_trees import Prefixes, plan_trees
+from tests.batch.reduced import IMAGE_PAD, VISION_END, VISION_START, reduced_spec, samples_alike
+
+TEXT, SEES = reduced_spec("qwen3"), reduced_spec("qwen3_vl")
+
+
+def sample(ids: list[int], is_target: list[bool] | None = None, channel: str | None = None) -> EncodedSample:
+    """Text."""
+    tokens = np.array(ids, np.int32)
+    labels = np.where(np.array(is_target or [False] * len(ids), bool), tokens, -100).astype(np.int32)
+    return EncodedSample(tokens, labels, np.zeros(0, np.int32), (), channel, "s", 0)
+
+
+def picture(name: str, num_tokens: int) -> EncodedImage:
+    return EncodedImage(name, None, 8, 8 * num_tokens, (1, 2, 2 * num_tokens), num_tokens)
+
+
+def with_pictures(words: list[int | EncodedImage]) -> EncodedSample:
+    """Words and pictures between their marks."""
+    ids: list[int] = []
+    for word in words:
+        ids += [word] if isinstance(word, int) else [VISION_START, *[IMAGE_PAD] * word.num_tokens, VISION_END]
+    images = tuple(word for word in words if isinstance(word, EncodedImage))
+    return dataclasses.replace(sample(ids), images=images)
+
+
+def shape(nodes: list[Node]) -> list[tuple[tuple[int, ...], int, int, int]]:
+    return [(node.samples, node.start, node.stop, node.parent) for node in nodes]
+
+
+def path(nodes: list[Node], number: int) -> list[Node]:
+    """The nodes of a sample, in order."""
+    return [node for node in nodes if number in node.samples]
+
+
+def test_two_levels_and_one_alone() -> None:
+    rows = [[1, 2, 3, 4, 5], [9, 9], [1, 2, 3, 4, 6, 7], [1, 2, 8]]
+    assert shape(find_tree([sample(row) for row in rows], TEXT, least_shared=1)) == [
+        ((0, 2, 3), 0, 2, ROOT),
+        ((0, 2), 2, 4, 0),
+        ((0,), 4, 5, 1),
+        ((2,), 4, 6, 1),
+        ((3,), 2, 3, 0),
+        ((1,), 0, 2, ROOT),
+    ]
+
+
+def test_a_prefix_that_is_too_short_is_not_shared() -> None:
+    rows = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6], [1, 7], [1, 8], [1, 2, 3, 4, 5, 6]]
+    assert shape(find_tree([sample(row) for row in rows], TEXT, least_shared=4)) == [
+        ((0, 1, 4), 0, 4, ROOT),
+        ((0, 4), 4, 5, 0),
+        ((4,), 5, 6, 1),
+        ((1,), 4, 5, 0),
+        ((2,), 0, 2, ROOT),
+        ((3,), 0, 2, ROOT),
+    ]
+
+
+def test_equal_samples_are_one_and_shorter_ones_end_inside() -> None:
+    rows = [[1, 2, 3], [1, 2, 3], [1, 2], [1, 2, 3, 4]]
+    nodes = find_tree([sample(row) for row in rows], TEXT, least_shared=1)
+    assert shape(nodes) == [((0, 1, 2, 3), 0, 2, ROOT), ((0, 1, 3), 2, 3, 0), ((3,), 3, 4, 1)]
+
+
+def test_equal_samples_that_are_too_short_stay_apart() -> None:
+    nodes = find_tree([sample([1, 2, 3])] * 2, TEXT, least_shared=4)
+    assert shape(nodes) == [((0,), 0, 3, ROOT), ((1,), 0, 3, ROOT)]
+
+
+def test_a_prefix_that_is_to_predict_two_tokens_ends_one_earlier() -> None:
+    trained = [False, False, True]
+    pair = [sample([1, 2, 3], trained), sample([1, 2, 4], trained), sample([1, 2, 4, 5], [*trained, False])]
+    assert shape(find_tree(pair, TEXT, least_shared=1)) == [
+        ((0, 1, 2), 0, 1, ROOT),
+        ((0,), 1, 3, 0),
+        ((1, 2), 1, 3, 0),
+        ((2,), 3, 4, 2),
+    ]
+    one_target = [pair[0], sample([1, 2, 4])]
+    assert find_tree(one_target, TEXT, least_shared=1)[0].stop == 2
+
+
+def test_samples_of_two_channels_share_nothing() -> None:
+    rows = [sample([1, 2, 3], channel="a"), sample([1, 2, 3], channel="b"), sample([1, 2, 3], channel="a")]
+    assert shape(find_tree(rows, TEXT, least_shared=1)) == [((0, 2), 0, 3, ROOT), ((1,), 0, 3, ROOT)]
+
+
+def test_a_prefix_ends_only_where_its_pictures_are_whole() -> None:
+    small, large, same_size = picture("a", 2), picture("b", 4), picture("c", 2)
+    question = with_pictures([5, small, 6, 7])
+    for other, stop in [
+        (with_pictures([5, small, 6, 8]), 6),
+        (with_pictures([5, small, 9]), 5),
+        (with_pictures([5, large, 6, 7]), 1),
+        (with_pictures([5, same_size, 6, 7]), 1),
+        (with_pictures([5, VISION_START, 6, VISION_END]), 1),
+    ]:
+        nodes = find_tree([question, other], SEES, least_shared=1)
+        assert nodes[0] == Node((0, 1), 0, stop, ROOT)
+        parts = [stretch_of([question, other][node.samples[0]], node.start, node.stop, SEES) for node in nodes]
+        assert [part.images for part in parts] == [
+            (small,) if stop > 1 else (),
+            () if stop > 1 else (small,),
+            () if stop > 1 else other.images,
+        ]
+
+
+def test_a_picture_is_shared_where_the_words_behind_it_are_trained() -> None:
+    """Its closing mark predicts both words, so each has a mark of its own; but not the picture."""
+    found = [with_pictures([5, picture("a", 4), word]) for word in (6, 7)]
+    found = [dataclasses.replace(one, labels=one.input_ids) for one in found]
+    nodes = find_tree(found, SEES, least_shared=1)
+    assert shape(nodes) == [((0, 1), 0, 6, ROOT), ((0,), 6, 8, 0), ((1,), 6, 8, 0)]
+
+
+def test_pictures_are_equal_by_their_bytes_too() -> None:
+    one, same, another = (
+        dataclasses.replace(picture("a", 2), path=None, data=bytes(data)) for data in (b"12", b"12", b"13")
+    )
+    alike = [with_pictures([one, 1]), with_pictures([same, 2]), with_pictures([another, 3])]
+    assert shape(find_tree(alike, SEES, least_shared=1))[0] == ((0, 1), 0, 4, ROOT)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    rows=st.lists(st.lists(st.tuples(st.integers(1, 3), st.booleans()), min_size=1, max_size=8), max_size=8),
+    least_shared=st.integers(1, 6),
+)
+def test_every_sample_is_there_whole_and_every_label_counts(
+    rows: list[list[tuple[int, bool]]], least_shared: int
+) -> None:
+    samples = [sample([token for token, _ in row], [target for _, target in row]) for row in rows]
+    nodes = find_tree(samples, TEXT, least_shared=least_shared)
+    for number, whole in enumerate(samples):
+        found = path(nodes, number)
+        assert [node.start for node in found] == [0, *(node.stop for node in found[:-1])]
+        assert found[-1].stop == whole.length
+        for node, before in zip(found, [None, *found], strict=False):
+            assert node.parent == (ROOT if before is None else nodes.index(before))
+            first = samples[node.samples[0]]
+            assert first.input_ids[node.start : node.stop].tolist() == whole.input_ids[node.start : node.stop].tolist()
+    for node in nodes:
+        assert len(node.samples) == 1 or node.stop >= least_shared
+        for place in range(node.start + 1, node.stop + 1):
+            labels = {int(label) for number in node.samples for label in samples[number].labels[place : place + 1]}
+            assert len(labels - {-100}) <= 1
+    if least_shared == 1 and not any(target for row in rows for _, target in row):
+        distinct = {tuple(row[: end + 1]) for row in rows for end in range(len(row))}
+        assert sum(node.length for node in nodes) == len(distinct)
+
+
+words = st.one_of(st.integers(1, 3), st.sampled_from([picture("a", 2), picture("b", 2), picture("c", 5)]))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    rows=st.lists(st.lists(words, min_size=1, max_size=6), min_size=1, max_size=8),
+    least_shared=st.integers(1, 6),
+    capacity=st.integers(60, 150),
+    data=st.data(),
+)
+def test_no_group_is_longer_than_planned(
+    rows: list[list[int | EncodedImage]], least_shared: int, capacity: int, data: st.DataObject
+) -> None:
+    """What hashes tell the planner is found in the tokens, whatever is trained and wherever turns end."""
+    samples = []
+    for row in rows:
+        made = with_pictures(row)
+        size = made.length
+        is_target = np.array(data.draw(st.lists(st.booleans(), min_size=size, max_size=size)))
+        turns = np.array(sorted(data.draw(st.sets(st.integers(1, size)))), np.int32)
+        labels = np.where(is_target & (made.input_ids < IMAGE_PAD), made.input_ids, -100).astype(np.int32)
+        samples.append(dataclasses.replace(made, labels=labels, turns=turns))
+    hashed = [prefix_hashes(one, SEES.media_tokens, longer_than=least_shared) for one in samples]
+    prefixes = Prefixes(
+        np.cumsum([0, *(len(found.lengths) for found in hashed)]),
+        np.concatenate([found.lengths for found in hashed]),
+        np.concatenate([found.hashes for found in hashed]),
+    )
+    lengths = np.array([one.length for one in samples])
+    trees = plan_trees(lengths, prefixes, capacity=capacity, least_shared=least_shared)
+    plan = trees.unfolded(pack(trees.sums_per_group(trees.new_tokens(lengths)), capacity, seed=0), lengths)
+    for number, tokens in enumerate(plan.tokens_per_pack().tolist()):
+        nodes = find_tree([samples[i] for i in plan.pack(number)], SEES, least_shared=least_shared)
+        assert sum(node.length for node in nodes) <= tokens <= capacity
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_vl"])
+def test_the_samples_of_other_tests_are_a_tree_of_several_levels(name: str) -> None:
+    samples = samples_alike(name)
+    nodes = find_tree(samples, reduced_spec(name), least_shared=1)
+    depths = [0]
+    for node in nodes[1:]:
+        depths.append(0 if node.parent == ROOT else 1 + depths[node.parent])
+    assert max(depths) >= 2
+    assert sum(node.length for node in nodes) < 0.7 * sum(sample.length for sample in samples)
+
+
+def test_keys_are_those_of_all_nodes_above() -> None:
+    index, lengths = key_index([ROOT, 0, 0, ROOT, 2], [2, 1, 2, 1, 1])
+    assert lengths == (2, 3, 4, 1, 5)
+    assert index.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4, 5, 0, 1, 3, 4, 6]
+    assert key_index([], [])[1] == ()

@@ -1,0 +1,195 @@
+"""What a cache says of the beginnings of its samples: hashes that planning finds trees by."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from packtool.cache import repair as repair_module
+from packtool.cache import task as task_module
+from packtool.cache.prefixes import SplitPrefixes, prefix_batch
+from packtool.cache.reader import CacheReader
+from packtool.cache.schema import PREFIXES
+from packtool.cache.summary import ExportSummary
+from packtool.encode.placed_media import MediaTokens
+from packtool.encode.prefix_hashes import PrefixHashes, prefix_hashes
+from packtool.errors import MismatchError
+from tests.cache.conftest import CONTROL, tree
+
+Export = Callable[..., ExportSummary]
+PLACE = "train/prefixes.arrow"
+
+
+@pytest.fixture(autouse=True)
+def _short_prefixes_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (task_module, repair_module):
+        monkeypatch.setattr(module, "LEAST_SHARED", 3)
+
+
+@pytest.fixture
+def model_that_names_tokens(model: Path, tmp_path: Path) -> Path:
+    folder = tmp_path / "named"
+    shutil.copytree(model, folder)
+    ids = {f"{name}_token_id": 256 + CONTROL.index(f"<|{token}|>") for name, token in NAMES.items()}
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", "vision_config": {}} | ids))
+    return folder
+
+
+NAMES = {"image": "image_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
+
+
+@pytest.fixture
+def ask(run_export: Export, model_that_names_tokens: Path, rows: Path) -> Export:
+    """Exports rows in which each of three pictures is asked four questions."""
+    lines = []
+    for number in range(24):
+        turns = [{"role": "user", "content": f"<image>{'abcd'[number % 4]}?"}, {"role": "assistant", "content": "yes"}]
+        row = {"messages": turns, "images": [f"{number // 4 % 3}.png"], "channel": "c" if number >= 12 else None}
+        lines.append(json.dumps(row))
+    rows.write_text("\n".join(lines))
+
+    def run(name: str = "cache", **settings: Any) -> ExportSummary:
+        return run_export(name, **({"model": str(model_that_names_tokens), "rows_per_shard": 5} | settings))
+
+    return run
+
+
+def told_by(cache: Path) -> tuple[CacheReader, SplitPrefixes]:
+    reader = CacheReader.open([str(cache)])
+    found = reader.prefixes()
+    assert found is not None
+    return reader, found
+
+
+@pytest.mark.parametrize("media", ["reference", "embed"])
+def test_each_sample_has_the_hashes_of_its_own_prefixes(ask: Export, tmp_path: Path, media: str) -> None:
+    ask(media=media)
+    reader, found = told_by(tmp_path / "cache")
+    config = json.loads((tmp_path / "named" / "config.json").read_text())
+    expected = [prefix_hashes(reader.sample(i), MediaTokens.of(config), longer_than=3) for i in range(len(reader))]
+    assert found.offsets.tolist() == np.cumsum([0, *(len(each.lengths) for each in expected)]).tolist()
+    for name in PrefixHashes._fields:
+        wanted = np.concatenate([getattr(each, name) for each in expected])
+        assert getattr(found.prefixes, name).tolist() == wanted.tolist()
+        assert getattr(found.prefixes, name).dtype == wanted.dtype
+    # The picture, the beginning of the answer and its end; a picture's hash is that of four rows, in each channel.
+    assert set(np.diff(found.offsets).tolist()) == {3}
+    pictures = found.prefixes.hashes[found.offsets[:-1]]
+    assert sorted(np.unique(pictures, return_counts=True)[1].tolist()) == [4] * 6
+    assert (found.prefixes.media_tokens == np.repeat(reader.index.media_tokens, 3)).all()
+    assert (found.prefixes.patch_squares == np.repeat(reader.index.patch_squares, 3)).all()
+
+
+def test_the_same_for_any_number_of_shards(ask: Export, tmp_path: Path) -> None:
+    for name, rows_per_shard in (("few", 100), ("many", 5)):
+        ask(name, rows_per_shard=rows_per_shard)
+    few, many = (told_by(tmp_path / name)[1] for name in ("few", "many"))
+    assert few.offsets.tolist() == many.offsets.tolist()
+    assert few.prefixes.hashes.tolist() == many.prefixes.hashes.tolist()
+
+
+def test_several_caches_are_joined(ask: Export, run_export: Export, tmp_path: Path) -> None:
+    ask("one")
+    ask("other", split_dataset_ratio=0.3, seed=1)
+    alone = [told_by(tmp_path / name)[1] for name in ("one", "other")]
+    both = CacheReader.open([str(tmp_path / name) for name in ("one", "other")]).prefixes()
+    assert both is not None
+    assert both.offsets.tolist() == [*alone[0].offsets, *(alone[0].offsets[-1] + alone[1].offsets[1:])]
+    assert both.prefixes.hashes.tolist() == [*alone[0].prefixes.hashes, *alone[1].prefixes.hashes]
+    assert set(both.prefixes.hashes.tolist()) == set(alone[0].prefixes.hashes.tolist())
+
+
+def _make_older(cache: Path) -> None:
+    """The cache as a packtool without prefixes would have written it."""
+    path = cache / "packtool.json"
+    document = json.loads(path.read_text())
+    for split, info in document["splits"].items():
+        (cache / split / "prefixes.arrow").unlink()
+        del info["prefixes_sha256"]
+    path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+
+
+def test_an_older_cache_has_none(ask: Export, tmp_path: Path) -> None:
+    ask("new")
+    ask("old")
+    _make_older(tmp_path / "old")
+    assert CacheReader.open([str(tmp_path / "old")]).prefixes() is None
+    assert CacheReader.open([str(tmp_path / "new"), str(tmp_path / "old")]).prefixes() is None
+    ask("old")  # is finished already
+
+
+def test_an_export_that_an_older_packtool_began_has_none(
+    ask: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = task_module.TaskResult.to_json
+
+    def older(result: task_module.TaskResult) -> bytes:
+        raw = json.loads(written(result))
+        for split in raw["splits"].values():
+            del split["prefixes_sha256"]
+        return json.dumps(raw).encode()
+
+    monkeypatch.setattr(task_module.TaskResult, "to_json", older)
+    monkeypatch.setattr("packtool.cache.export.publish_cache", _interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        ask()
+    monkeypatch.undo()
+    ask()
+    assert not (tmp_path / "cache" / PLACE).exists()
+    assert CacheReader.open([str(tmp_path / "cache")]).prefixes() is None
+
+
+def _interrupt(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_damage_is_found_and_repaired(ask: Export, tmp_path: Path) -> None:
+    ask()
+    whole = tree(tmp_path / "cache")
+    file = tmp_path / "cache" / PLACE
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    for broken in (None, bytes(data)):
+        if broken is None:
+            file.unlink()
+        else:
+            file.write_bytes(broken)
+        with pytest.raises(MismatchError, match=r"prefixes\.arrow"):
+            CacheReader.open([str(tmp_path / "cache")]).prefixes()
+        ask(repair=True)
+        assert tree(tmp_path / "cache") == whole
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ([[5, 9]], "1 lines, not 24"),
+        ([[5, 9]] * 23 + [[9, 5]], "do not rise"),
+        ([[5, 9]] * 23 + [[5, 10_000]], "longer than its sample"),
+        ([[0, 9]] * 24, "longer than its sample"),
+    ],
+)
+def test_prefixes_of_another_index_are_refused(
+    ask: Export, tmp_path: Path, changed: list[list[int]], problem: str
+) -> None:
+    ask()
+    file, manifest = tmp_path / "cache" / PLACE, tmp_path / "cache" / "packtool.json"
+    lines = [
+        PrefixHashes(*(np.array(ends, field.type.to_pandas_dtype()) for field in PREFIXES[0].type.value_type))
+        for ends in changed
+    ]
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, PREFIXES) as writer:
+        writer.write_batch(prefix_batch(lines))
+    document = json.loads(manifest.read_text())
+    document["splits"]["train"]["prefixes_sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
+    manifest.write_text(json.dumps(document))
+    with pytest.raises(MismatchError, match=problem):
+        CacheReader.open([str(tmp_path / "cache")]).prefixes()

@@ -1,0 +1,127 @@
+"""Prefixes have the same hash where everything that the model sees of them is the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
+from packtool.encode.placed_media import MediaTokens, placed_media
+from packtool.encode.prefix_hashes import prefix_hashes
+
+PADS = {"image": 90, "video": 91, "audio": 92}
+SEES, SOUNDS = 80, 81
+TOKENS = MediaTokens(PADS, SEES, SOUNDS)  # type: ignore[arg-type]
+
+
+def image(num_tokens: int = 2, **changes: Any) -> EncodedImage:
+    return dataclasses.replace(EncodedImage("a.png", None, 8, 8, (1, 2, 4), num_tokens), **changes)
+
+
+def video(num_tokens: int = 2, **changes: Any) -> EncodedVideo:
+    made = EncodedVideo("a.mp4", None, (), 8, 8, 4, 2.0, (0, 2), (2, 2, 2), 1.0, num_tokens)
+    return dataclasses.replace(made, **changes)
+
+
+def sample(ids: list[int], turns: tuple[int, ...] = (), **changes: Any) -> EncodedSample:
+    tokens = np.array(ids, np.int32)
+    made = EncodedSample(tokens, np.full_like(tokens, -100), np.array(turns, np.int32), (), None, "s", 0)
+    return dataclasses.replace(made, **changes)
+
+
+def told(made: EncodedSample, **options: int) -> dict[int, int]:
+    found = prefix_hashes(made, TOKENS, **options)
+    assert found.lengths.dtype == np.int32
+    assert found.hashes.dtype == np.uint64
+    return dict(zip(found.lengths.tolist(), found.hashes.tolist(), strict=True))
+
+
+PICTURE = [1, SEES, 90, 90, 82]
+
+
+def test_prefixes_end_behind_media_and_at_turns() -> None:
+    made = sample([*PICTURE, 2, 3, 4, 5, 6, 7], (7, 9), images=(image(),))
+    assert list(told(made)) == [5, 7, 9]
+    assert list(told(made, longer_than=5)) == [7, 9]
+    assert told(made, longer_than=5)[7] == told(made)[7]
+    assert list(told(sample([*PICTURE, 2], (3, 4, 6), images=(image(),)))) == [5, 6], "and not inside of one"
+    assert not told(sample([1, 2, 3]))
+    assert list(told(sample([1, 2, 3], (1, 3)))) == [1, 3]
+
+
+def test_what_comes_behind_does_not_matter_and_what_comes_before_does() -> None:
+    first = told(sample([*PICTURE, 2, 3], (6, 7), images=(image(),)))
+    assert told(sample([*PICTURE, 9, 3, 4], (8,), images=(image(),)))[5] == first[5]
+    for other in (
+        sample([7, *PICTURE[1:], 2, 3], images=(image(),)),
+        sample([*PICTURE[:-1], 83, 2, 3], images=(image(),)),
+        sample(PICTURE, images=(image(path="b.png"),)),
+        sample(PICTURE, images=(image(path=None, data=b"x"),)),
+        sample(PICTURE, images=(image(grid=(1, 4, 2)),)),
+        sample(PICTURE, images=(image(),), channel="other"),
+        sample([1, SEES, 91, 91, 82], videos=(video(),)),
+    ):
+        assert told(other)[5] != first[5]
+
+
+def test_bytes_are_compared_and_not_where_they_lie() -> None:
+    made = [sample(PICTURE, images=(image(path=None, data=data),)) for data in (b"12", b"12", b"13")]
+    one, same, other = (told(each)[5] for each in made)
+    assert one == same != other
+    frames = [((None, b"1"), ("b", None)), ((None, b"1"), ("b", None)), ((None, b"2"), ("b", None))]
+    ids = [SEES, 91, 91, 82]
+    one, same, other = (told(sample(ids, videos=(video(path=None, frames=each),)))[4] for each in frames)
+    assert one == same != other
+
+
+def test_a_video_ends_with_its_sound_track() -> None:
+    track = EncodedAudio(None, None, 100, 8, 3)
+    ids = [1, SEES, SOUNDS, 91, 91, 92, 92, 91, 92, 83, 82, 5, SOUNDS, 92, 83, 6]
+    sound = EncodedAudio("a.wav", None, 50, 4, 1)
+    made = sample(ids, videos=(video(3, audio=track),), audios=(sound,))
+    placed = placed_media(made, TOKENS)
+    assert [(each.start, each.stop) for each in placed] == [(3, 9), (13, 14)]
+    assert list(told(made)) == [10, 15]
+    longer = dataclasses.replace(track, num_samples=101)
+    assert told(dataclasses.replace(made, videos=(video(3, audio=longer),)))[10] != told(made)[10]
+    assert told(dataclasses.replace(made, audios=(dataclasses.replace(sound, path="b"),)))[10] == told(made)[10]
+
+
+def test_what_media_cost_is_told_of_each_prefix() -> None:
+    track = EncodedAudio(None, None, 100, 8, 3)
+    sound = EncodedAudio("a.wav", None, 50, 4, 1)
+    ids = [*PICTURE, SEES, SOUNDS, 91, 91, 92, 92, 92, 83, 82, 5, SOUNDS, 92, 83, 6]
+    whole = sample(ids, (4, 15, 19), images=(image(),), videos=(video(audio=track),), audios=(sound,))
+    found = prefix_hashes(whole, TOKENS)
+    assert found.lengths.tolist() == [5, 13, 15, 18, 19]
+    assert found.media_tokens.tolist() == [2, 7, 7, 8, 8]
+    assert found.audio_tokens.tolist() == [0, 3, 3, 4, 4]
+    assert found.patch_squares.tolist() == [64, 64 + 32, 96, 96, 96]
+    last = (found.media_tokens[-1], found.audio_tokens[-1], found.patch_squares[-1])
+    assert last == (whole.num_media_tokens, whole.num_audio_tokens, whole.patch_squares)
+
+
+def test_media_that_nobody_can_find_have_no_prefixes() -> None:
+    made = sample(PICTURE, (4, 5), images=(image(),))
+    assert not len(prefix_hashes(made, MediaTokens({})).lengths)
+    assert len(prefix_hashes(sample([1, 2], (1, 2)), MediaTokens({})).lengths) == 2
+
+
+rows = st.lists(st.integers(1, 2), min_size=1, max_size=6)
+
+
+@settings(max_examples=200, deadline=None)
+@given(one=rows, other=rows, data=st.data())
+def test_hashes_are_equal_exactly_where_prefixes_are(one: list[int], other: list[int], data: st.DataObject) -> None:
+    found = []
+    for ids in (one, other):
+        ends = sorted(data.draw(st.sets(st.integers(1, len(ids)))))
+        found.append(told(sample(ids, tuple(ends))))
+        assert list(found[-1]) == ends
+    for end, value in found[0].items():
+        if end in found[1]:
+            assert (found[1][end] == value) == (one[:end] == other[:end])

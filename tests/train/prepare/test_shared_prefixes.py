@@ -1,0 +1,247 @@
+"""Which runs share prefixes, what is said of it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from packtool.cache.manifest import Manifest
+from packtool.cache.plan_file import read_plan
+from packtool.config.plan import PlanConfig
+from packtool.config.settings import resolve
+from packtool.config.train import TrainConfig
+from packtool.constants import LEAST_SHARED
+from packtool.errors import ConfigError, MismatchError, PacktoolError, UnsupportedModelError
+from packtool.launch.world import World
+from packtool.report.inspect import pack_figures
+from packtool.train.prepare.cached import CachedRun, prepare_cached
+from packtool.train.prepare.preview import preview, save_plan
+from packtool.train.prepare.shared_prefixes import find_shared
+from tests.train.alike import NUM_TREES, QUESTIONS, make_alike_world
+from tests.train.tiny import TinyWorld, export_rows
+
+
+@pytest.fixture(scope="module")
+def alike(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:
+    return make_alike_world(tiny, tmp_path_factory.mktemp("alike"))
+
+
+def prepared(world: TinyWorld, folder: Path, **settings: Any) -> CachedRun:
+    return prepare_cached(world.config(folder, **settings), World(0, settings.pop("world", 1)))
+
+
+def test_auto_shares_where_it_saves(alike: TinyWorld, tiny: TinyWorld, tmp_path: Path) -> None:
+    run, whole = prepared(alike, tmp_path), prepared(alike, tmp_path, share_prefix="false")
+    assert run.least_shared == LEAST_SHARED
+    assert run.state.shares_prefixes
+    assert whole.least_shared is None
+    assert whole.schedule.first.packs.shared is None
+    assert run.schedule.first.summary.num_samples == whole.schedule.first.summary.num_samples
+    assert run.schedule.first.summary.num_target_tokens == whole.schedule.first.summary.num_target_tokens
+    assert run.schedule.first.summary.longest == whole.schedule.first.summary.longest
+    assert run.schedule.num_steps < whole.schedule.num_steps
+    (line,) = [line for line in run.lines(run.expected()) if line.startswith("shared prefixes: computed once")]
+    saved, of = re.search(r"saves ([\d,]+) of ([\d,]+) tokens", line).groups()  # type: ignore[union-attr]
+    assert int(of.replace(",", "")) == whole.schedule.first.summary.num_tokens
+    saved_tokens = whole.schedule.first.summary.num_tokens - run.schedule.first.summary.num_tokens
+    assert int(saved.replace(",", "")) == saved_tokens
+    assert "80% of the work of the towers" in line
+    # What shares nothing is planned as it always was.
+    other = prepared(tiny, tmp_path)
+    assert other.least_shared is None
+    assert not other.notes
+    told = prepared(tiny, tmp_path, share_prefix="true")
+    assert told.state == other.state
+    assert any("no two samples share" in note for note in told.notes)
+
+
+def test_what_samples_add_is_what_is_counted(alike: TinyWorld, tmp_path: Path) -> None:
+    """Each picture once, and FLOPs that add up to less than those of whole samples."""
+    run, whole = prepared(alike, tmp_path), prepared(alike, tmp_path, share_prefix="false")
+    pictures = run.reader.index.media_tokens[:: QUESTIONS + 2]
+    assert len(pictures) == NUM_TREES
+    assert run.figures.media_tokens.sum() == pictures.sum()
+    assert (run.figures.media_tokens >= 0).all()
+    assert run.figures.flops is not None
+    assert whole.figures.flops is not None
+    assert (run.figures.flops <= whole.figures.flops).all()
+    costs = run.schedule.first.summary.balance
+    assert costs is not None
+    assert run.figures.flops.sum() == pytest.approx(costs.flops)
+
+
+def test_a_tree_has_no_more_rows_than_asked(alike: TinyWorld, tmp_path: Path) -> None:
+    run = prepared(alike, tmp_path, max_rows_per_tree=2)
+    assert run.shared is not None
+    assert np.diff(run.shared.trees.offsets).max() == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"packing": False}, "--packing false"),
+        ({"packing": False, "dynamic_batch_tokens": 300}, "--dynamic-batch-tokens"),
+        ({"schedule": "skrull", "bucket_size": "512"}, "--schedule skrull"),
+        ({"max_samples_per_pack": 3}, "--max-samples-per-pack"),
+        ({"sequence_parallel_size": 2}, "sequence parallelism"),
+        ({"neftune_noise_alpha": 5.0}, "--neftune-noise-alpha"),
+    ],
+)
+def test_what_does_not_go_with_it(
+    settings: dict[str, Any], named: str, alike: TinyWorld, tiny: TinyWorld, tmp_path: Path
+) -> None:
+    """Asked for, it is refused; else a run says what it could have saved, and one that could not save says nothing."""
+    problems = alike.config(tmp_path, share_prefix="true", **settings).problems()
+    assert any("--share-prefix true does not go with" in problem and named in problem for problem in problems)
+    world = World(0, 2).shared_by(2) if "sequence_parallel_size" in settings else World()
+    for each, num_notes in ((alike, 1), (tiny, 0)):
+        config = each.config(tmp_path, **settings)
+        assert not config.problems()
+        run = prepare_cached(config, world)
+        notes = [note for note in run.notes if "could be saved" in note]
+        assert len(notes) == num_notes
+        assert all(named in note for note in notes)
+        assert run.least_shared is None
+
+
+def test_other_contradictions(alike: TinyWorld, tmp_path: Path) -> None:
+    streamed = alike.config(tmp_path, share_prefix="true", **alike.streamed())
+    assert any("--streaming true computes every sample whole" in problem for problem in streamed.problems())
+    assert not alike.config(tmp_path, **alike.streamed()).problems()
+    off = alike.config(tmp_path, share_prefix="false", max_rows_per_tree=4)
+    assert any("--max-rows-per-tree bounds" in problem for problem in off.problems())
+    lengths = PlanConfig(lengths="lengths.npy", packing_length=256, share_prefix="true")
+    assert any("lengths do not tell" in problem for problem in lengths.problems())
+    fit = PlanConfig(cached_dataset=(alike.cache,), fit=10**10, share_prefix="true")
+    assert any("--fit computes every sample whole" in problem for problem in fit.problems())
+
+
+def test_a_model_with_recurrent_layers(alike: TinyWorld, tmp_path: Path) -> None:
+    run = prepared(alike, tmp_path)
+    model = {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}, "vision_config": {}}
+    config = alike.config(tmp_path)
+    options = preview(PlanConfig(cached_dataset=(alike.cache,), packing_length=256)).options
+    shared, note = find_shared(config, options, model, run.reader)
+    assert shared is None
+    assert note is not None
+    assert "recurrent layers" in note
+    asked = alike.config(tmp_path, share_prefix="true")
+    with pytest.raises(UnsupportedModelError, match="recurrent layers"):
+        find_shared(asked, options, model, run.reader)
+
+
+def test_a_cache_of_an_older_packtool(alike: TinyWorld, tmp_path: Path) -> None:
+    world = make_alike_world(alike, tmp_path)
+    path = Path(world.cache) / "packtool.json"
+    manifest = json.loads(path.read_text())
+    for split in manifest["splits"].values():
+        split["prefixes_sha256"] = ""
+    path.write_text(json.dumps(manifest))
+    assert Manifest.read(world.cache)
+    run = prepared(world, tmp_path)
+    assert run.least_shared is None
+    assert not run.notes
+    with pytest.raises(MismatchError, match="older packtool") as error:
+        prepared(world, tmp_path, share_prefix="true")
+    assert "packtool export" in str(error.value)
+
+
+def test_samples_longer_than_a_pack_are_told_as_ever(alike: TinyWorld, tmp_path: Path) -> None:
+    with pytest.raises(PacktoolError, match="longer than a pack"):
+        prepared(alike, tmp_path, packing_length=64, max_length=160)
+
+
+def planned(world: TinyWorld, **settings: Any) -> PlanConfig:
+    return PlanConfig(cached_dataset=(world.cache,), packing_length=256, **settings)
+
+
+def test_a_preview_says_what_is_saved(alike: TinyWorld, tiny: TinyWorld) -> None:
+    found = preview(planned(alike))
+    figures, whole = found.figures(), preview(planned(alike, share_prefix="false")).figures()
+    shared = figures["shared_prefixes"]
+    assert whole["shared_prefixes"] is None
+    assert preview(planned(tiny)).figures()["shared_prefixes"] is None
+    assert shared["tokens_without"] == whole["tokens"]
+    assert shared["tokens_saved"] == whole["tokens"] - figures["tokens"]
+    assert shared["steps_without"] == whole["steps_per_epoch"] > figures["steps_per_epoch"]
+    assert shared["packs_without"] == whole["packs"]
+    assert shared["tower_work_share_saved"] == pytest.approx(0.8)
+    assert figures["tokens_of_plain_batches"] == whole["tokens_of_plain_batches"]
+    assert figures["flops_per_epoch"] < whole["flops_per_epoch"]
+
+
+def test_a_saved_plan_is_trained_as_it_shares(alike: TinyWorld, tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.arrow")
+    config = planned(alike, save=path)
+    save_plan(preview(config), config)
+    saved = read_plan(path)
+    assert saved.shared is not None
+    assert saved.info.format == "packtool plan 2"
+    direct, run = prepared(alike, tmp_path), prepared(alike, tmp_path, plan=path, packing_length=None)
+    assert run.schedule.first.packs.fingerprint == direct.schedule.first.packs.fingerprint
+    assert run.schedule.first.fingerprint == direct.schedule.first.fingerprint
+    assert run.state == direct.state
+    assert (run.figures.media_tokens == direct.figures.media_tokens).all()
+    assert run.figures.flops == pytest.approx(direct.figures.flops)
+    assert prepared(alike, tmp_path, plan=path, share_prefix="true").least_shared == LEAST_SHARED
+    with pytest.raises(MismatchError, match="--share-prefix: true there, false here"):
+        prepared(alike, tmp_path, plan=path, share_prefix="false")
+    with pytest.raises(MismatchError, match="shares prefixes, which does not go with --neftune-noise-alpha"):
+        prepared(alike, tmp_path, plan=path, neftune_noise_alpha=5.0)
+
+
+def test_inspect_shows_what_each_sample_adds(alike: TinyWorld, tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.arrow")
+    config = planned(alike, save=path)
+    found = preview(config)
+    save_plan(found, config)
+    for number in range(found.plan.packs.num_packs):
+        pack = pack_figures(alike.cache, path, number)
+        assert pack["tokens"] == found.plan.packs.tokens_per_pack()[number] <= pack["capacity"]
+        for sample in pack["samples"]:
+            first, last = sample["positions"]
+            assert last - first + 1 == sample["end"] - sample["start"]
+            assert all(sample["start"] <= a < b <= sample["end"] for a, b in sample["trained"])
+
+
+def test_a_saved_plan_that_shares_nothing_stays_one(alike: TinyWorld, tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.arrow")
+    config = planned(alike, save=path, share_prefix="false")
+    save_plan(preview(config), config)
+    assert read_plan(path).info.format == "packtool plan 1"
+    assert prepared(alike, tmp_path, plan=path).least_shared is None
+    with pytest.raises(MismatchError, match="--share-prefix: false there, true here"):
+        prepared(alike, tmp_path, plan=path, share_prefix="true")
+
+
+def test_the_first_samples_share_a_prefix(alike: TinyWorld, tmp_path: Path) -> None:
+    """Packing is verified on a tree."""
+    run = prepared(alike, tmp_path)
+    first, second = run.first_samples(4)
+    assert (first.input_ids[:LEAST_SHARED] == second.input_ids[:LEAST_SHARED]).all()
+
+
+def test_a_run_that_shared_is_not_gone_on_with_whole_samples(alike: TinyWorld, tmp_path: Path) -> None:
+    state = prepared(alike, tmp_path).state
+    whole = prepared(alike, tmp_path, share_prefix="false").state
+    with pytest.raises(MismatchError, match="shares_prefixes: True there, False now"):
+        whole.check_continues("checkpoint-1", state)
+
+
+def test_words_of_the_option(alike: TinyWorld) -> None:
+    for raw, meant in ((True, "true"), ("yes", "true"), (False, "false"), ("off", "false"), ("auto", "auto")):
+        given = {"model": alike.model, "cached_dataset": alike.cache, "output_dir": "out", "share_prefix": raw}
+        assert resolve(TrainConfig, {}, file=given).share_prefix == meant
+    with pytest.raises(ConfigError):
+        resolve(TrainConfig, {}, file={"model": "m", "cached_dataset": "c", "output_dir": "o", "share_prefix": "maybe"})
+
+
+def test_older_exports_have_the_same_plans(tiny: TinyWorld, tmp_path: Path) -> None:
+    export_rows(tiny, tmp_path / "again")
+    run = prepared(tiny, tmp_path, cached_dataset=(str(tmp_path / "again"),))
+    assert run.schedule.first.packs.fingerprint == prepared(tiny, tmp_path).schedule.first.packs.fingerprint

@@ -1,0 +1,200 @@
+"""A prefix computed once computes what its samples compute alone: logits, loss, gradients and influence."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from packtool.attention.register import set_attention
+from packtool.attention.support import refuse_leaky_inputs
+from packtool.batch.batch import Batch, PackedBatch, TreeBatch
+from packtool.batch.collate import collate_packs
+from packtool.batch.collate_tree import collate_tree
+from packtool.batch.prefix_tree import find_tree
+from packtool.batch.spec import InputSpec
+from packtool.encode.encoded import EncodedSample
+from packtool.train.model.head_loss import losses_of_head
+from packtool.train.model.load import _enable_checkpointing
+from packtool.train.model.loss import sum_of_losses
+from tests.batch.reduced import (
+    FIRST_CONTROL,
+    TEXT_MODELS,
+    VISION_MODELS,
+    make_picture,
+    reduced_model,
+    reduced_spec,
+    samples_alike,
+    save_image_processor,
+)
+
+torch.set_num_threads(1)
+Setting = tuple[PreTrainedModel, InputSpec, list[EncodedSample]]
+
+
+@pytest.fixture(scope="module", params=[*TEXT_MODELS, *VISION_MODELS])
+def setting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Setting:
+    name = request.param
+    directory = str(tmp_path_factory.mktemp(name))
+    if name in VISION_MODELS:
+        save_image_processor(name, directory)
+    return reduced_model(name), reduced_spec(name, directory), samples_alike(name)
+
+
+def tree_of(samples: list[EncodedSample], spec: InputSpec) -> TreeBatch:
+    batch = collate_tree(samples, spec, least_shared=1)
+    assert isinstance(batch, TreeBatch)
+    return batch
+
+
+@torch.no_grad()
+def tree_logits(model: PreTrainedModel, spec: InputSpec, samples: list[EncodedSample]) -> list[Tensor]:
+    """Logits of each sample out of one tree."""
+    batch = tree_of(samples, spec)
+    parts = model(**batch.model_inputs()).logits[0].split(batch.lengths)
+    nodes = find_tree(samples, spec, least_shared=1)
+    return [
+        torch.cat([part for node, part in zip(nodes, parts, strict=False) if number in node.samples])
+        for number in range(len(samples))
+    ]
+
+
+def unpacked(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy with transformers' own attention."""
+    other = type(model)._from_config(copy.deepcopy(model.config), attn_implementation="sdpa").eval()
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+def alone(batch: PackedBatch) -> Batch:
+    """A batch of one sample without boundaries."""
+    return Batch(**{field.name: getattr(batch, field.name) for field in dataclasses.fields(Batch)})
+
+
+def test_logits_are_each_samples_own(setting: Setting) -> None:
+    model, spec, samples = setting
+    plain = unpacked(model)
+    for sample, logits in zip(samples, tree_logits(model, spec, samples), strict=True):
+        with torch.no_grad():
+            own = plain(**alone(collate_packs([sample], spec)).model_inputs()).logits[0, : sample.length]
+        torch.testing.assert_close(logits, own, rtol=0, atol=1e-5)
+
+
+def gradients(model: PreTrainedModel, losses: list[Tensor]) -> dict[str, Tensor]:
+    model.zero_grad()
+    for loss in losses:
+        loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    assert found.keys() == wanted.keys()
+    for name, gradient in found.items():
+        unit = max(1.0, float(wanted[name].abs().max()))
+        torch.testing.assert_close(
+            gradient, wanted[name], rtol=0, atol=tolerance * unit, msg=lambda text, n=name: n + text
+        )
+
+
+@pytest.mark.parametrize("reduction", ["token", "sample"])
+def test_loss_and_gradients_are_the_sums_over_the_samples_alone(setting: Setting, reduction: str) -> None:
+    model, spec, samples = setting
+    spec = dataclasses.replace(spec, loss_reduction=reduction)
+    scales = np.random.default_rng(0)
+    samples = [
+        dataclasses.replace(sample, loss_scale=scales.uniform(0.1, 2, sample.length).astype(np.float32))
+        for sample in samples
+    ]
+    for given in (setting[2], samples):
+        plain = unpacked(model)
+        own = [sum_of_losses(plain, alone(collate_packs([sample], spec)), label_logits_only=False) for sample in given]
+        batch = tree_of(given, spec)
+        wanted, total = gradients(plain, own), sum(float(loss.detach()) for loss in own)
+        assert wanted.keys() == dict(model.named_parameters()).keys()
+        with losses_of_head(model) as head_loss:
+            assert head_loss is not None
+            by_head = head_loss.losses(model, batch).sum(batch.loss_weights)
+            assert float(by_head.detach()) == pytest.approx(total, rel=1e-5)
+            same(gradients(model, [by_head]), wanted)
+        for label_logits_only in (True, False):
+            loss = sum_of_losses(model, batch, label_logits_only=label_logits_only)
+            assert float(loss.detach()) == pytest.approx(total, rel=1e-5)
+            same(gradients(model, [loss]), wanted)
+
+
+def test_in_float64_nothing_differs_but_the_last_digits(setting: Setting) -> None:
+    model, spec, samples = copy.deepcopy(setting[0]).double(), *setting[1:]
+    if spec.sees:
+        samples = [sample for sample in samples if sample.images]
+    loss = sum_of_losses(model, tree_of(samples, spec), label_logits_only=True)
+    found = gradients(model, [loss])
+    own = [sum_of_losses(model, collate_packs([sample], spec), label_logits_only=True) for sample in samples]
+    assert float(loss.detach()) == pytest.approx(sum(float(one.detach()) for one in own), rel=1e-6)
+    same(found, gradients(model, own), tolerance=2e-6)  # losses and rotary angles are made in float32
+
+
+def test_with_gradient_checkpointing(setting: Setting) -> None:
+    model, spec, samples = setting
+    batch = tree_of(samples, spec)
+    wanted = gradients(model, [sum_of_losses(model, batch, label_logits_only=True)])
+    again = copy.deepcopy(model).train()
+    set_attention(again)
+    _enable_checkpointing(again)
+    same(gradients(again, [sum_of_losses(again, batch, label_logits_only=True)]), wanted)
+
+
+def changed_from(sample: EncodedSample, start: int) -> EncodedSample:
+    """Other words from a place on, and no other targets than before."""
+    ids = sample.input_ids.copy()
+    words = ids < FIRST_CONTROL
+    words[:start] = False
+    ids[words] = (ids[words] + 7) % FIRST_CONTROL
+    return dataclasses.replace(sample, input_ids=ids, labels=np.where(sample.labels == -100, -100, ids))
+
+
+def test_a_changed_branch_moves_no_other(setting: Setting) -> None:
+    model, spec, samples = setting
+    before = tree_logits(model, spec, samples)
+    nodes = find_tree(samples, spec, least_shared=1)
+    leaves = [node for node in nodes if len(node.samples) == 1 and node.length > 1]
+    assert len(leaves) >= 4
+    for leaf in leaves:
+        number = leaf.samples[0]
+        # Behind its first token: the tree stays as it is.
+        altered = [changed_from(one, leaf.start + 1) if i == number else one for i, one in enumerate(samples)]
+        assert [node.samples for node in find_tree(altered, spec, least_shared=1)] == [node.samples for node in nodes]
+        moved = [float((a - b).abs().max()) for a, b in zip(tree_logits(model, spec, altered), before, strict=True)]
+        assert moved.pop(number) > 1e-2
+        assert max(moved) == 0.0
+
+
+def test_a_changed_prefix_moves_all_that_begin_with_it_as_alone(setting: Setting) -> None:
+    model, spec, samples = setting
+    before, plain = tree_logits(model, spec, samples), unpacked(model)
+    node = max(find_tree(samples, spec, least_shared=1), key=lambda node: len(node.samples))
+    assert len(node.samples) >= 3
+    assert node.start == 0
+    altered = [changed_from(one, 0) if number in node.samples else one for number, one in enumerate(samples)]
+    if spec.sees:
+        picture = altered[node.samples[0]].images[0]
+        other = dataclasses.replace(picture, data=make_picture(picture.width, picture.height, seed=99))
+        altered = [
+            dataclasses.replace(one, images=(other, *one.images[1:])) if number in node.samples else one
+            for number, one in enumerate(altered)
+        ]
+    for number, (after, first) in enumerate(zip(tree_logits(model, spec, altered), before, strict=True)):
+        moved = float((after - first).abs().max())
+        assert moved > 1e-2 if number in node.samples else moved == 0.0
+        with torch.no_grad():
+            own = plain(**alone(collate_packs([altered[number]], spec)).model_inputs()).logits[0, : len(after)]
+        torch.testing.assert_close(after, own, rtol=0, atol=1e-5)
+
+
+def test_a_tree_cannot_leak(setting: Setting) -> None:
+    _, spec, samples = setting
+    refuse_leaky_inputs(tree_of(samples, spec).model_inputs())

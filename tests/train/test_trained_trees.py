@@ -1,0 +1,184 @@
+"""Runs that compute shared prefixes once: the steps of whole samples, resumed, evaluated, on processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from packtool.cli.main import run
+from packtool.config.plan import PlanConfig
+from packtool.progress import SilentProgress
+from packtool.train.prepare.preview import preview, save_plan
+from packtool.train.run import train
+from tests.forked import run_ranks
+from tests.train.alike import alike_rows, make_alike_world
+from tests.train.jobs import Job, run_jobs
+from tests.train.test_gradients import DESCENT, check_same_step
+from tests.train.tiny import TinyWorld, check_same_rest, export_rows, read_metrics
+
+WHOLE: dict[str, Any] = {"share_prefix": "false", "per_device_train_batch_size": 40}
+PADDED: dict[str, Any] = {"packing": False, "per_device_train_batch_size": 40}
+# 6 packs of 256 tokens: trees of five samples, and samples that share nothing.
+ONE_PROCESS: dict[str, dict[str, Any]] = {
+    "one micro-batch": {"per_device_train_batch_size": 16},
+    "accumulated": {"gradient_accumulation_steps": 16},
+    "cut trees": {"gradient_accumulation_steps": 32, "max_rows_per_tree": 2},
+    "workers": {"gradient_accumulation_steps": 16, "dataloader_num_workers": 1},
+    "checkpointed": {"gradient_accumulation_steps": 16, "gradient_checkpointing": True},
+    "compiled": {"gradient_accumulation_steps": 16, "torch_compile": True, "torch_compile_backend": "eager"},
+    "in the cache's order": {"gradient_accumulation_steps": 16, "shuffle": False, "packing_algorithm": "sequential"},
+}
+TWO_PROCESSES: dict[str, dict[str, Any]] = {
+    "ddp": {"gradient_accumulation_steps": 8},
+    "fsdp": {"gradient_accumulation_steps": 8, "fsdp": ["full_shard"]},
+}
+RESUMED: dict[str, Any] = {"num_train_epochs": 2.0, "save_steps": 1, "gradient_accumulation_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def alike(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:
+    return make_alike_world(tiny, tmp_path_factory.mktemp("alike"))
+
+
+@pytest.fixture(scope="module")
+def reference(alike: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All samples in one padded batch of one process, with transformers' own attention."""
+    output_dir = tmp_path_factory.mktemp("reference")
+    train(alike.config(output_dir, **DESCENT, **PADDED), SilentProgress())
+    return output_dir
+
+
+@pytest.mark.parametrize("name", ONE_PROCESS)
+def test_a_step_is_that_of_whole_samples(name: str, alike: TinyWorld, reference: Path, tmp_path: Path) -> None:
+    result = train(alike.config(tmp_path, **DESCENT, **ONE_PROCESS[name], share_prefix="true"), SilentProgress())
+    assert result.steps == 1
+    check_same_step(tmp_path, reference)
+    (line,), (padded,) = read_metrics(tmp_path), read_metrics(reference)
+    assert line["tokens"] < 0.75 * padded["tokens"]
+
+
+def test_every_sample_counts_once(alike: TinyWorld, tmp_path: Path) -> None:
+    """With ``--loss-reduction sample`` a target in a prefix has the weights of all samples that have it."""
+    given = DESCENT | {"loss_reduction": "sample"}
+    train(alike.config(tmp_path / "whole", **given, **PADDED), SilentProgress())
+    train(alike.config(tmp_path / "tree", **given, gradient_accumulation_steps=16), SilentProgress())
+    check_same_step(tmp_path / "tree", tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("settings", "within"),
+    [({"train_type": "lora", "lora_dropout": 0.0}, 1e-5), ({"bf16": True}, 1e-2)],
+    ids=["lora", "bfloat16"],
+)
+def test_adapters_and_half_precision(settings: dict[str, Any], within: float, alike: TinyWorld, tmp_path: Path) -> None:
+    given = DESCENT | settings
+    train(alike.config(tmp_path / "whole", **given, **WHOLE), SilentProgress())
+    train(alike.config(tmp_path / "tree", **given, gradient_accumulation_steps=16), SilentProgress())
+    (line,), (expected,) = read_metrics(tmp_path / "tree"), read_metrics(tmp_path / "whole")
+    assert line["target_tokens"] == expected["target_tokens"]
+    assert line["tokens"] < expected["tokens"]
+    assert line["loss"] == pytest.approx(expected["loss"], rel=within)
+    assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=5 * within)
+
+
+@pytest.fixture(scope="module")
+def two_processes(alike: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All jobs of two processes, in one process group."""
+    root = tmp_path_factory.mktemp("two")
+    jobs: list[Job] = [("train", root / name, DESCENT | settings) for name, settings in TWO_PROCESSES.items()]
+    whole = root / "whole"
+    jobs.append(("train", whole, RESUMED))
+    jobs.append(("train", root / "resumed", RESUMED | {"resume_from_checkpoint": f"{whole}/checkpoint-2"}))
+    run_ranks(2, run_jobs, alike, jobs, scratch=root)
+    return root
+
+
+@pytest.mark.parametrize("name", TWO_PROCESSES)
+def test_two_processes(name: str, two_processes: Path, reference: Path) -> None:
+    check_same_step(two_processes / name, reference)
+
+
+def test_two_processes_resume_exactly(two_processes: Path) -> None:
+    check_same_rest(two_processes / "whole", two_processes / "resumed", 2)
+
+
+def test_a_run_resumes_exactly_with_other_processes(alike: TinyWorld, two_processes: Path, tmp_path: Path) -> None:
+    """The rest of an epoch keeps its trees when one process goes on where two were."""
+    given = RESUMED | {"gradient_accumulation_steps": 2}
+    checkpoint = str(two_processes / "whole" / "checkpoint-1")
+    train(alike.config(tmp_path, **given, resume_from_checkpoint=checkpoint), SilentProgress())
+    rest, whole = read_metrics(tmp_path), read_metrics(two_processes / "whole")
+    assert [line["step"] for line in rest] == list(range(2, len(whole) + 1))
+    for line, expected in zip(rest, whole[1:], strict=True):
+        assert line["target_tokens"] == expected["target_tokens"]
+        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+
+
+def test_a_run_resumes_exactly_and_evaluates(alike: TinyWorld, tmp_path: Path) -> None:
+    world = dataclasses.replace(alike, cache=str(tmp_path / "cache"))
+    export_rows(world, world.cache, max_length=160, val_dataset=(world.rows,))
+    given = RESUMED | {"gradient_accumulation_steps": 2, "eval_strategy": "epoch"}
+    train(world.config(tmp_path / "whole", **given), SilentProgress())
+    checkpoint = str(tmp_path / "whole" / "checkpoint-2")
+    train(world.config(tmp_path / "resumed", **given, resume_from_checkpoint=checkpoint), SilentProgress())
+    check_same_rest_of_steps(tmp_path / "whole", tmp_path / "resumed", 2)
+    evaluations = [line for line in read_metrics(tmp_path / "whole") if "eval_loss" in line]
+    assert len(evaluations) == 2
+    # The val split is evaluated whole, sample by sample.
+    assert len({line["eval_target_tokens"] for line in evaluations}) == 1
+
+
+def check_same_rest_of_steps(whole: Path, resumed: Path, step: int) -> None:
+    expected = [line for line in read_metrics(whole) if line["step"] > step]
+    assert read_metrics(resumed) == expected
+
+
+def test_a_saved_plan_trains_as_planned(alike: TinyWorld, tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.arrow")
+    config = PlanConfig(cached_dataset=(alike.cache,), packing_length=256, save=path)
+    save_plan(preview(config), config)
+    for name, given in {"direct": {}, "saved": {"plan": path}}.items():
+        train(alike.config(tmp_path / name, **given, num_train_epochs=1.0), SilentProgress())
+    assert read_metrics(tmp_path / "saved") == read_metrics(tmp_path / "direct")
+
+
+def test_a_missing_picture_leaves_out_all_its_samples(tiny: TinyWorld, tmp_path: Path) -> None:
+    """Five samples of one tree, each counted; the step is that of a cache without them."""
+    worlds = {}
+    for name, rows in {
+        "bad": alike_rows(),
+        "rest": [row for row in alike_rows() if row["images"] != ["pictures/0002.png"]],
+    }.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        pictures = Path(tiny.rows).parent / "pictures"
+        (folder / "pictures").mkdir()
+        for picture in sorted(pictures.iterdir())[:6]:
+            (folder / "pictures" / picture.name).write_bytes(picture.read_bytes())
+        (folder / "rows.json").write_text(json.dumps(rows))
+        worlds[name] = TinyWorld(tiny.model, str(folder / "cache"), str(folder / "rows.json"))
+        export_rows(worlds[name], worlds[name].cache, max_length=160)
+    os.remove(tmp_path / "bad" / "pictures" / "0002.png")
+    given = DESCENT | {"gradient_accumulation_steps": 16}
+    result = train(worlds["bad"].config(tmp_path / "skipped", **given, on_bad_media="skip"), SilentProgress())
+    assert result.num_skipped == 5
+    train(worlds["rest"].config(tmp_path / "without", **given, share_prefix="false"), SilentProgress())
+    (line,), (expected,) = read_metrics(tmp_path / "skipped"), read_metrics(tmp_path / "without")
+    assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+
+
+def test_the_command_says_what_is_saved(alike: TinyWorld, capsys: pytest.CaptureFixture[str]) -> None:
+    run(["plan", alike.cache, "--packing-length", "256"])
+    shown = capsys.readouterr().out
+    assert "saved by shared prefixes" in shown
+    assert "share of the towers' work" in shown
+    run(["plan", alike.cache, "--packing-length", "256", "--max-samples-per-pack", "9"])
+    assert "that does not go with --max-samples-per-pack" in capsys.readouterr().out
+    run(["plan", alike.cache, "--packing-length", "256", "--share-prefix", "false", "--json"])
+    assert json.loads(capsys.readouterr().out)["shared_prefixes"] is None
