@@ -29,9 +29,9 @@ STEPS: dict[str, dict[str, Any]] = {
     "dynamic": COMPILED
     | {"packing": False, "per_device_train_batch_size": 20, "dynamic_batch_tokens": 300, "dynamic_max_batch_size": 9},
 }
-# 8 packs in steps of 3, two epochs; packs of 256 tokens, padded to multiples of 48.
+# 8 packs in steps of 3, two epochs; packs of 256 tokens, padded to multiples of 32.
 RUN: dict[str, Any] = {"num_train_epochs": 2.0, "gradient_accumulation_steps": 3, "save_steps": 3}
-LENGTHS = 6
+LENGTHS = 9
 
 
 class Told(SilentProgress):
@@ -80,14 +80,14 @@ def test_a_run_is_the_same_and_compiles_for_lengths(world: TinyWorld, tmp_path: 
     told = Told()
     train(world.config(tmp_path / "plain", **RUN), SilentProgress())
     train(world.config(tmp_path / "compiled", **RUN | COMPILED), told)
-    assert "padded to multiples of 48 tokens, up to 288" in "\n".join(told.lines)
+    assert "padded to multiples of 32 tokens, up to 288" in "\n".join(told.lines)
     lines, expected = read_metrics(tmp_path / "compiled"), read_metrics(tmp_path / "plain")
     assert any("eval_loss" in line for line in lines)
     paddings = []
     for line, wanted in zip(lines, expected, strict=True):
         paddings.append(line.pop("padding", 0.0))
         assert line == pytest.approx(wanted, rel=1e-5)
-    assert 0 < max(paddings) < 48 / 128
+    assert 0 < max(paddings) < 32 / 128
     # The function in four pieces, around the attention.
     assert 0 < counters["stats"]["unique_graphs"] <= 4 * LENGTHS
 

@@ -16,10 +16,10 @@ from tests.train.tiny import TinyWorld
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, 48),
-        ({"per_device_train_batch_size": 4}, 144),
+        ({}, 32),
+        ({"per_device_train_batch_size": 4}, 128),
         ({"packing": False, "dynamic_batch_tokens": 700}, 96),
-        ({"schedule": "skrull", "bucket_size": "2K"}, 272),
+        ({"schedule": "skrull", "bucket_size": "2K"}, 256),
     ],
 )
 def test_eighths_of_the_fullest(settings: dict[str, Any], expected: int, tiny: TinyWorld) -> None:
@@ -31,7 +31,7 @@ def test_eighths_of_the_fullest(settings: dict[str, Any], expected: int, tiny: T
 def test_shared_rows_are_shorter(tiny: TinyWorld) -> None:
     run = prepare_cached(tiny.config("unused", torch_compile=True, per_device_train_batch_size=4), World())
     shared = dataclasses.replace(run, world=dataclasses.replace(run.world, sequence_parallel_size=2, size=2))
-    assert length_step(shared) == 80
+    assert length_step(shared) == 64
 
 
 def test_nothing_is_padded_otherwise(tiny: TinyWorld) -> None:
