@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from packtool.attention.parallel.mesh import SequenceParallel
-from packtool.batch.batch import Batch, PackedBatch, ShardedBatch
+from packtool.batch.batch import Batch, PackedBatch, ShardedBatch, TreeBatch
 from packtool.batch.collate import collate_packs
 from packtool.batch.collate_shard import collate_shard, with_own_media
 from packtool.batch.collate_tree import collate_tree
@@ -96,8 +96,9 @@ class PackUnderTest:
         self.nodes = [Node((number,), 0, self.samples[number].length, ROOT) for number in numbers]
         if least_shared is not None:
             assert parallel is None, "rows that ranks share have no trees"
-            self.nodes = find_tree(self.samples, spec, least_shared=least_shared)
             self.batch = collate_tree(self.samples, spec, least_shared=least_shared).to(device)
+            if isinstance(self.batch, TreeBatch):  # else samples lie in their order
+                self.nodes = find_tree(self.samples, spec, least_shared=least_shared)
         elif parallel is None:
             self.batch = collate_packs(self.samples, spec).to(device)
         else:

@@ -229,6 +229,17 @@ def test_a_tree_is_compared_with_each_of_its_samples(tree: PackUnderTest) -> Non
     assert 0 < int((changed.input_ids != tree.batch.input_ids).sum()) < tree.samples[0].length
 
 
+def test_samples_that_share_nothing_lie_in_their_order() -> None:
+    """The search for a tree groups them by channel, and the batch does not."""
+    samples = [
+        dataclasses.replace(make_sample(length, seed=length), channel=channel)
+        for length, channel in ((9, "a"), (17, "b"), (5, "a"), (12, None))
+    ]
+    pack = PackUnderTest(reduced_model("qwen3"), samples, reduced_spec("qwen3"), torch.float32, least_shared=64)
+    assert not isinstance(pack.batch, TreeBatch)
+    assert check_isolation(pack).error == 0.0
+
+
 def test_a_branch_that_sees_another_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its keys are those of the branch before it, too."""
     monkeypatch.setattr("packtool.batch.collate_tree.key_index", _with_the_node_before)
