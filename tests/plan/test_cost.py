@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from packtool.plan.cost import CostModel, Learning, Learns
+from scripts.bench_balance import TOWER
 
 QWEN3_8B = {
     "model_type": "qwen3",
@@ -40,19 +41,7 @@ def test_only_full_attention_is_quadratic() -> None:
     assert CostModel.of_config(mixed).per_square == 3.5 * 2 * 32 * 128
 
 
-# The tower of Qwen3-VL-8B.
-_TOWER = {
-    "depth": 27,
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "hidden_act": "gelu_pytorch_tanh",
-    "patch_size": 16,
-    "temporal_patch_size": 2,
-    "spatial_merge_size": 2,
-    "out_hidden_size": 4096,
-    "deepstack_visual_indexes": [8, 16, 24],
-}
-VISION = {"text_config": QWEN3_8B, "vision_config": _TOWER}
+VISION = {"text_config": QWEN3_8B, "vision_config": TOWER}
 
 
 def test_a_large_picture_costs_more_than_small_ones_of_as_many_tokens() -> None:

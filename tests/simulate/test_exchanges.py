@@ -24,7 +24,7 @@ def test_the_way_that_is_gone() -> None:
     assert way_of("auto", SIZES, NODE, 16) == "allgather"
     assert way_of("ulysses", SIZES, NODE, 16) == "ulysses"
     assert way_of("ring", SIZES, NODE, 8) == "ring"
-    # 14 heads of Q and 2 of K and V cannot be dealt to eight.
+    # 14 heads of Q and 2 of K and V cannot be shared among eight.
     small = ModelSizes.of_config(MODEL_PRESETS["qwen2.5-0.5b"])
     assert way_of("auto", small, NODE, 8) == way_of("ulysses", small, NODE, 8) == "allgather"
     assert exchanges_of("ring", SIZES, NODE, 1, recompute=False) == ()
