@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import numpy as np
@@ -39,10 +38,12 @@ from packtool.cache.tasks import LEAST_SHARD_ROWS, make_tasks
 from packtool.config.export import ExportConfig
 from packtool.constants import DROPPED_NAME, MANIFEST_NAME
 from packtool.encode.blocks import check_template, refused_at_first
-from packtool.encode.encoder import Encoder, remarks_on
+from packtool.encode.encoder import Encoder
 from packtool.encode.families import MediaLimits, media_encoding
 from packtool.encode.loss_scale import is_hybrid_thinking, loss_scale_of
 from packtool.encode.model_files import ModelFiles, place_of
+from packtool.encode.remarks import remarks_on
+from packtool.encode.row_parts import expansion_of
 from packtool.errors import ConfigError, DataError, MismatchError, StorageError, StoreDownError
 from packtool.progress import Progress
 from packtool.rows.boundary import unforeseen_note
@@ -174,13 +175,19 @@ class _Job:
     workers: Workers
     progress: Progress
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether rows may become several samples, of which the cache tells which part of its row each is."""
+        columns = {name for task in self.tasks for source, _ in task.stretches for name, _ in source.columns}
+        return "expand_turns" in self.identity.spec or "responses" in columns
+
     def count(self, started: float) -> ExportSummary:
         """Encode all and write nothing.
 
         Raises:
             DataError: if nothing is left.
         """
-        results = self._run({}, Work(self.config.encode_spec, None, self.config.strict), lambda: None)
+        results = self._run({}, Work(self.config.encode_spec, None, self.config.strict, self.has_parts), lambda: None)
         ordered = [results[task.number] for task in self.tasks]
         manifest = build_manifest(self.identity, self.sources, ordered)
         if not _num_kept(manifest):
@@ -203,7 +210,7 @@ class _Job:
         claim = Claim.of(self.identity, self.sources)
         splits = {split for task in self.tasks for split in task.shards}
         done = begin(directory, claim, splits, is_part=config.is_part)
-        work = Work(config.encode_spec, directory, config.strict, claim.export, lock.stamp)
+        work = Work(config.encode_spec, directory, config.strict, self.has_parts, claim.export, lock.stamp)
         results = self._run(done, work, lock.check_soon)
         if config.is_part:
             results = finished_tasks(directory, claim.export)
@@ -237,8 +244,8 @@ class _Job:
             self.progress.note(f"{file} is damaged, and made again")
 
         def run(tasks: Sequence[Task], scratch: str) -> Mapping[int, TaskResult]:
-            work = Work(self.config.encode_spec, scratch, self.config.strict, lock=lock.stamp)
-            return dataclasses.replace(self, tasks=tasks)._run({}, work, lock.check_soon)
+            work = Work(self.config.encode_spec, scratch, self.config.strict, self.has_parts, lock=lock.stamp)
+            return replace(self, tasks=tasks)._run({}, work, lock.check_soon)
 
         if damaged:
             repair(directory, manifest, damaged, self.tasks, self.encoder().media_tokens, run)
@@ -250,7 +257,7 @@ class _Job:
 
     def _publish(self, directory: str, manifest: Manifest, results: Sequence[TaskResult], lock: DirectoryLock) -> None:
         try:
-            publish_cache(directory, manifest, results, lock.check)
+            publish_cache(directory, manifest, results, lock.check, has_parts=self.has_parts)
         except (StorageError, MismatchError):
             # Two parts that finish last at the same time both publish the same; the slower one finds its work done.
             if not self.config.is_part or published(directory, self.identity, self.sources) is None:
@@ -333,9 +340,10 @@ def _part(
         )
     mine = [result for number, result in results.items() if _is_mine(number, config)]
     splits = [split for result in mine for split in result.splits.values()]
-    dropped: Counter[str] = Counter()
+    dropped, left_out = Counter[str](), Counter[str]()
     for result in mine:
         dropped.update(result.dropped)
+        left_out.update(result.parts_left_out)
     return ExportSummary(
         rows=sum(result.rows for result in mine),
         kept=sum(split.rows for split in splits),
@@ -350,6 +358,8 @@ def _part(
         seconds=seconds,
         output_dir=config.output_dir,
         num_missing=len(missing),
+        pieces_added=sum(split.pieces_added for split in splits),
+        parts_left_out=dict(sorted(left_out.items())),
         rows_made=sum(result.rows for result in mine),
     )
 
@@ -362,7 +372,7 @@ def identity_of(config: ExportConfig, files: ModelFiles, limits: MediaLimits) ->
     """
     return Identity(
         # What is looked up later must be found from any directory; the fingerprint leaves the model's place out.
-        spec=config.encode_spec.recorded()
+        spec=replace(config.encode_spec, expand_turns=expansion_of(config.expand_turns, files)).recorded()
         | {
             "model": place_of(config.model),
             # As it is meant, so that a cache whose empty thinking blocks are targets is not taken for one without.

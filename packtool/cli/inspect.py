@@ -94,7 +94,8 @@ def _pack_lines(pack: dict[str, object]) -> list[str]:
         spans = " ".join(f"{a}-{b}" for a, b in sample["trained"])
         lines += [
             f"  [{sample['start']:>6}, {sample['end']:>6})  positions {first}-{last}  sample "
-            f"{sample['sample']}: {visible_line(sample['source'])}, row {sample['row']}",
+            f"{sample['sample']}: {visible_line(sample['source'])}, row {sample['row']}"
+            + (f", {sample['part']}" if sample["part"] else ""),
             f"      trained {spans}" + (f"   {' '.join(sample['media'])}" if sample["media"] else ""),
         ]
     return lines

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,14 +12,17 @@ from tokenizers import Tokenizer
 from packtool.config.export import EncodeSpec
 from packtool.encode.assemble import MediaLayout, TokenizedLayout, join_pieces, lay_out, num_common
 from packtool.encode.control import ControlVocabulary, Piece, Shield
-from packtool.encode.encoded import EncodedSample
+from packtool.encode.encoded import EncodedSample, IntArray
 from packtool.encode.families import MediaEncoding, MediaKind, Medium, media_encoding
 from packtool.encode.fit import Tokenized, fit, over_long
 from packtool.encode.left_out import LeftOut
 from packtool.encode.loss_scale import LossScale, Weights, is_hybrid_thinking, loss_scale_of, parse_loss_scale
+from packtool.encode.messages import CannotRender, message_of, strings_of
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.pieces import PieceTokenizer
 from packtool.encode.placed_media import MediaTokens
+from packtool.encode.remarks import remarks_on
+from packtool.encode.row_parts import RowParts, expansion_of, joined
 from packtool.encode.targets import TurnFinder, TurnPieces, turn_finder
 from packtool.encode.template import ChatTemplate, TemplateFailure
 from packtool.errors import ConfigError
@@ -83,6 +85,8 @@ class Encoder:
             )
         self._pieces = PieceTokenizer(tokenizer, self._vocabulary)
         self._is_hybrid_thinking = is_hybrid_thinking(files)
+        expansion = replace(spec, expand_turns=expansion_of(spec.expand_turns, files))
+        self._parts = RowParts(expansion, self._cut_or_none, self._finder)
         self.remarks = remarks_on(spec, files, self._media)
         self._end_of_text = files.template_variables.get("eos_token", "")
         self._measured: dict[tuple[str, str, MediaRights], Medium] = {}
@@ -91,11 +95,17 @@ class Encoder:
         """Encode many samples; each becomes exactly one result, in order.
 
         Returns:
-            for each sample why it was dropped, or what it became: one EncodedSample, several with ``split``.
+            for each sample why it was dropped, or what it became: one EncodedSample, several with ``split``, or an
+            ``EncodedRow`` where its turns or responses are samples.
 
         Raises:
             RowError: for a sample that does not fit when the strategy is ``raise``.
         """
+        parts = [self._parts.of(sample) for sample in samples]
+        found = iter(self._encode([part for of_row in parts for part in of_row]))
+        return [next(found) if len(of_row) == 1 else joined(of_row, [next(found) for _ in of_row]) for of_row in parts]
+
+    def _encode(self, samples: Sequence[Sample]) -> list[list[EncodedSample] | Dropped]:
         prepared = [self._render(sample) for sample in samples]
         flat = [unit for item in prepared if isinstance(item, _Rendered) for unit in item.layout.units]
         ends = self._ends(prepared)
@@ -158,7 +168,7 @@ class Encoder:
             return Dropped(sample.source, sample.row, "media_unsupported", detail)
         try:
             pieces = self._cut(sample, [kind for kind, found in media.items() if found])
-        except _CannotRender as problem:
+        except CannotRender as problem:
             return Dropped(sample.source, sample.row, problem.reason, str(problem))
         for kind, found in media.items():
             num_marks = sum(piece.media == kind for piece in pieces)
@@ -194,35 +204,42 @@ class Encoder:
         """The rendered conversation (a text for pretraining: the text itself) in pieces.
 
         Raises:
-            _CannotRender: if the template refuses it.
+            CannotRender: if the template refuses it.
         """
         try:
-            shield = Shield(self._vocabulary, _strings(sample))
-        except _CannotRender:
+            shield = Shield(self._vocabulary, strings_of(sample))
+        except CannotRender:
             raise
         except ValueError as error:
-            raise _CannotRender("private_characters", str(error)) from error
+            raise CannotRender("private_characters", str(error)) from error
         if sample.is_text:
             text = "".join(shield.text(shield.media(turn.content, kinds)) for turn in sample.turns)
             return [*shield.cut(text), *([Piece(self._end_of_text, "", "")] if self._end_of_text else [])]
         if self._template is None:
-            raise _CannotRender(
+            raise CannotRender(
                 "no_chat_template",
                 "the row is a conversation, and the model has no chat template: --chat-template FILE gives one",
             )
         as_list = self._media.content_as_list
         try:
-            messages = [_message(turn, shield, kinds, as_list) for turn in sample.turns]
+            messages = [message_of(turn, shield, kinds, as_list) for turn in sample.turns]
             tools = shield.value(sample.tools)
             rendered = self._template.render(messages, tools)
         except TemplateFailure as failure:
-            raise _CannotRender("template_refused", str(failure)) from failure
+            raise CannotRender("template_refused", str(failure)) from failure
         except RecursionError as error:
-            raise _CannotRender("template_refused", "the row's values nest too deep") from error
+            raise CannotRender("template_refused", "the row's values nest too deep") from error
         if (number := self._left_out.first(sample.turns, messages, tools)) is not None:
             detail = f"the chat template leaves out turn {number}, of the {sample.turns[number].role}"
-            raise _CannotRender("turn_left_out", detail)
+            raise CannotRender("turn_left_out", detail)
         return shield.cut(rendered, self._media.placeholders)
+
+    def _cut_or_none(self, sample: Sample) -> list[Piece] | None:
+        media = {"image": sample.images, "video": sample.videos, "audio": sample.audios}
+        try:
+            return self._cut(sample, [kind for kind, refs in media.items() if refs])
+        except CannotRender:
+            return None
 
     def _measure(self, kind: MediaKind, ref: MediaRef) -> Medium:
         if ref.path is None:
@@ -248,6 +265,7 @@ class Encoder:
             videos=media["video"],
             audios=media["audio"],
             weights=self._weights(item, tokens, turns),
+            borders=_borders(turns) if item.sample.part is not None else None,
         )
 
     def _weights(self, item: _Rendered, tokens: TokenizedLayout, turns: Sequence[_TrainedTurn]) -> Weights | None:
@@ -299,6 +317,11 @@ class Encoder:
     def _turns(self, item: _Rendered, tokens: TokenizedLayout, unit_ids: list[list[int]]) -> list[_TrainedTurn]:
         """The assistant's turns that have tokens."""
         pieces, firsts, sample = item.pieces, item.layout.firsts, item.sample
+
+        def _behind(header: str, piece: Piece, start: int, ids: Sequence[int]) -> int:
+            """The token behind a header that a piece's text, of these ids from ``start`` on, begins with."""
+            return start + num_common(self._encode_one(Piece(piece.control, "", header)), ids)
+
         if sample.is_text:
             last = len(item.layout.units) - 1
             return [_TrainedTurn(sample.turns[-1], (0, len(tokens.ids)), 0, last)]
@@ -307,54 +330,37 @@ class Encoder:
         for number, turn in enumerate(item.turns):
             # A blank that the answer begins with may merge with the header's last: the merged token is the answer's.
             first = firsts[turn.first]
-            header = self._encode_one(Piece(pieces[turn.first].control, "", turn.header))
-            start = tokens.text_starts[first] + num_common(header, unit_ids[first])
+            text = pieces[turn.first], tokens.text_starts[first], unit_ids[first]
+            start = opened = _behind(turn.header, *text)
+            if sample.part is not None and self._finder is not None:
+                opened = _behind(self._finder.header[-1][1], *text)
             ends = turn.last < len(pieces)
             last = firsts[turn.last] if ends else len(item.layout.units) - 1
             end = tokens.text_starts[last] if ends else len(tokens.ids)
             if end > start:
                 message = said[number] if len(said) == len(item.turns) else Turn("assistant", "")
-                turns.append(_TrainedTurn(message, (start, end), first, last))
+                turns.append(_TrainedTurn(message, (start, end), first, last, opened))
         return turns
-
-
-def remarks_on(spec: EncodeSpec, files: ModelFiles, media: MediaEncoding) -> tuple[str, ...]:
-    """What a user should know of how a model is encoded for, a line each.
-
-    Raises:
-        ConfigError: if the loss scale cannot be understood.
-    """
-    asked, meant = spec.loss_scale, loss_scale_of(spec.loss_scale, is_hybrid_thinking(files))
-    if meant == asked:
-        return media.remarks
-    return (
-        *media.remarks,
-        f"--loss-scale {asked} means {meant} here: the chat template is one for hybrid thinking, whose prompt "
-        f"writes the empty thinking block itself, so it carries no loss; {asked}+keep_empty_think trains it",
-    )
 
 
 @dataclass(frozen=True)
 class _TrainedTurn:
-    """An assistant's turn: its message, tokens [start, end), and the first and last unit they lie in."""
+    """An assistant's turn: its message, tokens [start, end), and the first and last unit they lie in.
+
+    Args:
+        opened: token behind its header, before what the generation prompt writes of thoughts.
+    """
 
     turn: Turn
     span: tuple[int, int]
     first_unit: int
     last_unit: int
+    opened: int = 0
 
 
-class _CannotRender(ValueError):
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(detail)
-        self.reason = reason
-
-
-def _message(turn: Turn, shield: Shield, kinds: Sequence[str], as_list: bool) -> dict[str, Any]:
-    """A turn as the template gets it."""
-    text = shield.text(shield.media(turn.content, kinds))
-    content = shield.as_list(text) if as_list else text
-    return {"role": turn.role, "content": content, **shield.value(turn.extra)}
+def _borders(turns: Sequence[_TrainedTurn]) -> IntArray:
+    """Where other samples of a row may go on from this one, int32, ascending."""
+    return np.array(sorted({place for turn in turns for place in (turn.opened, *turn.span)}), np.int32)
 
 
 def _tokenizer(files: ModelFiles) -> Tokenizer:
@@ -362,25 +368,3 @@ def _tokenizer(files: ModelFiles) -> Tokenizer:
         return Tokenizer.from_str(files.tokenizer_json)
     except Exception as error:  # the tokenizers library raises nothing more special
         raise ConfigError(f"{files.directory}: tokenizer.json cannot be used: {error}") from error
-
-
-def _strings(sample: Sample) -> list[str]:
-    """Every string of a sample that a template may print.
-
-    Raises:
-        _CannotRender: if a template might print NaN or an infinite number, which no JSON has.
-    """
-    found = [turn.content for turn in sample.turns]
-    stack: list[object] = [turn.extra for turn in sample.turns if turn.extra]
-    stack += list(sample.tools or ())
-    while stack:
-        value = stack.pop()
-        if isinstance(value, str):
-            found.append(value)
-        elif isinstance(value, dict):
-            stack += [*value.keys(), *value.values()]
-        elif isinstance(value, (list, tuple)):
-            stack += value
-        elif isinstance(value, float) and not math.isfinite(value):
-            raise _CannotRender("invalid_content", f"the number {value} stands in tools or in a tool call")
-    return found

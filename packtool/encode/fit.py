@@ -13,7 +13,7 @@ from packtool.config.export import EncodeSpec
 from packtool.constants import IGNORE_INDEX
 from packtool.encode.assemble import Span
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray
-from packtool.encode.truncate import Side, kept_positions, moved_turns, oldest_to_remove
+from packtool.encode.truncate import Side, kept_positions, moved_borders, moved_turns, oldest_to_remove
 from packtool.errors import RowError
 from packtool.rows.sample import Dropped, Sample
 
@@ -31,6 +31,7 @@ class Tokenized:
         images, videos, audios: in the order of their spans.
         weights: float32 (L,), of each token as a target, 0 for none; None if the tokens of ``turns`` weigh 1.
         num_removed: tokens that went before the sample is held to a length: with media, or the middle of a long text.
+        borders: as those of ``EncodedSample``.
     """
 
     sample: Sample
@@ -42,6 +43,7 @@ class Tokenized:
     audios: tuple[EncodedAudio, ...] = ()
     weights: npt.NDArray[np.float32] | None = None
     num_removed: int = 0
+    borders: IntArray | None = None
 
     def in_media(self) -> npt.NDArray[np.bool_]:
         """Which tokens are a medium's, bool (L,)."""
@@ -69,6 +71,7 @@ class Tokenized:
             audios=tuple(lists["audio"]),
             weights=self.weights[kept] if self.weights is not None else None,
             num_removed=self.num_removed + len(self.ids) - len(kept),
+            borders=None if self.borders is None else moved_borders(self.borders, kept),
         )
 
 
@@ -176,6 +179,8 @@ def _labelled(item: Tokenized) -> EncodedSample | None:
         videos=item.videos,
         audios=item.audios,
         loss_scale=np.where(trained, weights, np.float32(0)) if scaled and weights is not None else None,
+        part=sample.part,
+        borders=item.borders,
     )
 
 
@@ -184,7 +189,7 @@ def _too_long(sample: Sample, detail: str) -> RowError:
         sample.source,
         sample.row,
         "over_max_length",
-        detail,
+        detail if sample.part is None else f"{sample.part}: {detail}",
         "Raise --max-length, lower the media's limits, or use --truncation-strategy delete, left or right "
         "(and --media-overflow drop or trim).",
     )

@@ -47,9 +47,10 @@ def prefix_hashes(sample: EncodedSample, tokens: MediaTokens, *, longer_than: in
     """
     media = placed_media(sample, tokens)
     if len(media) < len(sample.images) + len(sample.videos) + len(sample.audios):
-        media, sample = [], dataclasses.replace(sample, turns=sample.turns[:0])
+        media, sample = [], dataclasses.replace(sample, turns=sample.turns[:0], borders=None)
     inside = {end for placed in media for end in range(placed.start + 1, placed.stop + 1)}
-    ends = {placed.stop + 1 for placed in media} | (set(sample.turns.tolist()) - inside)
+    turns = {*sample.turns.tolist(), *(() if sample.borders is None else sample.borders.tolist())}
+    ends = {placed.stop + 1 for placed in media} | (turns - inside)
     found: list[tuple[int, bytes, int, int, int]] = []
     sums = 0, 0, 0
     state, told = hashlib.blake2b(repr(sample.channel).encode(), digest_size=_BYTES), 0

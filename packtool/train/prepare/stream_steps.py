@@ -8,7 +8,6 @@ the true target tokens of the step.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -169,7 +168,8 @@ class DropLog:
         self.path = os.path.join(output_dir, f"dropped-{world.data.rank:05d}.jsonl")
         self.firsts: dict[str, str] = {}
         self._writes = world.share_rank == 0
-        self._kept = sum(start.dropped.values()) if start is not None else 0
+        noted = () if start is None else (start.dropped, start.parts_left_out)
+        self._kept = sum(sum(counts.values()) for counts in noted)
 
     def __call__(self, item: Dropped) -> None:
         """Append a line."""
@@ -177,7 +177,7 @@ class DropLog:
         if not self._writes:
             return
         with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(dataclasses.asdict(item), ensure_ascii=False) + "\n")
+            file.write(item.to_json())
 
     def begin(self) -> None:
         """Keep the lines of rows that this run does not meet again, and no others."""
