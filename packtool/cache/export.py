@@ -257,7 +257,7 @@ class _Job:
 
     def _publish(self, directory: str, manifest: Manifest, results: Sequence[TaskResult], lock: DirectoryLock) -> None:
         try:
-            publish_cache(directory, manifest, results, lock.check, has_parts=self.has_parts)
+            publish_cache(directory, manifest, results, lock.check, self.has_parts)
         except (StorageError, MismatchError):
             # Two parts that finish last at the same time both publish the same; the slower one finds its work done.
             if not self.config.is_part or published(directory, self.identity, self.sources) is None:

@@ -95,7 +95,6 @@ def publish_cache(
     manifest: Manifest,
     results: Sequence[TaskResult],
     check: Callable[[], None] = lambda: None,
-    *,
     has_parts: bool = False,
 ) -> None:
     """Write what is left to write, the manifest last, and clear away the tasks' parts.

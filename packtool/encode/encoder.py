@@ -86,7 +86,7 @@ class Encoder:
         self._pieces = PieceTokenizer(tokenizer, self._vocabulary)
         self._is_hybrid_thinking = is_hybrid_thinking(files)
         expansion = replace(spec, expand_turns=expansion_of(spec.expand_turns, files))
-        self._parts = RowParts(expansion, self._cut_or_none, self._finder)
+        self._parts = RowParts(expansion, self._template, self._finder, self._cut_or_none)
         self.remarks = remarks_on(spec, files, self._media)
         self._end_of_text = files.template_variables.get("eos_token", "")
         self._measured: dict[tuple[str, str, MediaRights], Medium] = {}

@@ -31,15 +31,16 @@ from packtool.encode.encoded import EncodedRow, EncodedSample
 from packtool.encode.loss_scale import EMPTY_THINKING, KEEP_EMPTY_THINK, parse_loss_scale
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.targets import TurnFinder
-from packtool.encode.template import ChatTemplate, TemplateFailure
+from packtool.encode.template import REASONING_NAMES, ChatTemplate, TemplateFailure
 from packtool.errors import ConfigError
 from packtool.rows.sample import Dropped, RowPart, Sample, Turn
 
 _EMPTY = re.compile(rf"\A{EMPTY_THINKING}")
 _QUESTION = {"role": "user", "content": "packtoolquestion"}
+_ANSWER = {"role": "assistant", "content": "packtoolanswer"}
 _THOUGHT = "packtoolthought"
 _THINKING = (
-    {"role": "assistant", "content": "packtoolanswer", "reasoning_content": _THOUGHT},
+    {**_ANSWER, "reasoning_content": _THOUGHT},
     {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\npacktoolanswer"},
 )
 
@@ -87,14 +88,19 @@ class RowParts:
 
     Args:
         spec: of the encoder; its ``expand_turns`` is what ``expansion_of`` says.
+        template: None if there is none.
+        finder: of the template's turns.
         cut: a sample rendered, in pieces; None if it cannot be.
-        finder: of the template's turns; None without a template.
     """
 
     def __init__(
-        self, spec: EncodeSpec, cut: Callable[[Sample], list[Piece] | None], finder: TurnFinder | None
+        self,
+        spec: EncodeSpec,
+        template: ChatTemplate | None,
+        finder: TurnFinder | None,
+        cut: Callable[[Sample], list[Piece] | None],
     ) -> None:
-        self._spec, self._cut, self._finder = spec, cut, finder
+        self._spec, self._template, self._finder, self._cut = spec, template, finder, cut
 
     def of(self, sample: Sample) -> list[Sample]:
         """The samples of a row, in the order of its turns and responses; the row itself where it is one sample."""
@@ -126,13 +132,15 @@ class RowParts:
         scale = parse_loss_scale(sample.loss_scale or self._spec.loss_scale)
         last = said[-1:] if scale.base == "last_round" else said
         trained = [number for number in said if _is_trained(sample.turns[number], number in last)]
-        if scale.base == "all" or not trained:
+        if scale.base == "all" or not trained or said == [len(sample.turns) - 1]:
             return [sample]
-        if self._spec.expand_turns == "true":
-            leaves: list[_Leaf] | None = [_Leaf(number, trained={number}) for number in trained]
-        else:
-            leaves = self._told_apart(sample, said, trained, ignores_empty=KEEP_EMPTY_THINK not in scale.rules)
-        if leaves is None or (len(leaves) == 1 and leaves[0].last == len(sample.turns) - 1):
+        leaves = [_Leaf(number, trained={number}) for number in trained]
+        if self._spec.expand_turns == "auto":
+            if not any(self._loses(sample.turns[number]) for number in said):
+                return [sample]
+            if len(trained) > 1:
+                leaves = self._told_apart(sample, said, trained, ignores_empty=KEEP_EMPTY_THINK not in scale.rules)
+        if not leaves or (len(leaves) == 1 and leaves[0].last == len(sample.turns) - 1):
             return [sample]
         if len(leaves) == 1:
             return [_up_to(sample, leaves[0].last)]
@@ -146,24 +154,37 @@ class RowParts:
             for leaf in leaves
         ]
 
+    def _loses(self, turn: Turn) -> bool:
+        """Whether the template leaves out some of what a turn says once another question follows."""
+        assert self._template is not None, "without a template nothing is left out"
+        thoughts = [turn.extra[name] for name in REASONING_NAMES if isinstance(turn.extra.get(name), str)][:1]
+        said = [text.strip() for text in (turn.content, *thoughts) if text.strip()]
+        try:
+            rendered = self._template.render(
+                [_QUESTION, {"role": turn.role, "content": turn.content, **turn.extra}, _QUESTION, _ANSWER]
+            )
+        except TemplateFailure:
+            return True  # perhaps
+        return any(rendered.count(text) < sum(other.count(text) for other in said) for text in said)
+
     def _told_apart(
         self, sample: Sample, said: Sequence[int], trained: Sequence[int], *, ignores_empty: bool
-    ) -> list[_Leaf] | None:
+    ) -> list[_Leaf]:
         """The fewest samples that have every trained turn as the template writes it where it comes last.
 
         Args:
             ignores_empty: an empty thinking block more or less makes no difference.
 
         Returns:
-            None if nobody can tell, or need not: the row is one sample.
+            none if nobody can tell: the row is one sample.
         """
         assert self._finder is not None, "without a template nothing is expanded"
         leaves: list[_Leaf] = []
-        for number in reversed(trained) if len(trained) > 1 else ():
+        for number in reversed(trained):
             pieces = self._cut(_up_to(sample, number))
             turns = self._finder.find(pieces) if pieces is not None else []
             if pieces is None or len(turns) != said.index(number) + 1:
-                return None
+                return []
             told = list(pieces[: turns[-1].last])
             for turn in turns if ignores_empty else ():
                 header, text = self._finder.header[-1][1], told[turn.first].text
@@ -171,7 +192,7 @@ class RowParts:
             if not leaves or told != leaves[-1].told[: len(told)]:
                 leaves.append(_Leaf(number, told))
             leaves[-1].trained.add(number)
-        return leaves[::-1] or None
+        return leaves[::-1]
 
 
 def joined(parts: Sequence[Sample], results: Sequence[list[EncodedSample] | Dropped]) -> EncodedRow | Dropped:

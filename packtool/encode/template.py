@@ -27,7 +27,7 @@ _MOST_ROUNDS = 10_000_000
 """Rounds of all loops of one rendering: some seconds."""
 _MOST_CHARS = 1 << 28
 _DICT_NAMES = frozenset(dir(dict))
-_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 
@@ -221,7 +221,7 @@ class ChatTemplate:
 
 
 def _with_reasoning_names(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    reasoning = next((message[name] for name in _REASONING_NAMES if message.get(name) is not None), None)
+    reasoning = next((message[name] for name in REASONING_NAMES if message.get(name) is not None), None)
     if reasoning is None:
         return message
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}

@@ -1,9 +1,9 @@
 """Forms of a row: whatever a file's rows look like, they become ``Sample``.
 
 A form is told once for a file (``known.detect``). What a row has beside its conversation is read alike in all forms:
-``system``, ``tools``, ``images``, ``videos``, ``audios``, ``channel``. Columns of preference data
-(``rejected_response``, ``rejected_messages``, ``label``, ``margin``) are no matter of supervised training: the
-conversation that is to be preferred is trained, as ms-swift's ``sft`` does with such rows.
+``system``, ``tools``, ``images``, ``videos``, ``audios``, ``channel``, and ``responses`` where the conversation has no
+answer. Columns of preference data (``rejected_response``, ``rejected_messages``, ``label``, ``margin``) are no matter
+of supervised training: the conversation that is to be preferred is trained, as ms-swift's ``sft`` does with such rows.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from packtool.rows.forms.known import KNOWN, detect
 from packtool.rows.forms.marks import LoneMark, check_marks, lone_mark, with_marks
 from packtool.rows.forms.media import Found, media_of
 from packtool.rows.forms.problem import RowProblem
+from packtool.rows.forms.responses import responses_of
 from packtool.rows.forms.text import TEXT
 from packtool.rows.sample import Sample, Turn
 from packtool.rows.source import Pairs, Source
@@ -50,10 +51,12 @@ def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
     if not is_text:
         _check_order(turns)
         turns = _with_system(turns, fields, source)
+    responses = () if is_text else responses_of(fields, turns, source)
     media = media_of(fields, found)
     turns, num_added = with_marks(turns, media)
     asked = lone_mark(turns, media, fields, is_text)
-    if fields.get("objects") and any(_OBJECT_MARKS.search(turn.content) for turn in turns):
+    said = [*turns, *(turn for response in responses for turn in response.turns)]
+    if fields.get("objects") and any(_OBJECT_MARKS.search(turn.content) for turn in said):
         raise RowProblem("objects_unsupported", "boxes and objects (<bbox>, <ref-object>) are not spelled out yet")
     return Sample(
         turns=tuple(turns),
@@ -68,6 +71,7 @@ def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
         is_text=is_text,
         loss_scale=source.loss_scale,
         lone_mark=asked,
+        responses=responses,
     )
 
 

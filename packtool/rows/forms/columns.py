@@ -35,6 +35,8 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "channel": ("channel",),
     "objects": ("objects",),
     "reasoning_content": ("reasoning_content",),
+    "responses": ("responses",),
+    "response_weights": ("response_weights", "weights"),
 }
 # Read under any of their names, row by row: a file's first rows may lack them.
 _OPTIONAL = (
