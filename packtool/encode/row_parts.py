@@ -136,7 +136,7 @@ class RowParts:
             return [sample]
         leaves = [_Leaf(number, trained={number}) for number in trained]
         if self._spec.expand_turns == "auto":
-            if not any(self._loses(sample.turns[number]) for number in said):
+            if not any(self._may_lose(sample.turns[number]) for number in said):
                 return [sample]
             if len(trained) > 1:
                 leaves = self._told_apart(sample, said, trained, ignores_empty=KEEP_EMPTY_THINK not in scale.rules)
@@ -154,18 +154,21 @@ class RowParts:
             for leaf in leaves
         ]
 
-    def _loses(self, turn: Turn) -> bool:
-        """Whether the template leaves out some of what a turn says once another question follows."""
+    def _may_lose(self, turn: Turn) -> bool:
+        """Whether the template may leave out some of what a turn says once another question follows.
+
+        It spares most rows the rendering of each of their turns, whose price is the square of their length.
+        """
         assert self._template is not None, "without a template nothing is left out"
-        thoughts = [turn.extra[name] for name in REASONING_NAMES if isinstance(turn.extra.get(name), str)][:1]
-        said = [text.strip() for text in (turn.content, *thoughts) if text.strip()]
+        if any(turn.extra.get(name) for name in REASONING_NAMES):
+            return True
         try:
             rendered = self._template.render(
-                [_QUESTION, {"role": turn.role, "content": turn.content, **turn.extra}, _QUESTION, _ANSWER]
+                [_QUESTION, {"role": turn.role, "content": turn.content}, _QUESTION, _ANSWER]
             )
         except TemplateFailure:
-            return True  # perhaps
-        return any(rendered.count(text) < sum(other.count(text) for other in said) for text in said)
+            return True
+        return turn.content.strip() not in rendered
 
     def _told_apart(
         self, sample: Sample, said: Sequence[int], trained: Sequence[int], *, ignores_empty: bool
