@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from packtool import storage
 from packtool.cache.manifest import Manifest
-from packtool.cache.plan_file import SavedPlan, read_plan
+from packtool.cache.plan_file import read_plan_of
 from packtool.cache.reader import CacheReader
 from packtool.cache.restart import num_finished
 from packtool.cache.task import TASKS_DIR
@@ -292,23 +292,6 @@ def _media_texts(sample: EncodedSample) -> list[str]:
     groups: tuple[Sequence[EncodedImage | EncodedVideo | EncodedAudio], ...]
     groups = (sample.images, sample.videos, sample.audios)
     return [medium_text(medium) for group in groups for medium in group]
-
-
-def read_plan_of(reader: CacheReader, plan: str) -> SavedPlan:
-    """A saved plan of a cache.
-
-    Raises:
-        MismatchError: if the plan belongs to other caches, or is damaged.
-        StorageError: if it cannot be read.
-    """
-    saved = read_plan(plan)
-    if saved.info.cache != reader.fingerprint:
-        raise MismatchError(
-            f"--plan {plan} belongs to the cache {saved.info.cache}, and {' '.join(reader.directories)} is "
-            f"{reader.fingerprint}",
-            "Give the cache that the plan was made for.",
-        )
-    return saved
 
 
 def pack_figures(directory: str, plan: str, pack: int) -> dict[str, Any]:
