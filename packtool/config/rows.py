@@ -187,9 +187,15 @@ def expand_problems(expand_turns: ExpandTurns | None, loss_scale: str | None) ->
     if expand_turns in (None, "false"):
         return []
     if "all" in bases:
-        return [f"--expand-turns {expand_turns}: with --loss-scale {loss_scale} each sample trains what it begins with"]
+        return [
+            f"--expand-turns {expand_turns} and --loss-scale {loss_scale}: each sample would train all that it begins "
+            "with once more; leave out one of them"
+        ]
     if expand_turns == "true" and bases[0].startswith("last_round"):
-        return [f"--expand-turns true: --loss-scale {loss_scale} trains the last turn only, which is whole without it"]
+        return [
+            f"--expand-turns true and --loss-scale {loss_scale}: only the last turn is trained, and that is whole "
+            "anyway; leave out one of them"
+        ]
     return []
 
 

@@ -118,7 +118,7 @@ def test_what_only_the_rows_can_tell_is_refused(
 def test_loss_scales_that_train_other_turns_are_refused() -> None:
     for expand, scale in (("true", "last_round"), ("true", "all+react"), ("auto", "all")):
         config = TrainConfig(model="m", output_dir="o", dataset=("d",), expand_turns=expand, loss_scale=scale)
-        assert any(f"--expand-turns {expand}: " in problem and scale in problem for problem in config.problems())
+        assert any(f"--expand-turns {expand} and --loss-scale {scale}: " in problem for problem in config.problems())
 
 
 def test_streams_make_the_same_samples(world: TinyWorld, samples: list[EncodedSample]) -> None:

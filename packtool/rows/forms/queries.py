@@ -98,7 +98,8 @@ ALPACA = RowForm("alpaca", "instruction, input and output, perhaps history and s
 
 QUERY = RowForm(
     "query",
-    "query (or prompt, question, problem) and response (or answer, output, completion, ...), perhaps history",
+    "query (or prompt, question, problem) and response (or answer, output, completion, ...) or responses, perhaps "
+    "history",
     _is_query,
     _turns_of_query,
 )
