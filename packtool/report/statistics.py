@@ -74,8 +74,8 @@ def train_lines(result: TrainResult) -> list[Line]:
         return [("optimizer steps, at most", f"{result.steps:,}"), ("packing length", f"{result.packing_length:,}")]
     lines = [("samples", f"{result.num_samples:,}")]
     if result.streaming:
-        lines.append(("rows dropped", f"{sum(result.dropped.values()):,}"))
-        lines += [(f"  {reason}", f"{count:,}") for reason, count in result.dropped.items()]
+        lines += _counted("rows dropped", result.dropped)
+        lines += _counted("turns and responses left out", result.parts_left_out) if result.parts_left_out else []
     else:
         lines.append(("  filtered by length", f"{result.filtered:,}"))
     lines += [

@@ -133,6 +133,11 @@ class PackStream:
         """Rows that were dropped so far, by reason."""
         return self._held.dropped
 
+    @property
+    def parts_left_out(self) -> Counter[str]:
+        """Turns and responses that were left out so far, by reason, of rows of which others are kept."""
+        return self._held.parts_left_out
+
     def __iter__(self) -> Iterator[StreamedPack]:
         samples = self._shuffled(self._samples())
         packs_done = self._start.packs_done

@@ -41,6 +41,7 @@ class TrainResult:
         streaming: nothing was known of the samples beforehand; their figures are of those that were trained.
         num_skipped: samples of the steps of this run that ``--on-bad-media skip`` left out.
         dropped: rows that could not be used, by reason; of a streaming run.
+        parts_left_out: turns and responses of rows of which others were used, by reason; of a streaming run.
     """
 
     num_samples: int
@@ -68,6 +69,7 @@ class TrainResult:
     num_skipped: int = 0
     streaming: bool = False
     dropped: Mapping[str, int] = field(default_factory=dict)
+    parts_left_out: Mapping[str, int] = field(default_factory=dict)
 
     def write(self) -> None:
         """Write the result into the output directory, as JSON."""

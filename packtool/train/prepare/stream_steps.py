@@ -114,9 +114,10 @@ class StreamedSteps(Steps):
 
     def counted(self, result: TrainResult) -> TrainResult:
         """See ``Steps``; with what was read, over all ranks."""
-        dropped: Counter[str] = Counter()
-        for counts in self._exchange.gathered(dict(self._stream.dropped)):
-            dropped.update(counts)
+        dropped, left_out = Counter[str](), Counter[str]()
+        for rows, parts in self._exchange.gathered((dict(self._stream.dropped), dict(self._stream.parts_left_out))):
+            dropped.update(rows)
+            left_out.update(parts)
         totals, config = self.totals, self._run.config
         each = self._run.world.data.size * config.gradient_accumulation_steps * config.per_device_train_batch_size
         return dataclasses.replace(
@@ -128,6 +129,7 @@ class StreamedSteps(Steps):
             target_tokens=totals["target_tokens"],
             steps_without_packing=-(-totals["samples"] // each),
             dropped=dict(sorted(dropped.items())),
+            parts_left_out=dict(sorted(left_out.items())),
         )
 
 
