@@ -4,12 +4,12 @@ Every fact that a question asks for is drawn independently and evenly, so nothin
 even the earlier turns of the same row:
 
     kind      asks for                                       answers
-    shape     the colour of the shapes                             6
-    backdrop  the colour behind them                               6
-    whole     both                                                36
+    shape     the colour of the shapes                             4
+    backdrop  the colour behind them                               4
+    whole     both                                                16
 
 The price: number, place and kind of the shapes are drawn but not asked for. A model of a few million random parameters
-learns to tell colours, wherever they are, within two minutes on two cores; counting would take it much longer.
+learns to tell colours, wherever they are, within a minute on two cores; counting would take it much longer.
 """
 
 from __future__ import annotations
