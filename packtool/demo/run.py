@@ -31,7 +31,7 @@ LEARNING_RATE = "1e-3"
 
 LEAST_ACCURACY = 0.9
 CHANCE_MARGIN = 0.08
-"""How far above chance the accuracy with swapped pictures may lie: some 300 questions scatter by 0.02."""
+"""How far above chance the accuracy with swapped pictures may lie: some 400 questions scatter by 0.02."""
 
 _MARKER = ".packtool-demo"
 _OWN = ("model", "data", "cache", "held-out", "swapped", "output", _MARKER)

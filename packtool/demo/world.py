@@ -33,7 +33,7 @@ from packtool.demo.pictures import (
 
 Row = dict[str, Any]
 
-HELD_OUT_SHARE = 10
+HELD_OUT_SHARE = 5
 """One held-out row for so many training rows."""
 
 NUM_COLOURS = len(SHAPE_COLOURS)
@@ -85,7 +85,7 @@ def make_rows(directory: str, num_rows: int, seed: int, num_unusable: int = 0) -
 
     Args:
         directory: made if it is not there; the pictures go to its ``pictures``.
-        num_rows: rows of ``train.json``; a tenth of that is held out.
+        num_rows: rows of ``train.json``; a fifth of that is held out.
         seed: the same seed writes the same bytes.
         num_unusable: so many of the training rows cannot be used: by turns far too long or with a lost picture.
     """

@@ -60,7 +60,7 @@ TWO_PROCESSES: dict[str, dict[str, Any]] = {
 CHECKED = ("packed-uneven", "fsdp", "padded-g4", "stream")
 # 8 packs an epoch, two a step: of one process, or of two with half the accumulation.
 ALONE: dict[str, Any] = {"num_train_epochs": 2.0, "save_steps": 1, "gradient_accumulation_steps": 1}
-FSDP_RESUMED: dict[str, Any] = {"fsdp": ["full_shard"], "max_steps": 3, "save_steps": 1}
+FSDP_RESUMED: dict[str, Any] = {"fsdp": ["full_shard"], "max_steps": 3, "save_steps": 2}
 RESUMED: dict[str, Any] = {"num_train_epochs": 2.0, "save_steps": 1, "gradient_accumulation_steps": 2}
 
 
@@ -120,14 +120,16 @@ def two_processes(tiny: TinyWorld, alone: Path, tmp_path_factory: pytest.TempPat
     jobs.append(("train", root / "streamed", DESCENT | tiny.streamed() | {"gradient_accumulation_steps": 12}))
     rows = root / "rows.jsonl"
     write_lines(tiny, rows, 5)
-    streamed = tiny.streamed(str(rows)) | {"save_steps": 2, "gradient_accumulation_steps": 2, "train_type": "lora"}
+    streamed = tiny.streamed(str(rows)) | {"save_steps": 2, "gradient_accumulation_steps": 3, "train_type": "lora"}
     jobs.append(("train", root / "stream", streamed))
     checkpoint = str(root / "stream" / "checkpoint-4")
     jobs.append(("train", root / "stream-resumed", streamed | {"resume_from_checkpoint": checkpoint}))
     jobs.append(("train", root / "sharded", FSDP_RESUMED))
     checkpoint = str(root / "sharded" / "checkpoint-2")
     jobs.append(("train", root / "sharded-resumed", FSDP_RESUMED | {"resume_from_checkpoint": checkpoint}))
-    jobs.append(("train", root / "assigned-anew", ALONE | {"resume_from_checkpoint": f"{alone}/checkpoint-1"}))
+    jobs.append(
+        ("train", root / "assigned-anew", ALONE | {"save_steps": 8, "resume_from_checkpoint": f"{alone}/checkpoint-1"})
+    )
     larger = ALONE | {"gradient_accumulation_steps": 2, "resume_from_checkpoint": f"{alone}/checkpoint-3"}
     jobs.append(("train", root / "assigned-to-larger-steps", larger))
     for step in (1, 3):
