@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from packtool.config.panels import Panel
-from packtool.config.settings import Synonyms, flag, option
+from packtool.config.settings import YES_OR_NO, flag, option
 
 TrainType = Literal["lora", "full"]
 InitWeights = Annotated[
     Literal["true", "false", "gaussian", "orthogonal", "pissa", "olora"],
-    Synonyms({"yes": "true", "on": "true", "no": "false", "off": "false"}),
+    YES_OR_NO,
 ]
 _PANEL: Panel = "Parameters"
 _FULL_ONLY = (
