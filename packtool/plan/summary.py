@@ -144,7 +144,9 @@ def pack_costs(
     """FLOPs of each pack, (K,); ``target_tokens`` and ``towers`` by cache position."""
     seen = packs.sums_per_pack(towers.flops[packs.samples]) if towers is not None else 0
     targets = packs.sums_per_pack(target_tokens[packs.samples])
-    return cost(packs.tokens_per_pack(), packs.sum_squares_per_pack(), targets, seen)
+    windows = packs.sums_per_pack(cost.seen_in_windows(packs.whole_lengths, packs.shared))
+    attention = cost.attention_of(packs.sum_squares_per_pack(), windows)
+    return cost(packs.tokens_per_pack(), attention, targets, seen)
 
 
 def padded_fill(packs: PackPlan, steps: StepPlan) -> float:

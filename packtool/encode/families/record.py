@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from packtool.config.adapters import ModelPart
 from packtool.config.rows import MediaOptions
 from packtool.encode.families.base import MediaEncoding, MediaKind
 from packtool.encode.model_files import ModelFiles
-
-ModelPart = Literal["vision tower", "aligner", "language model"]
-"""The parts of a model that are frozen, adapted and given learning rates as one."""
 
 Positions = Literal["token_types", "sound_seconds"]
 """What a model's ``get_rope_index`` is told beside the grids: the kind of each token, or the lengths of sounds."""

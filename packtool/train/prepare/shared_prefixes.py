@@ -74,8 +74,7 @@ class SharedPrefixes:
         whole = self.index.length.astype(np.int64)
         shared = np.zeros_like(whole)
         shared[self.trees.samples] = self.trees.shared
-        squares = np.square(whole) - np.square(shared)
-        return cost(whole - shared, squares, target_tokens, self.towers(cost).flops)
+        return cost(whole - shared, cost.attention(whole, shared), target_tokens, self.towers(cost).flops)
 
     def line(self, cost: CostModel) -> str:
         """What is saved, in a sentence."""
