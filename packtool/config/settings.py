@@ -48,9 +48,9 @@ class Synonyms:
 
 
 YES_OR_NO = Synonyms(dict.fromkeys(TRUE_WORDS, "true") | dict.fromkeys(FALSE_WORDS, "false"))
-"""Of a setting that is a text and takes true or false as well."""
+"""What people write for true and false, for a setting that has these words among others."""
 NOT_AT_ALL = Synonyms(dict.fromkeys(FALSE_WORDS, "no"))
-"""Of a setting that has a choice called no."""
+"""What people write for no, for a setting that has a choice of this name."""
 
 
 def option(

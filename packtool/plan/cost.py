@@ -101,7 +101,11 @@ class CostModel:
     def seen_in_windows(
         self, lengths: npt.NDArray[np.integer[Any]], shared: npt.NDArray[np.integer[Any]] | None = None
     ) -> npt.NDArray[np.int64]:
-        """What stands for the squares in sliding layers, for samples as in ``attention``; 0 if there are none."""
+        """What stands for the squares in sliding layers, of each sample; 0 if there are none.
+
+        Args:
+            lengths, shared: as for ``attention``, of any shape.
+        """
         whole = lengths.astype(np.int64)
         seen = np.minimum(whole, self.window)
         found: npt.NDArray[np.int64] = seen * (2 * whole - seen)

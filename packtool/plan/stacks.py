@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from packtool.config.adapters import ModelPart
+from packtool.encode.families import family_of
 
 StepKind = Literal["linear", "convolution", "tensor", "lookup", "attention"]
 """What a step is: a linear module, a convolution, weights that are no module of torch's own (experts, a router), what
@@ -163,7 +164,7 @@ def _attention(text: Mapping[str, Any], kind: str) -> Iterator[Named]:
     heads = int(text["num_attention_heads"])
     head_size = int(text.get("head_dim") or int(text["hidden_size"]) // heads)
     queries, keys = heads * head_size, int(text.get("num_key_value_heads") or heads) * head_size
-    has_bias = bool(text.get("attention_bias") or str(text.get("model_type")).startswith("qwen2"))
+    has_bias = bool(text.get("attention_bias", True))  # models that do not tell, such as Qwen2, have some
     # Qwen3-Next and Qwen3.5 gate what attention gives, with as many numbers as there are queries.
     of_queries = queries * (2 if text.get("linear_num_value_heads") else 1)
     yield "self_attn.q_proj", {"outputs": of_queries, "has_bias": has_bias}
@@ -181,7 +182,7 @@ def _state(text: Mapping[str, Any]) -> Iterator[Named]:
     heads, values = int(text["linear_num_value_heads"]), int(text["linear_value_head_dim"])
     keys, key_heads = int(text["linear_key_head_dim"]), int(text["linear_num_key_heads"])
     mixed, inner = 2 * key_heads * keys + heads * values, heads * values
-    if text.get("model_type") == "qwen3_next":
+    if family_of(text).recurrence.has_joint_inputs:
         inputs = {"in_proj_qkvz": mixed + inner, "in_proj_ba": 2 * heads}
     else:
         inputs = {"in_proj_qkv": mixed, "in_proj_z": inner, "in_proj_b": heads, "in_proj_a": heads}
@@ -298,7 +299,7 @@ def _is_first_generation(vision: Mapping[str, Any]) -> bool:
 
 
 def _mergers(config: Mapping[str, Any], text_hidden: int) -> tuple[tuple[Step, ...], ...]:
-    """From the tower, and from layers of it, to the text."""
+    """What makes tokens of text of the tower's patches, and of those of some of its layers."""
     vision: Mapping[str, Any] = config.get("vision_config") or {}
     hidden = _tower_width(vision)
     if not hidden:

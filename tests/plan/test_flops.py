@@ -70,7 +70,7 @@ _IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "audio_token_id": AUDI
 _OMNI = {**_IDS, "image_token_index": IMAGE, "video_token_index": VIDEO, "audio_token_index": AUDIO}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": _TEXT | _SLIDING | {"use_sliding_window": True},
-    "qwen3": _TEXT,
+    "qwen3": _TEXT | {"attention_bias": False},
     "gemma3_text": _TEXT | _SLIDING,
     "mistral": _TEXT | {"sliding_window": 24},
     "qwen3_moe": _TEXT | _EXPERTS,
@@ -82,7 +82,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **_IDS,
     },
     "qwen2_5_vl": {"text_config": _TEXT, "vision_config": _WINDOWS, **_IDS},
-    "qwen3_vl": {"text_config": _TEXT, "vision_config": _QWEN3_VISION, **_IDS},
+    "qwen3_vl": {"text_config": _TEXT | {"attention_bias": False}, "vision_config": _QWEN3_VISION, **_IDS},
     "qwen3_vl_moe": {"text_config": _TEXT | _EXPERTS, "vision_config": _QWEN3_VISION, **_IDS},
     "qwen3_5": {
         "text_config": _TEXT | _STATES,

@@ -77,10 +77,12 @@ class Recurrence:
     Args:
         text_types: ``model_type`` of text towers whose recurrent layers are all of these classes.
         layers: names of classes whose forward takes (hidden_states, cache_params, attention_mask, **boundaries).
+        has_joint_inputs: queries, keys, values and gates come from one module, ``in_proj_qkvz``, instead of from two.
     """
 
     text_types: tuple[str, ...] = ()
     layers: tuple[str, ...] = ()
+    has_joint_inputs: bool = False
 
 
 @dataclass(frozen=True, eq=False)
