@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig
 
 from packtool.config.adapters import LearningOptions
 from packtool.plan.cost import ALL_WEIGHTS, CostModel
@@ -40,6 +44,39 @@ def test_only_full_attention_is_quadratic() -> None:
     types = ["linear_attention", "linear_attention", "full_attention", "sliding_attention"]
     mixed = {**QWEN3_8B, "num_hidden_layers": 4, "layer_types": types, "sliding_window": 512}
     assert CostModel.of_config(mixed).per_square == 3.5 * 2 * 32 * 128
+
+
+@settings(max_examples=30)
+@given(length=st.integers(1, 40), shared=st.integers(0, 40), window=st.integers(1, 30))
+def test_sliding_layers_pay_for_the_tokens_that_they_see(length: int, shared: int, window: int) -> None:
+    shared = min(shared, length - 1)
+    cost = CostModel(per_token=0, per_square=0, per_window=1, window=window)
+    behind = np.arange(length)[:, None] - np.arange(length)
+    pairs = ((behind >= 0) & (behind < window))[shared:].sum()
+    found = float(cost.attention(np.array(length), np.array(shared)))
+    # As in squares, what tokens see of themselves counts half.
+    assert 2 * pairs - (min(length, window) - min(shared, window)) == found
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [
+        ("mistral", {"sliding_window": 512}),
+        ("qwen2", {"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 3}),
+        ("qwen2", {"sliding_window": 512, "use_sliding_window": False}),
+        ("gemma3_text", {"sliding_window": 512, "sliding_window_pattern": 6}),
+        ("phi3", {"sliding_window": 512}),
+    ],
+)
+def test_which_layers_slide_is_what_transformers_says(kind: str, layers: dict[str, Any]) -> None:
+    sizes = {**QWEN3_8B, "model_type": kind, "num_hidden_layers": 8, **layers}
+    config = AutoConfig.for_model(**sizes)
+    cost = CostModel.of_config(sizes)
+    slides = [layer == "sliding_attention" for layer in getattr(config, "layer_types", None) or []]
+    slides = slides or [config.sliding_window is not None] * 8
+    assert cost.per_square == 3.5 * 2 * 32 * 128 * (8 - sum(slides))
+    assert cost.per_window == 3.5 * 2 * 32 * 128 * sum(slides)
+    assert cost.window == 512
 
 
 VISION = {"text_config": QWEN3_8B, "vision_config": TOWER}
