@@ -278,7 +278,7 @@ def _planner(
         shared = shared_of_plan(packs, files.config, reader)
     else:
         shared, told = find_shared(config, options, files.config, reader)
-    towers = tower_work(options.cost, reader.index) if shared is None else shared.towers(options.cost)
+    towers = tower_work(options.cost, reader.index) if shared is None else shared.towers(options.cost, targets)
     planner = Planner(config, options, reader.index, targets, towers, packs, shared)
     return planner, [] if told is None else [told]
 

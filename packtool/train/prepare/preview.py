@@ -187,7 +187,7 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
     begin = time.perf_counter()
     shared, unshared = find_shared(config, options, model_config, reader) if reader is not None else (None, None)
     if shared is not None:
-        towers = shared.towers(options.cost)
+        towers = shared.towers(options.cost, targets)
         plan = plan_with(media_tokens=shared.media_tokens, towers=towers, trees=shared.trees)
     else:
         plan = plan_with()
