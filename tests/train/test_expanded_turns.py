@@ -36,13 +36,13 @@ NUM_ROWS = 6
 
 
 def conversation(number: int) -> dict[str, Any]:
-    """Three turns that think, each about one more picture than the one before."""
+    """Three turns, each about one more picture than the one before; all think but the first of every odd row."""
     messages = []
     for turn in range(3):
         question = f"{'context ' * 9}{number}?" if not turn else f"<image>{'more ' * 4}{turn}?"
         messages.append({"role": "user", "content": question})
-        thought = "hm " * (1 + turn)
-        messages.append({"role": "assistant", "content": "xyz"[turn] * 3, "reasoning_content": thought})
+        thought = {"reasoning_content": "hm " * (1 + turn)} if turn or number % 2 == 0 else {}
+        messages.append({"role": "assistant", "content": "xyz"[turn] * 3, **thought})
     return {"messages": messages, "images": [f"pictures/{number:04d}.png", f"pictures/{number + 6:04d}.png"]}
 
 
@@ -55,21 +55,26 @@ def world(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> TinyWorl
     rows = Path(tiny.rows).parent / "thinking.json"
     rows.write_text(json.dumps([conversation(number) for number in range(NUM_ROWS)]))
     found = replace(tiny, rows=str(rows), cache=str(root / "cache"))
-    export_rows(found, found.cache, max_length=400, chat_template=str(template), expand_turns="auto")
+    for expand, cache in (("auto", found.cache), ("true", f"{found.cache}-true")):
+        export_rows(found, cache, max_length=400, chat_template=str(template), expand_turns=expand)
     return found
 
 
-@pytest.fixture(scope="module")
-def samples(world: TinyWorld) -> list[EncodedSample]:
-    reader = CacheReader.open([world.cache])
+def samples_of(cache: str) -> list[EncodedSample]:
+    reader = CacheReader.open([cache])
     return [reader.sample(position) for position in range(len(reader))]
 
 
-def test_a_tree_of_turns_is_its_samples_alone(world: TinyWorld, samples: list[EncodedSample]) -> None:
-    """Logits, loss and the gradient of every parameter, the towers' too."""
-    assert len(samples) == 3 * NUM_ROWS
-    row = [sample for sample in samples if sample.row == 0]
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_tree_of_turns_is_its_samples_alone(world: TinyWorld, number: int) -> None:
+    """Logits, loss and the gradient of every parameter, the towers' too.
+
+    The first turn of row 1 is trained in its own sample, and what another one begins with, where it is not.
+    """
+    row = [sample for sample in samples_of(f"{world.cache}-true") if sample.row == number]
     assert [len(sample.images) for sample in row] == [0, 1, 2]
+    is_prefix = row[0].input_ids.tolist() == row[1].input_ids[: row[0].length].tolist()
+    assert is_prefix == (number == 1)
     spec = InputSpec.load(world.model, CacheReader.open([world.cache]).manifests[0].identity.media_limits)
     model = AutoModelForImageTextToText.from_pretrained(world.model, dtype=torch.float32).eval()
     plain = unpacked(model)
@@ -91,6 +96,7 @@ def test_a_tree_of_turns_is_its_samples_alone(world: TinyWorld, samples: list[En
 
 def test_a_step_of_shared_turns_is_that_of_padded_ones(world: TinyWorld, tmp_path: Path) -> None:
     given = DESCENT | {"packing_length": 512}
+    given["cached_dataset"] = (f"{world.cache}-true",)
     train(world.config(tmp_path / "padded", **given, packing=False, per_device_train_batch_size=18), SilentProgress())
     config = world.config(tmp_path / "tree", **given, gradient_accumulation_steps=16, share_prefix="true")
     train(config, SilentProgress())
@@ -121,7 +127,8 @@ def test_loss_scales_that_train_other_turns_are_refused() -> None:
         assert any(f"--expand-turns {expand} and --loss-scale {scale}: " in problem for problem in config.problems())
 
 
-def test_streams_make_the_same_samples(world: TinyWorld, samples: list[EncodedSample]) -> None:
+def test_streams_make_the_same_samples(world: TinyWorld) -> None:
+    samples = samples_of(world.cache)
     config = world.config("unused", **world.streamed(), expand_turns="auto")
     exported = CacheReader.open([world.cache]).manifests[0].identity.spec
     asked = config.export_config("", 200)
