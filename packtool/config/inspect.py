@@ -15,9 +15,9 @@ class InspectConfig:
     directory: str = option(REQUIRED, "The cache; may stand without the option's name.")
     row: int | None = option(None, "Show this sample of the split, as a person can read it.", minimum=0)
     split: str = option(TRAIN_SPLIT, "Split that --row counts in.")
-    model: str | None = option(None, "Directory of the tokenizer; by default the export's model.")
+    model: str | None = option(None, "Directory of the tokenizer and config.json; by default the export's model.")
     plan: str | None = option(None, "A plan of the cache, from packtool plan --save.")
-    pack: int | None = option(None, "Show this pack of --plan.", minimum=0)
+    pack: int | None = option(None, "Show this pack of --plan; samples that share a prefix as a tree.", minimum=0)
     verify: bool = option(False, "Read the whole cache, and say which files are damaged and how to mend them.")
 
     def problems(self) -> list[str]:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 from tokenizers import Tokenizer
 
 from packtool import storage
 from packtool.cache.manifest import Manifest
-from packtool.cache.plan_file import read_plan
 from packtool.cache.reader import CacheReader
 from packtool.cache.restart import num_finished
 from packtool.cache.task import TASKS_DIR
@@ -139,7 +137,7 @@ def sample_view(directory: str, split: str, row: int, model: str | None = None) 
     if not 0 <= row < len(reader):
         raise ConfigError(f"--row {row}: the {split} split has rows 0 to {len(reader) - 1}")
     sample = reader.sample(row)
-    files = _files_of(directory, model, str(reader.manifests[0].identity.spec["model"]))
+    files = files_of(directory, model, str(reader.manifests[0].identity.spec["model"]))
     tokenizer = Tokenizer.from_str(files.tokenizer_json)
     facts = [
         ("source", f"{sample.source}, row {sample.row}"),
@@ -151,7 +149,12 @@ def sample_view(directory: str, split: str, row: int, model: str | None = None) 
     return SampleView(facts, list(_parts(sample, tokenizer, _pad_ids(files.config, tokenizer))))
 
 
-def _files_of(directory: str, model: str | None, exported_for: str) -> ModelFiles:
+def files_of(directory: str, model: str | None, exported_for: str) -> ModelFiles:
+    """The files of a model, or of the one that a cache was exported for.
+
+    Raises:
+        ConfigError: if they cannot be read.
+    """
     try:
         return ModelFiles.load(model or exported_for)
     except ConfigError as error:
@@ -248,49 +251,6 @@ def medium_text(medium: EncodedImage | EncodedVideo | EncodedAudio) -> str:
     return f"[video {size} -> {tokens}{sound}]"
 
 
-def _media_texts(sample: EncodedSample) -> list[str]:
-    groups: tuple[Sequence[EncodedImage | EncodedVideo | EncodedAudio], ...]
-    groups = (sample.images, sample.videos, sample.audios)
-    return [medium_text(medium) for group in groups for medium in group]
-
-
-def pack_figures(directory: str, plan: str, pack: int) -> dict[str, Any]:
-    """A pack of a saved plan: its samples, where each begins and ends, and what of them is trained.
-
-    Of a sample that shares a prefix with the one before it, what it adds to it: from its position behind the prefix.
-
-    Raises:
-        MismatchError: if the plan belongs to other caches.
-        ConfigError: if it has no such pack.
-    """
-    reader = CacheReader.open([directory])
-    saved = read_plan(plan)
-    if saved.info.cache != reader.fingerprint:
-        raise MismatchError(
-            f"--plan {plan} belongs to the cache {saved.info.cache}, and {directory} is {reader.fingerprint}",
-            "Give the cache that the plan was made for.",
-        )
-    num_packs = len(saved.offsets) - 1
-    if not 0 <= pack < num_packs:
-        raise ConfigError(f"--pack {pack}: the plan has packs 0 to {num_packs - 1}")
-    samples, start = [], 0
-    here = slice(int(saved.offsets[pack]), int(saved.offsets[pack + 1]))
-    common = np.zeros_like(saved.lengths) if saved.shared is None else saved.shared
-    for position, shared in zip(saved.samples[here].tolist(), common[here].tolist(), strict=True):
-        sample = reader.sample(position)
-        own = sample.labels[shared:] != IGNORE_INDEX
-        trained = np.flatnonzero(np.diff(np.concatenate(([0], own, [0]))))
-        samples.append(
-            {
-                "sample": position,
-                "source": sample.source,
-                "row": sample.row,
-                "start": start,
-                "end": start + sample.length - shared,
-                "positions": [shared, sample.length - 1],
-                "trained": [[start + int(a), start + int(b)] for a, b in trained.reshape(-1, 2)],
-                "media": _media_texts(sample),
-            }
-        )
-        start += sample.length - shared
-    return {"pack": pack, "tokens": start, "capacity": saved.info.capacity, "samples": samples}
+def all_media(sample: EncodedSample) -> list[EncodedImage | EncodedVideo | EncodedAudio]:
+    """The media of a sample: pictures, then videos, then sounds."""
+    return [*sample.images, *sample.videos, *sample.audios]
