@@ -198,7 +198,7 @@ def branches_of(new: npt.NDArray[np.integer[Any]], shared: npt.NDArray[np.intege
 
     Args:
         new: (S,), tokens that each sample adds to the pack, 1 or more.
-        shared: (S,), tokens that each has in common with the one before it; None where none has any.
+        shared: (S,), tokens that each has in common with the one before it, fewer than either has; None for none.
     """
     common = [0] * (len(new) + 1) if shared is None else [*shared.tolist(), 0]
     lengths = [tokens + known for tokens, known in zip(new.tolist(), common, strict=False)]

@@ -135,7 +135,12 @@ class Preview:
         if self.shared is None:
             return None
         assert self.options.cost is not None, "a preview knows costs"
+        sizes = np.diff(self.shared.trees.offsets)
+        sizes = sizes[sizes > 1]
         return {
+            "num_trees": len(sizes),
+            "samples_per_tree": float(sizes.mean()),
+            "largest_tree": int(sizes.max()),
             "tokens_without": self.shared.num_whole_tokens,
             "tokens_saved": self.shared.trees.num_shared_tokens,
             "token_share_saved": self.shared.saved,

@@ -20,6 +20,7 @@ from packtool.constants import LEAST_SHARED
 from packtool.errors import ConfigError, MismatchError, PacktoolError, UnsupportedModelError
 from packtool.launch.world import World
 from packtool.report.inspect_pack import pack_figures, pack_lines
+from packtool.report.plan import page_content
 from packtool.train.prepare.cached import CachedRun, prepare_cached
 from packtool.train.prepare.preview import preview, save_plan
 from packtool.train.prepare.shared_prefixes import find_shared
@@ -172,6 +173,14 @@ def test_a_preview_says_what_is_saved(alike: TinyWorld, tiny: TinyWorld) -> None
     assert shared["steps_without"] == whole["steps_per_epoch"] > figures["steps_per_epoch"]
     assert shared["packs_without"] == whole["packs"]
     assert shared["tower_work_share_saved"] == pytest.approx(0.8)
+    assert (shared["num_trees"], shared["samples_per_tree"]) == (NUM_TREES, QUESTIONS + 1)
+    assert shared["largest_tree"] == QUESTIONS + 1
+    content = page_content(found, figures, "packtool plan", "alike")
+    assert content.shared is not None
+    assert len(content.shared.headline) == 4
+    for _, told, tree in content.shared.trees:
+        assert told.startswith(f"{QUESTIONS + 1} samples, {sum(branch.num_tokens for branch in tree):,} tokens instead")
+    assert sum(branch.num_tokens for pack in content.packs for branch in pack) == figures["tokens"]
     assert figures["tokens_of_plain_batches"] == whole["tokens_of_plain_batches"]
     assert figures["flops_per_epoch"] < whole["flops_per_epoch"]
 
