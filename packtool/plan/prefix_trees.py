@@ -268,18 +268,16 @@ class _Forest:
         """Take the prefixes that more than one sample has; nodes are numbered by the first sample that has them."""
         owners = np.repeat(np.arange(prefixes.num_samples), np.diff(prefixes.offsets))
         entries = np.flatnonzero(prefixes.lengths > least_shared)
-        _, first, node, counts = np.unique(
-            prefixes.hashes[entries], return_index=True, return_inverse=True, return_counts=True
-        )
-        kept = counts > 1
+        # Most hashes are of one sample alone: these are sorted out first, for a plain sort costs next to nothing.
+        hashes = prefixes.hashes[entries]
+        ordered = np.sort(hashes)
+        entries = entries[np.isin(hashes, ordered[1:][ordered[1:] == ordered[:-1]])]
+        _, first, node = np.unique(prefixes.hashes[entries], return_index=True, return_inverse=True)
         # Numbered by where they come first, so that a parent's number is below its children's.
-        by_first = np.argsort(first[kept], kind="stable")
-        number = np.full(len(kept), NOTHING, np.int64)
-        number[np.flatnonzero(kept)[by_first]] = np.arange(len(by_first))
-        first = first[kept][by_first]
-        node = number[node]
-        is_node = node != NOTHING
-        entries, node, first = entries[is_node], node[is_node], (np.cumsum(is_node) - 1)[first]
+        by_first = np.argsort(first)
+        number = np.empty_like(by_first)
+        number[by_first] = np.arange(len(by_first))
+        first, node = first[by_first], number[node]
         owner = owners[entries]
         parents = np.full(len(first) + 1, NOTHING, np.int64)
         if len(first):
