@@ -53,6 +53,9 @@ def test_auto_shares_where_it_saves(alike: TinyWorld, tiny: TinyWorld, tmp_path:
     saved_tokens = whole.schedule.first.summary.num_tokens - run.schedule.first.summary.num_tokens
     assert int(saved.replace(",", "")) == saved_tokens
     assert "80% of the work of the towers" in line
+    steps = whole.schedule.first.summary.num_steps
+    assert f" {steps - run.schedule.first.summary.num_steps} of {steps} optimizer steps of an epoch" in line
+    assert preview(planned(alike)).shared_line == line
     # What shares nothing is planned as it always was.
     other = prepared(tiny, tmp_path)
     assert other.least_shared is None
