@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from packtool.cache.plan_file import read_plan
 from packtool.cache.reader import CacheReader
 from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.placed_media import MediaTokens, placed_media
-from packtool.errors import ConfigError, MismatchError
+from packtool.errors import ConfigError
 from packtool.plan.prefix_trees import NOTHING, Branch, branches_of
-from packtool.report.inspect import all_media, files_of, medium_text
+from packtool.report.inspect import all_media, medium_text, model_of_cache, read_plan_of
 from packtool.visible import visible_line
 
 
@@ -34,12 +33,7 @@ def pack_figures(directory: str, plan: str, pack: int, model: str | None = None)
         ConfigError: if it has no such pack, or the model cannot be read.
     """
     reader = CacheReader.open([directory])
-    saved = read_plan(plan)
-    if saved.info.cache != reader.fingerprint:
-        raise MismatchError(
-            f"--plan {plan} belongs to the cache {saved.info.cache}, and {directory} is {reader.fingerprint}",
-            "Give the cache that the plan was made for.",
-        )
+    saved = read_plan_of(reader, plan)
     num_packs = len(saved.offsets) - 1
     if not 0 <= pack < num_packs:
         raise ConfigError(f"--pack {pack}: the plan has packs 0 to {num_packs - 1}")
@@ -50,8 +44,7 @@ def pack_figures(directory: str, plan: str, pack: int, model: str | None = None)
     samples = [reader.sample(position) for position in positions]
     tokens = None
     if any(branch.num_samples > 1 for branch in branches) and any(map(all_media, samples)):
-        files = files_of(directory, model, str(reader.manifests[0].identity.spec["model"]))
-        tokens = MediaTokens.of(files.config)
+        tokens = MediaTokens.of(model_of_cache(reader, model).config)
     prefixes, own = _laid_out(branches, positions, samples, tokens)
     return {
         "pack": pack,
