@@ -12,7 +12,6 @@ from tokenizers import Tokenizer
 
 from packtool import storage
 from packtool.cache.manifest import Manifest
-from packtool.cache.plan_file import SavedPlan, read_plan
 from packtool.cache.reader import CacheReader
 from packtool.cache.restart import num_finished
 from packtool.cache.task import TASKS_DIR
@@ -299,20 +298,3 @@ def medium_text(medium: EncodedImage | EncodedVideo | EncodedAudio) -> str:
 def all_media(sample: EncodedSample) -> list[EncodedImage | EncodedVideo | EncodedAudio]:
     """The media of a sample: pictures, then videos, then sounds."""
     return [*sample.images, *sample.videos, *sample.audios]
-
-
-def read_plan_of(reader: CacheReader, plan: str) -> SavedPlan:
-    """A saved plan of a cache.
-
-    Raises:
-        MismatchError: if the plan belongs to other caches, or is damaged.
-        StorageError: if it cannot be read.
-    """
-    saved = read_plan(plan)
-    if saved.info.cache != reader.fingerprint:
-        raise MismatchError(
-            f"--plan {plan} belongs to the cache {saved.info.cache}, and {' '.join(reader.directories)} is "
-            f"{reader.fingerprint}",
-            "Give the cache that the plan was made for.",
-        )
-    return saved

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from packtool.cache.plan_file import read_plan_of
 from packtool.cache.reader import CacheReader
 from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.placed_media import MediaTokens, placed_media
 from packtool.errors import ConfigError
 from packtool.plan.prefix_trees import NOTHING, Branch, branches_of
-from packtool.report.inspect import all_media, medium_text, model_of_cache, read_plan_of
+from packtool.report.inspect import all_media, medium_text, model_of_cache
 from packtool.visible import visible_line
 
 

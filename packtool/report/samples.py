@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import os
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +18,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from packtool import storage
+from packtool.cache.plan_file import read_plan_of
 from packtool.cache.reader import CacheReader
 from packtool.config.inspect import InspectConfig
 from packtool.constants import DROPPED_NAME, IGNORE_INDEX
@@ -26,10 +26,11 @@ from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedVideo
 from packtool.errors import ConfigError, MediaError
 from packtool.media.load import load_image
 from packtool.media.opening import MediaProblem, open_medium
+from packtool.media.suffix import suffix_of
 from packtool.media.video import load_video
 from packtool.plan.prefix_trees import branches_of
 from packtool.progress import Progress
-from packtool.report.inspect import Decoder, all_media, read_plan_of
+from packtool.report.inspect import Decoder, all_media
 from packtool.report.markup import render
 from packtool.rows.rights import MediaRights, rights_of_cache
 from packtool.rows.sample import MediaRef
@@ -42,15 +43,6 @@ _MOST_DROPPED = 10_000
 _THUMBNAIL = 512
 _MOST_PLAYED = 8_000_000
 """Bytes of the largest file that a player gets."""
-_FIRST_BYTES = (
-    (b"RIFF", ".wav"),
-    (b"fLaC", ".flac"),
-    (b"OggS", ".ogg"),
-    (b"ID3", ".mp3"),
-    (b"\xff\xfb", ".mp3"),
-    (b"\x1aE\xdf\xa3", ".webm"),
-)
-_PLAYED = {".wav", ".flac", ".ogg", ".mp3", ".webm", ".mp4", ".m4a", ".mov", ".mkv", ".aac", ".opus"}
 _MEDIUM = re.compile(r"media/(\d+)-(\d+)(\.\w+)")
 _BLOCK = re.compile(r"data/(samples|packs)-(\d+)\.js")
 _OURS = re.compile(rf"{INDEX}|samples\.js|data/(cache|dropped)\.js|{_BLOCK.pattern}|{_MEDIUM.pattern}")
@@ -285,20 +277,9 @@ def _dropped(path: str) -> list[dict[str, Any]]:
 def _places(number: int, i: int, medium: Medium) -> dict[str, str]:
     """Names of a medium's files: ``seen`` for its small picture, and ``played`` for the file itself."""
     found = {} if isinstance(medium, EncodedAudio) else {"seen": f"media/{number}-{i}.jpg"}
-    if not isinstance(medium, EncodedImage) and (suffix := _suffix(medium)) is not None:
-        found["played"] = f"media/{number}-{i}{suffix}"
+    if not isinstance(medium, EncodedImage) and (medium.path is not None or medium.data is not None):
+        found["played"] = f"media/{number}-{i}{suffix_of(medium.path, medium.data)}"
     return found
-
-
-def _suffix(medium: EncodedVideo | EncodedAudio) -> str | None:
-    """What a browser knows the kind of file by; None where there is no one file."""
-    if medium.path is not None:
-        suffix = os.path.splitext(medium.path.partition("?")[0])[1].lower()
-        return suffix if suffix in _PLAYED else None
-    if medium.data is None:
-        return None
-    known = (suffix for first, suffix in _FIRST_BYTES if medium.data.startswith(first))
-    return next(known, ".mp4")
 
 
 def _thumbnail(medium: Medium, rights: MediaRights) -> bytes:
