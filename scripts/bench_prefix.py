@@ -9,7 +9,7 @@
   and with ``false``: what looking for prefixes costs.
 - ``planning``: caches of a million rows, of which planning reads what it always reads: seconds with and without trees.
 
-    python scripts/bench_prefix.py [--parts questions alone planning] [--realdata DIR] [--pictures 3]
+    python scripts/bench_prefix.py [questions] [alone] [planning] [--realdata DIR] [--pictures 2]
         [--questions 1 2 4 8 16] [--rounds 3] [--planning-rows 1000000] [--quick]
 
 Times are of the processor, on one thread: other work on the machine changes them little. FLOPs are those that torch
@@ -30,6 +30,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,15 +57,16 @@ from scripts._reduced_model import reduce_model
 ROWS = "mm_mathvision_a.jsonl"
 PICTURE_TOKENS = 512
 LONGEST_QUESTION = 100
+NUM_PICTURES = 6
 PARTS = ("questions", "alone", "planning")
 ROWS_PER_PICTURE = 5.4  # VQAv2's
 
 
-def real_world(realdata: Path, work: Path, num_pictures: int) -> World:
+def real_world(realdata: Path, work: Path) -> World:
     """Pictures and short questions of real rows, and the reduced model."""
     reduce_model(realdata / "tokenizers" / "qwen3-vl", work / "model")
     rows = [json.loads(line) for line in (realdata / ROWS).read_text().splitlines()]
-    pictures = list(dict.fromkeys(str(realdata / row["images"][0]) for row in rows))[:num_pictures]
+    pictures = list(dict.fromkeys(str(realdata / row["images"][0]) for row in rows))[:NUM_PICTURES]
     pairs = [tuple(turn["content"].replace("<image>", "") for turn in row["messages"][:2]) for row in rows]
     asked = [(question, answer) for question, answer in pairs if len(question) + len(answer) < LONGEST_QUESTION]
     return World(work / "model", pictures, asked, PICTURE_TOKENS, 8192)
@@ -182,13 +184,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = Path(__file__).resolve().parent.parent.parent / "shared" / "realdata"
     parser.add_argument("--realdata", type=Path, default=default, help="folder of the real data")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--pictures", type=int, default=3, help="pictures that are asked about")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all by default")
+    parser.add_argument("--pictures", type=int, default=2, help="pictures that are asked about")
     parser.add_argument("--questions", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="of each picture")
     parser.add_argument("--rounds", type=int, default=3, help="epochs each way")
     parser.add_argument("--planning-rows", type=int, default=1_000_000, help="rows of the caches that are only planned")
     parser.add_argument("--quick", action="store_true", help="the demo's pictures and model, one round")
     options = parser.parse_args(arguments)
+    if wrong := set(options.parts) - set(PARTS):
+        parser.error(f"there is no part {', '.join(sorted(wrong))}; there are {', '.join(PARTS)}")
+    parts = options.parts or PARTS
     if not options.quick and not (options.realdata / "tokenizers" / "qwen3-vl").is_dir():
         print(f"{options.realdata} holds no real data; give its folder with --realdata", file=sys.stderr)
         sys.exit(2)
@@ -199,13 +204,13 @@ def main(arguments: list[str] | None = None) -> None:
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as temporary:
         warnings.simplefilter("ignore")
         work = Path(temporary)
-        world = small_world(work) if options.quick else real_world(options.realdata, work, options.pictures)
+        world = small_world(work) if options.quick else real_world(options.realdata, work)
         print(f"CPU ({platform.machine()}, 1 thread), float32, torch {torch.__version__}")
-        if "questions" in options.parts:
-            bench_questions(world, work, options.questions, options.rounds)
-        if "alone" in options.parts:
+        if "questions" in parts:
+            bench_questions(replace(world, pictures=world.pictures[: options.pictures]), work, options.questions, options.rounds)
+        if "alone" in parts:
             bench_alone(world, work, options.rounds)
-        if "planning" in options.parts:
+        if "planning" in parts:
             rows = export_rows(world, work, "planned", questions_about(world, 2))
             bench_planning(rows.cache, work, options.planning_rows, world.model, options.rounds)
 
