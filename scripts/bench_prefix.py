@@ -207,7 +207,9 @@ def main(arguments: list[str] | None = None) -> None:
         world = small_world(work) if options.quick else real_world(options.realdata, work)
         print(f"CPU ({platform.machine()}, 1 thread), float32, torch {torch.__version__}")
         if "questions" in parts:
-            bench_questions(replace(world, pictures=world.pictures[: options.pictures]), work, options.questions, options.rounds)
+            bench_questions(
+                replace(world, pictures=world.pictures[: options.pictures]), work, options.questions, options.rounds
+            )
         if "alone" in parts:
             bench_alone(world, work, options.rounds)
         if "planning" in parts:
