@@ -31,7 +31,7 @@ TEMPLATE = """\
 {{- '<think>\\n' + (message.reasoning_content or '') + '\\n</think>\\n\\n' -}}
 {%- endif -%}
 {{- said(message.content) -}}
-{%- for call in message.tool_calls or [] -%}{{- '\\n<tool_call>' + call | tojson + '</tool_call>' -}}{%- endfor -%}
+{%- for call in message.tool_calls or [] -%}{{- '<tool_call>' + call | tojson + '</tool_call>' -}}{%- endfor -%}
 {{- '<|im_end|>\\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n<think>\\n' -}}{%- endif -%}

@@ -331,15 +331,17 @@ class Encoder:
             # A blank that the answer begins with may merge with the header's last: the merged token is the answer's.
             first = firsts[turn.first]
             text = pieces[turn.first], tokens.text_starts[first], unit_ids[first]
-            start = opened = _behind(turn.header, *text)
+            start = _behind(turn.header, *text)
+            opening: tuple[int, ...] = ()
             if sample.part is not None and self._finder is not None:
-                opened = _behind(self._finder.header[-1][1], *text)
+                # A line that the answer begins with may merge with the header's.
+                opening = tokens.text_starts[first], _behind(self._finder.header[-1][1], *text)
             ends = turn.last < len(pieces)
             last = firsts[turn.last] if ends else len(item.layout.units) - 1
             end = tokens.text_starts[last] if ends else len(tokens.ids)
             if end > start:
                 message = said[number] if len(said) == len(item.turns) else Turn("assistant", "")
-                turns.append(_TrainedTurn(message, (start, end), first, last, opened))
+                turns.append(_TrainedTurn(message, (start, end), first, last, opening))
         return turns
 
 
@@ -348,19 +350,19 @@ class _TrainedTurn:
     """An assistant's turn: its message, tokens [start, end), and the first and last unit they lie in.
 
     Args:
-        opened: token behind its header, before what the generation prompt writes of thoughts.
+        opening: where its header begins and ends, without what the generation prompt writes of thoughts.
     """
 
     turn: Turn
     span: tuple[int, int]
     first_unit: int
     last_unit: int
-    opened: int = 0
+    opening: tuple[int, ...] = ()
 
 
 def _borders(turns: Sequence[_TrainedTurn]) -> IntArray:
     """Where other samples of a row may go on from this one, int32, ascending."""
-    return np.array(sorted({place for turn in turns for place in (turn.opened, *turn.span)}), np.int32)
+    return np.array(sorted({place for turn in turns for place in (*turn.opening, *turn.span)}), np.int32)
 
 
 def _tokenizer(files: ModelFiles) -> Tokenizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +21,7 @@ from packtool.encode.encoded import EncodedRow, EncodedSample, left_out_of
 from packtool.encode.encoder import Encoder
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.placed_media import MediaTokens
-from packtool.encode.prefix_hashes import prefix_hashes
+from packtool.encode.prefix_hashes import PrefixHashes, prefix_hashes
 from packtool.encode.row_parts import expansion_of
 from packtool.errors import RowError
 from packtool.rows.forms import to_sample
@@ -217,22 +218,34 @@ def test_media_of_later_turns_are_not_in_earlier_samples(small_model: Any, tmp_p
     ]
 
 
+def shared(one: EncodedSample, other: EncodedSample) -> tuple[int, int]:
+    """Tokens that two samples begin with in common, and those of the longest prefix that hashes tell of."""
+    same = int(np.argmin(one.input_ids == other.input_ids[: one.length]))
+    (hashes, lengths), (others, _) = (
+        (found.hashes.tolist(), found.lengths.tolist()) for found in map(hashed, (one, other))
+    )
+    return same, max(length for length, digest in zip(lengths, hashes, strict=True) if digest in others)
+
+
+def hashed(sample: EncodedSample) -> PrefixHashes:
+    return prefix_hashes(sample, MediaTokens.of({}))
+
+
 @pytest.mark.parametrize("template", [HYBRID, OPENED])
 def test_samples_of_a_row_share_all_up_to_the_turn_where_they_part(encoder: Any, template: str) -> None:
     found = encoded(encoder("true", template), row(*THREE))
     assert isinstance(found, list)
-    tokens = MediaTokens.of({})
-    hashes = [prefix_hashes(sample, tokens) for sample in found]
-    for one, other in ((0, 1), (1, 2)):
-        common = set(hashes[one].hashes.tolist()) & set(hashes[other].hashes.tolist())
-        longest = max(
-            length
-            for length, digest in zip(hashes[one].lengths.tolist(), hashes[one].hashes.tolist(), strict=True)
-            if digest in common
-        )
-        a, b = found[one].input_ids, found[other].input_ids
-        same = int(np.argmin(a == b[: len(a)]))
-        assert longest == same == int(found[one].borders[-3 if template == OPENED else -2])  # type: ignore[index]
+    for one, other in itertools.pairwise(found):
+        same, told = shared(one, other)
+        assert told == same == int(one.turns[0]) - len("<think>/") * (template == OPENED)
+
+
+def test_a_line_that_merges_with_the_header_hides_no_prefix(realdata: Path, text_model: Any) -> None:
+    encoder = cached_encoder(text_model("text-qwen3"), expand_turns="auto")
+    found = encoded(encoder, row(asked("a?"), said("\n\nA", "1"), *THREE[2:4]))
+    assert isinstance(found, list)
+    same, told = shared(found[0], found[1])
+    assert same - 1 <= told <= same < int(found[0].turns[0])
 
 
 def test_only_templates_that_leave_thoughts_out_are_expanded_by_themselves(small_model: Any) -> None:
