@@ -99,7 +99,7 @@ class Encoder:
         prepared = [self._render(sample) for sample in samples]
         flat = [unit for item in prepared if isinstance(item, _Rendered) for unit in item.layout.units]
         ends = self._ends(prepared)
-        ids = self._pieces.encode([replace(unit, text="") if i in ends else unit for i, unit in enumerate(flat)])
+        ids = self._pieces.encode([unit._replace(text="") if i in ends else unit for i, unit in enumerate(flat)])
         for i, (kept, _) in ends.items():
             ids[i] = kept
         results: list[list[EncodedSample] | Dropped] = []

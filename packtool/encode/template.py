@@ -13,6 +13,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.runtime
+import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from packtool.errors import ConfigError
@@ -27,6 +28,8 @@ _MOST_ROUNDS = 10_000_000
 """Rounds of all loops of one rendering: some seconds."""
 _MOST_CHARS = 1 << 28
 _DICT_NAMES = frozenset(dir(dict))
+_OF_LOOPS = frozenset(("_loop_vars", "_block_vars"))
+"""What a compiled template gives to the calls in its loops and blocks, besides what stands there."""
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
 
@@ -46,7 +49,8 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with a short way for what nearly every attribute of a chat template is: a key of a message.
+    """The sandbox, with a short way for what nearly all attributes and calls of a chat template are: a key of a
+    message, and ``namespace(...)``.
 
     It also counts: a loop is charged for its rounds when it begins, a macro for each call, and a product for its size,
     so that a template that would run for hours, or fill the memory, ends. What is kept in a variable or given to a
@@ -76,6 +80,8 @@ class _Environment(ImmutableSandboxedEnvironment):
             __self.take_rounds(1)
             for value in (*args, *kwargs.values()):
                 _bounded(value)
+        elif __obj is jinja2.utils.Namespace and _OF_LOOPS.isdisjoint(kwargs):
+            return __obj(*args, **kwargs)
         return super().call(__context, __obj, *args, **kwargs)
 
     def take_rounds(self, count: int) -> None:
@@ -94,8 +100,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        if type(obj) is dict and attribute in obj and attribute not in _DICT_NAMES:
-            return obj[attribute]
+        if type(obj) is dict and attribute not in _DICT_NAMES:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         return super().getattr(obj, attribute)
 
 
@@ -221,6 +227,8 @@ class ChatTemplate:
 
 
 def _with_reasoning_names(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    if message.keys().isdisjoint(_REASONING_NAMES):
+        return message
     reasoning = next((message[name] for name in _REASONING_NAMES if message.get(name) is not None), None)
     if reasoning is None:
         return message
