@@ -90,6 +90,7 @@ class Workers:
         self._spec, self.num_proc, self._missing = spec, num_proc, enough
         self._idle: list[_Worker] = []
         self._can_encode = False
+        self._next_glance = 0.0
 
     def __enter__(self) -> Self:
         return self
@@ -117,7 +118,10 @@ class Workers:
         """
         self._missing -= num_rows
         if self.have_begun:
-            self._hear_first(0.0)
+            # Asked for each of many thousand files.
+            if (now := time.monotonic()) >= self._next_glance:
+                self._next_glance = now + _GLANCE_S
+                self._hear_first(0.0)
         elif self._missing <= 0:
             self.begin()
 

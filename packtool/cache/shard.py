@@ -129,7 +129,7 @@ def _batch(samples: Sequence[EncodedSample]) -> pa.RecordBatch:
     return pa.record_batch([columns[name] for name in SAMPLES.names], schema=SAMPLES)
 
 
-def num_targets(sample: EncodedSample) -> int:
+def _num_targets(sample: EncodedSample) -> int:
     """Tokens that carry loss: labels from the second position on, since nothing comes before the first."""
     return int(np.count_nonzero(sample.labels[1:] >= 0))
 
@@ -147,7 +147,7 @@ def index_part(
         "shard": np.full(count, shard, np.int32),
         "row_in_shard": np.arange(first_row, first_row + count, dtype=np.int32),
         "length": np.array([sample.length for sample in samples], np.int32),
-        "target_tokens": np.array([num_targets(sample) for sample in samples], np.int32),
+        "target_tokens": np.array([_num_targets(sample) for sample in samples], np.int32),
         "media_tokens": np.array([sample.num_media_tokens for sample in samples], np.int32),
         "num_images": np.array([len(sample.images) for sample in samples], np.int32),
         "num_videos": np.array([len(sample.videos) for sample in samples], np.int32),

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,11 +20,11 @@ from packtool.cache.embed import embedded
 from packtool.cache.lock import LockStamp, lost
 from packtool.cache.prefixes import joined_batches, prefix_batch
 from packtool.cache.schema import INDEX, PREFIXES
-from packtool.cache.shard import ShardWriter, index_batch, index_part, num_targets
+from packtool.cache.shard import ShardWriter, index_batch, index_part
 from packtool.config.export import EncodeSpec
 from packtool.constants import LEAST_SHARED, TRAIN_SPLIT, VAL_SPLIT
 from packtool.encode.blocks import encode_samples, samples_of
-from packtool.encode.encoded import EncodedSample
+from packtool.encode.encoded import EncodedSample, IntArray
 from packtool.encode.encoder import Encoder
 from packtool.encode.placed_media import MediaTokens
 from packtool.encode.prefix_hashes import prefix_hashes
@@ -107,15 +106,16 @@ class SplitCounts:
     pieces_added: int = 0
     lengths: dict[int, int] = field(default_factory=dict)
 
-    def add(self, sample: EncodedSample) -> None:
-        """Count one sample."""
-        self.rows += 1
-        self.tokens += sample.length
-        self.target_tokens += num_targets(sample)
-        self.media_tokens += sample.num_media_tokens
-        self.truncated += sample.num_truncated > 0
-        self.truncated_tokens += sample.num_truncated
-        self.lengths[sample.length] = self.lengths.get(sample.length, 0) + 1
+    def add(self, samples: Sequence[EncodedSample], index: Mapping[str, IntArray]) -> None:
+        """Count samples with their part of the index."""
+        self.rows += len(samples)
+        self.tokens += int(index["length"].sum())
+        self.target_tokens += int(index["target_tokens"].sum())
+        self.media_tokens += int(index["media_tokens"].sum())
+        for length, removed in zip(index["length"].tolist(), [each.num_truncated for each in samples], strict=True):
+            self.truncated += removed > 0
+            self.truncated_tokens += removed
+            self.lengths[length] = self.lengths.get(length, 0) + 1
 
 
 @dataclass
@@ -234,7 +234,7 @@ class _Outputs:
         self._drops: list[str] = []
         self._codes: dict[str, int] = {}
         self._rights = {source.label: source.media_rights for source, _ in task.stretches} if embed else {}
-        self._index: dict[str, list[dict[str, Any]]] = {name: [] for name in task.shards}
+        self._index: dict[str, list[dict[str, IntArray]]] = {name: [] for name in task.shards}
         self._prefixes: dict[str, list[pa.RecordBatch]] = {name: [] for name in task.shards}
         self._writers: dict[str, ShardWriter] = {}
         for split, (shard, name) in task.shards.items():
@@ -264,13 +264,13 @@ class _Outputs:
             counts = self.result.splits[split]
             embeds = self._embed and self._directory is not None
             for part in embedded(samples, self._rights, self.drop) if embeds else (samples,):
+                index = index_part(part, counts.shard, counts.rows, self._codes)
+                counts.add(part, index)
                 if self._directory is not None:
-                    self._index[split].append(index_part(part, counts.shard, counts.rows, self._codes))
-                    hashed = [prefix_hashes(each, self._media_tokens, longer_than=LEAST_SHARED) for each in part]
-                    self._prefixes[split].append(prefix_batch(hashed))
+                    self._index[split].append(index)
+                    found = prefix_hashes(part, self._media_tokens, longer_than=LEAST_SHARED)
+                    self._prefixes[split].append(prefix_batch(*found))
                     self._writers[split].write(part)
-                for sample in part:
-                    counts.add(sample)
 
     def commit(self, num_rows: int) -> TaskResult:
         self.result.rows = num_rows
@@ -302,7 +302,7 @@ class _Outputs:
             writer.discard()
 
 
-def _index_bytes(parts: list[dict[str, Any]]) -> bytes:
+def _index_bytes(parts: list[dict[str, IntArray]]) -> bytes:
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else None
     return _stream_of([] if columns is None else [index_batch(columns)], INDEX)
 

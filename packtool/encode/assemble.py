@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from packtool.encode.control import Piece
 from packtool.encode.families import Medium, Part
@@ -37,8 +38,7 @@ class _Place:
     char: int | None
 
 
-@dataclass(frozen=True)
-class MediaLayout:
+class MediaLayout(NamedTuple):
     """A conversation with its media written out, before tokenization.
 
     Args:
@@ -82,8 +82,7 @@ def lay_out(
     return MediaLayout(units, firsts, borders)
 
 
-@dataclass(frozen=True)
-class TokenizedLayout:
+class TokenizedLayout(NamedTuple):
     """A tokenized layout.
 
     Args:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ _BYTES = 8
 
 
 class PrefixHashes(NamedTuple):
-    """Some prefixes of one sample, the shorter ones first; arrays of M numbers.
+    """Some prefixes of samples, one sample's after the other's, its shorter ones first; arrays of M numbers.
 
     Args:
         lengths: int32, tokens of each.
@@ -38,13 +39,30 @@ class PrefixHashes(NamedTuple):
     patch_squares: npt.NDArray[np.int64]
 
 
-def prefix_hashes(sample: EncodedSample, tokens: MediaTokens, *, longer_than: int = 0) -> PrefixHashes:
-    """Hash the prefixes of a sample: BLAKE2b of 64 bits over tokens, media and channel.
+def prefix_hashes(
+    samples: Sequence[EncodedSample], tokens: MediaTokens, *, longer_than: int = 0
+) -> tuple[npt.NDArray[np.int64], PrefixHashes]:
+    """Hash the prefixes of S samples: BLAKE2b of 64 bits over tokens, media and channel.
 
     Args:
-        tokens: by which its media are found; a sample with others has no prefixes, for nobody knows where these lie.
+        tokens: by which their media are found; a sample with others has no prefixes, for nobody knows where these lie.
         longer_than: tokens of prefixes that are too short to be told.
+
+    Returns:
+        How many each sample has, int64 (S,), and those of all.
     """
+    found = [_prefixes(sample, tokens, longer_than) for sample in samples]
+    together = [prefix for of_sample in found for prefix in of_sample]
+    lengths, digests, *others = zip(*together, strict=True) if together else ((), (), (), (), ())
+    hashes = np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
+    media_tokens, audio_tokens = (np.array(column, np.int32) for column in others[:2])
+    return np.array([len(of_sample) for of_sample in found], np.int64), PrefixHashes(
+        np.array(lengths, np.int32), hashes, media_tokens, audio_tokens, np.array(others[2], np.int64)
+    )
+
+
+def _prefixes(sample: EncodedSample, tokens: MediaTokens, longer_than: int) -> list[tuple[int, bytes, int, int, int]]:
+    """Tokens, digest, pads, pads of sound and squares of patches of each prefix of a sample."""
     media = placed_media(sample, tokens)
     if len(media) < len(sample.images) + len(sample.videos) + len(sample.audios):
         media, sample = [], dataclasses.replace(sample, turns=sample.turns[:0])
@@ -60,14 +78,11 @@ def prefix_hashes(sample: EncodedSample, tokens: MediaTokens, *, longer_than: in
             state.update(_identity(placed))
             own = _figures(placed.medium)
             sums = sums[0] + own[0], sums[1] + own[1], sums[2] + own[2]
-        state.update(ids[told:end].tobytes())
+        state.update(ids[told:end])
         told = end
         if end > longer_than:
-            found.append((end, state.copy().digest(), *sums))
-    lengths, digests, *others = zip(*found, strict=True) if found else ((), (), (), (), ())
-    hashes = np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
-    media_tokens, audio_tokens = (np.array(column, np.int32) for column in others[:2])
-    return PrefixHashes(np.array(lengths, np.int32), hashes, media_tokens, audio_tokens, np.array(others[2], np.int64))
+            found.append((end, state.digest(), *sums))  # of what came so far: more may follow
+    return found
 
 
 def _figures(medium: EncodedImage | EncodedVideo | EncodedAudio) -> tuple[int, int, int]:

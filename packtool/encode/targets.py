@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -30,8 +31,7 @@ _PROBE = [
 _Header = tuple[tuple[str, str], ...]
 
 
-@dataclass(frozen=True)
-class TurnPieces:
+class TurnPieces(NamedTuple):
     """Where one assistant turn lies in a cut conversation.
 
     Args:

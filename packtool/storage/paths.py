@@ -27,6 +27,8 @@ _LEAST_SECRET = 8
 
 def scheme_of(path: str) -> str:
     """``s3``, ``https``, ...; empty for a path of this machine."""
+    if ":/" not in path:  # as nearly all paths, of which there may be many thousand
+        return ""
     match = _URL.match(path)
     name = match[1].lower() if match else ""
     name = _SAME.get(name, name)
@@ -44,7 +46,7 @@ def normalize(path: str) -> str:
     Raises:
         StorageError: if it is a URL of a kind that is not known, or names no bucket or host.
     """
-    match = _URL.match(path)
+    match = _URL.match(path) if ":/" in path else None
     if match is None:
         return path
     rest = path[match.end() :]
