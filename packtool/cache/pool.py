@@ -5,6 +5,7 @@ Workers speak with this process through one pipe each: see ``launch.worker``.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import multiprocessing.connection
 import sys
@@ -195,6 +196,7 @@ def _work(spec: EncodeSpec, pipe: Connection) -> None:
     teller = _Teller(pipe)
     try:
         encoder = Encoder(spec, ModelFiles.load(spec.model, spec.chat_template))
+        gc.freeze()  # what was loaded stays: it need not be looked through for garbage again and again
         pipe.send(None)
         work = pipe.recv()
         while True:
