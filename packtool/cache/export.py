@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import count
 
 import numpy as np
 
@@ -54,7 +55,7 @@ from packtool.rows.source import ScannedSource, SourceSpec
 from packtool.rows.sources import sources_of
 
 _LOOKED_AT = 8  # sources whose first rows are looked at before the work begins
-# Sources that each get a line of their own.
+# Sources that each get a line of their own; of more it is told how far they are, for so many at once.
 _MOST_TOLD = 20
 
 
@@ -163,13 +164,14 @@ def _finished(directory: str, manifest: Manifest) -> ExportSummary:
 def _scanned(specs: Sequence[SourceSpec], seed: int, progress: Progress, workers: Workers) -> list[ScannedSource]:
     """All sources with their rows; each is told of, but of very many only how far it is."""
     many = len(specs) > _MOST_TOLD
+    numbers = count(1)
 
     def found_one(found: ScannedSource) -> None:
         workers.expect(found.num_rows)
-        if many:
-            progress.advance(1)
-        else:
+        if not many:
             progress.note(_described(found))
+        elif next(numbers) % _MOST_TOLD == 0:
+            progress.advance(_MOST_TOLD)
 
     if not many:
         return scan_sources(specs, seed, found_one)

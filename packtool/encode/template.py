@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache
 from itertools import islice
+from types import CodeType
 from typing import Any, NoReturn
 
 import jinja2
@@ -151,6 +153,21 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
+def _new_environment() -> _Environment:
+    environment = _Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+@lru_cache(maxsize=8)
+def _compiled(text: str) -> CodeType:
+    return _new_environment().compile(text)
+
+
 class ChatTemplate:
     """A compiled chat template.
 
@@ -162,19 +179,13 @@ class ChatTemplate:
 
     def __init__(self, text: str, variables: Mapping[str, str], content_as_list: bool = False) -> None:
         self._content_as_list = content_as_list
-        environment = _Environment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
-        self._environment = environment
+        self._environment = environment = _new_environment()
         try:
-            # A dictionary, which is copied at once for each conversation; Jinja's own is a chain of two.
-            self._template = environment.from_string(text)
-            self._template.globals = dict(self._template.globals)
+            code = _compiled(text)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"the chat template is not valid Jinja: {error}") from error
+        # A dictionary, which is copied at once for each conversation; Jinja's own is a chain of two.
+        self._template = environment.template_class.from_code(environment, code, dict(environment.globals))
         self._variables = dict(variables)
 
     def render(

@@ -106,7 +106,7 @@ def parent(path: str) -> str:
 def name(path: str) -> str:
     """Its last part, without a query: what a file's kind is told from."""
     if not is_remote(path):
-        return os.path.basename(path.rstrip("/"))
+        return path.rstrip("/").rpartition("/")[2]
     return _without_query(normalize(path)).rstrip("/").rpartition("/")[2]
 
 
