@@ -95,9 +95,7 @@ def _collecting_later() -> Iterator[Callable[[], None]]:
         gc.enable()
 
 
-def _export(
-    config: ExportConfig, progress: Progress, workers: Workers, collect: Callable[[], None]
-) -> ExportSummary:
+def _export(config: ExportConfig, progress: Progress, workers: Workers, collect: Callable[[], None]) -> ExportSummary:
     started = time.perf_counter()
     files = ModelFiles.load(config.model, config.chat_template)
     specs = sources_of(config)

@@ -14,6 +14,9 @@ from packtool.cache.schema import INDEX, SAMPLES
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray
 from packtool.storage import AtomicFile, FileState
 
+IndexPart = dict[str, npt.NDArray[np.integer[Any]]]
+"""The index columns of some samples, (S,) each."""
+
 
 class ShardWriter:
     """Writes samples in batches; the file appears whole on ``close`` or not at all.
@@ -129,14 +132,14 @@ def _batch(samples: Sequence[EncodedSample]) -> pa.RecordBatch:
     return pa.record_batch([columns[name] for name in SAMPLES.names], schema=SAMPLES)
 
 
-def _num_targets(sample: EncodedSample) -> int:
+def num_targets(sample: EncodedSample) -> int:
     """Tokens that carry loss: labels from the second position on, since nothing comes before the first."""
     return int(np.count_nonzero(sample.labels[1:] >= 0))
 
 
 def index_part(
     samples: Sequence[EncodedSample], shard: int, first_row: int, channel_codes: dict[str, int]
-) -> dict[str, npt.NDArray[np.integer[Any]]]:
+) -> IndexPart:
     """The index columns of samples that follow one another in a shard, (S,) each; new channels get the next code."""
     codes = [
         -1 if sample.channel is None else channel_codes.setdefault(sample.channel, len(channel_codes))
@@ -147,7 +150,7 @@ def index_part(
         "shard": np.full(count, shard, np.int32),
         "row_in_shard": np.arange(first_row, first_row + count, dtype=np.int32),
         "length": np.array([sample.length for sample in samples], np.int32),
-        "target_tokens": np.array([_num_targets(sample) for sample in samples], np.int32),
+        "target_tokens": np.array([num_targets(sample) for sample in samples], np.int32),
         "media_tokens": np.array([sample.num_media_tokens for sample in samples], np.int32),
         "num_images": np.array([len(sample.images) for sample in samples], np.int32),
         "num_videos": np.array([len(sample.videos) for sample in samples], np.int32),
@@ -158,7 +161,7 @@ def index_part(
     }
 
 
-def index_batch(columns: dict[str, npt.NDArray[np.integer[Any]]]) -> pa.RecordBatch:
+def index_batch(columns: IndexPart) -> pa.RecordBatch:
     """Index columns, (S,) each, as a record batch in the schema's types."""
     arrays = [pa.array(columns[field.name], field.type) for field in INDEX]
     return pa.record_batch(arrays, schema=INDEX)

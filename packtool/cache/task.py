@@ -20,11 +20,11 @@ from packtool.cache.embed import embedded
 from packtool.cache.lock import LockStamp, lost
 from packtool.cache.prefixes import joined_batches, prefix_batch
 from packtool.cache.schema import INDEX, PREFIXES
-from packtool.cache.shard import ShardWriter, index_batch, index_part
+from packtool.cache.shard import IndexPart, ShardWriter, index_batch, index_part
 from packtool.config.export import EncodeSpec
 from packtool.constants import LEAST_SHARED, TRAIN_SPLIT, VAL_SPLIT
 from packtool.encode.blocks import encode_samples, samples_of
-from packtool.encode.encoded import EncodedSample, IntArray
+from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
 from packtool.encode.placed_media import MediaTokens
 from packtool.encode.prefix_hashes import prefix_hashes
@@ -106,7 +106,7 @@ class SplitCounts:
     pieces_added: int = 0
     lengths: dict[int, int] = field(default_factory=dict)
 
-    def add(self, samples: Sequence[EncodedSample], index: Mapping[str, IntArray]) -> None:
+    def add(self, samples: Sequence[EncodedSample], index: IndexPart) -> None:
         """Count samples with their part of the index."""
         self.rows += len(samples)
         self.tokens += int(index["length"].sum())
@@ -234,7 +234,7 @@ class _Outputs:
         self._drops: list[str] = []
         self._codes: dict[str, int] = {}
         self._rights = {source.label: source.media_rights for source, _ in task.stretches} if embed else {}
-        self._index: dict[str, list[dict[str, IntArray]]] = {name: [] for name in task.shards}
+        self._index: dict[str, list[IndexPart]] = {name: [] for name in task.shards}
         self._prefixes: dict[str, list[pa.RecordBatch]] = {name: [] for name in task.shards}
         self._writers: dict[str, ShardWriter] = {}
         for split, (shard, name) in task.shards.items():
@@ -302,7 +302,7 @@ class _Outputs:
             writer.discard()
 
 
-def _index_bytes(parts: list[dict[str, IntArray]]) -> bytes:
+def _index_bytes(parts: list[IndexPart]) -> bytes:
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else None
     return _stream_of([] if columns is None else [index_batch(columns)], INDEX)
 

@@ -163,7 +163,7 @@ class ControlVocabulary:
         """Splits at control tokens and at the characters that stand for media, and keeps these.
 
         Args:
-            marks: the characters; none for a row without media: for what control tokens begin with alike, re is quicker.
+            marks: the characters; none for a row without media, since re is quicker where all begins alike.
         """
         if marks not in self._cut_patterns:
             # Single characters, not a class: with literals only, re skips to their first characters at once.
@@ -187,7 +187,8 @@ def _kinds_by_char(base: int) -> Mapping[str, str]:
 
 
 def _free_base(strings: Iterable[str]) -> int:
-    taken = {ord(char) // _BLOCK for string in strings for char in _PRIVATE.findall(string)}
+    foreign = [string for string in strings if not string.isascii()]
+    taken = {ord(char) // _BLOCK for string in foreign for char in _PRIVATE.findall(string)}
     free = next((base for base in _BASES if base // _BLOCK not in taken), None)
     if free is None:
         raise ValueError("the text uses private-use characters all over planes 15 and 16")

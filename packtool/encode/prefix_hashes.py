@@ -78,7 +78,7 @@ def _prefixes(sample: EncodedSample, tokens: MediaTokens, longer_than: int) -> l
             state.update(_identity(placed))
             own = _figures(placed.medium)
             sums = sums[0] + own[0], sums[1] + own[1], sums[2] + own[2]
-        state.update(ids[told:end])
+        state.update(ids[told:end].data)
         told = end
         if end > longer_than:
             found.append((end, state.digest(), *sums))  # of what came so far: more may follow

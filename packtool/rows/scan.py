@@ -212,7 +212,7 @@ def _form(spec: SourceSpec, source: Source, blocks: Iterable[RowBlock], head: by
             rows = [row for _, row in found if isinstance(row, dict)]
             if rows:
                 form = detect(rows, spec.columns, spec.formatting, source.label)
-                if text is None or any([part in text for part in _OF_MARKS]):
+                if text is None or any(part in text for part in _OF_MARKS):
                     check_first_rows(rows, source.read_as(form=form.form, columns=form.columns))
                 return form
     finally:

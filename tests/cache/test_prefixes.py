@@ -74,10 +74,10 @@ def test_each_sample_has_the_hashes_of_its_own_prefixes(ask: Export, tmp_path: P
     ask(media=media)
     reader, found = told_by(tmp_path / "cache")
     config = json.loads((tmp_path / "named" / "config.json").read_text())
-    expected = [prefix_hashes(reader.sample(i), MediaTokens.of(config), longer_than=3) for i in range(len(reader))]
-    assert found.offsets.tolist() == np.cumsum([0, *(len(each.lengths) for each in expected)]).tolist()
-    for name in PrefixHashes._fields:
-        wanted = np.concatenate([getattr(each, name) for each in expected])
+    samples = [reader.sample(i) for i in range(len(reader))]
+    counts, expected = prefix_hashes(samples, MediaTokens.of(config), longer_than=3)
+    assert np.diff(found.offsets).tolist() == counts.tolist()
+    for name, wanted in expected._asdict().items():
         assert getattr(found.prefixes, name).tolist() == wanted.tolist()
         assert getattr(found.prefixes, name).dtype == wanted.dtype
     # The picture, the beginning of the answer and its end; a picture's hash is that of four rows, in each channel.
