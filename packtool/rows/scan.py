@@ -23,7 +23,7 @@ from packtool.rows.opened import Hashed, close_readers, open_text
 from packtool.rows.read import parse_block, read_block
 from packtool.rows.records import find_records
 from packtool.rows.sampling import draw_rows
-from packtool.rows.source import RowBlock, RowBlocks, ScannedSource, Source, SourceSpec
+from packtool.rows.source import NumberedRow, RowBlock, RowBlocks, ScannedSource, Source, SourceSpec
 
 _FIRST_BYTES = 4096
 _FIRST_BLOCKS = 4
@@ -205,16 +205,20 @@ def _form(spec: SourceSpec, source: Source, blocks: Iterable[RowBlock], head: by
     """
     if source.kind == "txt":
         return detect([{"text": ""}], (), None, source.label)
+    for block in blocks:
+        text = head[block.start : block.stop] if block.stop <= len(head) else None
+        found = _read_apart(source, block) if text is None else parse_block(source, block, text)
+        rows = [row for _, row in found if isinstance(row, dict)]
+        if rows:
+            form = detect(rows, spec.columns, spec.formatting, source.label)
+            if text is None or any(part in text for part in _OF_MARKS):
+                check_first_rows(rows, source.read_as(form=form.form, columns=form.columns))
+            return form
+    return None
+
+
+def _read_apart(source: Source, block: RowBlock) -> list[NumberedRow]:
     try:
-        for block in blocks:
-            text = head[block.start : block.stop] if block.stop <= len(head) else None
-            found = read_block(source, block) if text is None else parse_block(source, block, text)
-            rows = [row for _, row in found if isinstance(row, dict)]
-            if rows:
-                form = detect(rows, spec.columns, spec.formatting, source.label)
-                if text is None or any(part in text for part in _OF_MARKS):
-                    check_first_rows(rows, source.read_as(form=form.form, columns=form.columns))
-                return form
+        return list(read_block(source, block))
     finally:
         close_readers()  # workers have their own
-    return None

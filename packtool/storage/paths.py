@@ -123,7 +123,7 @@ def masked(path: str) -> str:
     """The path as it may be shown and stored: without user, password and query, which may hold a signature."""
     if path.startswith("data:"):
         return f"{path[:32].partition(',')[0]},... ({len(path)} characters)"
-    if not _URL.match(path):
+    if ":/" not in path or not _URL.match(path):
         return path
     path = _USERINFO.sub(r"\1***@", path)
     return re.sub(r"\?[^#]*", "?***", path, count=1)
