@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -13,9 +14,9 @@ import pyarrow as pa
 from packtool import __version__, storage
 from packtool.cache.files import sha256_of
 from packtool.cache.manifest import Identity, Manifest, ShardInfo, SourceInfo, SplitInfo, fingerprint_of
-from packtool.cache.schema import INDEX, PREFIXES, dataset_info, dataset_state
+from packtool.cache.schema import INDEX, PREFIXES, dataset_info, dataset_state, with_added_columns
 from packtool.cache.shard import HashingSink
-from packtool.cache.task import TASKS_DIR, SplitCounts, TaskResult, index_of, prefixes_of, read_parts
+from packtool.cache.task import TASKS_DIR, SplitCounts, TaskResult, dropped_path, index_path, prefixes_path
 from packtool.constants import DROPPED_NAME, INDEX_NAME, MANIFEST_NAME, PREFIXES_NAME
 from packtool.errors import MismatchError, PacktoolError, StorageError
 from packtool.storage import AtomicFile
@@ -103,8 +104,9 @@ def publish_cache(
     for split, info in manifest.splits.items():
         folder = storage.join(directory, split)
         files = [shard.file for shard in info.shards]
-        index, prefixes = _merge(directory, split, manifest.channels, results)
-        splits[split] = replace(info, index_sha256=index, prefixes_sha256=prefixes)
+        digest = _merge_index(storage.join(folder, INDEX_NAME), directory, split, manifest.channels, results)
+        prefixes = _merge_prefixes(storage.join(folder, PREFIXES_NAME), directory, split, results)
+        splits[split] = replace(info, index_sha256=digest, prefixes_sha256=prefixes)
         storage.publish(storage.join(folder, "dataset_info.json"), dataset_info())
         storage.publish(
             storage.join(folder, "state.json"), dataset_state(files, split, f"{manifest.fingerprint}-{split}")
@@ -175,30 +177,60 @@ def is_shard(path: str, state: storage.FileState | None, part: SplitCounts) -> b
     return state.modified == part.modified or sha256_of(path) == part.sha256
 
 
-def _merge(directory: str, split: str, channels: tuple[str, ...], results: Sequence[TaskResult]) -> tuple[str, str]:
-    """Write a split's index, and what its samples begin with; gives the SHA-256 of both."""
+def _merge_index(
+    path: str, directory: str, split: str, channels: tuple[str, ...], results: Sequence[TaskResult]
+) -> str:
+    """Write the index; gives its SHA-256."""
     codes = {name: code for code, name in enumerate(channels)}
-    files = [AtomicFile(storage.join(directory, split, name)) for name in (INDEX_NAME, PREFIXES_NAME)]
-    sinks = [HashingSink(file) for file in files]
+    file = AtomicFile(path)
     try:
-        with (
-            pa.ipc.new_file(pa.PythonFile(sinks[0], mode="w"), INDEX) as index,
-            pa.ipc.new_file(pa.PythonFile(sinks[1], mode="w"), PREFIXES) as prefixes,
-        ):
+        sink = HashingSink(file)
+        with pa.ipc.new_file(pa.PythonFile(sink, mode="w"), INDEX) as writer:
             for result in results:
                 if split in result.splits:
-                    parts = read_parts(directory, result)
-                    for batch in pa.ipc.open_stream(parts[index_of(split)]):
-                        index.write_batch(_with_common_codes(batch, result.channels, codes))
-                    for batch in pa.ipc.open_stream(parts[prefixes_of(split)]):
-                        prefixes.write_batch(batch)
-        for file in files:
-            file.commit()
+                    part = _part(index_path(directory, result.number, split), result.splits[split].index_sha256)
+                    for batch in pa.ipc.open_stream(part):
+                        batch = with_added_columns(batch)  # a part may be of an older packtool's run
+                        writer.write_batch(_with_common_codes(batch, result.channels, codes))
+        file.commit()
     except BaseException:
-        for file in files:
-            file.discard()
+        file.discard()
         raise
-    return sinks[0].digest.hexdigest(), sinks[1].digest.hexdigest()
+    return sink.digest.hexdigest()
+
+
+def _merge_prefixes(path: str, directory: str, split: str, results: Sequence[TaskResult]) -> str:
+    """Write what samples begin with; gives its SHA-256, nothing where parts are of an older packtool's run."""
+    parts = [(result.number, result.splits[split].prefixes_sha256) for result in results if split in result.splits]
+    if not all(sha256 for _, sha256 in parts):
+        return ""
+    file = AtomicFile(path)
+    try:
+        sink = HashingSink(file)
+        with pa.ipc.new_file(pa.PythonFile(sink, mode="w"), PREFIXES) as writer:
+            for number, sha256 in parts:
+                for batch in pa.ipc.open_stream(_part(prefixes_path(directory, number, split), sha256)):
+                    writer.write_batch(batch)
+        file.commit()
+    except BaseException:
+        file.discard()
+        raise
+    return sink.digest.hexdigest()
+
+
+def _part(path: str, sha256: str) -> bytes:
+    """A task's part, which must be the one that it wrote.
+
+    Raises:
+        MismatchError: if it is not.
+    """
+    data = storage.read_bytes(path)
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise MismatchError(
+            f"{path} is not what this export wrote: another process writes there too, and nothing was published",
+            "Give each export an --output-dir of its own, and make this one anew with --overwrite.",
+        )
+    return data
 
 
 def _with_common_codes(batch: pa.RecordBatch, names: list[str], channels: Mapping[str, int]) -> pa.RecordBatch:
@@ -218,14 +250,14 @@ def merge_dropped(directory: str, results: Sequence[TaskResult]) -> None:
     """Write ``dropped.jsonl``.
 
     Raises:
-        MismatchError: if a marker is not what its task wrote.
+        MismatchError: if a part is not what its task wrote.
         StorageError: if that fails.
     """
     file = AtomicFile(storage.join(directory, DROPPED_NAME))
     try:
         for result in results:
             if result.dropped:
-                file.write(read_parts(directory, result)[DROPPED_NAME])
+                file.write(_part(dropped_path(directory, result.number), result.dropped_sha256))
         file.commit()
     except BaseException:
         file.discard()

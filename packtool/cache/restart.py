@@ -14,7 +14,7 @@ from packtool.cache.finish import is_shard, tidy
 from packtool.cache.lock import is_lock, remove_stale
 from packtool.cache.manifest import PATH_SETTINGS, Identity, Manifest, SourceInfo, fingerprint_of
 from packtool.cache.reader import check_sizes
-from packtool.cache.task import MARKER_SUFFIX, TASKS_DIR, TaskResult
+from packtool.cache.task import TASKS_DIR, TaskResult
 from packtool.constants import DROPPED_NAME, MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT
 from packtool.errors import ConfigError, MismatchError, StorageError
 from packtool.rows.scan import scan
@@ -217,7 +217,7 @@ def finished_tasks(directory: str, export: str) -> dict[int, TaskResult]:
         if not _is_marker(name):
             continue
         try:
-            result = TaskResult.from_marker(storage.read_bytes(storage.join(directory, TASKS_DIR, name)))
+            result = TaskResult.from_json(storage.read_bytes(storage.join(directory, TASKS_DIR, name)))
         except (ValueError, LookupError, TypeError, AttributeError):
             continue  # broken, or of another version: the task runs again
         if result.export != export:
@@ -239,4 +239,4 @@ def num_finished(directory: str) -> int:
 
 
 def _is_marker(name: str) -> bool:
-    return name.endswith(MARKER_SUFFIX)
+    return name.endswith(".json") and name.removesuffix(".json").isdigit()

@@ -1,8 +1,7 @@
 """One task: a stretch of rows becomes one shard of each split it has rows for.
 
 A task knows nothing of the others or of where it runs. Its last act is a marker with its counts, the export it belongs
-to, the digests of what it wrote, and its parts of the files that all tasks write together; a task with such a marker is
-done and need not run again.
+to and the digests of what it wrote; a task with such a marker is done and need not run again.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate, chain, islice
+from itertools import chain, islice
 
 import numpy as np
 import pyarrow as pa
@@ -23,17 +22,17 @@ from packtool.cache.prefixes import joined_batches, prefix_batch
 from packtool.cache.schema import INDEX, PREFIXES
 from packtool.cache.shard import IndexPart, ShardWriter, index_batch, index_part
 from packtool.config.export import EncodeSpec
-from packtool.constants import DROPPED_NAME, INDEX_NAME, LEAST_SHARED, PREFIXES_NAME, TRAIN_SPLIT, VAL_SPLIT
+from packtool.constants import LEAST_SHARED, TRAIN_SPLIT, VAL_SPLIT
 from packtool.encode.blocks import encode_samples, samples_of
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
 from packtool.encode.placed_media import MediaTokens
 from packtool.encode.prefix_hashes import prefix_hashes
-from packtool.errors import MismatchError, RowError
+from packtool.errors import RowError
 from packtool.rows.sample import Dropped, Sample
 from packtool.rows.source import RowBlocks, Source
 
-TASKS_DIR, MARKER_SUFFIX = ".tasks", ".done"
+TASKS_DIR = ".tasks"
 BATCH_ROWS = 128
 
 
@@ -85,6 +84,8 @@ class SplitCounts:
     Args:
         rows: samples.
         bytes, sha256, modified: of the shard; the last is what the place said of the file that was written.
+        index_sha256: of its part of the index.
+        prefixes_sha256: of its part of the prefixes; empty where an older packtool wrote it.
         pieces_added: samples beyond one a row, where texts were split.
         lengths: samples by tokens.
     """
@@ -95,6 +96,8 @@ class SplitCounts:
     bytes: int = 0
     sha256: str = ""
     modified: str = ""
+    index_sha256: str = ""
+    prefixes_sha256: str = ""
     tokens: int = 0
     target_tokens: int = 0
     media_tokens: int = 0
@@ -121,16 +124,13 @@ class TaskResult:
 
     Args:
         export: that it belongs to.
-        parts: bytes of what stands behind it in its marker, in this order: ``index_of`` and ``prefixes_of`` its splits,
-            and ``DROPPED_NAME`` if there is any.
-        parts_sha256: of all of them, one behind the other.
+        dropped_sha256: of its part of ``dropped.jsonl``.
         first_dropped: by reason, which row was the first and what is wrong with it.
     """
 
     number: int
     export: str = ""
-    parts: dict[str, int] = field(default_factory=dict)
-    parts_sha256: str = ""
+    dropped_sha256: str = ""
     rows: int = 0
     marks_added: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
@@ -138,17 +138,14 @@ class TaskResult:
     splits: dict[str, SplitCounts] = field(default_factory=dict)
     channels: list[str] = field(default_factory=list)
 
-    def to_marker(self, parts: Mapping[str, bytes]) -> bytes:
-        """The content of the marker file: itself as a line of JSON, and the parts behind it."""
-        together = b"".join(parts.values())
-        self.parts = {name: len(part) for name, part in parts.items()}
-        self.parts_sha256 = hashlib.sha256(together).hexdigest()
-        return json.dumps(asdict(self)).encode() + b"\n" + together
+    def to_json(self) -> bytes:
+        """The content of the marker file, as JSON."""
+        return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def from_marker(cls, data: bytes) -> TaskResult:
+    def from_json(cls, data: bytes) -> TaskResult:
         """The result that a marker file holds."""
-        raw = json.loads(data.partition(b"\n")[0])
+        raw = json.loads(data)
         splits = {
             name: SplitCounts(**{**split, "lengths": {int(k): v for k, v in split["lengths"].items()}})
             for name, split in raw.pop("splits").items()
@@ -158,35 +155,22 @@ class TaskResult:
 
 def marker_path(directory: str, number: int) -> str:
     """Where a task's marker lies."""
-    return storage.join(directory, TASKS_DIR, f"{number:05d}{MARKER_SUFFIX}")
+    return storage.join(directory, TASKS_DIR, f"{number:05d}.json")
 
 
-def index_of(split: str) -> str:
-    """Name of the part of a split's index, an Arrow stream."""
-    return f"{split}/{INDEX_NAME}"
+def index_path(directory: str, number: int, split: str) -> str:
+    """Where a task's part of a split's index lies until the export is finished."""
+    return storage.join(directory, TASKS_DIR, f"{number:05d}.{split}.arrow")
 
 
-def prefixes_of(split: str) -> str:
-    """Name of the part of a split's prefixes, an Arrow stream."""
-    return f"{split}/{PREFIXES_NAME}"
+def prefixes_path(directory: str, number: int, split: str) -> str:
+    """Where a task's part of a split's prefixes lies until the export is finished."""
+    return storage.join(directory, TASKS_DIR, f"{number:05d}.{split}.prefixes.arrow")
 
 
-def read_parts(directory: str, result: TaskResult) -> dict[str, bytes]:
-    """The parts that a task's marker holds, by name.
-
-    Raises:
-        MismatchError: if they are not what the task wrote.
-        StorageError: if the marker cannot be read.
-    """
-    path = marker_path(directory, result.number)
-    together = storage.read_bytes(path).partition(b"\n")[2]
-    if hashlib.sha256(together).hexdigest() != result.parts_sha256:
-        raise MismatchError(
-            f"{path} is not what this export wrote: another process writes there too, and nothing was published",
-            "Give each export an --output-dir of its own, and make this one anew with --overwrite.",
-        )
-    ends = accumulate(result.parts.values())
-    return {name: together[end - size : end] for (name, size), end in zip(result.parts.items(), ends, strict=True)}
+def dropped_path(directory: str, number: int) -> str:
+    """Where a task's part of ``dropped.jsonl`` lies until the export is finished."""
+    return storage.join(directory, TASKS_DIR, f"{number:05d}.dropped.jsonl")
 
 
 Report = Callable[[int, int, int], None]
@@ -198,7 +182,7 @@ def _to_nobody(rows: int, dropped: int, tokens: int) -> None:
 
 
 def run_task(task: Task, encoder: Encoder, work: Work, report: Report = _to_nobody) -> TaskResult:
-    """Encode a task's rows and write its shards, and at the end its marker.
+    """Encode a task's rows and write its shards, its parts of index and drops, and at the end its marker.
 
     Args:
         report: told of progress.
@@ -295,17 +279,22 @@ class _Outputs:
             return self.result
         if self._lock is not None and not self._lock.is_held():
             raise lost(self._directory)
-        parts: dict[str, bytes] = {}
+        number = self._task.number
         for split, writer in self._writers.items():
             counts = self.result.splits[split]
             counts.sha256, state = writer.close()
             counts.bytes, counts.modified = state.size, state.modified
-            parts[index_of(split)] = _index_bytes(self._index[split])
-            parts[prefixes_of(split)] = _stream_of(joined_batches(self._prefixes[split]), PREFIXES)
+            index = _index_bytes(self._index[split])
+            counts.index_sha256 = hashlib.sha256(index).hexdigest()
+            storage.publish(index_path(self._directory, number, split), index)
+            prefixes = _stream_of(joined_batches(self._prefixes[split]), PREFIXES)
+            counts.prefixes_sha256 = hashlib.sha256(prefixes).hexdigest()
+            storage.publish(prefixes_path(self._directory, number, split), prefixes)
         if self._drops:
-            parts[DROPPED_NAME] = "".join(self._drops).encode()
-        # In one file: what is safely on the disk is waited for once.
-        storage.publish(marker_path(self._directory, self._task.number), self.result.to_marker(parts))
+            drops = "".join(self._drops).encode()
+            self.result.dropped_sha256 = hashlib.sha256(drops).hexdigest()
+            storage.publish(dropped_path(self._directory, number), drops)
+        storage.publish(marker_path(self._directory, number), self.result.to_json())
         return self.result
 
     def discard(self) -> None:

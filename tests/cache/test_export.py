@@ -253,7 +253,7 @@ def test_only_what_was_made_counts_as_speed(run_export: Export, tmp_path: Path) 
         patch.setattr(export_module, "publish_cache", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run_export()
-    (tmp_path / "cache" / ".tasks" / "00003.done").unlink()
+    (tmp_path / "cache" / ".tasks" / "00003.json").unlink()
     summary = run_export()
     assert (summary.num_reused, summary.rows, summary.rows_made) == (9, 600, 64)
 
@@ -413,7 +413,7 @@ def test_a_dead_worker_ends_the_run(tmp_path: Path, model: Path, rows: Path) -> 
     big.write_text(rows.read_text() * 40)
     command = [*_command(model, big, tmp_path / "dead"), "--dataset-num-proc", "2"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    marker = tmp_path / "dead" / ".tasks" / "00000.done"
+    marker = tmp_path / "dead" / ".tasks" / "00000.json"
     wait_for(marker.exists, lambda: process.poll() is not None)
     workers = [child for child in psutil.Process(process.pid).children() if "spawn_main" in " ".join(child.cmdline())]
     assert workers, "no worker was seen"
@@ -429,7 +429,7 @@ def test_ctrl_c_ends_at_once_and_says_how_to_go_on(model: Path, rows: Path, tmp_
     big.write_text(rows.read_text() * 40)
     command = [*_command(model, big, tmp_path / "stopped"), "--dataset-num-proc", "2"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    marker = tmp_path / "stopped" / ".tasks" / "00000.done"
+    marker = tmp_path / "stopped" / ".tasks" / "00000.json"
     wait_for(marker.exists, lambda: process.poll() is not None)
     process.send_signal(signal.SIGINT)
     _, told = process.communicate(timeout=PATIENCE_S)
@@ -443,7 +443,7 @@ def test_sigterm_ends_like_ctrl_c_and_frees_the_directory(model: Path, rows: Pat
     big.write_text(rows.read_text() * 40)
     command = [*_command(model, big, tmp_path / "stopped"), "--dataset-num-proc", "2"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    marker = tmp_path / "stopped" / ".tasks" / "00000.done"
+    marker = tmp_path / "stopped" / ".tasks" / "00000.json"
     wait_for(marker.exists, lambda: process.poll() is not None)
     process.send_signal(signal.SIGTERM)
     _, told = process.communicate(timeout=PATIENCE_S)
