@@ -1,7 +1,9 @@
 """One task: a stretch of rows becomes one shard of each split it has rows for.
 
 A task knows nothing of the others or of where it runs. Its last act is a marker with its counts, the export it belongs
-to and the digests of what it wrote; a task with such a marker is done and need not run again.
+to and the digests of what it wrote; a task with such a marker is done and need not run again. Only with its shards does
+it wait until they are on the disk: where a power failure leaves no marker, or not what it tells of, the task runs
+again.
 """
 
 from __future__ import annotations
@@ -286,15 +288,15 @@ class _Outputs:
             counts.bytes, counts.modified = state.size, state.modified
             index = _index_bytes(self._index[split])
             counts.index_sha256 = hashlib.sha256(index).hexdigest()
-            storage.publish(index_path(self._directory, number, split), index)
+            storage.publish(index_path(self._directory, number, split), index, to_stay=False)
             prefixes = _stream_of(joined_batches(self._prefixes[split]), PREFIXES)
             counts.prefixes_sha256 = hashlib.sha256(prefixes).hexdigest()
-            storage.publish(prefixes_path(self._directory, number, split), prefixes)
+            storage.publish(prefixes_path(self._directory, number, split), prefixes, to_stay=False)
         if self._drops:
             drops = "".join(self._drops).encode()
             self.result.dropped_sha256 = hashlib.sha256(drops).hexdigest()
-            storage.publish(dropped_path(self._directory, number), drops)
-        storage.publish(marker_path(self._directory, number), self.result.to_json())
+            storage.publish(dropped_path(self._directory, number), drops, to_stay=False)
+        storage.publish(marker_path(self._directory, number), self.result.to_json(), to_stay=False)
         return self.result
 
     def discard(self) -> None:

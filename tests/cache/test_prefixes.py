@@ -182,12 +182,10 @@ def test_prefixes_of_another_index_are_refused(
 ) -> None:
     ask()
     file, manifest = tmp_path / "cache" / PLACE, tmp_path / "cache" / "packtool.json"
-    lines = [
-        PrefixHashes(*(np.array(ends, field.type.to_pandas_dtype()) for field in PREFIXES[0].type.value_type))
-        for ends in changed
-    ]
+    counts, ends = np.array([len(line) for line in changed]), np.concatenate(changed)
+    prefixes = PrefixHashes(*(ends.astype(field.type.to_pandas_dtype()) for field in PREFIXES[0].type.value_type))
     with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, PREFIXES) as writer:
-        writer.write_batch(prefix_batch(lines))
+        writer.write_batch(prefix_batch(counts, prefixes))
     document = json.loads(manifest.read_text())
     document["splits"]["train"]["prefixes_sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
     manifest.write_text(json.dumps(document))
