@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import gc
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import count
@@ -17,6 +15,7 @@ import numpy as np
 
 from packtool import storage
 from packtool.cache.finish import build_manifest, length_counts, merge_dropped, publish_cache
+from packtool.cache.garbage import collecting_later
 from packtool.cache.index import read_index
 from packtool.cache.lock import DirectoryLock, refuse_if_busy
 from packtool.cache.manifest import Identity, Manifest, SourceInfo
@@ -72,27 +71,8 @@ def export(config: ExportConfig, progress: Progress) -> ExportSummary:
     # Where tasks run elsewhere, or may all be finished, nothing is started ahead.
     starts = config.executor == "local" and not (config.repair or config.is_part)
     enough = 2 * (config.rows_per_shard or LEAST_SHARD_ROWS) if starts else sys.maxsize
-    with Workers(config.encode_spec, config.dataset_num_proc, enough) as workers, _collecting_later() as collect:
+    with Workers(config.encode_spec, config.dataset_num_proc, enough) as workers, collecting_later() as collect:
         return _export(config, progress, workers, collect)
-
-
-@contextlib.contextmanager
-def _collecting_later() -> Iterator[Callable[[], None]]:
-    """Look for no garbage until the function is called that this gives, and in what there is by then not at all.
-
-    What is found of many thousand files all stays; it would be looked through again with every quarter more of it.
-    """
-
-    def collect() -> None:
-        gc.freeze()
-        gc.enable()
-
-    gc.disable()
-    try:
-        yield collect
-    finally:
-        gc.unfreeze()
-        gc.enable()
 
 
 def _export(config: ExportConfig, progress: Progress, workers: Workers, collect: Callable[[], None]) -> ExportSummary:

@@ -43,7 +43,11 @@ class SplitPrefixes(NamedTuple):
 
 
 def prefix_batch(counts: npt.NDArray[np.int64], prefixes: PrefixHashes) -> pa.RecordBatch:
-    """The lines of some samples, of ``encode.prefix_hashes``."""
+    """The lines of S samples.
+
+    Args:
+        counts: prefixes of each, (S,), as ``encode.prefix_hashes`` gives them, like the others.
+    """
     offsets = pa.array(np.cumsum([0, *counts]), pa.int32())
     arrays = [pa.array(column, field.type) for column, field in zip(prefixes, PREFIX, strict=True)]
     entries = pa.StructArray.from_arrays(arrays, fields=list(PREFIX))
