@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray, patch_squares
 from packtool.encode.placed_media import MediaTokens, PlacedMedium, placed_media
 
@@ -30,6 +31,7 @@ class PrefixHashes(NamedTuple):
         media_tokens: int32, pads of its media.
         audio_tokens: int32, those of sounds and of videos' sound tracks among them.
         patch_squares: int64, sum over the frames of its pictures and videos of (patches of the frame)^2.
+        target_tokens: int32, labels that carry loss; -1 in caches that do not tell.
     """
 
     lengths: IntArray
@@ -37,6 +39,7 @@ class PrefixHashes(NamedTuple):
     media_tokens: IntArray
     audio_tokens: IntArray
     patch_squares: npt.NDArray[np.int64]
+    target_tokens: IntArray
 
 
 def prefix_hashes(
@@ -53,26 +56,30 @@ def prefix_hashes(
     """
     found = [_prefixes(sample, tokens, longer_than) for sample in samples]
     together = [prefix for of_sample in found for prefix in of_sample]
-    lengths, digests, *others = zip(*together, strict=True) if together else ((), (), (), (), ())
+    lengths, digests, *others = zip(*together, strict=True) if together else ((),) * len(PrefixHashes._fields)
     hashes = np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
-    media_tokens, audio_tokens = (np.array(column, np.int32) for column in others[:2])
-    return np.array([len(of_sample) for of_sample in found], np.int64), PrefixHashes(
-        np.array(lengths, np.int32), hashes, media_tokens, audio_tokens, np.array(others[2], np.int64)
-    )
+    media_tokens, audio_tokens, target_tokens = (np.array(others[i], np.int32) for i in (0, 1, 3))
+    squares = np.array(others[2], np.int64)
+    prefixes = PrefixHashes(np.array(lengths, np.int32), hashes, media_tokens, audio_tokens, squares, target_tokens)
+    return np.array([len(of_sample) for of_sample in found], np.int64), prefixes
 
 
-def _prefixes(sample: EncodedSample, tokens: MediaTokens, longer_than: int) -> list[tuple[int, bytes, int, int, int]]:
-    """Tokens, digest, pads, pads of sound and squares of patches of each prefix of a sample."""
+_Prefix = tuple[int, bytes, int, int, int, int]
+
+
+def _prefixes(sample: EncodedSample, tokens: MediaTokens, longer_than: int) -> list[_Prefix]:
+    """Tokens, digest, pads, pads of sound, squares of patches and targets of each prefix of a sample."""
     media = placed_media(sample, tokens)
     if len(media) < len(sample.images) + len(sample.videos) + len(sample.audios):
         media, sample = [], dataclasses.replace(sample, turns=sample.turns[:0])
     inside = {end for placed in media for end in range(placed.start + 1, placed.stop + 1)}
-    ends = {placed.stop + 1 for placed in media} | (set(sample.turns.tolist()) - inside)
-    found: list[tuple[int, bytes, int, int, int]] = []
+    told_at = {placed.stop + 1 for placed in media} | (set(sample.turns.tolist()) - inside)
+    found: list[_Prefix] = []
+    targets = np.cumsum(sample.labels != IGNORE_INDEX)
     sums = 0, 0, 0
     state, told = hashlib.blake2b(repr(sample.channel).encode(), digest_size=_BYTES), 0
     ids = np.ascontiguousarray(sample.input_ids, "<i4")
-    for end in sorted(end for end in ends if 0 < end <= sample.length):
+    for end in sorted(end for end in told_at if 0 < end <= sample.length):
         while media and media[0].stop <= end:
             placed = media.pop(0)
             state.update(_identity(placed))
@@ -81,7 +88,8 @@ def _prefixes(sample: EncodedSample, tokens: MediaTokens, longer_than: int) -> l
         state.update(ids[told:end].data)
         told = end
         if end > longer_than:
-            found.append((end, state.digest(), *sums))  # of what came so far: more may follow
+            # Of what came so far: more may follow.
+            found.append((end, state.digest(), *sums, int(targets[end - 1])))
     return found
 
 
