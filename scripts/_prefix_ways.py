@@ -49,7 +49,7 @@ class World:
 
     model: Path
     pictures: Sequence[str]
-    asked: Sequence[tuple[str, str]]
+    asked: Sequence[Sequence[str]]
     picture_tokens: int
     packing_length: int
 

@@ -11,7 +11,7 @@
   and with ``false``: what looking for prefixes costs.
 - ``planning``: caches of a million rows, of which planning reads what it always reads: seconds with and without trees.
 
-    python scripts/bench_prefix.py [questions] [turns] [alone] [planning] [--realdata DIR] [--pictures 2]
+    python scripts/bench_prefix.py [questions] [turns] [alone] [planning] [--realdata DIR] [--pictures 1]
         [--questions 1 2 4 8 16] [--conversations 4] [--rounds 3] [--planning-rows 1000000] [--quick]
 
 Times are of the processor, on one thread: other work on the machine changes them little. FLOPs are those that torch
@@ -60,7 +60,7 @@ from scripts._reduced_model import reduce_model
 
 ROWS = "mm_mathvision_a.jsonl"
 PICTURE_TOKENS = 512
-LONGEST_QUESTION = 100
+NUM_QUESTIONS = 16  # the shortest
 NUM_PICTURES = 6
 PARTS = ("questions", "turns", "alone", "planning")
 ROWS_PER_PICTURE = 5.4  # VQAv2's
@@ -71,9 +71,9 @@ def real_world(realdata: Path, work: Path) -> World:
     reduce_model(realdata / "tokenizers" / "qwen3-vl", work / "model")
     rows = [json.loads(line) for line in (realdata / ROWS).read_text().splitlines()]
     pictures = list(dict.fromkeys(str(realdata / row["images"][0]) for row in rows))[:NUM_PICTURES]
-    pairs = [tuple(turn["content"].replace("<image>", "") for turn in row["messages"][:2]) for row in rows]
-    asked = [(question, answer) for question, answer in pairs if len(question) + len(answer) < LONGEST_QUESTION]
-    return World(work / "model", pictures, asked, PICTURE_TOKENS, 8192)
+    pairs = {tuple(turn["content"].replace("<image>", "") for turn in row["messages"][:2]) for row in rows}
+    asked = sorted((len(question) + len(answer), question, answer) for question, answer in pairs)[:NUM_QUESTIONS]
+    return World(work / "model", pictures, [pair for _, *pair in asked], PICTURE_TOKENS, 8192)
 
 
 def small_world(work: Path) -> World:
@@ -85,7 +85,9 @@ def small_world(work: Path) -> World:
 
 
 def questions_about(world: World, num_questions: int) -> list[dict[str, Any]]:
-    """Rows that ask each picture so many questions."""
+    """Rows that ask each picture so many questions, each another one: one that is asked twice would cost nothing."""
+    if num_questions > len(world.asked):
+        sys.exit(f"there are {len(world.asked)} questions, not {num_questions}")
     rows = []
     for number, picture in enumerate(world.pictures):
         for place in range(num_questions):
@@ -210,7 +212,7 @@ def main(arguments: list[str] | None = None) -> None:
     default = Path(__file__).resolve().parent.parent.parent / "shared" / "realdata"
     parser.add_argument("--realdata", type=Path, default=default, help="folder of the real data")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all by default")
-    parser.add_argument("--pictures", type=int, default=2, help="pictures that are asked about")
+    parser.add_argument("--pictures", type=int, default=1, help="pictures that are asked about")
     parser.add_argument("--questions", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="of each picture")
     parser.add_argument("--conversations", type=int, default=4, help="of which the turns are trained")
     parser.add_argument("--rounds", type=int, default=3, help="epochs each way")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -36,8 +36,7 @@ _REMEMBERED_MEDIA = 10_000
 _CHARS_PER_TOKEN = 8
 
 
-@dataclass(frozen=True)
-class _Rendered:
+class _Rendered(NamedTuple):
     """A sample between rendering and tokenization."""
 
     sample: Sample
@@ -90,6 +89,7 @@ class Encoder:
         self.remarks = remarks_on(spec, files, self._media)
         self._end_of_text = files.template_variables.get("eos_token", "")
         self._measured: dict[tuple[str, str, MediaRights], Medium] = {}
+        self._header_ids: dict[tuple[str, str], list[int]] = {}
 
     def encode(self, samples: Sequence[Sample]) -> list[list[EncodedSample] | Dropped]:
         """Encode many samples; each becomes exactly one result, in order.
@@ -109,7 +109,7 @@ class Encoder:
         prepared = [self._render(sample) for sample in samples]
         flat = [unit for item in prepared if isinstance(item, _Rendered) for unit in item.layout.units]
         ends = self._ends(prepared)
-        ids = self._pieces.encode([replace(unit, text="") if i in ends else unit for i, unit in enumerate(flat)])
+        ids = self._pieces.encode([unit._replace(text="") if i in ends else unit for i, unit in enumerate(flat)])
         for i, (kept, _) in ends.items():
             ids[i] = kept
         results: list[list[EncodedSample] | Dropped] = []
@@ -170,13 +170,14 @@ class Encoder:
             pieces = self._cut(sample, [kind for kind, found in media.items() if found])
         except CannotRender as problem:
             return Dropped(sample.source, sample.row, problem.reason, str(problem))
+        marks = [piece.media for piece in pieces]
         for kind, found in media.items():
-            num_marks = sum(piece.media == kind for piece in pieces)
+            num_marks = marks.count(kind)
             if num_marks != len(found):
                 detail = f"the chat template left {num_marks} of {len(found)} {kind}s in the conversation"
                 return Dropped(sample.source, sample.row, f"{kind}_marks", detail)
         turns = [] if sample.is_text or self._finder is None else self._finder.find(pieces)
-        num_answers = 0 if sample.is_text else sum(turn.role == "assistant" for turn in sample.turns)
+        num_answers = 0 if sample.is_text else [turn.role for turn in sample.turns].count("assistant")
         speaks = any(turn.loss is not None or turn.loss_scale is not None for turn in sample.turns)
         if len(turns) < num_answers or (speaks and len(turns) != num_answers):
             detail = f"{len(turns)} of {num_answers} assistant turns can be told apart in the rendered conversation"
@@ -193,7 +194,7 @@ class Encoder:
         limit, units = self.spec.max_length, item.layout.units
         if self.spec.truncation_strategy not in ("delete", "raise"):
             return None
-        if sum(len(unit.text) for unit in units) <= _CHARS_PER_TOKEN * limit:
+        if sum([len(unit.text) for unit in units]) <= _CHARS_PER_TOKEN * limit:
             return None
         least = self._pieces.least(units, limit + 1)
         if least <= limit or sum(unit.times for unit in units) >= limit:
@@ -317,11 +318,6 @@ class Encoder:
     def _turns(self, item: _Rendered, tokens: TokenizedLayout, unit_ids: list[list[int]]) -> list[_TrainedTurn]:
         """The assistant's turns that have tokens."""
         pieces, firsts, sample = item.pieces, item.layout.firsts, item.sample
-
-        def _behind(header: str, piece: Piece, start: int, ids: Sequence[int]) -> int:
-            """The token behind a header that a piece's text, of these ids from ``start`` on, begins with."""
-            return start + num_common(self._encode_one(Piece(piece.control, "", header)), ids)
-
         if sample.is_text:
             last = len(item.layout.units) - 1
             return [_TrainedTurn(sample.turns[-1], (0, len(tokens.ids)), 0, last)]
@@ -330,12 +326,12 @@ class Encoder:
         for number, turn in enumerate(item.turns):
             # A blank that the answer begins with may merge with the header's last: the merged token is the answer's.
             first = firsts[turn.first]
-            text = pieces[turn.first], tokens.text_starts[first], unit_ids[first]
-            start = _behind(turn.header, *text)
+            starts = tokens.text_starts[first], unit_ids[first]
+            start = self._behind(pieces[turn.first].control, turn.header, *starts)
             opening: tuple[int, ...] = ()
             if sample.part is not None and self._finder is not None:
                 # A line that the answer begins with may merge with the header's.
-                opening = tokens.text_starts[first], _behind(self._finder.header[-1][1], *text)
+                opening = starts[0], self._behind(*self._finder.header[-1], *starts)
             ends = turn.last < len(pieces)
             last = firsts[turn.last] if ends else len(item.layout.units) - 1
             end = tokens.text_starts[last] if ends else len(tokens.ids)
@@ -344,9 +340,15 @@ class Encoder:
                 turns.append(_TrainedTurn(message, (start, end), first, last, opening))
         return turns
 
+    def _behind(self, control: str, header: str, start: int, ids: Sequence[int]) -> int:
+        """The token behind a header, where the text behind a control token begins with it: ``ids``, from ``start``."""
+        known = self._header_ids.get((control, header))
+        if known is None:  # of which a template has one, or two
+            known = self._header_ids[control, header] = self._encode_one(Piece(control, "", header))
+        return start + num_common(known, ids)
 
-@dataclass(frozen=True)
-class _TrainedTurn:
+
+class _TrainedTurn(NamedTuple):
     """An assistant's turn: its message, tokens [start, end), and the first and last unit they lie in.
 
     Args:

@@ -191,7 +191,7 @@ class RowParts:
             told = list(pieces[: turns[-1].last])
             for turn in turns if ignores_empty else ():
                 header, text = self._finder.header[-1][1], told[turn.first].text
-                told[turn.first] = replace(told[turn.first], text=header + _EMPTY.sub("", text[len(header) :]))
+                told[turn.first] = told[turn.first]._replace(text=header + _EMPTY.sub("", text[len(header) :]))
             if not leaves or told != leaves[-1].told[: len(told)]:
                 leaves.append(_Leaf(number, told))
             leaves[-1].trained.add(number)

@@ -228,7 +228,7 @@ def shared(one: EncodedSample, other: EncodedSample) -> tuple[int, int]:
 
 
 def hashed(sample: EncodedSample) -> PrefixHashes:
-    return prefix_hashes(sample, MediaTokens.of({}))
+    return prefix_hashes([sample], MediaTokens.of({}))[1]
 
 
 @pytest.mark.parametrize("template", [HYBRID, OPENED])
