@@ -93,13 +93,12 @@ def trace_pass(
         return run_pass(model, there, autocast)
 
 
-def route_through_traced(model: nn.Module, parallel: SequenceParallel | None = None, *, towers: bool = True) -> None:
+def route_through_traced(model: nn.Module, parallel: SequenceParallel | None = None) -> None:
     """Make a model attend by kernels that keep what flash attention keeps, and compute nothing.
 
     Args:
         model: with or without adapters.
         parallel: ranks that share its sequences; None for nobody.
-        towers: those of media, too.
     """
     inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
     kernels = {"kernel": _TracedKernel(), "blocks": _TracedBlocks(), "parallel": parallel}
@@ -108,7 +107,7 @@ def route_through_traced(model: nn.Module, parallel: SequenceParallel | None = N
     set_attention(inner)
     set_text_attention(inner, _TEXT)
     share_features(inner, parallel)
-    for tower in towers_of_media(inner) if towers else ():
+    for tower in towers_of_media(inner):
         tower.config._attn_implementation = _TOWERS
 
 
@@ -128,7 +127,7 @@ def run_pass(model: nn.Module, batch: Batch, autocast: torch.dtype | None = None
 def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
     """One document with one picture as wide as need be, and one sound: what towers keep follows what they take.
 
-    Pixels and mel frames are on the meta device. Of ranks that share a sequence it is the part of the last one.
+    Pixels and mel frames are on the meta device. Of ranks that share a sequence it is the part of the one that holds most.
     """
     count = tokens.computed + tokens.computed % 2 * (axes.ring_size > 1)
     input_ids = torch.zeros(1, count, dtype=torch.int64)
@@ -145,20 +144,23 @@ def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
         "channels": (None,),
         "num_samples": 1,
     }
-    cut = Cut(axes.ring_size, axes.ulysses_size, axes.ring_size * axes.ulysses_size - 1)
+    # Gathered keys are copied most for the first rank, whose last chunk sees nearly all of the others.
+    last = axes.ring_size * axes.ulysses_size - 1
+    cut = Cut(axes.ring_size, axes.ulysses_size, 0 if axes.way == "allgather" else last)
     if cut.size > 1:
         whole = (count * cut.size,)
         routes = {kind: _route(tokens, cut.size) for kind in ("image",) if media}
         shard = SequenceShard(cut, (), whole, routes)
         return ShardedBatch(**common, shard=shard, index=torch.arange(count), lengths=whole)
     common |= {"cu_seqlens": torch.tensor([0, count], dtype=torch.int32), "lengths": (count,)}
-    if tokens.keys <= count:
+    if not tokens.keys:
         return PackedBatch(**common)
+    keys = max(tokens.keys, count)
     return TreeBatch(
         **common,
-        key_index=torch.arange(tokens.keys) % count,
-        cu_seqlens_k=torch.tensor([0, tokens.keys], dtype=torch.int32),
-        key_lengths=(tokens.keys,),
+        key_index=torch.arange(keys) % count,
+        cu_seqlens_k=torch.tensor([0, keys], dtype=torch.int32),
+        key_lengths=(keys,),
         target_counts=torch.ones(count // 2, dtype=torch.int64),
         num_sample_targets=count // 2,
     )
@@ -167,11 +169,11 @@ def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
 def _media(spec: InputSpec, tokens: RankTokens, input_ids: Tensor) -> dict[str, Tensor]:
     """What the towers take, for so many tokens; ``input_ids`` (T,) get the placeholders."""
     media: dict[str, Tensor] = {}
-    if spec.sees and max(tokens.vision, tokens.looked_at):
+    if spec.sees and max(tokens.vision, tokens.num_seen):
         side = int(spec.config.vision_config.spatial_merge_size)
         pixels, grids = spec.family.image_inputs
         # A rank without a picture of its own looks at a blank one.
-        seen = max(tokens.looked_at, 1)
+        seen = max(tokens.num_seen, 1)
         media[pixels] = torch.empty(seen * side**2, spec.patch_dim, device="meta")
         media[grids] = torch.tensor([[1, side, side * seen]])
         input_ids[: tokens.vision] = spec.pad_ids["image"]
@@ -186,7 +188,7 @@ def _media(spec: InputSpec, tokens: RankTokens, input_ids: Tensor) -> dict[str, 
 def _route(tokens: RankTokens, size: int) -> FeatureRoute:
     """Features of all that a rank looks at go to one other, and those of its own tokens come from there."""
     rest = (0,) * (size - 1)
-    seen, held = max(tokens.looked_at, 1), tokens.vision
+    seen, held = max(tokens.num_seen, 1), tokens.vision
     return FeatureRoute(torch.arange(seen), (seen, *rest), (held, *rest), torch.arange(held))
 
 
