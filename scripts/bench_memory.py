@@ -53,8 +53,8 @@ def main(words: Sequence[str] | None = None) -> None:
     given = parser.parse_args(words)
     names = [name for name in given.families if given.realdata is not None or name not in THAT_HEAR]
     found = list(rows(names, given.realdata))
-    heard = f"of one that hears {HEARD.vision} a picture's and {HEARD.audio} a sound's"
-    print(f"KiB of a pass over {TOKENS.computed} tokens, {TOKENS.vision} of them a picture's where the model sees, {heard}")
+    heard = f"where it hears {HEARD.vision} a picture's and {HEARD.audio} a sound's"
+    print(f"KiB of a pass over {TOKENS.computed} tokens: {TOKENS.vision} a picture's where the model sees, {heard}")
     print("\n".join(aligned([_TITLES, *found], "lr")))
 
 

@@ -226,9 +226,7 @@ def tower_attention(
         raise LeakError(f"{type(module).__name__} does not say where the pictures end that it looks at")
     q, k, v = (tensor[0].transpose(0, 1) for tensor in _as_autocast(query, key, value))
     varlen = Varlen(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], causal=False)
-    kernel = kwargs.get("kernel") or choose(
-        AUTO, q.device, q.dtype, needs_dropout=dropout > 0, head_dim=q.shape[-1]
-    )
+    kernel = kwargs.get("kernel") or choose(AUTO, q.device, q.dtype, needs_dropout=dropout > 0, head_dim=q.shape[-1])
     return kernel.attend(q, k, v, varlen, scale=scaling, dropout=dropout).unsqueeze(0), None
 
 

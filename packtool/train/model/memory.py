@@ -21,7 +21,8 @@ from packtool.train.model.precision import loaded_dtype
 from packtool.train.model.quiet import quiet_transformers
 from packtool.train.model.sharding import deepspeed_settings
 from packtool.train.model.trace import trace_pass
-from packtool.train.prepare.heaviest import RankTokens, with_longest
+from packtool.train.prepare.heaviest import with_longest
+from packtool.train.prepare.rank_tokens import RankTokens
 
 FEW = 4
 """Samples that the check before the first step looks at, at most."""

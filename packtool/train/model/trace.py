@@ -40,7 +40,7 @@ from packtool.batch.tower_inputs import tower_inputs
 from packtool.encode.families import MediaLimits
 from packtool.train.model.head_loss import HeadLoss
 from packtool.train.model.loss import sum_of_losses, takes_logits_to_keep
-from packtool.train.prepare.heaviest import RankTokens
+from packtool.train.prepare.rank_tokens import RankTokens
 
 _TEXT, _TOWERS = "packtool_traced", "packtool_flash_traced"
 
@@ -127,7 +127,8 @@ def run_pass(model: nn.Module, batch: Batch, autocast: torch.dtype | None = None
 def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
     """One document with one picture as wide as need be, and one sound: what towers keep follows what they take.
 
-    Pixels and mel frames are on the meta device. Of ranks that share a sequence it is the part of the one that holds most.
+    Pixels and mel frames are on the meta device. Of a sequence that ranks share it is the part of the one that holds
+    most.
     """
     count = tokens.computed + tokens.computed % 2 * (axes.ring_size > 1)
     input_ids = torch.zeros(1, count, dtype=torch.int64)
@@ -268,7 +269,7 @@ class _TracedKernel(Kernel):
     name = "traced"
 
     def unavailable(self, device: torch.device, dtype: torch.dtype) -> None:
-        """It runs anywhere."""
+        """None: it runs anywhere."""
 
     def fwd(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, **_: Any) -> tuple[Tensor, Tensor]:
         """See ``Kernel``."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,56 +12,16 @@ import numpy.typing as npt
 from packtool.cache.reader import SplitIndex
 from packtool.config.train import TrainConfig
 from packtool.encode.families import family_of, thinker_of
-from packtool.plan.cost import CostModel
+from packtool.plan.cost import Learning
 from packtool.plan.epoch import EpochPlan
 from packtool.plan.media_shares import Media, MediaShares
 from packtool.plan.pack_plan import Int64Array, PackPlan
+from packtool.train.prepare.costs import cost_of
 from packtool.train.prepare.lengths import longest_micro_batches
+from packtool.train.prepare.rank_tokens import RankTokens
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankTokens:
-    """Tokens of a rank's micro-batch.
-
-    Args:
-        computed: by the language model.
-        vision: of them, those that stand for pictures and videos.
-        audio: of them, those that stand for sounds.
-        looked_at: of pictures and videos that this rank looks at, where ranks share a sequence; None for ``vision``.
-        keys: that documents see, those of shared prefixes once for each; 0 where nothing is shared.
-    """
-
-    computed: int
-    vision: int = 0
-    audio: int = 0
-    looked_at: int | None = None
-    keys: int = 0
-
-    @property
-    def num_seen(self) -> int:
-        """Tokens of pictures and videos that the vision tower makes."""
-        return self.vision if self.looked_at is None else self.looked_at
-
-    def within(self, computed: int) -> RankTokens:
-        """The same in a micro-batch of ``computed`` tokens, of which one at least stands for no medium."""
-        audio = min(self.audio, computed - 1)
-        return dataclasses.replace(
-            self, computed=computed, audio=audio, vision=min(self.vision, computed - 1 - audio)
-        )
-
-    def scaled(self, computed: int) -> RankTokens:
-        """As many of each in proportion, in a micro-batch of ``computed`` tokens."""
-        share = computed / self.computed
-        values = {name: value for name, value in vars(self).items() if value is not None}
-        return RankTokens(**{name: math.ceil(share * value) for name, value in values.items()} | {"computed": computed})
-
-    def holds_at_most(self, other: RankTokens) -> bool:
-        """Whether another one has no fewer of any kind."""
-        mine, theirs = ((t.computed, t.vision, t.audio, t.num_seen, t.keys) for t in (self, other))
-        return all(a <= b for a, b in zip(mine, theirs, strict=True))
-
-
-def media_of(index: SplitIndex, model: Mapping[str, Any]) -> Media:
+def seen_media(index: SplitIndex, model: Mapping[str, Any]) -> Media:
     """The pictures and videos of caches.
 
     Args:
@@ -79,9 +37,9 @@ def media_of(index: SplitIndex, model: Mapping[str, Any]) -> Media:
     )
 
 
-def share_media(media: Media, cost: CostModel, plan: EpochPlan, size: int) -> MediaShares:
-    """Who of ``size`` ranks looks at which of the media that an epoch trains."""
-    work = cost.towers(media.tokens, media.squares)  # type: ignore[arg-type]
+def share_media(media: Media, model: Mapping[str, Any], plan: EpochPlan, size: int) -> MediaShares:
+    """Who of ``size`` ranks looks at which of the media that an epoch trains: by what they cost forward."""
+    work = cost_of(model, Learning(towers="frozen", aligner="frozen")).towers(media.tokens, media.squares)
     return MediaShares.of_plan(media, work, plan.packs, plan.steps, size, plan.places)
 
 
@@ -93,14 +51,17 @@ def heaviest_tokens(
     audio_tokens: npt.NDArray[np.integer[Any]],
     shares: MediaShares | None = None,
 ) -> tuple[RankTokens, ...]:
-    """As if the most tokens of each kind came together; where layers are compiled, also the longest without media.
+    """The micro-batches of a rank that may need most memory: one with the most tokens of each kind that any has.
 
     Args:
         config: with its packing length.
         plan: of an epoch.
         model: its ``config.json``.
-        media_tokens, audio_tokens: by position in the cache: of each sample, or what it adds to what others share.
+        media_tokens, audio_tokens: (N,), of each sample of the cache, or what it adds to what others share.
         shares: where ranks share sequences.
+
+    Returns:
+        it, and where layers are compiled also the longest one that has fillers in place of media.
     """
     packs, steps = plan.packs, plan.steps
 
@@ -118,7 +79,7 @@ def heaviest_tokens(
 
 
 def with_longest(config: TrainConfig, model: Mapping[str, Any], found: RankTokens) -> tuple[RankTokens, ...]:
-    """So many tokens of media in the longest micro-batch; where layers are compiled, also the longest without media."""
+    """The longest micro-batch with so many tokens of media; see ``heaviest_tokens``."""
     longest, with_fillers = (max(number, 2) for number in longest_micro_batches(config, family_of(model).kinds))
     tokens = found.within(longest)
     return (tokens,) if with_fillers == longest else (tokens, RankTokens(computed=with_fillers, keys=tokens.keys))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 
 from packtool.config.train import TrainConfig
@@ -21,16 +20,15 @@ _FILLERS: dict[MediaKind, int] = {"image": 3, "audio": 1}
 
 def length_step(run: PreparedRun) -> int:
     """What the lengths of this run's micro-batches are multiples of; 1 without ``--torch-compile``."""
-    return _step(run.config, _most_tokens(run))
+    return _step(_most_tokens(run)) if run.config.torch_compile else 1
 
 
-def _step(config: TrainConfig, tokens: int) -> int:
-    return -(-tokens // (NUM_LENGTHS * _ALIGNED)) * _ALIGNED if config.torch_compile else 1
+def _step(tokens: int) -> int:
+    return -(-tokens // (NUM_LENGTHS * _ALIGNED)) * _ALIGNED
 
 
 def _most_tokens(run: PreparedRun) -> int:
-    config = dataclasses.replace(run.config, packing_length=run.state.packing_length)
-    return most_tokens(config, run.world.sequence_parallel_size)
+    return most_tokens(run.sized, run.world.sequence_parallel_size)
 
 
 def most_tokens(config: TrainConfig, sequence_parallel_size: int) -> int:
@@ -48,7 +46,9 @@ def longest_micro_batches(config: TrainConfig, kinds: Sequence[MediaKind]) -> tu
         kinds: of media that the model takes.
     """
     tokens = most_tokens(config, config.sequence_parallel_ranks)
-    step, fillers = _step(config, tokens), _fillers(kinds) if config.torch_compile else 0
+    if not config.torch_compile:
+        return tokens, tokens
+    step, fillers = _step(tokens), _fillers(kinds)
     return -(-tokens // step) * step, -(-(tokens + fillers) // step) * step
 
 

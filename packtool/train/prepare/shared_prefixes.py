@@ -58,6 +58,11 @@ class SharedPrefixes:
         """Media tokens that each sample adds; int64 (N,)."""
         return self.trees.added(self.index.media_tokens, self.prefixes.prefixes.media_tokens)
 
+    @property
+    def audio_tokens(self) -> Int64Array:
+        """Those of them that stand for sounds; int64 (N,)."""
+        return self.trees.added(self.index.audio_tokens, self.prefixes.prefixes.audio_tokens)
+
     def towers(self, cost: CostModel) -> TowerWork:
         """What the media that each sample adds cost."""
         whole, of = tower_work(cost, self.index), self.prefixes.prefixes

@@ -20,7 +20,7 @@ from packtool.batch.tower_inputs import tower_inputs
 from packtool.encode.families import MediaLimits
 from packtool.encode.families.qwen_omni import num_sound_tokens
 from packtool.train.model.trace import traced_batch
-from packtool.train.prepare.heaviest import RankTokens
+from packtool.train.prepare.rank_tokens import RankTokens
 from tests.batch.reduced import going_on, make_sample, reduced_config, reduced_spec, save_image_processor
 from tests.forked import run_ranks
 from tests.train.model.measured import computed_bytes, saved_bytes, traced_bytes
@@ -97,9 +97,7 @@ def _measure_shared(folder: Path) -> None:
     dist.barrier()
     spec = reduced_spec("qwen3_vl", str(folder))
     sides = {0: (64, 64), 1: (16, 16), 2: (16, 32)}
-    samples = [
-        make_sample(96, (side,), seed=number, limits=spec.limits.image) for number, side in sides.items()
-    ]
+    samples = [make_sample(96, (side,), seed=number, limits=spec.limits.image) for number, side in sides.items()]
     found = {}
     for way, axes in SHARED.items():
         parallel = SequenceParallel.on_mesh(axes, "cpu")
