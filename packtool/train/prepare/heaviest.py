@@ -86,18 +86,10 @@ def with_longest(config: TrainConfig, model: Mapping[str, Any], found: RankToken
 
 
 def keys_per_pack(packs: PackPlan) -> Int64Array:
-    """Keys that the documents of each pack see: for each node of a tree, the tokens from its root to its end; (K,).
+    """Keys that the documents of each pack see, at most; int64 (K,).
 
-    Samples of a tree are in its order, so a prefix is met where a sample shares more than those before it on its way.
+    A document is a node of a tree, and its keys go from the root to its end. Each sample is one, and where n samples
+    begin alike there may be n - 1 forks: the plan knows of fewer than collation finds, which compares tokens.
     """
     assert packs.shared is not None, "without trees a document sees its own"
-    found = packs.sums_per_pack(packs.whole_lengths)
-    for pack in np.flatnonzero(packs.sums_per_pack(packs.shared)).tolist():
-        levels = [0]
-        for shared in packs.shared[packs.offsets[pack] : packs.offsets[pack + 1]].tolist():
-            while levels[-1] > shared:
-                levels.pop()
-            if levels[-1] < shared:
-                levels.append(shared)
-                found[pack] += shared
-    return found
+    return packs.sums_per_pack(packs.whole_lengths) + packs.sums_per_pack(packs.shared)
