@@ -10,6 +10,7 @@ import pytest
 
 from packtool.cache.reader import CacheReader, SplitIndex
 from packtool.config.train import TrainConfig
+from packtool.encode.model_files import ModelFiles
 from packtool.plan.epoch import EpochPlan, plan_epoch
 from packtool.plan.media_shares import MediaShares
 from packtool.simulate.hardware import HARDWARE_PRESETS
@@ -98,3 +99,25 @@ def test_weights_that_are_gathered_bound_a_micro_batch(tiny: TinyWorld) -> None:
 def test_one_process_tells_nobody(tiny: TinyWorld) -> None:
     alone = dataclasses.replace(TIME, world_size=1).collectives(run_config())
     assert (alone.each, alone.last, alone.open) == (0, 0, 0)
+
+
+def test_a_picture_is_looked_at_by_one_rank(tiny: TinyWorld) -> None:
+    """One picture of 160 tokens takes its rank what it takes; four of 40 are shared out."""
+    peak = dataclasses.replace(TIME.hardware, peak_tflops=1e-4, matmul_share=1.0, attention_share=1.0)
+    model = ModelFiles.load(tiny.model).config
+    time = dataclasses.replace(TIME, model=model, hardware=peak, weight_bytes=0, gradient_bytes=0, trained_bytes=0)
+    config = run_config(sequence_parallel_size=4)
+    cost, found, towers = RunCosts.of(config, model).hardware, [], []
+    for number in (1, 4):
+        column = {name: np.zeros(1, np.int32) for name in ("num_videos", "num_audios", "audio_tokens", "channel")}
+        column |= {"length": np.array([200]), "target_tokens": np.array([10]), "media_tokens": np.array([160])}
+        squares = np.array([number * (4 * 160 // number) ** 2])
+        index = SplitIndex(**column, num_images=np.array([number]), patch_squares=squares, channels=())
+        options = dataclasses.replace(plan_options(config, max_length=256, world_size=1), balance="none")
+        plan = plan_epoch(index.length, index.target_tokens, options, seed=0)
+        shares = share_media(seen_media(index, model), model, plan, 4)
+        found.append(float(time.steps(config, plan, index, shares).sum()))
+        towers.append(float(cost.towers(index.vision_tokens, squares)[0]))
+    one, four = found
+    assert one - four == pytest.approx((towers[0] - towers[1] / 4) / peak.peak, rel=1e-6)
+    assert one > 1.5 * four
