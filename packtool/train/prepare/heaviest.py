@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.cache.reader import SplitIndex
+from packtool.config.adapters import LearningOptions
 from packtool.config.train import TrainConfig
 from packtool.encode.families import family_of, thinker_of
-from packtool.plan.cost import Learning
 from packtool.plan.epoch import EpochPlan
 from packtool.plan.media_shares import Media, MediaShares
 from packtool.plan.pack_plan import Int64Array, PackPlan
@@ -39,7 +39,7 @@ def seen_media(index: SplitIndex, model: Mapping[str, Any]) -> Media:
 
 def share_media(media: Media, model: Mapping[str, Any], plan: EpochPlan, size: int) -> MediaShares:
     """Who of ``size`` ranks looks at which of the media that an epoch trains: by what they cost forward."""
-    work = cost_of(model, Learning(towers="frozen", aligner="frozen")).towers(media.tokens, media.squares)
+    work = cost_of(model, LearningOptions()).towers(media.tokens, media.squares)
     return MediaShares.of_plan(media, work, plan.packs, plan.steps, size, plan.places)
 
 

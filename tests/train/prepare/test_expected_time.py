@@ -15,7 +15,7 @@ from packtool.plan.epoch import EpochPlan, plan_epoch
 from packtool.plan.media_shares import MediaShares
 from packtool.simulate.hardware import HARDWARE_PRESETS
 from packtool.simulate.model_sizes import MODEL_PRESETS
-from packtool.train.prepare.costs import RunCosts, learning_of, sample_costs, with_model
+from packtool.train.prepare.costs import RunCosts, sample_costs, with_model
 from packtool.train.prepare.expected_time import ExpectedTime
 from packtool.train.prepare.heaviest import seen_media, share_media
 from packtool.train.prepare.planner import plan_options
@@ -40,7 +40,7 @@ def run_config(**settings: Any) -> TrainConfig:
 def planned(tiny: TinyWorld, config: TrainConfig) -> tuple[EpochPlan, SplitIndex, MediaShares]:
     index = CacheReader.open((tiny.cache,)).index
     options = plan_options(config, max_length=256, world_size=WORLD_SIZE // config.sequence_parallel_ranks)
-    options = with_model(options, TIME.model, learning_of(config), TIME.hardware)
+    options = with_model(options, TIME.model, config, TIME.hardware)
     plan = plan_epoch(index.length, index.target_tokens, options, seed=0, media_tokens=index.media_tokens)
     media = seen_media(index, TIME.model)
     return plan, index, share_media(media, TIME.model, plan, config.sequence_parallel_ranks)
