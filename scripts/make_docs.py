@@ -1,4 +1,4 @@
-"""Writes the generated parts of docs/: options.md and the tables of other tools' names, from the code, and pictures.
+"""Writes what is generated from the code: options.md, api.md, tables of other tools' names, pictures, types of options.
 
 usage: python scripts/make_docs.py [--check]      with --check nothing is written, and a stale file is an error
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from _api_docs import api_page, option_types
 from _draw_docs import pictures
 
 from packtool.cli.main import app
@@ -81,7 +82,8 @@ def generated() -> dict[Path, str]:
     """Every generated file's path and content."""
     found = {DOCS / "images" / f"{name}.svg": svg for name, svg in pictures().items()}
     found |= {page: with_tables(page.read_text()) for page in DOCS.glob("from-*.md")}
-    return {DOCS / "options.md": options_page(), **found}
+    found[DOCS.parent / "packtool" / "library" / "options.py"] = option_types()
+    return {DOCS / "options.md": options_page(), DOCS / "api.md": api_page(), **found}
 
 
 def main() -> None:

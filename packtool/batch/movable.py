@@ -17,12 +17,12 @@ class Movable(ABC):
 
     @abstractmethod
     def map(self: M, function: Callable[[Tensor], Tensor]) -> M:
-        """The same with every tensor, of any shape, replaced by the function's answer."""
+        """This thing again, every tensor, of any shape, replaced by the function's answer."""
 
     def to(self: M, device: torch.device | str, *, non_blocking: bool = False) -> M:
-        """The same on another device."""
+        """This thing on another device."""
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self: M) -> M:
-        """The same in page-locked memory."""
+        """This thing in page-locked memory."""
         return self.map(lambda tensor: tensor.pin_memory())

@@ -14,33 +14,27 @@ if TYPE_CHECKING:
 
 def run_plan(config: PlanConfig, invocation: Invocation) -> None:
     """Plan, print, and write what is asked for."""
-    from packtool.report.names import named
-    from packtool.report.plan import page_content, plan_lines
-    from packtool.report.tables import print_table
-    from packtool.train.prepare.preview import preview, save_plan
-
     if config.sweep:
         _sweep(config, invocation)
         return
     if config.fit is not None:
         _fit(config, invocation)
         return
-    found = preview(config)
-    figures = found.figures(config.tflops, config.mfu)
-    name = " ".join(config.cached_dataset) or str(config.lengths)
-    if config.save is not None:
-        save_plan(found, config)
-    if config.html is not None:
-        from packtool.report.plan_page import page
+    from packtool.library.planned import Plan
+    from packtool.report.tables import print_table
 
-        _publish(config.html, page(page_content(found, figures, invocation.command, _title(config))))
+    plan = Plan(config)
+    if config.save is not None:
+        plan.save(config.save)
+    if config.html is not None:
+        plan.page(config.html, invocation.command)
     if invocation.as_json:
-        show_json(named(figures))
+        show_json(plan.summary)
         return
-    print_table(f"plan for {name}", plan_lines(figures))
-    if found.unshared is not None:
-        show(found.unshared)
-    _print_histograms(found)
+    print_table(f"plan for {' '.join(config.cached_dataset) or config.lengths}", plan.lines)
+    if plan.preview.unshared is not None:
+        show(plan.preview.unshared)
+    _print_histograms(plan.preview)
     for written in (config.save, config.html):
         if written is not None:
             show(f"written: {written}")
@@ -48,13 +42,16 @@ def run_plan(config: PlanConfig, invocation: Invocation) -> None:
 
 def _sweep(config: PlanConfig, invocation: Invocation) -> None:
     """One row for each packing length."""
+    from packtool import storage
     from packtool.report.names import named
     from packtool.report.sweep import sweep_lines, sweep_page
+    from packtool.simulate.lengths import names_of
     from packtool.train.prepare.preview import preview
 
     rows = [preview(config, length).figures(config.tflops, config.mfu) for length in config.sweep_lengths()]
     if config.html is not None:
-        _publish(config.html, sweep_page(rows, _title(config), invocation.command))
+        title = names_of(config.cached_dataset or (str(config.lengths),))
+        storage.publish(config.html, sweep_page(rows, title, invocation.command).encode())
     if invocation.as_json:
         show_json([named(row) for row in rows])
         return
@@ -76,18 +73,6 @@ def _fit(config: PlanConfig, invocation: Invocation) -> None:
         show_json(named(figures))
         return
     show("\n".join([*fit_title(figures), *fit_lines(figures), *fit_advice(figures, config.hardware)]))
-
-
-def _publish(path: str, page: str) -> None:
-    from packtool import storage
-
-    storage.publish(path, page.encode())
-
-
-def _title(config: PlanConfig) -> str:
-    from packtool.simulate.lengths import names_of
-
-    return names_of(config.cached_dataset or (str(config.lengths),))
 
 
 def _print_histograms(found: Preview) -> None:
