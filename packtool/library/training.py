@@ -98,6 +98,8 @@ def prepare_model(model: P, *, packing: bool = True, attn_impl: AttnImpl = "auto
         refuse_unsupported(model.config)
     route_attention(model, packing=packing, attn_impl=attn_impl)
     whole = cast(Any, model)
+    # Some classes say that they do not, and the Trainer would not tell them what to divide by.
+    whole.accepts_loss_kwargs = True
     if getattr(whole.loss_function, "func", None) is not _model_loss:
         whole.loss_function = partial(_model_loss, whole.loss_function)
     return model
