@@ -1,6 +1,6 @@
 """A plain torch loop over a plan that goes on where it was stopped; under torchrun every rank has its own packs (DDP).
 
-usage: python examples/torch_loop.py MODEL CACHE       or: torchrun --nproc-per-node 8 examples/torch_loop.py MODEL CACHE
+usage: python examples/torch_loop.py MODEL CACHE      or: torchrun --nproc-per-node 8 examples/torch_loop.py MODEL CACHE
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ usage: torchrun --nproc-per-node 8 examples/torchtitan_style.py MODEL CACHE
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,17 +22,16 @@ class Trainer:
     """Builds model, optimizer and batches; ``train`` runs the steps, of as many micro-batches as the plan gave each."""
 
     def __init__(self, model_dir: str, plan: packtool.Plan) -> None:
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model: Any = packtool.prepare_model(AutoModelForImageTextToText.from_pretrained(model_dir)).to(self.device)
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model: Any = packtool.prepare_model(AutoModelForImageTextToText.from_pretrained(model_dir)).train()
+        self.model.to(self.device)
         if plan.world_size > 1:
-            for part in (*model.model.language_model.layers, model):
+            for part in (*self.model.model.language_model.layers, self.model):
                 fully_shard(part)
-        self.model = model.train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, weight_decay=0.0)
         self.batches = packtool.Batches(plan, model=model_dir, device=self.device)
 
-    def train_step(self, data: Iterator[dict[str, Any]]) -> float:
-        self.optimizer.zero_grad()
+    def train_step(self, data: Any) -> float:
         total = torch.zeros((), device=self.device)
         for batch in data:
             loss = packtool.loss(self.model(**batch).logits, batch)
@@ -43,16 +41,16 @@ class Trainer:
                 break
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
+        self.optimizer.zero_grad()
         if dist.is_initialized():
             dist.all_reduce(total.div_(dist.get_world_size()))
         return total.item()
 
-    def train(self, checkpoint: str | None = None) -> list[float]:
+    def train(self, checkpoint: str) -> list[float]:
         data = iter(self.batches)
         losses = [self.train_step(data) for _ in range(self.batches.num_steps)]
-        if checkpoint is not None:
-            model, optimizer = get_state_dict(self.model, self.optimizer)
-            dcp.save({"model": model, "optimizer": optimizer, "data": self.batches}, checkpoint_id=checkpoint)
+        states = dict(zip(("model", "optimizer"), get_state_dict(self.model, self.optimizer), strict=True))
+        dcp.save(states | {"data": self.batches}, checkpoint_id=checkpoint)
         return losses
 
 

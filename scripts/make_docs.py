@@ -1,4 +1,4 @@
-"""Writes what is generated from the code: options.md, api.md, tables of other tools' names, pictures, types of options.
+"""Writes what is made from the code: options.md, api.md, tables of other tools' names, pictures, types of options.
 
 usage: python scripts/make_docs.py [--check]      with --check nothing is written, and a stale file is an error
 """

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 from packtool import storage
 from packtool.config.plan import PlanConfig
 from packtool.errors import ConfigError
-from packtool.library.settings import paths_of, settings_of
+from packtool.library.settings import settings_of
 from packtool.plan.epoch import EpochPlan
 from packtool.report.markup import framed
 from packtool.report.names import named
@@ -188,6 +188,4 @@ def plan(
     problems = [f"{name} is no option here: {instead}" for name, instead in ELSEWHERE.items() if name in given]
     if problems:
         raise ConfigError.from_problems(problems)
-    if caches:
-        given["cached_dataset"] = paths_of(caches)
-    return Plan(settings_of(PlanConfig, given))
+    return Plan(settings_of(PlanConfig, {**given, "cached_dataset": caches}))

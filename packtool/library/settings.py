@@ -17,12 +17,13 @@ def settings_of(cls: type[T], options: Mapping[str, Any]) -> T:
 
     Args:
         cls: the command's settings.
-        options: by name; None is not given.
+        options: by name; None is not given, and where a path is taken, a ``Cache`` stands for its directory.
 
     Raises:
         ConfigError: naming every option that is wrong, or not known.
     """
-    return resolve(cls, options, environ=os.environ)
+    given = {name: _as_text(value) for name, value in options.items()}
+    return resolve(cls, given, environ=os.environ)
 
 
 def refuse_others(options: Mapping[str, Any], known: Collection[str]) -> None:
@@ -31,7 +32,8 @@ def refuse_others(options: Mapping[str, Any], known: Collection[str]) -> None:
         raise ConfigError.from_problems([f"{name} is no option here{did_you_mean(name, known)}" for name in others])
 
 
-def paths_of(given: Any) -> tuple[str, ...]:
-    """One path or several as the settings have them; a ``Cache`` stands for its directory."""
-    several = given if isinstance(given, (list, tuple)) else [given]
-    return tuple(os.fspath(path) for path in several)
+def _as_text(value: Any) -> Any:
+    """A value with paths, and caches among them, as the texts that settings have."""
+    if isinstance(value, (list, tuple)):
+        return [_as_text(item) for item in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value

@@ -77,7 +77,7 @@ def _on_each_rank(reference: Reference, folder: Path) -> None:
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
     spread = load("accelerate_fsdp2").main(tiny.model, tiny.cache, **ON_TWO)
     plan = packtool.plan(tiny.cache, world_size=2, **ON_TWO)
-    by_hand = load("torchtitan_style").Trainer(tiny.model, plan).train()
+    by_hand = load("torchtitan_style").Trainer(tiny.model, plan).train(str(folder / "checkpoint"))
     (folder / f"losses-{PartialState().process_index}.json").write_text(json.dumps([spread, by_hand]))
 
 
