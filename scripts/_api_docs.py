@@ -149,21 +149,17 @@ def _item(line: str, section: str) -> str:
 
 def option_types() -> str:
     """The source of ``packtool/library/options.py``."""
-    return "\n\n".join(
-        [
-            _HEAD,
-            *(
-                _typed(name, cls, only)
-                for name, cls, only in (
-                    ("ExportOptions", ExportConfig, None),
-                    ("PlanOptions", PlanConfig, _names(PlanConfig) - {*ELSEWHERE, "cached_dataset"}),
-                    ("BatchOptions", TrainConfig, OPTIONS),
-                    ("VerifyOptions", VerifyConfig, None),
-                    ("EvalOptions", EvalConfig, None),
-                )
-            ),
-        ]
-    )
+    parts = [
+        _typed(name, cls, only)
+        for name, cls, only in (
+            ("ExportOptions", ExportConfig, None),
+            ("PlanOptions", PlanConfig, _names(PlanConfig) - {*ELSEWHERE, "cached_dataset"}),
+            ("BatchOptions", TrainConfig, OPTIONS),
+            ("VerifyOptions", VerifyConfig, None),
+            ("EvalOptions", EvalConfig, None),
+        )
+    ]
+    return "\n\n".join([_HEAD, *parts])
 
 
 _HEAD = '''"""Types of the options that the library's functions take.
@@ -174,8 +170,8 @@ Made by scripts/make_docs.py from the declarations in config/; do not edit.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from collections.abc import Sequence
+from typing import Literal, TypedDict
 
 Text = str | os.PathLike[str]
 Texts = Text | Sequence[Text]
@@ -202,7 +198,5 @@ def _type(field: dataclasses.Field[Any], cls: type) -> str:
         return f"Literal[{choices}]"
     if origin is tuple:
         return "Texts"
-    if origin is not None:
-        return "Mapping[str, Any]"
     plain = {str: "Text", bool: "bool", int: "int", float: "float"}[hint]
     return f"{plain} | str" if unit_of(field, cls) is not None else plain

@@ -6,8 +6,8 @@ Made by scripts/make_docs.py from the declarations in config/; do not edit.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from collections.abc import Sequence
+from typing import Literal, TypedDict
 
 Text = str | os.PathLike[str]
 Texts = Text | Sequence[Text]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shlex
@@ -73,8 +74,8 @@ def test_a_plan_is_saved_and_drawn(tiny: TinyWorld, tmp_path: Path, capsys: pyte
     trained = prepare_cached(config, World()).schedule.first
     assert trained.fingerprint == plan.fingerprint
     plan.page(tmp_path / "plan.html")
-    (command,) = re.findall(r"<pre>(.*)</pre>", (tmp_path / "plan.html").read_text(), re.DOTALL)
-    again = shlex.split(command.replace("\\\n", " "))
+    (command,) = re.findall(r"made by</h3><pre>(.*?)</pre>", (tmp_path / "plan.html").read_text(), re.DOTALL)
+    again = shlex.split(html.unescape(re.sub("<[^>]*>", "", command)).replace("\\\n", " "))
     assert json.loads(printed(capsys, *again[1:], "--json"))["plan_fingerprint"] == plan.fingerprint
     framed = plan._repr_html_()
     assert framed.startswith('<iframe srcdoc="&lt;!doctype html&gt;')
