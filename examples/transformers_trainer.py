@@ -24,11 +24,12 @@ def the_only(items: list[dict[str, Any]]) -> dict[str, Any]:
 def main(model_dir: str, cache: str, output_dir: str = "output", **options: Any) -> list[float]:
     """Train with options of ``packtool.plan``; returns the mean loss over the target tokens of each step."""
     plan = packtool.plan(cache, world_size=int(os.environ.get("WORLD_SIZE", 1)), **options)
+    batches = packtool.Batches(plan, "all", model=model_dir)
     args = TrainingArguments(
         output_dir,
-        # An item of the dataset is a whole micro-batch, a step has as many as the plan gave it, and in its order.
+        # An item of the dataset is a whole micro-batch, and every step has as many, in the plan's order.
         per_device_train_batch_size=1,
-        gradient_accumulation_steps=plan.config.gradient_accumulation_steps,
+        gradient_accumulation_steps=batches.micro_batches_per_step,
         train_sampling_strategy="sequential",
         num_train_epochs=1,  # the plan's own epochs are in the dataset
         remove_unused_columns=False,
@@ -42,7 +43,7 @@ def main(model_dir: str, cache: str, output_dir: str = "output", **options: Any)
         packtool.prepare_model(AutoModelForImageTextToText.from_pretrained(model_dir)),
         args,
         data_collator=the_only,
-        train_dataset=packtool.Batches(plan, "all", model=model_dir),
+        train_dataset=batches,
     )
     trainer.train()
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]

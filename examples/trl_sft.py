@@ -33,7 +33,7 @@ def main(model_dir: str, cache: str, output_dir: str = "output", **options: Any)
     args = SFTConfig(
         output_dir,
         per_device_train_batch_size=1,
-        gradient_accumulation_steps=plan.config.gradient_accumulation_steps,
+        gradient_accumulation_steps=batches.micro_batches_per_step,
         train_sampling_strategy="sequential",
         dataset_kwargs={"skip_prepare_dataset": True},
         remove_unused_columns=False,

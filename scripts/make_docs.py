@@ -18,6 +18,7 @@ from packtool.cli.main import app
 from packtool.config.peers import EVERY_COMMAND, PeerName, Status, peer_names
 
 DOCS = Path(__file__).parent.parent / "docs"
+EXAMPLES = DOCS.parent / "examples"
 _INTRODUCTION = """# Options
 
 Every option of every command, as `packtool COMMAND --help` shows it. Options may be written with dashes or underscores.
@@ -74,6 +75,14 @@ def _table_of(tool: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+_EXAMPLE = re.compile(r"(<!-- example: (\S+) -->\n)(?:\n```python\n.*?\n```\n)?", re.DOTALL)
+
+
+def with_examples(page: str) -> str:
+    """A page with a file of examples/ behind each mark that asks for one."""
+    return _EXAMPLE.sub(lambda mark: f"{mark[1]}\n```python\n{(EXAMPLES / mark[2]).read_text()}```\n", page)
+
+
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
@@ -82,6 +91,7 @@ def generated() -> dict[Path, str]:
     """Every generated file's path and content."""
     found = {DOCS / "images" / f"{name}.svg": svg for name, svg in pictures().items()}
     found |= {page: with_tables(page.read_text()) for page in DOCS.glob("from-*.md")}
+    found[DOCS / "any-trainer.md"] = with_examples((DOCS / "any-trainer.md").read_text())
     found[DOCS.parent / "packtool" / "library" / "options.py"] = option_types()
     return {DOCS / "options.md": options_page(), DOCS / "api.md": api_page(), **found}
 

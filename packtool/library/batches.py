@@ -61,9 +61,10 @@ class Batches(Dataset[dict[str, Any]]):
 
     Args:
         plan: from ``packtool.plan``; its ``num_train_epochs`` says how often every sample is seen.
-        rank: 0-based data-parallel rank; by default this process's, as torchrun says. ``"all"`` has the micro-batches
-            of all ranks, number i * world_size + rank, for who divides a dataset in turn: accelerate, the Trainer,
-            ``DistributedSampler(shuffle=False)``.
+        rank: 0-based data-parallel rank; by default this process's, as torchrun says. ``"all"`` is for trainers that
+            divide a dataset in turn and count micro-batches, as accelerate and the Trainer do: it has those of all
+            ranks, number i * world_size + rank, and every step as many, ``micro_batches_per_step``, with empty ones at
+            the end of smaller steps.
         model: directory of the model that is trained; by default the plan's, or the one that the caches are for.
         device: where iterating puts the tensors; by default they stay on the host, in page-locked memory if there is a
             GPU.
@@ -72,6 +73,8 @@ class Batches(Dataset[dict[str, Any]]):
 
     Raises:
         ConfigError, DataError, MismatchError: as ``packtool train`` before its first step.
+    Attributes:
+        micro_batches_per_step: of a rank, in the steps that have most.
     """
 
     def __init__(
@@ -93,7 +96,7 @@ class Batches(Dataset[dict[str, Any]]):
             )
         self._tensors = micro_batches(self._run, input_spec(self._run))
         self._epoch = lru_cache(maxsize=2)(self._epoch_of)
-        self._ends = self._micro_batches_before()
+        self._ends, self.micro_batches_per_step = self._count()
         self._begin = self._place = 0
 
     @property
@@ -103,7 +106,9 @@ class Batches(Dataset[dict[str, Any]]):
 
     def __len__(self) -> int:
         """Micro-batches of the whole run, of this rank or of all."""
-        return int(self._ends[-1]) * (self.plan.world_size if self.rank == "all" else 1)
+        if self.rank == "all":
+            return self.num_steps * self.micro_batches_per_step * self.plan.world_size
+        return int(self._ends[-1])
 
     def __getitem__(self, number: int) -> dict[str, Any]:
         """A micro-batch by its number, on the host.
@@ -170,17 +175,19 @@ class Batches(Dataset[dict[str, Any]]):
             "loss_reduction": state.loss_reduction,
         }
 
-    def _micro_batches_before(self) -> npt.NDArray[np.int64]:
-        """Micro-batches of a rank before each epoch of the run, and in all of it, (epochs + 1,)."""
-        schedule, found, left = self._run.schedule, [0], self.num_steps
+    def _count(self) -> tuple[npt.NDArray[np.int64], int]:
+        """Micro-batches of a rank before each epoch and in all of them, (epochs + 1,); most of a step."""
+        schedule, ends, most, left = self._run.schedule, [0], 1, self.num_steps
         for epoch in count():
-            if not left:
-                return np.array(found, np.int64)
             steps = schedule.plan_of(epoch).steps
             trained = min(left, steps.num_steps)
-            found.append(found[-1] + int(steps.step_offsets[trained]) // steps.world_size)
+            offsets = steps.step_offsets[: trained + 1] // steps.world_size
+            ends.append(ends[-1] + int(offsets[-1]))
+            most = max(most, int(np.diff(offsets).max()))
             left -= trained
-        raise AssertionError
+            if not left:
+                break
+        return np.array(ends, np.int64), most
 
     def _epoch_of(self, epoch: int) -> tuple[PlannedEpoch, npt.NDArray[np.int64]]:
         """The micro-batches of an epoch, and what the loss of each of its steps is divided by, (S,)."""
@@ -189,24 +196,28 @@ class Batches(Dataset[dict[str, Any]]):
 
     def _locate(self, number: int) -> tuple[int, int, int, int]:
         """Epoch, step of the epoch, rank and number in the step of a micro-batch."""
-        rank, world_size = self.rank, self.plan.world_size
-        if rank == "all":
-            number, rank = divmod(number, world_size)
+        if self.rank == "all":
+            number, rank = divmod(number, self.plan.world_size)
+            step, place = divmod(number, self.micro_batches_per_step)
+            return *self._run.schedule.locate(step), rank, place
         epoch = int(np.searchsorted(self._ends, number, side="right")) - 1
-        number -= int(self._ends[epoch])
-        offsets = self._epoch(epoch)[0].plan.steps.step_offsets
-        step = int(np.searchsorted(offsets, number * world_size, side="right")) - 1
-        return epoch, step, rank, number - int(offsets[step]) // world_size
+        steps = self._epoch(epoch)[0].plan.steps
+        offsets, number = steps.step_offsets // steps.world_size, number - int(self._ends[epoch])
+        step = int(np.searchsorted(offsets, number, side="right")) - 1
+        return epoch, step, self.rank, number - int(offsets[step])
 
     def _planned(self, number: int) -> MicroBatch:
         """A micro-batch before anything of it is read."""
-        epoch, *place = self._locate(number)
-        return self._epoch(epoch)[0].micro_batch(*place)
+        epoch, step, rank, place = self._locate(number)
+        planned, _ = self._epoch(epoch)
+        is_there = place < planned.plan.steps.num_micro_batches(step)
+        return planned.micro_batch(step, rank, place) if is_there else MicroBatch([])
 
     def _inputs(self, number: int, batch: Batch) -> dict[str, Any]:
         """A micro-batch as the model's keyword arguments, with what its loss is made of."""
         epoch, step, _, place = self._locate(number)
         planned, units = self._epoch(epoch)
+        num = self.micro_batches_per_step if self.rank == "all" else planned.plan.steps.num_micro_batches(step)
         targets = Targets(
             batch.labels,
             batch.loss_weights,
@@ -215,7 +226,7 @@ class Batches(Dataset[dict[str, Any]]):
             num_items=int(units[step]),
             world_size=self.plan.world_size,
             step=epoch * self._run.schedule.steps_per_epoch + step,
-            ends_step=place + 1 == planned.plan.steps.num_micro_batches(step),
+            ends_step=place + 1 == num,
         )
         return {
             **batch.model_inputs(),

@@ -78,6 +78,18 @@ def test_ranks_of_one_plan(tiny: TinyWorld) -> None:
         packtool.Batches(plan, 2)
 
 
+def test_steps_alike_for_trainers_that_count(tiny: TinyWorld) -> None:
+    """Smaller steps, at the end of each epoch, are filled up with empty micro-batches."""
+    plan = packtool.plan(tiny.cache, packing_length=200, gradient_accumulation_steps=4, num_train_epochs=2)
+    one, every = packtool.Batches(plan, 0, **HERE), packtool.Batches(plan, "all", **HERE)
+    assert (one.micro_batches_per_step, one.num_steps) == (4, 6)
+    assert len(one) < len(every) == 24
+    assert [number for number, batch in enumerate(every) if batch["targets"].ends_step] == [3, 7, 11, 15, 19, 23]
+    full = [batch for batch in every if batch["targets"].num_targets]
+    assert [ids(batch) for batch in full] == [ids(batch) for batch in one]
+    assert [batch["targets"].num_items for batch in full] == [batch["targets"].num_items for batch in one]
+
+
 def test_a_state_goes_on_with_the_very_next(plan: packtool.Plan, batches: packtool.Batches) -> None:
     whole = [ids(batch) for batch in batches]
     for num_given in (0, 3, len(whole)):
