@@ -152,11 +152,11 @@ def option_types() -> str:
     parts = [
         _typed(name, cls, only)
         for name, cls, only in (
-            ("ExportOptions", ExportConfig, None),
-            ("PlanOptions", PlanConfig, _names(PlanConfig) - {*ELSEWHERE, "cached_dataset"}),
-            ("BatchOptions", TrainConfig, OPTIONS),
-            ("VerifyOptions", VerifyConfig, None),
-            ("EvalOptions", EvalConfig, None),
+            ("ExportKeywords", ExportConfig, None),
+            ("PlanKeywords", PlanConfig, _names(PlanConfig) - {*ELSEWHERE, "cached_dataset"}),
+            ("BatchKeywords", TrainConfig, OPTIONS),
+            ("VerifyKeywords", VerifyConfig, None),
+            ("EvalKeywords", EvalConfig, None),
         )
     ]
     return "\n\n".join([_HEAD, *parts])

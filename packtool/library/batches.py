@@ -31,7 +31,7 @@ from packtool.train.prepare.prepared import Beginning
 from packtool.train.prepare.workers import workers_of
 
 if TYPE_CHECKING:
-    from packtool.library.options import BatchOptions
+    from packtool.library.options import BatchKeywords
 
 OPTIONS = frozenset(
     {
@@ -84,7 +84,7 @@ class Batches(Dataset[dict[str, Any]]):
         *,
         model: str | None = None,
         device: str | torch.device | None = None,
-        **options: Unpack[BatchOptions],
+        **options: Unpack[BatchKeywords],
     ) -> None:
         self.plan, self.model, self.device, self.options = plan, model, device, options
         self.rank = _rank(rank, plan.world_size)

@@ -12,12 +12,12 @@ from packtool.progress import Progress, SilentProgress
 
 if TYPE_CHECKING:
     from packtool.cache.summary import ExportSummary
-    from packtool.library.options import EvalOptions, ExportOptions, VerifyOptions
+    from packtool.library.options import EvalKeywords, ExportKeywords, VerifyKeywords
     from packtool.train.evaluate.run import EvalResult
     from packtool.train.verify.run import VerifyReport
 
 
-def export(*, progress: Progress | None = None, **options: Unpack[ExportOptions]) -> ExportSummary:
+def export(*, progress: Progress | None = None, **options: Unpack[ExportKeywords]) -> ExportSummary:
     """Tokenize rows into a cache: ``packtool export``.
 
         packtool.export(model="model", dataset="rows.json", output_dir="cache", max_length=2048)
@@ -38,7 +38,7 @@ def export(*, progress: Progress | None = None, **options: Unpack[ExportOptions]
     return export_rows(with_local_copies(settings_of(ExportConfig, options)), progress or SilentProgress())
 
 
-def verify(*, progress: Progress | None = None, **options: Unpack[VerifyOptions]) -> VerifyReport:
+def verify(*, progress: Progress | None = None, **options: Unpack[VerifyKeywords]) -> VerifyReport:
     """Compare packed samples with the same samples alone, with a model and a cache: ``packtool verify``.
 
         packtool.verify(model="model", cached_dataset="cache").raise_if_failed()
@@ -58,7 +58,7 @@ def verify(*, progress: Progress | None = None, **options: Unpack[VerifyOptions]
     return verify_caches(settings_of(VerifyConfig, options), progress)
 
 
-def evaluate(*, progress: Progress | None = None, **options: Unpack[EvalOptions]) -> EvalResult:
+def evaluate(*, progress: Progress | None = None, **options: Unpack[EvalKeywords]) -> EvalResult:
     """Measure a model on every sample for itself: ``packtool eval``. Every process of a torchrun job calls this.
 
         packtool.evaluate(model="output/last", cached_dataset="cache", output="eval.parquet").evaluation.total.loss

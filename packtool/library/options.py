@@ -13,7 +13,7 @@ Text = str | os.PathLike[str]
 Texts = Text | Sequence[Text]
 
 
-class ExportOptions(TypedDict, total=False):
+class ExportKeywords(TypedDict, total=False):
     """See ``packtool.config.export.ExportConfig``."""
 
     max_pixels: int | None
@@ -66,7 +66,7 @@ class ExportOptions(TypedDict, total=False):
     dry_run: bool | None
 
 
-class PlanOptions(TypedDict, total=False):
+class PlanKeywords(TypedDict, total=False):
     """See ``packtool.config.plan.PlanConfig``."""
 
     train_type: Literal["lora", "full"] | None
@@ -133,7 +133,7 @@ class PlanOptions(TypedDict, total=False):
     mfu: float | None
 
 
-class BatchOptions(TypedDict, total=False):
+class BatchKeywords(TypedDict, total=False):
     """See ``packtool.config.train.TrainConfig``."""
 
     media_access: Literal["root", "local", "any"] | None
@@ -145,7 +145,7 @@ class BatchOptions(TypedDict, total=False):
     dataloader_num_workers: int | None
 
 
-class VerifyOptions(TypedDict, total=False):
+class VerifyKeywords(TypedDict, total=False):
     """See ``packtool.config.verify.VerifyConfig``."""
 
     sequence_parallel_size: int | None
@@ -166,7 +166,7 @@ class VerifyOptions(TypedDict, total=False):
     seed: int | None
 
 
-class EvalOptions(TypedDict, total=False):
+class EvalKeywords(TypedDict, total=False):
     """See ``packtool.config.evaluate.EvalConfig``."""
 
     sequence_parallel_size: int | None

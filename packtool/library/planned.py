@@ -26,7 +26,7 @@ from packtool.train.prepare.result import option_words
 
 if TYPE_CHECKING:
     from packtool.library.cache import Cache
-    from packtool.library.options import PlanOptions
+    from packtool.library.options import PlanKeywords
 
 ELSEWHERE = {
     "save": "Plan.save(path) does it",
@@ -170,7 +170,7 @@ class Plan:
 
 def plan(
     caches: str | os.PathLike[str] | Cache | Sequence[str | os.PathLike[str] | Cache] = (),
-    **options: Unpack[PlanOptions],
+    **options: Unpack[PlanKeywords],
 ) -> Plan:
     """Plan an epoch: ``packtool plan``.
 
