@@ -10,6 +10,7 @@ import os
 import sys
 from typing import Any
 
+import torch
 from transformers import AutoModelForImageTextToText, Trainer, TrainingArguments
 
 import packtool
@@ -36,6 +37,7 @@ def main(model_dir: str, cache: str, output_dir: str = "output", **options: Any)
         learning_rate=1e-3,
         lr_scheduler_type="constant",
         logging_steps=1,
+        use_cpu=not torch.cuda.is_available(),
         report_to="none",
         save_strategy="no",
     )

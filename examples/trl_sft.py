@@ -39,6 +39,7 @@ def main(model_dir: str, cache: str, output_dir: str = "output", **options: Any)
         remove_unused_columns=False,
         num_train_epochs=1,  # the plan's own epochs are in the dataset
         bf16=torch.cuda.is_available(),
+        use_cpu=not torch.cuda.is_available(),
         learning_rate=1e-3,
         lr_scheduler_type="constant",
         logging_steps=1,
