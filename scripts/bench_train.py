@@ -132,7 +132,7 @@ def make_real(realdata: Path, work: Path, one_in: int, packing_length: int) -> t
 def make_small(work: Path) -> tuple[Setting, dict[str, Any]]:
     """The demo's model, and a cache of a few of its rows."""
     make_demo_model(str(work / "model"), seed=0)
-    world = make_rows(str(work / "rows"), num_rows=24, seed=0)
+    world = make_rows(str(work / "rows"), num_rows=28, seed=0)
     return _exported(work / "model", [str(world.train)], work, 256, 512)
 
 
@@ -316,7 +316,7 @@ def print_head(setting: Setting, exported: Mapping[str, Any], run: CachedRun, ro
     told = []
     for cost in (CostModel.of_config(run.files.config), CostModel.of_config(QWEN3_VL_2B)):
         towers = cost.towers(index.vision_tokens, index.patch_squares, index.audio_tokens)
-        whole = cost(lengths, lengths**2, targets, towers).sum()
+        whole = cost(lengths, cost.attention(lengths), targets, towers).sum()
         head, vision = cost.per_target_token * targets.sum(), towers.sum()
         told.append(f"head {head / whole:.0%}, vision {vision / whole:.0%}")
     print(f"of the FLOPs: {told[0]}; of a Qwen3-VL-2B's on these rows: {told[1]}")

@@ -30,6 +30,7 @@ ORDER = (
     "simulate",
     "stream",
     "batch",
+    "packs",
     "attention",
     "train",
     "report",
@@ -44,7 +45,7 @@ TRAIN_ORDER = ("prepare", "model", "evaluate", "verify", "loop")
 OWNERS = {
     "torch": {"batch", "attention", "train", "library", "demo", "launch"},
     "transformers": {"encode", "batch", "attention", "train", "library", "demo"},
-    "pyarrow": {"rows", "cache"},
+    "pyarrow": {"rows", "cache", "packs"},
     "datasets": {"rows", "cache"},
     "fsspec": {"storage"},
     "s3fs": {"storage"},

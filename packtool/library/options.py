@@ -74,13 +74,7 @@ class PlanKeywords(TypedDict, total=False):
     freeze_vit: bool | None
     freeze_aligner: bool | None
     freeze_llm: bool | None
-    adapters: Texts | None
-    lora_alpha: int | None
-    lora_dropout: float | None
     lora_bias: Literal["none", "all", "lora_only"] | None
-    use_rslora: bool | None
-    use_dora: bool | None
-    init_weights: Literal["true", "false", "gaussian", "orthogonal", "pissa", "olora"] | None
     target_modules: Texts | None
     target_regex: Text | None
     modules_to_save: Texts | None
@@ -89,6 +83,12 @@ class PlanKeywords(TypedDict, total=False):
     freeze_parameters_ratio: float | None
     trainable_parameters: Texts | None
     trainable_parameters_regex: Text | None
+    adapters: Texts | None
+    lora_alpha: int | None
+    lora_dropout: float | None
+    use_rslora: bool | None
+    use_dora: bool | None
+    init_weights: Literal["true", "false", "gaussian", "orthogonal", "pissa", "olora"] | None
     torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] | None
     master_weights: Literal["float32", "kahan", "none"] | None
     gradient_checkpointing: bool | None

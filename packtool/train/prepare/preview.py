@@ -26,7 +26,7 @@ from packtool.plan.towers import TowerWork
 from packtool.simulate.lengths import read_lengths
 from packtool.simulate.model_sizes import MODEL_PRESETS
 from packtool.simulate.run import read_hardware
-from packtool.train.prepare.costs import learning_of, tower_work, with_model
+from packtool.train.prepare.costs import tower_work, with_model
 from packtool.train.prepare.planner import plan_options
 from packtool.train.prepare.shared_prefixes import SharedPrefixes, find_shared
 
@@ -187,7 +187,7 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
     begin = time.perf_counter()
     shared, unshared = find_shared(config, options, model_config, reader) if reader is not None else (None, None)
     if shared is not None:
-        towers = shared.towers(options.cost)
+        towers = shared.towers(options.cost, targets)
         plan = plan_with(media_tokens=shared.media_tokens, towers=towers, trees=shared.trees)
     else:
         plan = plan_with()
@@ -226,9 +226,7 @@ def _options(config: PlanConfig, packing_length: int | None, longest: int, model
     options = plan_options(
         config, max_length=max_length, world_size=config.world_size // config.sequence_parallel_ranks
     )
-    options = with_model(
-        options, model, learning_of(config), read_hardware(config.hardware), config.sequence_parallel_type
-    )
+    options = with_model(options, model, config, read_hardware(config.hardware), config.sequence_parallel_type)
     return dataclasses.replace(options, packing_length=room or max_length)
 
 

@@ -30,7 +30,17 @@ from packtool.train.prepare.prepared import NumberExchange, PreparedRun, RankSte
 from packtool.train.prepare.result import TrainResult
 
 _TOWER_SUMS = ("vision_tokens", "patch_squares", "audio_tokens")
-_SUMS = ("target_tokens", "tokens", "packs", "samples", "attended", "attended_dense", *_TOWER_SUMS, "more")
+_SUMS = (
+    "target_tokens",
+    "tokens",
+    "packs",
+    "samples",
+    "attended",
+    "in_windows",
+    "attended_dense",
+    *_TOWER_SUMS,
+    "more",
+)
 
 
 class StreamedSteps(Steps):
@@ -77,8 +87,26 @@ class StreamedSteps(Steps):
             micro = [taken[start : start + each] for start in range(0, each * config.gradient_accumulation_steps, each)]
             yield RankStep(
                 tuple(MicroBatch([pack.samples for pack in packs]) for packs in micro),
-                partial(self._begun, _counts(taken, is_last=ahead is None), after),
+                partial(self._begun, self._counts(taken, is_last=ahead is None), after),
             )
+
+    def _counts(self, packs: list[StreamedPack], *, is_last: bool) -> list[int]:
+        """What one rank's packs of a step hold, as in ``_SUMS``."""
+        samples = [sample for pack in packs for sample in pack.samples]
+        lengths = np.array([sample.length for sample in samples], np.int64)
+        return [
+            sum(pack.num_targets for pack in packs),
+            sum(pack.num_tokens for pack in packs),
+            len(packs),
+            len(samples),
+            int(np.square(lengths).sum()),
+            int(self._costs.model.seen_in_windows(lengths).sum()),
+            sum(pack.num_tokens**2 for pack in packs),
+            sum(sample.num_media_tokens - sample.num_audio_tokens for sample in samples),
+            sum(sample.patch_squares for sample in samples),
+            sum(sample.num_audio_tokens for sample in samples),
+            int(not is_last),
+        ]
 
     def _begun(self, counts: list[int], after: StreamState) -> StepFigures:
         """The step is next: what it holds over all ranks.
@@ -132,25 +160,10 @@ class StreamedSteps(Steps):
         )
 
 
-def _counts(packs: list[StreamedPack], *, is_last: bool) -> list[int]:
-    """What one rank's packs of a step hold, as in ``_SUMS``."""
-    return [
-        sum(pack.num_targets for pack in packs),
-        sum(pack.num_tokens for pack in packs),
-        len(packs),
-        sum(len(pack.samples) for pack in packs),
-        sum(sample.length**2 for pack in packs for sample in pack.samples),
-        sum(pack.num_tokens**2 for pack in packs),
-        sum(sample.num_media_tokens - sample.num_audio_tokens for pack in packs for sample in pack.samples),
-        sum(sample.patch_squares for pack in packs for sample in pack.samples),
-        sum(sample.num_audio_tokens for pack in packs for sample in pack.samples),
-        int(not is_last),
-    ]
-
-
 def _flops(cost: CostModel, sums: Mapping[str, int]) -> float:
     towers = cost.towers(*(np.array(sums[name]) for name in _TOWER_SUMS))
-    return float(cost(np.array(sums["tokens"]), np.array(sums["attended"]), sums["target_tokens"], towers))
+    attention = cost.attention_of(np.array(sums["attended"]), np.array(sums["in_windows"]))
+    return float(cost(np.array(sums["tokens"]), attention, sums["target_tokens"], towers))
 
 
 class DropLog:

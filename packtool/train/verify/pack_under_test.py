@@ -136,10 +136,8 @@ class PackUnderTest:
         """Logits at some positions of every sample: float32 (P, vocabulary) each; the same on all ranks."""
         found = [_positions(length) for length in self.lengths]
         rows = torch.cat([self._places(number)[positions] for number, positions in enumerate(found)])
-        if isinstance(batch, ShardedBatch):
-            logits = self._shared_logits(batch, rows)
-        else:
-            logits = _logits(self.model, batch, rows)
+        shared = self.parallel is not None
+        logits = self._shared_logits(batch, rows) if shared else _logits(self.model, batch, rows)
         return list(torch.split(logits, [len(positions) for positions in found]))
 
     def _places(self, number: int) -> Tensor:
@@ -147,7 +145,7 @@ class PackUnderTest:
         nodes = zip(self.starts, self.nodes, strict=True)
         return torch.cat([torch.arange(start, start + node.length) for start, node in nodes if number in node.samples])
 
-    def _shared_logits(self, batch: ShardedBatch, rows: Tensor) -> Tensor:
+    def _shared_logits(self, batch: PackedBatch | ShardedBatch, rows: Tensor) -> Tensor:
         """Each rank computes those of its own tokens; every rank has all of them."""
         assert self.parallel is not None, "somebody shares the sequence"
         slots = {position: slot for slot, position in enumerate(batch.index.tolist())}
@@ -207,9 +205,7 @@ class PackUnderTest:
             if node.samples == (number,):
                 changed[start : start + node.length] = own[node.start : node.stop]
         ids = self.batch.input_ids.clone()
-        at = torch.arange(ids.shape[1], device=ids.device)
-        at = self.batch.index if isinstance(self.batch, ShardedBatch) else at
-        held = changed.to(ids.device)[at]
+        held = changed.to(ids.device)[self.batch.index]
         ids[0] = torch.where(held == _AS_BEFORE, ids[0], held)
         media = {name: self._flipped(tensor, name, number) for name, tensor in self.batch.media.items()}
         return dataclasses.replace(self.batch, input_ids=ids, media=media)
