@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from packtool.attention.support import refuse_unsupported
 from packtool.batch.movable import Movable
 from packtool.config.model import AttnImpl
+from packtool.errors import ConfigError
 from packtool.train.model.load import route_attention
 from packtool.train.model.loss import StepMean, summed_cross_entropy
 
@@ -91,9 +92,14 @@ def prepare_model(model: P, *, packing: bool = True, attn_impl: AttnImpl = "auto
         the same model.
 
     Raises:
-        ConfigError: for a kernel that is not there.
+        ConfigError: for a kernel that is not there, or a model that is wrapped already.
         UnsupportedModelError: for a model whose packed samples could not be kept apart.
     """
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"prepare_model takes a model of transformers itself, and this is a {type(model).__name__}",
+            "Call it on the loaded model, and wrap what it returns: peft, DDP, FSDP and torch.compile come later.",
+        )
     if packing:
         refuse_unsupported(model.config)
     route_attention(model, packing=packing, attn_impl=attn_impl)

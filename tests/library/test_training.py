@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
 import packtool
 from packtool.attention.varlen import LeakError
-from packtool.errors import UnsupportedModelError
+from packtool.errors import ConfigError, UnsupportedModelError
 from packtool.launch.world import World
 from packtool.train.loop.loader import StepLoader, input_spec
 from packtool.train.model.loss import StepMean, sum_of_losses
@@ -117,6 +118,19 @@ def test_other_inputs_of_a_prepared_model(model: PreTrainedModel, tiny: TinyWorl
     found, expected = (other(input_ids=tokens, labels=tokens).loss for other in (padded, plain))
     assert float(found) == pytest.approx(float(expected))
     assert packtool.prepare_model(padded, packing=False).loss_function.args == (plain.loss_function,)
+
+
+@torch.no_grad()
+def test_adapters_come_behind(plan: packtool.Plan, tiny: TinyWorld) -> None:
+    """Whether a loop or a trainer asks; a new adapter changes nothing yet."""
+    model = packtool.prepare_model(transformers.AutoModelForImageTextToText.from_pretrained(tiny.model))
+    batch = packtool.Batches(plan, **HERE)[0]
+    expected = float(packtool.loss(model(**batch), batch))
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    assert float(packtool.loss(adapted(**batch), batch)) == pytest.approx(expected)
+    assert float(adapted(**batch, num_items_in_batch=1).loss) == pytest.approx(expected)
+    with pytest.raises(ConfigError, match="this is a PeftModel"):
+        packtool.prepare_model(adapted)
 
 
 def test_models_that_cannot_be_packed_are_refused() -> None:
