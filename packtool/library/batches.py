@@ -179,7 +179,8 @@ class Batches(Dataset[dict[str, Any]]):
         """Micro-batches of a rank before each epoch and in all of them, (epochs + 1,); most of a step."""
         schedule, ends, most, left = self._run.schedule, [0], 1, self.num_steps
         for epoch in count():
-            steps = schedule.plan_of(epoch).steps
+            # Other epochs have as many as the first, but for micro-batches that are filled by tokens.
+            steps = (schedule.plan_of(epoch) if self.plan.config.has_no_rows else schedule.first).steps
             trained = min(left, steps.num_steps)
             offsets = steps.step_offsets[: trained + 1] // steps.world_size
             ends.append(ends[-1] + int(offsets[-1]))
