@@ -32,8 +32,8 @@ def run_plan(config: PlanConfig, invocation: Invocation) -> None:
         show_json(plan.summary)
         return
     print_table(f"plan for {' '.join(config.cached_dataset) or config.lengths}", plan.lines)
-    if plan.preview.unshared is not None:
-        show(plan.preview.unshared)
+    if plan.preview.shared_line is not None:
+        show(f"\n{plan.preview.shared_line}")
     _print_histograms(plan.preview)
     for written in (config.save, config.html):
         if written is not None:
