@@ -32,9 +32,11 @@ from packtool.train.prepare.checkpoint import RunState
 from packtool.train.prepare.costs import RunCosts, sample_costs, tower_work, with_model
 from packtool.train.prepare.evaluation import plan_of_samples, with_evaluation
 from packtool.train.prepare.figures import SampleFigures, StepFigures, figures_of_steps
+from packtool.train.prepare.heaviest import heaviest_tokens, seen_media, share_media
 from packtool.train.prepare.place import with_resumed_version
 from packtool.train.prepare.planner import Assignment, Planner, plan_options
 from packtool.train.prepare.prepared import Beginning, NumberExchange, PreparedRun, RankStep, Steps, Validation
+from packtool.train.prepare.rank_tokens import RankTokens
 from packtool.train.prepare.result import TrainResult, schedule_lines
 from packtool.train.prepare.schedule import PlannedSchedule
 from packtool.train.prepare.sequence_parallel import axes_of
@@ -99,11 +101,13 @@ class CachedRun(PreparedRun):
         plan = self.schedule.plan_of(self.schedule.locate(self.start)[0])
         return float(self.figures.media_tokens[plan.packs.samples].sum()) / max(len(plan.steps.cell_sizes()), 1)
 
-    def most_media_tokens(self) -> int:
-        """See ``PreparedRun``; as if packs with most came together."""
-        packs = self.schedule.plan_of(self.schedule.locate(self.start)[0]).packs
-        each = packs.sums_per_pack(self.figures.media_tokens[packs.samples])
-        return int(each.max(initial=0)) * self.config.per_device_train_batch_size
+    def heaviest(self) -> tuple[RankTokens, ...]:
+        """See ``PreparedRun``; those of the epoch that comes next."""
+        plan, model = self.schedule.plan_of(self.schedule.locate(self.start)[0]), self.files.config
+        size, shares = self.world.sequence_parallel_size, None
+        if size > 1:
+            shares = share_media(seen_media(self.reader.index, model), model, plan, size)
+        return heaviest_tokens(self.sized, plan, model, self.figures.media_tokens, self.figures.audio_tokens, shares)
 
     def first_samples(self, most: int) -> list[EncodedSample]:
         """See ``PreparedRun``; the shortest ones of the first micro-batch, in its order, or two that share a prefix."""
@@ -245,6 +249,7 @@ def _figures(
     return SampleFigures(
         targets,
         index.media_tokens if shared is None else shared.media_tokens,
+        index.audio_tokens if shared is None else shared.audio_tokens,
         units.astype(np.int64),
         each(costs.model, target_tokens=targets),
         each(costs.hardware, target_tokens=targets),
