@@ -96,7 +96,7 @@ class Plan:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What ``packtool plan --json`` prints, but for memory: packs, fill, steps, balance, FLOPs, fingerprints, ..."""
+        """What ``packtool plan --json`` prints, but for memory: packs, fill, steps, balance, FLOPs, fingerprints."""
         return named(self._figures)
 
     @property
