@@ -217,7 +217,7 @@ class TrainConfig(
             *self._row_problems(),
         ]
         found += parallel_problems(self, removes_padding=self.removes_padding, attn_impl=self.attn_impl)
-        found += sharing_problems(self, self.not_shared_with)
+        found += sharing_problems(self)
         if self.padding_free and not self.removes_padding:
             found.append("--padding-free true goes with --packing true, or with --dynamic-batch-tokens N")
         if self.padding_free is False and self.removes_padding:

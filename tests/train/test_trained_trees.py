@@ -8,10 +8,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from packtool.cli.main import run
 from packtool.config.plan import PlanConfig
+from packtool.errors import EXIT_USAGE
 from packtool.progress import SilentProgress
 from packtool.train.prepare.preview import preview, save_plan
 from packtool.train.run import train
@@ -37,6 +40,7 @@ TWO_PROCESSES: dict[str, dict[str, Any]] = {
     "ddp": {"gradient_accumulation_steps": 8},
     "fsdp": {"gradient_accumulation_steps": 8, "fsdp": ["full_shard"]},
 }
+COUNTED = ("sample", "source", "row", "channel", "tokens", "target_tokens", "token_accuracy", "first_wrong")
 RESUMED: dict[str, Any] = {"num_train_epochs": 2.0, "save_steps": 1, "gradient_accumulation_steps": 1}
 
 
@@ -119,7 +123,9 @@ def test_a_run_resumes_exactly_with_other_processes(alike: TinyWorld, two_proces
         assert line["loss"] == pytest.approx(expected["loss"], rel=1e-4)
 
 
-def test_a_run_resumes_exactly_and_evaluates(alike: TinyWorld, tmp_path: Path) -> None:
+def test_a_run_resumes_exactly_and_evaluates(
+    alike: TinyWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     world = dataclasses.replace(alike, cache=str(tmp_path / "cache"))
     export_rows(world, world.cache, max_length=160, val_dataset=(world.rows,))
     given = RESUMED | {"gradient_accumulation_steps": 2, "eval_strategy": "epoch"}
@@ -129,8 +135,27 @@ def test_a_run_resumes_exactly_and_evaluates(alike: TinyWorld, tmp_path: Path) -
     check_same_rest_of_steps(tmp_path / "whole", tmp_path / "resumed", 2)
     evaluations = [line for line in read_metrics(tmp_path / "whole") if "eval_loss" in line]
     assert len(evaluations) == 2
-    # The val split is evaluated whole, sample by sample.
     assert len({line["eval_target_tokens"] for line in evaluations}) == 1
+    # The val split begins alike, too: what it says is what it says of whole samples, and of each alone.
+    last = tmp_path / "whole" / f"checkpoint-{evaluations[-1]['step']}"
+    words = ["eval", "--model", str(last), "--cached-dataset", world.cache]
+    words += ["--dataloader-num-workers", "0", "--output", str(tmp_path / "found.parquet")]
+    tables = []
+    for further in ("", "--share-prefix false", "--share-prefix true", "--max-samples-per-micro-batch 1"):
+        assert run([*words, *further.split()]) == 0
+        tables.append((pq.read_table(tmp_path / "found.parquet").to_pydict(), capsys.readouterr().err))
+    (tree, said), (whole, nothing), (asked, _), (alone, why) = tables
+    assert "shared prefixes: computed once" in said
+    assert "shared prefixes" not in nothing
+    assert "could be saved, but each sample is computed whole: that does not go with --max-samples-per-micro" in why
+    assert tree == asked
+    for other in (whole, alone):
+        assert {name: tree[name] for name in COUNTED} == {name: other[name] for name in COUNTED}
+        assert tree["loss"] == pytest.approx(other["loss"], abs=1e-5)
+    targets = np.array(alone["target_tokens"])
+    assert evaluations[-1]["eval_loss"] == pytest.approx(targets @ alone["loss"] / targets.sum(), abs=1e-5)
+    assert run([*words, "--share-prefix", "true", "--max-samples-per-micro-batch", "1"]) == EXIT_USAGE
+    assert "--share-prefix true does not go with --max-samples-per-micro-batch" in capsys.readouterr().err
 
 
 def check_same_rest_of_steps(whole: Path, resumed: Path, step: int) -> None:

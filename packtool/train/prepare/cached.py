@@ -29,7 +29,7 @@ from packtool.simulate.run import read_hardware
 from packtool.train.prepare.check import check_plan, choice_of_targets, open_caches, packs_of, with_template_of
 from packtool.train.prepare.checkpoint import RunState
 from packtool.train.prepare.costs import RunCosts, learning_of, sample_costs, tower_work, with_model
-from packtool.train.prepare.evaluation import plan_of_samples, with_evaluation
+from packtool.train.prepare.evaluation import plan_of_samples, shared_of_evaluation, with_evaluation
 from packtool.train.prepare.figures import SampleFigures, StepFigures, figures_of_steps
 from packtool.train.prepare.place import with_resumed_version
 from packtool.train.prepare.planner import Assignment, Planner, plan_options
@@ -195,7 +195,7 @@ def prepare_cached(config: TrainConfig, world: World) -> CachedRun:
         axes=axes,
         notes=(*not_shared, *_access_notes(config, reader), *evaluated, *beginning.notes, *notes),
         least_shared=None if planner.shared is None else LEAST_SHARED,
-        validation=_validation(config, world, reader, choice, axes),
+        validation=_validation(config, world, files, reader, choice, axes),
         reader=reader,
         samples=samples,
         figures=_figures(config, files, reader, targets, planner.shared),
@@ -279,19 +279,29 @@ def _planner(
     if packs is not None:
         shared = shared_of_plan(packs, files.config, reader)
     else:
-        shared, told = find_shared(config, options, files.config, reader)
+        shared, told = find_shared(
+            config,
+            files.config,
+            reader,
+            capacity=options.packing_length,
+            max_length=options.max_length,
+            max_samples=config.max_rows_per_tree,
+        )
     towers = tower_work(options.cost, reader.index) if shared is None else shared.towers(options.cost)
     planner = Planner(config, options, reader.index, targets, towers, packs, shared)
     return planner, [] if told is None else [told]
 
 
 def _validation(
-    config: TrainConfig, world: World, reader: CacheReader, choice: TargetChoice | None, axes: Axes
+    config: TrainConfig, world: World, files: ModelFiles, reader: CacheReader, choice: TargetChoice | None, axes: Axes
 ) -> Validation | None:
     if config.eval_strategy == "no":
         return None
     val = CacheReader.open(reader.directories, VAL_SPLIT, reader.copies)
     plan = plan_of_samples(val, world.data, max_tokens=config.max_tokens_per_micro_batch, alignment=axes.multiple)
+    shared, _ = shared_of_evaluation(config, files, val, plan)
+    if shared is not None:
+        plan = dataclasses.replace(plan, trees=shared.trees)
     return Validation(val, val if choice is None else ChosenTargets(val, choice), plan)
 
 

@@ -185,7 +185,16 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
     # mypy knows no calls that give an argument of a partial anew.
     plan_with: Any = partial(plan_epoch, lengths, targets, options, seed=config.seed, media_tokens=media, towers=towers)
     begin = time.perf_counter()
-    shared, unshared = find_shared(config, options, model_config, reader) if reader is not None else (None, None)
+    shared, unshared = None, None
+    if reader is not None:
+        shared, unshared = find_shared(
+            config,
+            model_config,
+            reader,
+            capacity=options.packing_length,
+            max_length=options.max_length,
+            max_samples=config.max_rows_per_tree,
+        )
     if shared is not None:
         towers = shared.towers(options.cost)
         plan = plan_with(media_tokens=shared.media_tokens, towers=towers, trees=shared.trees)

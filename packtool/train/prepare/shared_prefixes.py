@@ -11,14 +11,12 @@ import numpy.typing as npt
 
 from packtool.cache.prefixes import SplitPrefixes
 from packtool.cache.reader import CacheReader, SplitIndex
-from packtool.config.plan import PlanConfig
-from packtool.config.train import TrainConfig
+from packtool.config.packing import SharingOptions
 from packtool.constants import LEAST_SHARED
 from packtool.encode.families import family_of, text_config_of
 from packtool.errors import MismatchError, UnsupportedModelError
 from packtool.plan.balance import Costs
 from packtool.plan.cost import CostModel
-from packtool.plan.options import PlanOptions
 from packtool.plan.pack_plan import Int64Array, PackPlan
 from packtool.plan.prefix_trees import Prefixes, PrefixTrees, plan_trees, trees_of
 from packtool.plan.towers import TowerWork
@@ -88,13 +86,23 @@ class SharedPrefixes:
 
 
 def find_shared(
-    config: TrainConfig | PlanConfig, options: PlanOptions, model: Mapping[str, Any], reader: CacheReader
+    config: SharingOptions,
+    model: Mapping[str, Any],
+    reader: CacheReader,
+    *,
+    capacity: int,
+    max_length: int | None = None,
+    max_samples: int | None = None,
+    limit: int | None = None,
 ) -> tuple[SharedPrefixes | None, str | None]:
-    """The prefixes that a run shares, as ``--share-prefix`` says, and a remark where it does not share what it could.
+    """The prefixes that samples share, as ``--share-prefix`` says, and a remark where they share less than they could.
 
     Args:
-        options: of the plan.
         model: its ``config.json``.
+        capacity: tokens of a pack.
+        max_length: longer samples are left out.
+        max_samples: most samples of a tree.
+        limit: take only so many samples, the first ones.
 
     Raises:
         MismatchError: if sharing is asked for, and a cache does not tell what its samples begin with.
@@ -107,17 +115,17 @@ def find_shared(
     if asked and problem:
         raise UnsupportedModelError(f"--share-prefix true: {problem}", "Leave --share-prefix out.")
     prefixes = _prefixes(reader, asked=asked)
-    lengths = reader.index.length
-    kept = lengths[lengths <= options.max_length]
-    if prefixes is None or not len(kept) or kept.max() > options.packing_length:
+    lengths = reader.index.length[:limit]
+    kept = lengths if max_length is None else lengths[lengths <= max_length]
+    if prefixes is None or not len(kept) or kept.max() > capacity:
         return None, None  # the planner tells of samples that are longer than a pack
     trees = plan_trees(
         lengths,
-        _as_planned(prefixes),
-        capacity=options.packing_length,
+        _as_planned(prefixes, len(lengths)),
+        capacity=capacity,
         least_shared=LEAST_SHARED,
-        max_length=options.max_length,
-        max_samples=config.max_rows_per_tree,
+        max_length=max_length,
+        max_samples=max_samples,
     )
     found = SharedPrefixes(reader.index, prefixes, trees)
     if not trees.num_shared_tokens:
@@ -148,7 +156,7 @@ def shared_of_plan(packs: PackPlan, model: Mapping[str, Any], reader: CacheReade
         )
     prefixes = _prefixes(reader, asked=True)
     assert prefixes is not None, "asked for"
-    trees = trees_of(packs, _as_planned(prefixes))
+    trees = trees_of(packs, _as_planned(prefixes, len(reader)))
     if trees is None:
         raise MismatchError(
             "--plan shares prefixes that the caches do not tell of", "Make it again with packtool plan --save."
@@ -156,8 +164,10 @@ def shared_of_plan(packs: PackPlan, model: Mapping[str, Any], reader: CacheReade
     return SharedPrefixes(reader.index, prefixes, trees)
 
 
-def _as_planned(prefixes: SplitPrefixes) -> Prefixes:
-    return Prefixes(prefixes.offsets, prefixes.prefixes.lengths, prefixes.prefixes.hashes)
+def _as_planned(prefixes: SplitPrefixes, num_samples: int) -> Prefixes:
+    """Those of the first samples."""
+    offsets = prefixes.offsets[: num_samples + 1]
+    return Prefixes(offsets, prefixes.prefixes.lengths[: offsets[-1]], prefixes.prefixes.hashes[: offsets[-1]])
 
 
 def _prefixes(reader: CacheReader, *, asked: bool) -> SplitPrefixes | None:

@@ -125,14 +125,13 @@ def test_a_model_with_recurrent_layers(alike: TinyWorld, tmp_path: Path) -> None
     run = prepared(alike, tmp_path)
     model = {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}, "vision_config": {}}
     config = alike.config(tmp_path)
-    options = preview(PlanConfig(cached_dataset=(alike.cache,), packing_length=256)).options
-    shared, note = find_shared(config, options, model, run.reader)
+    shared, note = find_shared(config, model, run.reader, capacity=256)
     assert shared is None
     assert note is not None
     assert "recurrent layers" in note
     asked = alike.config(tmp_path, share_prefix="true")
     with pytest.raises(UnsupportedModelError, match="recurrent layers"):
-        find_shared(asked, options, model, run.reader)
+        find_shared(asked, model, run.reader, capacity=256)
 
 
 def test_a_cache_of_an_older_packtool(alike: TinyWorld, tmp_path: Path) -> None:
