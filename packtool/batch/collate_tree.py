@@ -61,7 +61,7 @@ def collate_tree(
     """
     check_pads(samples, spec)
     nodes = find_tree(samples, spec, least_shared=least_shared)
-    if all(len(node.samples) == 1 for node in nodes):
+    if not any(node.is_shared for node in nodes):
         return collate_packs(samples, spec, towers, multiple_of=multiple_of)
     parts = [stretch_of(samples[node.samples[0]], node.start, node.stop, spec) for node in nodes]
     documents, media = with_fillers(parts, spec, towers)
