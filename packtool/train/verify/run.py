@@ -7,6 +7,7 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -129,19 +130,16 @@ def verify(config: VerifyConfig, progress: Progress | None = None, world: World 
     files = ModelFiles.load(config.model)
     run = _as_training(config)
     reader = open_caches(run, files)
-    capacity = config.packing_length or max(manifest.max_length for manifest in reader.manifests)
-    shared, told = find_shared(config, files.config, reader, capacity=capacity, max_length=capacity)
-    if told is not None:
-        progress.note(told)
-    packs = choose_packs(reader, config, None if shared is None else shared.trees)
+    trees = _trees(config, files, reader, progress)
+    packs = choose_packs(reader, config, trees)
     spec = InputSpec.load(files.directory, reader.manifests[0].identity.media_limits, config)
     refuse_unsupported(spec.config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = resolve_dtype(spec.config, run, on_gpu=device.type == "cuda")
     kernel = choose(config.attn_impl, device, dtype).name
     samples = [[reader.sample(position) for position in positions] for positions in packs]
+    collate, least_shared = (collate_packs, None) if trees is None else (collate_tree, LEAST_SHARED)
     for pack_samples in samples:
-        collate = collate_packs if shared is None else collate_tree
         refuse_leaky_inputs(collate(pack_samples, spec).model_inputs())
     parallel = None
     if world.sequence_parallel_size > 1:
@@ -156,18 +154,8 @@ def verify(config: VerifyConfig, progress: Progress | None = None, world: World 
         model: PreTrainedModel = load_model(config.model, spec.config, dtype=dtype, packing=False)
         model = model.to(device)  # type: ignore[arg-type]  # to is overloaded
         set_attention(model, config.attn_impl, parallel)
-        tests = [
-            PackUnderTest(
-                model,
-                pack_samples,
-                spec,
-                dtype,
-                parallel,
-                some_local=number % 2 == 1,
-                least_shared=None if shared is None else LEAST_SHARED,
-            )
-            for number, pack_samples in enumerate(samples)
-        ]
+        under_test = partial(PackUnderTest, model, spec=spec, dtype=dtype, parallel=parallel, least_shared=least_shared)
+        tests = [under_test(some, some_local=number % 2 == 1) for number, some in enumerate(samples)]
         checks = _check_all(model, tests, progress)
     return VerifyReport(
         model=config.model,
@@ -176,8 +164,8 @@ def verify(config: VerifyConfig, progress: Progress | None = None, world: World 
         attention=kernel,
         num_packs=len(packs),
         num_samples=sum(map(len, packs)),
-        num_tokens=sum(sum(under_test.lengths) for under_test in tests),
-        num_shared_tokens=sum(under_test.num_shared_tokens for under_test in tests),
+        num_tokens=sum(sum(test.lengths) for test in tests),
+        num_shared_tokens=sum(test.num_shared_tokens for test in tests),
         checks=tuple(worst_of(checks)),
         seconds=time.perf_counter() - begin,
     )
@@ -235,6 +223,19 @@ def fewer_tokens(samples: Sequence[EncodedSample], most: int = _FEW_TOKENS) -> l
     return [sample for number, sample in enumerate(samples) if number in kept]
 
 
+def _trees(config: VerifyConfig, files: ModelFiles, reader: CacheReader, progress: Progress) -> PrefixTrees | None:
+    """The samples that share prefixes within packs; None if all are compared whole."""
+    capacity = _capacity(config, reader)
+    shared, told = find_shared(config, files.config, reader, capacity=capacity, max_length=capacity)
+    if told is not None:
+        progress.note(told)
+    return None if shared is None else shared.trees
+
+
+def _capacity(config: VerifyConfig, reader: CacheReader) -> int:
+    return config.packing_length or max(manifest.max_length for manifest in reader.manifests)
+
+
 def choose_packs(reader: CacheReader, config: VerifyConfig, trees: PrefixTrees | None = None) -> list[list[int]]:
     """Packs of at least two samples as training would make them: positions in the cache.
 
@@ -247,8 +248,7 @@ def choose_packs(reader: CacheReader, config: VerifyConfig, trees: PrefixTrees |
         ConfigError: if no two samples share a pack.
         DataError: if no sample fits into one.
     """
-    capacity = config.packing_length or max(manifest.max_length for manifest in reader.manifests)
-    index = reader.index
+    capacity, index = _capacity(config, reader), reader.index
     fitting = np.flatnonzero(index.length <= capacity)
     if not len(fitting):
         raise DataError(
