@@ -340,8 +340,6 @@ class TrainConfig(
             found.append("--save-strategy epoch needs a cache: --streaming true does not know where an epoch ends")
         if self.schedule != "packs":
             found.append(f"--schedule {self.schedule} needs a cache: leave out --streaming true")
-        if self.share_prefix == "true" or self.max_rows_per_tree is not None:
-            found.append("--share-prefix needs a cache: --streaming true computes every sample whole")
         if self.plan is not None:
             found.append("--plan needs a cache: --streaming true plans while it reads")
         if self.val_dataset or self.split_dataset_ratio:

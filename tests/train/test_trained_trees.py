@@ -1,4 +1,4 @@
-"""Runs that compute shared prefixes once: the steps of whole samples, resumed, evaluated, on processes."""
+"""Runs that compute shared prefixes once: the steps of whole samples, resumed, evaluated, streamed, on processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from packtool.cli.main import run
 from packtool.config.plan import PlanConfig
-from packtool.errors import EXIT_USAGE
+from packtool.errors import EXIT_USAGE, MismatchError
 from packtool.progress import SilentProgress
 from packtool.train.prepare.preview import preview, save_plan
 from packtool.train.run import train
@@ -64,6 +64,35 @@ def test_a_step_is_that_of_whole_samples(name: str, alike: TinyWorld, reference:
     check_same_step(tmp_path, reference)
     (line,), (padded,) = read_metrics(tmp_path), read_metrics(reference)
     assert line["tokens"] < 0.75 * padded["tokens"]
+
+
+def streamed(world: TinyWorld, **settings: Any) -> dict[str, Any]:
+    return world.streamed() | {"max_length": 160, "packing_interval": 40} | settings
+
+
+def test_a_stream_shares_within_an_interval(alike: TinyWorld, reference: Path, tmp_path: Path) -> None:
+    given = streamed(alike, **DESCENT, gradient_accumulation_steps=16)
+    result = train(alike.config(tmp_path, **given), SilentProgress())
+    assert (result.steps, result.num_samples) == (1, 36)
+    check_same_step(tmp_path, reference)
+    (line,), (padded,) = read_metrics(tmp_path), read_metrics(reference)
+    assert result.num_shared_tokens > 0.4 * padded["tokens"]
+    assert line["tokens"] == padded["tokens"] - result.num_shared_tokens
+
+
+def test_a_stream_resumes_exactly(alike: TinyWorld, tmp_path: Path) -> None:
+    """With prefixes shared in each interval of eleven rows, in the middle of one."""
+    given = streamed(alike, **RESUMED | {"packing_interval": 11, "shuffle_buffer_size": 3})
+    result = train(alike.config(tmp_path / "whole", **given), SilentProgress())
+    assert result.num_shared_tokens > 0
+    checkpoint = str(tmp_path / "whole" / "checkpoint-4")
+    train(alike.config(tmp_path / "resumed", **given, resume_from_checkpoint=checkpoint), SilentProgress())
+    check_same_rest(tmp_path / "whole", tmp_path / "resumed", 4)
+    with pytest.raises(MismatchError, match="shares_prefixes: True there, False now"):
+        train(
+            alike.config(tmp_path / "other", **given, resume_from_checkpoint=checkpoint, share_prefix="false"),
+            SilentProgress(),
+        )
 
 
 def test_every_sample_counts_once(alike: TinyWorld, tmp_path: Path) -> None:

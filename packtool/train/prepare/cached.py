@@ -37,7 +37,7 @@ from packtool.train.prepare.prepared import Beginning, NumberExchange, PreparedR
 from packtool.train.prepare.result import TrainResult, schedule_lines
 from packtool.train.prepare.schedule import PlannedSchedule
 from packtool.train.prepare.sequence_parallel import axes_of
-from packtool.train.prepare.shared_prefixes import SharedPrefixes, find_shared, shared_of_plan
+from packtool.train.prepare.shared_prefixes import SharedPrefixes, find_shared, first_pair, shared_of_plan
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -101,11 +101,9 @@ class CachedRun(PreparedRun):
         epoch, step = self.schedule.locate(self.start)
         plan = self.schedule.plan_of(epoch)
         if self.shared is not None:
-            mine = with_packs_in_order(plan.packs, plan.steps.packs(step, self.world.data.rank, 0))
-            pairs = np.flatnonzero(mine.whole_lengths - mine.lengths)  # with the sample before
-            if len(pairs):
-                at = int(pairs[np.argmin(mine.whole_lengths[pairs] + mine.whole_lengths[pairs - 1])])
-                return [self.reader.sample(int(position)) for position in mine.samples[at - 1 : at + 1]]
+            pair = first_pair(with_packs_in_order(plan.packs, plan.steps.packs(step, self.world.data.rank, 0)))
+            if pair is not None:
+                return [self.reader.sample(int(position)) for position in pair]
         packs = plan.samples(step, self.world.data.rank, 0)
         positions = [int(position) for pack in packs for position in pack]
         lengths = self.reader.index.length

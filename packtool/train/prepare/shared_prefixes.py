@@ -12,14 +12,17 @@ import numpy.typing as npt
 from packtool.cache.prefixes import SplitPrefixes
 from packtool.cache.reader import CacheReader, SplitIndex
 from packtool.config.packing import SharingOptions
+from packtool.config.train import TrainConfig
 from packtool.constants import LEAST_SHARED
 from packtool.encode.families import family_of, text_config_of
+from packtool.encode.placed_media import MediaTokens
 from packtool.errors import MismatchError, UnsupportedModelError
 from packtool.plan.balance import Costs
 from packtool.plan.cost import CostModel
 from packtool.plan.pack_plan import Int64Array, PackPlan
 from packtool.plan.prefix_trees import Prefixes, PrefixTrees, plan_trees, trees_of
 from packtool.plan.towers import TowerWork
+from packtool.stream.sharing import IntervalSharing
 from packtool.train.prepare.check import export_command
 from packtool.train.prepare.costs import tower_work
 
@@ -139,6 +142,35 @@ def find_shared(
         told = f"shared prefixes: {found.saved:.0%} of the tokens could be saved, but each sample is computed whole"
         return None, f"{told}: {_reason(reasons[0])}"
     return found, None
+
+
+def sharing_of_stream(config: TrainConfig, model: Mapping[str, Any]) -> tuple[IntervalSharing | None, str | None]:
+    """How a stream shares prefixes, as ``--share-prefix`` says, and a remark where something stands in the way.
+
+    Args:
+        model: its ``config.json``.
+
+    Raises:
+        UnsupportedModelError: if sharing is asked for, and the model cannot begin where a prefix ends.
+    """
+    if config.share_prefix == "false":
+        return None, None
+    asked, problem = config.share_prefix == "true", _problem_of_model(model)
+    if asked and problem:
+        raise UnsupportedModelError(f"--share-prefix true: {problem}", "Leave --share-prefix out.")
+    if reasons := [*config.not_shared_with, *([problem] if problem else [])]:
+        return None, f"shared prefixes: each sample is computed whole: {_reason(reasons[0])}"
+    worth = 0.0 if asked else WORTH_SHARING
+    return IntervalSharing(MediaTokens.of(model), worth, config.max_rows_per_tree), None
+
+
+def first_pair(packs: PackPlan) -> Int64Array | None:
+    """The two shortest neighbours of some packs that share a prefix, int64 (2,); None if none do."""
+    pairs = np.flatnonzero(packs.whole_lengths - packs.lengths)  # with the sample before
+    if not len(pairs):
+        return None
+    at = int(pairs[np.argmin(packs.whole_lengths[pairs] + packs.whole_lengths[pairs - 1])])
+    return packs.samples[at - 1 : at + 1]
 
 
 def shared_of_plan(packs: PackPlan, model: Mapping[str, Any], reader: CacheReader) -> SharedPrefixes | None:

@@ -22,7 +22,7 @@ from packtool.cache.nothing_left import all_dropped
 from packtool.launch.world import World
 from packtool.plan.cost import CostModel
 from packtool.rows.sample import Dropped
-from packtool.stream.packs import PackStream, StreamedPack
+from packtool.stream.packs import PackStream, PackSums, StreamedPack
 from packtool.stream.state import StreamState, write_stream_state
 from packtool.train.prepare.costs import RunCosts
 from packtool.train.prepare.figures import StepFigures
@@ -30,7 +30,12 @@ from packtool.train.prepare.prepared import NumberExchange, PreparedRun, RankSte
 from packtool.train.prepare.result import TrainResult
 
 _TOWER_SUMS = ("vision_tokens", "patch_squares", "audio_tokens")
-_SUMS = ("target_tokens", "tokens", "packs", "samples", "attended", "attended_dense", *_TOWER_SUMS, "more")
+_SUMS = (
+    *("target_tokens", "whole_tokens", "packs", "samples", "attended_dense"),
+    *("tokens", "attended", *_TOWER_SUMS),  # as ``PackSums`` has them
+    "more",
+)
+_NOTHING = PackSums(0, 0, 0, 0, 0)
 
 
 class StreamedSteps(Steps):
@@ -127,6 +132,7 @@ class StreamedSteps(Steps):
             samples_per_pack=totals["samples"] / max(totals["packs"], 1),
             fill=totals["tokens"] / max(totals["packs"] * self._capacity, 1),
             target_tokens=totals["target_tokens"],
+            num_shared_tokens=totals["whole_tokens"] - totals["tokens"],
             steps_without_packing=-(-totals["samples"] // each),
             dropped=dict(sorted(dropped.items())),
         )
@@ -136,14 +142,11 @@ def _counts(packs: list[StreamedPack], *, is_last: bool) -> list[int]:
     """What one rank's packs of a step hold, as in ``_SUMS``."""
     return [
         sum(pack.num_targets for pack in packs),
-        sum(pack.num_tokens for pack in packs),
+        sum(pack.num_whole_tokens for pack in packs),
         len(packs),
         sum(len(pack.samples) for pack in packs),
-        sum(sample.length**2 for pack in packs for sample in pack.samples),
         sum(pack.num_tokens**2 for pack in packs),
-        sum(sample.num_media_tokens - sample.num_audio_tokens for pack in packs for sample in pack.samples),
-        sum(sample.patch_squares for pack in packs for sample in pack.samples),
-        sum(sample.num_audio_tokens for pack in packs for sample in pack.samples),
+        *(sum(each) for each in zip(_NOTHING, *(pack.sums for pack in packs), strict=True)),
         int(not is_last),
     ]
 
