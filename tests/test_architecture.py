@@ -30,6 +30,7 @@ ORDER = (
     "simulate",
     "stream",
     "batch",
+    "packs",
     "attention",
     "train",
     "report",
@@ -43,7 +44,7 @@ TRAIN_ORDER = ("prepare", "model", "evaluate", "verify", "loop")
 OWNERS = {
     "torch": {"batch", "attention", "train", "demo", "launch"},
     "transformers": {"encode", "batch", "attention", "train", "demo"},
-    "pyarrow": {"rows", "cache"},
+    "pyarrow": {"rows", "cache", "packs"},
     "datasets": {"rows", "cache"},
     "fsspec": {"storage"},
     "s3fs": {"storage"},

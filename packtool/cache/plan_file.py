@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from packtool import storage
+from packtool.cache.reader import CacheReader
 from packtool.errors import MismatchError
 
 _FORMAT = "packtool plan 1"
@@ -116,3 +117,20 @@ def read_plan(path: str) -> SavedPlan:
         raise MismatchError(f"--plan {path} has format {info.format!r}, not {_FORMAT!r}", "Make it again.")
     starts = np.flatnonzero(np.diff(packs, prepend=-1))
     return SavedPlan(info, samples, np.append(starts, len(packs)).astype(np.int64), lengths, shared)
+
+
+def read_plan_of(reader: CacheReader, plan: str) -> SavedPlan:
+    """A saved plan of a cache.
+
+    Raises:
+        MismatchError: if the plan belongs to other caches, or is damaged.
+        StorageError: if it cannot be read.
+    """
+    saved = read_plan(plan)
+    if saved.info.cache != reader.fingerprint:
+        raise MismatchError(
+            f"--plan {plan} belongs to the cache {saved.info.cache}, and {' '.join(reader.directories)} is "
+            f"{reader.fingerprint}",
+            "Give the cache that the plan was made for.",
+        )
+    return saved

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,15 +49,22 @@ class HashingSink:
     closed = False
 
     def __init__(self, file: AtomicFile) -> None:
-        self._file = file
+        self._file: AtomicFile | None = file
         self.digest = hashlib.sha256()
 
     def write(self, data: bytes) -> int:
         """Append bytes to the file and to the hash."""
         view = memoryview(data)
         self.digest.update(view)
-        self._file.write(view)
+        if self._file is not None:
+            self._file.write(view)
         return view.nbytes
+
+    def discard(self) -> None:
+        """Forget the file. A writer that is cleared away afterwards may still write its end, to nowhere."""
+        if self._file is not None:
+            self._file.discard()
+        self._file = None
 
     def flush(self) -> None:
         """Do nothing; pyarrow calls it, and every write goes to the file at once."""
@@ -105,6 +112,12 @@ def _video(video: EncodedVideo) -> dict[str, object]:
         "tokens": video.num_tokens,
         "audio": _audio(video.audio) if video.audio is not None else None,
     }
+
+
+def media_columns(media: Mapping[str, Sequence[Any]]) -> dict[str, list[dict[str, object]]]:
+    """Media as the columns ``images``, ``videos`` and ``audios`` hold them, by these names."""
+    makers: dict[str, Callable[[Any], dict[str, object]]] = {"images": _image, "videos": _video, "audios": _audio}
+    return {kind: [makers[kind](medium) for medium in found] for kind, found in media.items()}
 
 
 def _list(name: str, values: Sequence[object]) -> pa.Array:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
+import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import typer
 
+from packtool import storage
 from packtool.cli.invocation import Invocation
 from packtool.config.inspect import InspectConfig
 from packtool.errors import EXIT_MISMATCH
@@ -28,6 +31,9 @@ def run_inspect(config: InspectConfig, invocation: Invocation) -> None:
 
     if config.verify:
         _verify(config.directory, invocation.as_json)
+        return
+    if config.html is not None or config.serve:
+        _leaf_through(config, invocation.as_json)
         return
     if config.plan is not None and config.pack is not None:
         pack = inspect.pack_figures(config.directory, config.plan, config.pack)
@@ -54,6 +60,35 @@ def run_inspect(config: InspectConfig, invocation: Invocation) -> None:
         show(f"\nsamples of {name} by tokens, up to")
         width = min(shutil.get_terminal_size().columns, 100)
         show("\n".join(histogram_lines(split["length_histogram"], figures["max_length"], width)))
+
+
+def _leaf_through(config: InspectConfig, as_json: bool) -> None:
+    """Write pages of samples, or serve them until Ctrl-C."""
+    from packtool.report.samples import INDEX, Pages, write_pages
+    from packtool.report.serve import serving
+    from packtool.report.terminal import TerminalProgress
+
+    pages = Pages(config, is_whole=config.serve)
+    if config.html is None:
+        with serving(pages.content, config.port) as address, contextlib.suppress(KeyboardInterrupt):
+            if as_json:
+                show_json({"address": address})
+            else:
+                show(f"{address}\nshows the pages on this machine, until Ctrl-C ends it")
+            threading.Event().wait()
+        return
+    with TerminalProgress() as progress:
+        num_missing = write_pages(pages, config.html, progress)
+    written = storage.join(config.html, INDEX)
+    if as_json:
+        show_json(
+            {"written": written, "samples": len(pages.numbers), "of": pages.num_cached, "media_left_out": num_missing}
+        )
+        return
+    if num_missing:
+        show(f"{num_missing:,} files of media are left out: they cannot be read here, or are too large to be played")
+    some = f"{len(pages.numbers):,} of {pages.num_cached:,} samples"
+    show(f"written: {written}, {some}" + ("" if len(pages.numbers) == pages.num_cached else " (--max-samples)"))
 
 
 def _verify(directory: str, as_json: bool) -> None:

@@ -27,6 +27,7 @@ from packtool.cli.inspect import run_inspect
 from packtool.cli.invocation import Invocation
 from packtool.cli.merge import run_merge
 from packtool.cli.options import PanelCommand, command_of, option_kinds
+from packtool.cli.pack import run_pack
 from packtool.cli.plan import run_plan
 from packtool.cli.simulate import run_simulate
 from packtool.cli.strangers import Strangers
@@ -37,6 +38,7 @@ from packtool.config.evaluate import EvalConfig
 from packtool.config.export import ExportConfig
 from packtool.config.inspect import InspectConfig
 from packtool.config.merge import MergeConfig
+from packtool.config.pack import PackConfig
 from packtool.config.plan import PlanConfig
 from packtool.config.simulate import SimulateConfig
 from packtool.config.train import TrainConfig
@@ -84,6 +86,7 @@ _COMMANDS: dict[str, tuple[type, Callable[[Any, Invocation], None], str]] = {
     "demo": (DemoConfig, run_demo_command, "Watch both stages work on a small world made on the spot."),
     "inspect": (InspectConfig, run_inspect, "Look into a cache: its figures, a sample, a pack."),
     "plan": (PlanConfig, run_plan, "Look at a whole schedule before paying for it."),
+    "pack": (PackConfig, run_pack, "Write packs to files that other trainers read."),
     "simulate": (SimulateConfig, run_simulate, "Time the steps of every strategy on a cluster that is only on paper."),
     "verify": (
         VerifyConfig,
@@ -95,6 +98,7 @@ _SETTINGS = {name: settings for name, (settings, _, _) in _COMMANDS.items()}
 # The option that words without a name are values of, and how the usage line shows them.
 _NAMELESS = {
     "inspect": ("--directory", "CACHE"),
+    "pack": ("--cached-dataset", "CACHE..."),
     "plan": ("--cached-dataset", "[CACHE]..."),
     "simulate": ("--cached-dataset", "[CACHE]..."),
     "merge": ("--adapter", "ADAPTER"),

@@ -40,11 +40,17 @@ def contiguous_windows(num: int, window: int) -> list[Int64Array]:
     return [np.arange(start, min(start + window, num)) for start in range(0, num, window)]
 
 
-def map_on_processes(function: Callable[[Job], Result], jobs: Sequence[Job], num_proc: int) -> list[Result]:
+def map_on_processes(
+    function: Callable[[Job], Result],
+    jobs: Sequence[Job],
+    num_proc: int,
+    told: Callable[[int], None] = lambda num_done: None,
+) -> list[Result]:
     """``[function(job) for job in jobs]`` on so many processes; the result does not depend on how many.
 
     Args:
         function: of a module, so that it can be sent to the processes.
+        told: how many are done, whenever one is.
 
     Raises:
         PacktoolError: a process died.
@@ -53,7 +59,7 @@ def map_on_processes(function: Callable[[Job], Result], jobs: Sequence[Job], num
     num_proc = min(num_proc, len(jobs))
     # Workers of data loaders may not have children.
     if num_proc <= 1 or multiprocessing.current_process().daemon:
-        return [function(job) for job in jobs]
+        return [_told(function(job), number, told) for number, job in enumerate(jobs, start=1)]
     # Forked workers would inherit locks that other threads may hold.
     context = multiprocessing.get_context("spawn")
     workers: dict[Connection, PipeWorker] = {}
@@ -72,10 +78,11 @@ def map_on_processes(function: Callable[[Job], Result], jobs: Sequence[Job], num
             # Looked up now and then: a signal that another thread receives does not wake this one.
             waiting = [pipe for pipe in wait(list(workers), timeout=_GLANCE_S) if isinstance(pipe, Connection)]
             for pipe in waiting:
-                number, told = pipe.recv()
-                if isinstance(told, BaseException):
-                    raise told
-                results[number] = told
+                number, found = pipe.recv()
+                if isinstance(found, BaseException):
+                    raise found
+                results[number] = found
+                told(len(results))
     except (EOFError, OSError):
         raise PacktoolError(
             "a packing process died (killed, or out of memory?)",
@@ -85,6 +92,11 @@ def map_on_processes(function: Callable[[Job], Result], jobs: Sequence[Job], num
         for worker in workers.values():
             worker.kill()
     return [results[number] for number in range(len(jobs))]
+
+
+def _told(result: Result, number: int, told: Callable[[int], None]) -> Result:
+    told(number)
+    return result
 
 
 def _work(function: Callable[[Job], Result], pipe: Connection) -> None:

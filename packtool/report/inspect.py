@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from packtool import storage
 from packtool.cache.manifest import Manifest
-from packtool.cache.plan_file import read_plan
+from packtool.cache.plan_file import read_plan_of
 from packtool.cache.reader import CacheReader
 from packtool.cache.restart import num_finished
 from packtool.cache.task import TASKS_DIR
@@ -139,8 +139,7 @@ def sample_view(directory: str, split: str, row: int, model: str | None = None) 
     if not 0 <= row < len(reader):
         raise ConfigError(f"--row {row}: the {split} split has rows 0 to {len(reader) - 1}")
     sample = reader.sample(row)
-    files = _files_of(directory, model, str(reader.manifests[0].identity.spec["model"]))
-    tokenizer = Tokenizer.from_str(files.tokenizer_json)
+    decoder = Decoder.of_cache(reader, model)
     facts = [
         ("source", f"{sample.source}, row {sample.row}"),
         ("channel", sample.channel or "none"),
@@ -148,19 +147,60 @@ def sample_view(directory: str, split: str, row: int, model: str | None = None) 
     ]
     if sample.num_truncated:
         facts.append(("truncated", f"{sample.num_truncated:,} tokens"))
-    return SampleView(facts, list(_parts(sample, tokenizer, _pad_ids(files.config, tokenizer))))
+    return SampleView(facts, [(part.look, part.text, part.weight) for part in decoder.parts(sample)])
 
 
-def _files_of(directory: str, model: str | None, exported_for: str) -> ModelFiles:
-    try:
-        return ModelFiles.load(model or exported_for)
-    except ConfigError as error:
-        if model is not None:
-            raise
-        raise ConfigError(
-            f"{directory} was exported for {exported_for}, which cannot be read here: {error.message}",
-            "Say where that model is now: --model DIR.",
-        ) from error
+@dataclass(frozen=True)
+class Part:
+    """A stretch of a sample that looks alike.
+
+    Args:
+        text: what its tokens say; of a medium, what it is in brackets.
+        weight: of the loss on it, where it is trained.
+        medium: that its placeholder tokens stand for.
+    """
+
+    look: Look
+    text: str
+    weight: float = 1.0
+    medium: EncodedImage | EncodedVideo | EncodedAudio | None = None
+
+
+class Decoder:
+    """Turns the tokens of samples into what a person can read.
+
+    Args:
+        files: of the model that they were made for.
+    """
+
+    def __init__(self, files: ModelFiles) -> None:
+        self._tokenizer = Tokenizer.from_str(files.tokenizer_json)
+        self._pads = _pad_ids(files.config, self._tokenizer)
+
+    @classmethod
+    def of_cache(cls, reader: CacheReader, model: str | None = None) -> Decoder:
+        """The one for a cache.
+
+        Args:
+            model: directory of the tokenizer; the one of the export by default.
+
+        Raises:
+            ConfigError: if the model cannot be read.
+        """
+        exported_for = str(reader.manifests[0].identity.spec["model"])
+        try:
+            return cls(ModelFiles.load(model or exported_for))
+        except ConfigError as error:
+            if model is not None:
+                raise
+            raise ConfigError(
+                f"{reader.directories[0]} was exported for {exported_for}, which cannot be read here: {error.message}",
+                "Say where that model is now: --model DIR.",
+            ) from error
+
+    def parts(self, sample: EncodedSample) -> Iterator[Part]:
+        """The sample from its first token to its last."""
+        return _parts(sample, self._tokenizer, self._pads)
 
 
 def _pad_ids(config: Mapping[str, Any], tokenizer: Tokenizer) -> dict[int, str]:
@@ -173,7 +213,7 @@ def _pad_ids(config: Mapping[str, Any], tokenizer: Tokenizer) -> dict[int, str]:
     return found
 
 
-def _parts(sample: EncodedSample, tokenizer: Tokenizer, pads: Mapping[int, str]) -> Iterator[tuple[Look, str, float]]:
+def _parts(sample: EncodedSample, tokenizer: Tokenizer, pads: Mapping[int, str]) -> Iterator[Part]:
     media: dict[str, list[Any]] = {
         "image": list(sample.images),
         "video": list(sample.videos),
@@ -194,11 +234,11 @@ def _parts(sample: EncodedSample, tokenizer: Tokenizer, pads: Mapping[int, str])
             if media[kind]:
                 medium = media[kind].pop(0)
                 at = _behind(sample, at, pads, medium)
-                yield "media", medium_text(medium), 1.0
+                yield Part("media", medium_text(medium), medium=medium)
                 continue
         stop, look, weight = _stretch(sample, at, pads)
         text = tokenizer.decode(sample.input_ids[at:stop].tolist(), skip_special_tokens=False)
-        yield look, text, weight
+        yield Part(look, text, weight)
         at = stop
 
 
@@ -264,12 +304,7 @@ def pack_figures(directory: str, plan: str, pack: int) -> dict[str, Any]:
         ConfigError: if it has no such pack.
     """
     reader = CacheReader.open([directory])
-    saved = read_plan(plan)
-    if saved.info.cache != reader.fingerprint:
-        raise MismatchError(
-            f"--plan {plan} belongs to the cache {saved.info.cache}, and {directory} is {reader.fingerprint}",
-            "Give the cache that the plan was made for.",
-        )
+    saved = read_plan_of(reader, plan)
     num_packs = len(saved.offsets) - 1
     if not 0 <= pack < num_packs:
         raise ConfigError(f"--pack {pack}: the plan has packs 0 to {num_packs - 1}")

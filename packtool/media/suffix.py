@@ -1,0 +1,47 @@
+"""What kind of file a medium is, by its name or by its first bytes: for those who go by the ending."""
+
+from __future__ import annotations
+
+import posixpath
+
+_KNOWN = frozenset(
+    (
+        *(".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
+        *(".wav", ".flac", ".ogg", ".mp3", ".m4a", ".aac", ".opus"),
+        *(".mp4", ".mov", ".mkv", ".webm", ".avi"),
+    )
+)
+_FIRST_BYTES = (
+    (b"\xff\xd8\xff", ".jpg"),
+    (b"\x89PNG", ".png"),
+    (b"GIF8", ".gif"),
+    (b"BM", ".bmp"),
+    (b"II*\0", ".tiff"),
+    (b"MM\0*", ".tiff"),
+    (b"fLaC", ".flac"),
+    (b"OggS", ".ogg"),
+    (b"ID3", ".mp3"),
+    (b"\xff\xfb", ".mp3"),
+    (b"\x1aE\xdf\xa3", ".webm"),
+)
+_RIFF = {b"WEBP": ".webp", b"WAVE": ".wav", b"AVI ": ".avi"}
+
+
+def suffix_of(path: str | None, data: bytes | None = None) -> str:
+    """``.jpg``, ``.mp4``, ...: the ending of the name if it is a known one, else by the bytes; ``.bin`` if both say
+    nothing.
+
+    Args:
+        path: of the file, or its address, or None.
+        data: of the file, at least the first bytes, or None.
+    """
+    if path is not None:
+        suffix = posixpath.splitext(path.partition("?")[0])[1].lower()
+        if suffix in _KNOWN:
+            return suffix
+    start = (data or b"")[:12]
+    if start[:4] == b"RIFF":
+        return _RIFF.get(start[8:], ".bin")
+    if start[4:8] == b"ftyp":
+        return ".m4a" if start[8:11] == b"M4A" else ".mp4"
+    return next((suffix for first, suffix in _FIRST_BYTES if start.startswith(first)), ".bin")

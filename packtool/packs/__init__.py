@@ -1,0 +1,1 @@
+"""Packs written out, for trainers that want finished ones."""

@@ -1,0 +1,243 @@
+"""The files of packs: Arrow and Parquet tables, Megatron's packed Parquet, and tar files of JSON and media."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import tarfile
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from packtool.cache.schema import SAMPLES
+from packtool.cache.shard import HashingSink, media_columns
+from packtool.config.pack import PacksFormat
+from packtool.constants import IGNORE_INDEX
+from packtool.errors import ConfigError
+from packtool.media.suffix import suffix_of
+from packtool.packs.pack import Pack
+from packtool.storage import AtomicFile
+
+SUFFIXES: dict[PacksFormat, str] = {
+    "parquet": ".parquet",
+    "arrow": ".arrow",
+    "megatron": ".idx.parquet",
+    "webdataset": ".tar",
+    "energon": ".tar",
+}
+_INTS = pa.list_(pa.int32())
+_MEDIA = ("images", "videos", "audios")
+
+
+def schema_of(has_fractions: bool) -> pa.Schema:
+    """Columns of the Arrow and Parquet files, a line for each pack.
+
+    Args:
+        has_fractions: whether positions may have fractions, as those of Omni models.
+    """
+    positions = pa.list_(pa.list_(pa.float32() if has_fractions else pa.int32()))
+    return pa.schema(
+        [
+            ("input_ids", _INTS),
+            ("labels", _INTS),
+            ("loss_scale", pa.list_(pa.float32())),
+            ("position_ids", positions),
+            ("cu_seqlens", _INTS),
+            *((kind, SAMPLES.field(kind).type) for kind in _MEDIA),
+            ("sample", pa.list_(pa.int64())),
+            ("source", pa.list_(pa.string())),
+            ("row", pa.list_(pa.int64())),
+            ("channel", pa.list_(pa.string())),
+        ]
+    )
+
+
+def line_of(pack: Pack) -> dict[str, Any]:
+    """The columns of a pack by name."""
+    return {
+        "input_ids": pack.input_ids,
+        "labels": pack.labels,
+        "loss_scale": pack.loss_scale,
+        "position_ids": list(pack.position_ids),
+        "cu_seqlens": pack.cu_seqlens,
+        **media_columns(dict(pack.media())),
+        "sample": pack.positions_in_cache,
+        "source": [sample.source for sample in pack.samples],
+        "row": [sample.row for sample in pack.samples],
+        "channel": [sample.channel for sample in pack.samples],
+    }
+
+
+class PacksFile(Protocol):
+    """A file that packs are written to one behind the other."""
+
+    def write(self, pack: Pack) -> None:
+        """Append a pack."""
+
+    def close(self) -> dict[str, bytes]:
+        """Finish what is written to the sink; gives files that belong beside it, by suffix."""
+
+
+class TableFile:
+    """Lines of an Arrow or Parquet file, one a group: a reader takes one pack at a time."""
+
+    def __init__(self, sink: HashingSink, kind: PacksFormat, has_fractions: bool) -> None:
+        self._schema = schema_of(has_fractions)
+        target = pa.PythonFile(sink, mode="w")
+        self._writer: Any = (
+            pq.ParquetWriter(target, self._schema, compression="zstd")
+            if kind == "parquet"
+            else pa.ipc.new_stream(target, self._schema)
+        )
+
+    def write(self, pack: Pack) -> None:
+        """See ``PacksFile``."""
+        line = line_of(pack)
+        columns = [pa.array([line[field.name]], field.type) for field in self._schema]
+        self._writer.write_batch(pa.record_batch(columns, schema=self._schema))
+
+    def close(self) -> dict[str, bytes]:
+        """See ``PacksFile``."""
+        self._writer.close()
+        return {}
+
+
+class MegatronFile:
+    """Packed Parquet as NeMo and Megatron Bridge read it: tokens, their mask and where samples begin.
+
+    Masks are shifted, as theirs: 1 where the *next* token is a target. Their readers drop each sample's last token,
+    which predicts nothing, count positions from 0 in each sample, and know of no media and no weights.
+    """
+
+    SCHEMA = pa.schema([("input_ids", _INTS), ("loss_mask", pa.list_(pa.uint8())), ("seq_start_id", _INTS)])
+    _LINES_AT_ONCE = 500
+
+    def __init__(self, sink: HashingSink) -> None:
+        self._writer = pq.ParquetWriter(pa.PythonFile(sink, mode="w"), self.SCHEMA, compression="zstd")
+        self._lines: list[dict[str, Any]] = []
+
+    def write(self, pack: Pack) -> None:
+        """See ``PacksFile``.
+
+        Raises:
+            ConfigError: if a sample has weights other than 0 and 1.
+        """
+        for sample in pack.samples:
+            if sample.loss_scale is not None:
+                weights = np.unique(sample.loss_scale[sample.labels != IGNORE_INDEX])
+                if len(others := weights[~np.isin(weights, (0, 1))]):
+                    raise ConfigError(
+                        f"--format megatron has no place for weights of the loss: row {sample.row} of {sample.source} "
+                        f"has {others[0]:g}",
+                        "Export with a --loss-scale without weights, or take another format.",
+                    )
+        scale = pack.loss_scale
+        mask = pack.loss_mask if scale is None else pack.loss_mask * np.append(scale[1:] != 0, False).astype(np.uint8)
+        self._lines.append(
+            {"input_ids": pack.input_ids, "loss_mask": mask, "seq_start_id": pack.cu_seqlens[:-1].tolist()}
+        )
+        if len(self._lines) == self._LINES_AT_ONCE:
+            self._flush()
+
+    def close(self) -> dict[str, bytes]:
+        """See ``PacksFile``."""
+        self._flush()
+        self._writer.close()
+        return {}
+
+    def _flush(self) -> None:
+        columns = [pa.array([line[field.name] for line in self._lines], field.type) for field in self.SCHEMA]
+        if self._lines:
+            self._writer.write_batch(pa.record_batch(columns, schema=self.SCHEMA))
+        self._lines = []
+
+
+class TarFile:
+    """A tar file in which each pack has a JSON document and, where they are embedded, the files of its media.
+
+    Members of one pack have a name in common up to the first dot, as WebDataset wants it: ``000000007.json``,
+    ``000000007.image0.jpg``. A medium's entry in the document says the rest of its file's name.
+
+    Args:
+        is_indexed: whether offsets of the packs go beside the file, as Megatron Energon reads them.
+    """
+
+    def __init__(self, sink: HashingSink, is_indexed: bool) -> None:
+        # A stream: written from its beginning to its end, of which object stores take no less.
+        target: Any = sink
+        self._tar = tarfile.open(fileobj=target, mode="w|", format=tarfile.PAX_FORMAT)  # noqa: SIM115
+        self._offsets: list[int] = []
+        self._is_indexed = is_indexed
+
+    def write(self, pack: Pack) -> None:
+        """See ``PacksFile``."""
+        self._offsets.append(self._tar.offset)
+        line = line_of(pack)
+        files = {name: data for kind in _MEDIA for name, data in _taken_out(kind, line[kind])}
+        document = {name: value for name, value in line.items() if value is not None}
+        self._add(f"{pack.number:09d}.json", json.dumps(document, default=_as_list).encode())
+        for name, data in files.items():
+            self._add(f"{pack.number:09d}.{name}", data)
+
+    def close(self) -> dict[str, bytes]:
+        """See ``PacksFile``."""
+        end = self._tar.offset
+        self._tar.close()
+        return {".idx": struct.pack(f"<{len(self._offsets) + 1}Q", *self._offsets, end)} if self._is_indexed else {}
+
+    def _add(self, name: str, data: bytes) -> None:
+        info = tarfile.TarInfo(name)
+        info.size = len(data)
+        self._tar.addfile(info, io.BytesIO(data))
+
+
+def open_file(file: AtomicFile, kind: PacksFormat, has_fractions: bool) -> tuple[HashingSink, PacksFile]:
+    """A new file of packs, and what its bytes pass through on their way."""
+    sink = HashingSink(file)
+    if kind == "megatron":
+        return sink, MegatronFile(sink)
+    if kind in ("webdataset", "energon"):
+        return sink, TarFile(sink, is_indexed=kind == "energon")
+    return sink, TableFile(sink, kind, has_fractions)
+
+
+def energon_files(num_packs: dict[str, int], split: str) -> dict[str, bytes]:
+    """What Megatron Energon reads beside tar files of a crude dataset, by name.
+
+    Args:
+        num_packs: of each tar file.
+        split: that all of them are.
+    """
+    parts: dict[str, list[str]] = {"train": [], "val": [], "test": []}
+    parts[split if split in parts else "train"] = list(num_packs)
+    kind = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset", "subflavors": {"packtool": "packs"}}
+    return {
+        ".nv-meta/.info.json": _json({"shard_counts": num_packs}),
+        ".nv-meta/split.yaml": _json({"exclude": [], "split_parts": parts}),  # JSON is YAML
+        ".nv-meta/dataset.yaml": _json(kind),
+    }
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, indent=1).encode()
+
+
+def _taken_out(kind: str, media: Sequence[dict[str, Any]]) -> Iterator[tuple[str, bytes]]:
+    """Names and bytes of embedded files; in their place the entries get the name."""
+    for i, medium in enumerate(media):
+        stem = f"{kind.removesuffix('s')}{i}"
+        entries = [(stem, medium)]
+        entries += [(f"{stem}frame{j}", frame) for j, frame in enumerate(medium.get("frames") or ())]
+        for name, entry in entries:
+            data = entry.pop("bytes")
+            if data is not None:
+                entry["file"] = f"{name}{suffix_of(entry['path'], data)}"
+                yield entry["file"], data
+
+
+def _as_list(value: Any) -> Any:
+    return value.tolist()

@@ -1,0 +1,224 @@
+"""``packtool pack``: the packs of a plan as files, some of them at a time on each process, and a manifest at last."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from packtool import __version__, storage
+from packtool.batch.spec import InputSpec
+from packtool.cache.embed import embedded
+from packtool.cache.local import LocalCopies
+from packtool.cache.manifest import Manifest
+from packtool.cache.plan_file import read_plan_of
+from packtool.cache.reader import CacheReader
+from packtool.config.pack import PackConfig
+from packtool.encode.encoded import EncodedSample
+from packtool.encode.model_files import ModelFiles
+from packtool.errors import ConfigError, DataError, MediaError, MismatchError
+from packtool.packs.files import SUFFIXES, energon_files, open_file
+from packtool.packs.pack import Pack
+from packtool.plan.packing import pack
+from packtool.plan.windows import map_on_processes
+from packtool.progress import Progress
+from packtool.rows.rights import rights_of_cache
+from packtool.rows.sample import Dropped
+from packtool.storage import AtomicFile
+
+MANIFEST_NAME = "packs.json"
+FORMAT = "packtool packs 1"
+_SHARED_REMEDY = "Plan it again with --share-prefix false: packs that are written out hold whole samples."
+
+
+@dataclass(frozen=True)
+class PacksSummary:
+    """What was written.
+
+    Args:
+        filtered: samples that are longer than ``max_length``.
+    """
+
+    output_dir: str
+    format: str
+    packs: int
+    samples: int
+    filtered: int
+    tokens: int
+    target_tokens: int
+    capacity: int
+    files: int
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """One file of packs."""
+
+    file: str
+    packs: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """The packs of one file: what a process needs to write it.
+
+    Args:
+        samples: positions in the cache of each pack's samples.
+    """
+
+    config: PackConfig
+    name: str
+    first: int
+    samples: list[npt.NDArray[np.int64]]
+
+
+def write_packs(config: PackConfig, progress: Progress) -> PacksSummary:
+    """Pack the samples of caches, or take a saved plan, and write the packs.
+
+    Raises:
+        ConfigError, DataError, MismatchError: before anything is written, if caches, plan and options do not fit; later
+            if a sample has no place in the format, or a medium cannot be read.
+        StorageError: if a file cannot be read or written.
+    """
+    reader = CacheReader.open(config.cached_dataset, config.split, copies=LocalCopies.of(config))
+    _spec(config, reader.manifests[0])
+    samples, offsets, capacity, num_filtered = _plan(config, reader)
+    if config.format == "megatron" and (with_media := int((reader.index.media_tokens[samples] > 0).sum())):
+        raise ConfigError(
+            f"--format megatron has no place for media, which {with_media:,} of {len(samples):,} samples have.",
+            "--format energon keeps them.",
+        )
+    directory = storage.normalize(config.output_dir)
+    _check_empty(directory)
+    num_packs = len(offsets) - 1
+    starts = range(0, num_packs, config.packs_per_file)
+    names = [f"packs-{i:05d}-of-{len(starts):05d}{SUFFIXES[config.format]}" for i in range(len(starts))]
+    held = np.split(samples, offsets[1:-1])
+    parts = [
+        _Part(config, name, first, held[first : first + config.packs_per_file])
+        for name, first in zip(names, starts, strict=True)
+    ]
+    storage.make_directory(directory)
+    progress.start("writing packs", len(parts))
+    files = map_on_processes(
+        _write_file, parts, config.dataset_num_proc, told=lambda num_done: progress.advance(num_done)
+    )
+    progress.finish()
+    if config.format == "energon":
+        storage.make_directory(storage.join(directory, ".nv-meta"))
+        for name, content in energon_files({file.file: file.packs for file in files}, config.split).items():
+            storage.publish(storage.join(directory, name), content)
+    summary = PacksSummary(
+        output_dir=directory,
+        format=config.format,
+        packs=num_packs,
+        samples=len(samples),
+        filtered=num_filtered,
+        tokens=int(reader.index.length[samples].sum()),
+        target_tokens=int(reader.index.target_tokens[samples].sum()),
+        capacity=capacity,
+        files=len(files),
+    )
+    storage.publish(storage.join(directory, MANIFEST_NAME), _manifest(config, reader, summary, files))
+    return summary
+
+
+def _manifest(config: PackConfig, reader: CacheReader, summary: PacksSummary, files: Sequence[WrittenFile]) -> bytes:
+    manifest = {
+        "format": FORMAT,
+        "packtool": __version__,
+        "layout": config.format,
+        "split": config.split,
+        "cache": reader.fingerprint,
+        "model": config.model or reader.manifests[0].identity.spec["model"],
+        "model_type": reader.manifests[0].identity.model_type,
+        "media": "embed" if config.embeds else "reference",
+        **{name: getattr(summary, name) for name in ("packs", "samples", "tokens", "target_tokens", "capacity")},
+        "files": [asdict(file) for file in files],
+    }
+    return json.dumps(manifest, indent=1).encode()
+
+
+def _plan(config: PackConfig, reader: CacheReader) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int, int]:
+    """Samples in pack order, (N,), where packs begin, (K + 1,), tokens that one may hold, and samples left out."""
+    if config.plan is not None:
+        saved = read_plan_of(reader, config.plan)
+        if saved.shared is not None:
+            raise ConfigError(f"--plan {config.plan} shares prefixes among samples.", _SHARED_REMEDY)
+        return saved.samples, saved.offsets, saved.info.capacity, len(reader) - len(saved.samples)
+    lengths = reader.index.length
+    most = min(config.max_length or int(lengths.max()), config.packing_length or int(lengths.max()))
+    kept = np.flatnonzero(lengths <= most)
+    if not len(kept):
+        raise DataError(
+            f"all {len(lengths):,} samples are longer than {most:,} tokens (--packing-length, --max-length)."
+        )
+    capacity = config.packing_length or most
+    media = reader.index.media_tokens[kept]
+    plan = pack(lengths[kept], capacity, config, seed=config.seed, media_tokens=media)
+    return kept[plan.samples], plan.offsets, capacity, len(lengths) - len(kept)
+
+
+def _spec(config: PackConfig, manifest: Manifest) -> InputSpec:
+    identity = manifest.identity
+    model = config.model or str(identity.spec["model"])
+    try:
+        ModelFiles.load(model)
+        return InputSpec.load(model, identity.media_limits, config)
+    except ConfigError as error:
+        if config.model is not None:
+            raise
+        raise ConfigError(
+            f"the cache was exported for {model}, which cannot be read here: {error.message}",
+            error.remedy or "Say where that model is now: --model DIR.",
+        ) from error
+
+
+def _check_empty(directory: str) -> None:
+    names = storage.list_names(directory)
+    if MANIFEST_NAME in names:
+        raise MismatchError(f"{directory} holds finished packs already.", "Name another directory, or remove this one.")
+    if strange := [name for name in names if not name.startswith("packs-") and name != ".nv-meta"]:
+        raise ConfigError(f"--output-dir {directory} is not empty: it has {strange[0]}.", "Name a new directory.")
+    for name in names:  # of a run that was interrupted
+        if name != ".nv-meta":
+            storage.remove(storage.join(directory, name))
+
+
+def _write_file(part: _Part) -> WrittenFile:
+    """Write one file, whole or not at all."""
+    config = part.config
+    reader = CacheReader.open(config.cached_dataset, config.split, copies=LocalCopies.of(config))
+    spec = _spec(config, reader.manifests[0])
+    path = storage.join(config.output_dir, part.name)
+    file = AtomicFile(path)
+    sink, packs = open_file(file, config.format, has_fractions=spec.sees and spec.hears)
+    try:
+        for number, places in enumerate(part.samples, start=part.first):
+            samples = [reader.sample(int(place)) for place in places]
+            packs.write(Pack.of(number, places, list(_embedded(samples, config)) if config.embeds else samples, spec))
+        for suffix, content in packs.close().items():
+            storage.publish(path + suffix, content)
+        state = file.commit()
+    except BaseException:
+        sink.discard()
+        raise
+    return WrittenFile(part.name, len(part.samples), state.size, sink.digest.hexdigest())
+
+
+def _embedded(samples: list[EncodedSample], config: PackConfig) -> Iterator[EncodedSample]:
+    rights = rights_of_cache(config)
+    for group in embedded(samples, {sample.source: rights for sample in samples}, _refuse):
+        yield from group
+
+
+def _refuse(lost: Dropped) -> None:
+    raise MediaError(
+        f"row {lost.row} of {lost.source}: {lost.detail} ({lost.reason})",
+        "Restore the file, or export again without it; --media reference writes no media.",
+    )

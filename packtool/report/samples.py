@@ -1,0 +1,298 @@
+"""Pages to leaf through a cache with: its samples and their media, what was dropped and why, the packs of a plan.
+
+They are files by names, ``index.html``, ``data/samples-3.js``, ``media/151-0.jpg``, and each is made when it is asked
+for: all of them into a folder that needs no server (``write_pages``), or one at a time (``packtool.report.serve``).
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from packtool import storage
+from packtool.cache.plan_file import read_plan_of
+from packtool.cache.reader import CacheReader
+from packtool.config.inspect import InspectConfig
+from packtool.constants import DROPPED_NAME, IGNORE_INDEX
+from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
+from packtool.errors import ConfigError, MediaError
+from packtool.media.load import load_image
+from packtool.media.opening import MediaProblem, open_medium
+from packtool.media.suffix import suffix_of
+from packtool.media.video import load_video
+from packtool.progress import Progress
+from packtool.report.inspect import Decoder
+from packtool.report.markup import render
+from packtool.rows.rights import MediaRights, rights_of_cache
+from packtool.rows.sample import MediaRef
+from packtool.visible import visible
+
+INDEX = "index.html"
+_IN_A_BLOCK = 50
+_MOST_DROPPED = 10_000
+"""Dropped rows that are listed; all are counted."""
+_THUMBNAIL = 512
+_MOST_PLAYED = 8_000_000
+"""Bytes of the largest file that a player gets."""
+_MEDIUM = re.compile(r"media/(\d+)-(\d+)(\.\w+)")
+_BLOCK = re.compile(r"data/(samples|packs)-(\d+)\.js")
+_OURS = re.compile(rf"{INDEX}|samples\.js|data/(cache|dropped)\.js|{_BLOCK.pattern}|{_MEDIUM.pattern}")
+
+Medium = EncodedImage | EncodedVideo | EncodedAudio
+
+
+class Pages:
+    """The pages of one split of a cache.
+
+    Args:
+        config: which cache, split, plan and model.
+        is_whole: whether all samples are shown; else about ``max_samples`` at most, evenly chosen from the split, or
+            all those of packs that are evenly chosen from the plan.
+
+    Raises:
+        ConfigError: if the model cannot be read.
+        MismatchError: if there is no such cache or split, or the plan belongs to another cache.
+    """
+
+    def __init__(self, config: InspectConfig, is_whole: bool) -> None:
+        self._config = config
+        self._reader = CacheReader.open([config.directory], config.split)
+        self._decoder = Decoder.of_cache(self._reader, config.model)
+        self._rights = rights_of_cache(config)
+        self._plan = None if config.plan is None else read_plan_of(self._reader, config.plan)
+        most = len(self._reader) if is_whole else config.max_samples
+        self._packs = np.empty(0, np.int64)
+        if self._plan is None:
+            self.numbers = _evenly(len(self._reader), most)
+        else:
+            offsets = self._plan.offsets
+            share = max(int((len(offsets) - 1) * min(1.0, most / max(len(self._plan.samples), 1))), 1)
+            self._packs = _evenly(len(offsets) - 1, share)
+            held = [self._plan.samples[offsets[pack] : offsets[pack + 1]] for pack in self._packs]
+            self.numbers = np.arange(len(self._reader)) if is_whole else np.unique(np.concatenate(held))
+        self._dropped = _dropped(storage.join(self._reader.directories[0], DROPPED_NAME))
+
+    @property
+    def num_cached(self) -> int:
+        """All samples of the split."""
+        return len(self._reader)
+
+    def names(self) -> Iterator[str]:
+        """All files but those of the media; the last makes the others pages."""
+        yield "samples.js"
+        yield from ("data/cache.js", "data/dropped.js")
+        yield from (f"data/packs-{block}.js" for block in range(_num_blocks(self._packs)))
+        yield from (f"data/samples-{block}.js" for block in range(_num_blocks(self.numbers)))
+        yield INDEX
+
+    def media_names(self, number: int) -> list[str]:
+        """Files of the media of a sample: a small picture of what can be seen, and what can be played."""
+        media = _media(self._reader.sample(number))
+        return [name for i, medium in enumerate(media) for name in _places(number, i, medium).values()]
+
+    def content(self, name: str) -> bytes | None:
+        """A file's bytes; None if there is no such file, or its medium cannot be had, or is too large to be played.
+
+        Raises:
+            StorageError: if the cache, or the store of a medium, cannot be reached.
+        """
+        if name == INDEX:
+            return render("samples.html", title=self._title).encode()
+        if name == "samples.js":
+            return render("samples.js").encode()
+        if name == "data/cache.js":
+            return _script("cache", self._overview())
+        if name == "data/dropped.js":
+            return _script("dropped", self._dropped)
+        if found := _BLOCK.fullmatch(name):
+            kind, block = found[1], int(found[2])
+            here = slice(block * _IN_A_BLOCK, (block + 1) * _IN_A_BLOCK)
+            if kind == "packs":
+                return _script(f"packs-{block}", [self._pack(int(pack)) for pack in self._packs[here]])
+            return _script(f"samples-{block}", [self._sample(int(number)) for number in self.numbers[here]])
+        if found := _MEDIUM.fullmatch(name):
+            return self._medium(int(found[1]), int(found[2]), found[3])
+        return None
+
+    @property
+    def _title(self) -> str:
+        return f"{storage.masked(self._config.directory)}, {self._config.split}"
+
+    def _overview(self) -> dict[str, Any]:
+        """What the filters need of all samples, and figures of the cache."""
+        index, chosen = self._reader.index, self.numbers
+        kinds = sum(
+            (counts[chosen] > 0) * bit
+            for counts, bit in ((index.num_images, 1), (index.num_videos, 2), (index.num_audios, 4))
+        )
+        return {
+            "total": len(self._reader),
+            "numbers": _packed(chosen),
+            "lengths": _packed(index.length[chosen]),
+            "channel": _packed(index.channel[chosen]),
+            "kinds": _packed(np.asarray(kinds)),
+            "channels": list(index.channels),
+            "inABlock": _IN_A_BLOCK,
+            "dropped": dict(self._reader.manifests[0].dropped),
+            "packs": len(self._packs),
+            "allPacks": 0 if self._plan is None else len(self._plan.offsets) - 1,
+            "capacity": 0 if self._plan is None else self._plan.info.capacity,
+        }
+
+    def _sample(self, number: int) -> dict[str, Any]:
+        sample = self._reader.sample(number)
+        media = _media(sample)
+        places = {id(medium): _places(number, i, medium) for i, medium in enumerate(media)}
+        parts = [
+            {"look": part.look, "text": part.text}
+            | ({} if part.weight == 1 else {"weight": f"{part.weight:g}"})
+            | ({} if part.medium is None else places[id(part.medium)])
+            for part in self._decoder.parts(sample)
+        ]
+        return {
+            "number": number,
+            "source": storage.masked(sample.source),
+            "row": sample.row,
+            "channel": sample.channel,
+            "tokens": sample.length,
+            "trained": int((sample.labels != IGNORE_INDEX).sum()),
+            "truncated": sample.num_truncated,
+            "parts": parts,
+        }
+
+    def _pack(self, pack: int) -> dict[str, Any]:
+        assert self._plan is not None
+        here = slice(int(self._plan.offsets[pack]), int(self._plan.offsets[pack + 1]))
+        shared = [0] * (here.stop - here.start) if self._plan.shared is None else self._plan.shared[here].tolist()
+        samples = zip(self._plan.samples[here].tolist(), self._plan.lengths[here].tolist(), shared, strict=True)
+        return {"number": pack, "samples": list(samples)}
+
+    def _medium(self, number: int, i: int, suffix: str) -> bytes | None:
+        if not 0 <= number < len(self._reader):
+            return None
+        media = _media(self._reader.sample(number))
+        if i >= len(media) or f"media/{number}-{i}{suffix}" not in _places(number, i, media[i]).values():
+            return None
+        try:
+            return _thumbnail(media[i], self._rights) if suffix == ".jpg" else _playable(media[i], self._rights)
+        except (MediaError, MediaProblem):
+            return None
+
+
+def write_pages(pages: Pages, directory: str, progress: Progress) -> int:
+    """Write all pages and media that can be had; a folder without its ``index.html`` was not finished.
+
+    Args:
+        directory: new, empty or with such pages, which are replaced.
+
+    Returns:
+        how many media files could not be read or are too large.
+
+    Raises:
+        ConfigError: if other things lie in the directory.
+        StorageError: if it cannot be written.
+    """
+    directory = storage.normalize(directory)
+    there = sorted(storage.walk(directory)) if storage.is_directory(directory) else []
+    if strange := [path for path in there if not _OURS.fullmatch(path.removeprefix(directory).lstrip("/"))]:
+        raise ConfigError(
+            f"--html {directory} is not empty: {strange[0]} would lie among the pages",
+            "Name a folder that does not exist yet.",
+        )
+    for path in sorted(there, key=lambda path: storage.name(path) != INDEX):
+        storage.remove(path)
+    for name in ("data", "media"):
+        storage.make_directory(storage.join(directory, name))
+    num_missing = 0
+    progress.start("writing samples", len(pages.numbers))
+    for done, number in enumerate(pages.numbers.tolist(), start=1):
+        for name in pages.media_names(number):
+            content = pages.content(name)
+            num_missing += content is None
+            if content is not None:
+                storage.publish(storage.join(directory, name), content)
+        progress.advance(done)
+    for name in pages.names():
+        content = pages.content(name)
+        assert content is not None, name
+        storage.publish(storage.join(directory, name), content)
+    progress.finish()
+    return num_missing
+
+
+def _evenly(count: int, most: int) -> npt.NDArray[np.int64]:
+    """At most so many of the numbers below ``count``, as far apart from each other as can be."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.int64))
+
+
+def _num_blocks(numbers: npt.NDArray[np.int64]) -> int:
+    return -(-len(numbers) // _IN_A_BLOCK)
+
+
+def _script(name: str, value: Any) -> bytes:
+    """A value as a script that hands it to the page: pages opened from a disk may load scripts, but no JSON."""
+    return f"packtool.give({json.dumps(name)}, {json.dumps(_shown(value))});\n".encode()
+
+
+def _shown(value: Any) -> Any:
+    """The value with every text in it made safe to show."""
+    if isinstance(value, str):
+        return visible(value)
+    if isinstance(value, dict):
+        return {_shown(key): _shown(each) for key, each in value.items()}
+    return [_shown(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def _packed(numbers: npt.NDArray[Any]) -> str:
+    """Whole numbers as base64 of little-endian int32: a tenth of what a browser needs to read lists of digits."""
+    return base64.b64encode(numbers.astype("<i4").tobytes()).decode()
+
+
+def _dropped(path: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    with storage.open_read(path) as file:
+        for line in file:
+            row = json.loads(line)
+            found.append({key: row[key] for key in ("source", "row", "reason", "detail")})
+            if len(found) == _MOST_DROPPED:
+                break
+    return found
+
+
+def _media(sample: EncodedSample) -> list[Medium]:
+    return [*sample.images, *sample.videos, *sample.audios]
+
+
+def _places(number: int, i: int, medium: Medium) -> dict[str, str]:
+    """Names of a medium's files: ``seen`` for its small picture, and ``played`` for the file itself."""
+    found = {} if isinstance(medium, EncodedAudio) else {"seen": f"media/{number}-{i}.jpg"}
+    if not isinstance(medium, EncodedImage) and (medium.path is not None or medium.data is not None):
+        found["played"] = f"media/{number}-{i}{suffix_of(medium.path, medium.data)}"
+    return found
+
+
+def _thumbnail(medium: Medium, rights: MediaRights) -> bytes:
+    if isinstance(medium, EncodedImage):
+        picture = load_image(medium.path, medium.data, rights)
+    else:
+        assert isinstance(medium, EncodedVideo)
+        picture = Image.fromarray(load_video(medium.path, medium.data, medium.frames, medium.indices[:1], rights)[0])
+    picture.thumbnail((_THUMBNAIL, _THUMBNAIL))
+    target = io.BytesIO()
+    picture.save(target, "JPEG", quality=80)
+    return target.getvalue()
+
+
+def _playable(medium: Medium, rights: MediaRights) -> bytes | None:
+    assert not isinstance(medium, EncodedImage)
+    with open_medium(MediaRef(medium.path, medium.data, rights=rights), storage.ROWS_BLOCK) as file:
+        data = file.read(_MOST_PLAYED + 1)
+    return data if len(data) <= _MOST_PLAYED else None

@@ -1,0 +1,256 @@
+"use strict";
+// Leafs through a cache. What rows say only ever becomes text of the page, never a part of it.
+const packtool = (() => {
+  const MOST_BLOCKS = 400, ON_A_PAGE = 25;
+  const blocks = new Map();
+  const find = (id) => document.getElementById(id);
+  const state = { view: "samples", page: 0, query: "", searching: 0 };
+  let cache, dropped, entries = [];
+
+  function make(tag, properties = {}, ...children) {
+    const element = Object.assign(document.createElement(tag), properties);
+    element.append(...children);
+    return element;
+  }
+
+  // A part of the data: a script that calls `give` with it.
+  function load(name) {
+    if (blocks.has(name)) return Promise.resolve(blocks.get(name));
+    return new Promise((resolve, reject) => {
+      const script = make("script", { src: `data/${name}.js` });
+      script.onload = () => { script.remove(); resolve(blocks.get(name)); };
+      script.onerror = () => { script.remove(); reject(new Error(`data/${name}.js cannot be read`)); };
+      document.head.append(script);
+    });
+  }
+
+  function give(name, value) {
+    blocks.set(name, value);
+    if (blocks.size > MOST_BLOCKS) blocks.delete(blocks.keys().next().value);
+  }
+
+  const numbers = (text) => new Int32Array(Uint8Array.from(atob(text), (c) => c.charCodeAt(0)).buffer);
+  const count = (number, noun) => `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
+  const inBlock = async (kind, place) =>
+    (await load(`${kind}-${Math.floor(place / cache.inABlock)}`))[place % cache.inABlock];
+  const value = (name) => find("filters").elements[name]?.value ?? "";
+  const tell = (text) => { find("told").textContent = text; };
+  const saidBy = (sample) => sample.parts.map((part) => part.text).join("");
+
+  function field(label, control) {
+    return make("label", {}, label, control);
+  }
+
+  function choice(name, options) {
+    return make("select", { name }, ...options.map(([key, text]) => make("option", { value: key, textContent: text })));
+  }
+
+  const FILTERS = {
+    samples: () => [
+      field("Text", make("input", { name: "text", type: "search" })),
+      field("Channel", choice("channel", [["", "all"], ...cache.channels.map((name, i) => [i, name]), [-1, "none"]])),
+      field("Media", choice("media", [["", "any"], [1, "pictures"], [2, "videos"], [4, "sounds"], [0, "none"]])),
+      field("Tokens, least", make("input", { name: "least", type: "number", min: 0 })),
+      field("Tokens, most", make("input", { name: "most", type: "number", min: 0 })),
+      field("Order", choice("order", [["", "as cached"], ["down", "longest first"], ["up", "shortest first"]])),
+    ],
+    dropped: () => [
+      field("Text", make("input", { name: "text", type: "search" })),
+      field("Reason", choice("reason", [["", "all"],
+        ...Object.entries(cache.dropped).map(([reason, number]) => [reason, `${reason} (${number.toLocaleString("en")})`])])),
+    ],
+    packs: () => [],
+  };
+
+  // Which samples pass the filters that need no text; places in `cache.numbers`.
+  function passing() {
+    const channel = value("channel"), media = value("media");
+    const least = Number(value("least")), most = Number(value("most")) || Infinity;
+    const found = [];
+    for (let i = 0; i < cache.numbers.length; i++) {
+      if (channel !== "" && cache.channel[i] !== Number(channel)) continue;
+      if (media !== "" && (media === "0" ? cache.kinds[i] !== 0 : !(cache.kinds[i] & Number(media)))) continue;
+      if (cache.lengths[i] >= least && cache.lengths[i] <= most) found.push(i);
+    }
+    const sign = { up: 1, down: -1 }[value("order")];
+    return sign ? found.sort((a, b) => sign * (cache.lengths[a] - cache.lengths[b]) || a - b) : found;
+  }
+
+  async function filterSamples() {
+    const search = ++state.searching, text = value("text").toLowerCase(), candidates = passing();
+    const of = cache.numbers.length < cache.total ? `, of ${count(cache.total, "sample")} in the cache` : "";
+    state.query = text;
+    if (!text) {
+      entries = candidates;
+      tell(`${count(entries.length, "sample")} of ${cache.numbers.length.toLocaleString("en")} shown here${of}.`);
+      return show();
+    }
+    entries = [];
+    let looked = 0, shown = 0;
+    for (const place of candidates) {
+      const sample = await inBlock("samples", place);
+      if (search !== state.searching) return;
+      if (`${sample.source} ${saidBy(sample)}`.toLowerCase().includes(text)) entries.push(place);
+      if (++looked % 200 && looked !== candidates.length) continue;
+      tell(`${count(entries.length, "sample")} with this text, ${looked.toLocaleString("en")} of ` +
+        `${count(candidates.length, "sample")} searched${of}.`);
+      if (entries.length !== shown && shown < ON_A_PAGE * (state.page + 1)) await show();
+      shown = entries.length;
+    }
+    return show();
+  }
+
+  async function filter() {
+    state.page = 0;
+    if (state.view === "samples") return filterSamples();
+    state.searching++;
+    if (state.view === "packs") {
+      entries = Array.from({ length: cache.packs }, (_, i) => i);
+      const of = cache.packs < cache.allPacks ? ` of ${cache.allPacks.toLocaleString("en")}` : "";
+      tell(`${count(cache.packs, "pack")}${of}, each of at most ${count(cache.capacity, "token")}.`);
+      return show();
+    }
+    const text = value("text").toLowerCase(), reason = value("reason");
+    entries = dropped.filter((row) => (!reason || row.reason === reason) &&
+      `${row.source} ${row.row} ${row.detail}`.toLowerCase().includes(text));
+    const all = Object.values(cache.dropped).reduce((a, b) => a + b, 0);
+    const listed = dropped.length < all ? `, of which the first ${dropped.length.toLocaleString("en")} are listed` : "";
+    tell(`${count(entries.length, "row")} here; ${count(all, "row")} were dropped${listed}.`);
+    return show();
+  }
+
+  const SHOWN = {
+    async samples(place) {
+      const sample = await inBlock("samples", place);
+      const entry = make("button", { type: "button", className: "entry", onclick: () => open(place) },
+        make("b", { textContent: `sample ${sample.number.toLocaleString("en")}` }),
+        make("span", { className: "said", textContent: saidBy(sample).replace(/<\|[^|>]*\|>/g, " ").slice(0, 300) }),
+        make("span", { textContent: count(sample.tokens, "token") }));
+      return entry;
+    },
+    async dropped(row) {
+      return make("div", { className: "entry row" },
+        make("b", { textContent: row.reason }),
+        make("span", { textContent: row.detail }),
+        make("span", { className: "said", textContent: `${row.source}, row ${row.row}` }));
+    },
+    async packs(place) {
+      const pack = await inBlock("packs", place);
+      const used = pack.samples.reduce((sum, [, length]) => sum + length, 0);
+      const bar = make("div", { className: "pack" }, ...pack.samples.map(([number, length, shared], i) => {
+        const told = `sample ${number}, ${count(length, "token")}` +
+          (shared ? ` behind ${count(shared, "token")} that it shares with the one before it` : "");
+        const at = placeOf(number);
+        const part = make("button", { type: "button", className: `c${i % 6}`, title: told, ariaLabel: told, disabled: at < 0,
+          onclick: () => open(at) });
+        part.style.width = `${100 * length / cache.capacity}%`;
+        return part;
+      }));
+      const head = `pack ${pack.number.toLocaleString("en")}: ${count(pack.samples.length, "sample")}, ` +
+        `${count(used, "token")}, ${(100 * used / cache.capacity).toFixed(1)}% of its room`;
+      return make("div", {}, make("h3", { textContent: head }), bar);
+    },
+  };
+
+  // Where a sample stands among those that are shown; -1 if it does not.
+  function placeOf(number) {
+    let low = 0, high = cache.numbers.length;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (cache.numbers[middle] < number) low = middle + 1; else high = middle;
+    }
+    return cache.numbers[low] === number ? low : -1;
+  }
+
+  let drawn = 0;
+  async function show() {
+    const drawing = ++drawn, start = state.page * ON_A_PAGE, last = Math.max(Math.ceil(entries.length / ON_A_PAGE) - 1, 0);
+    const lines = await Promise.all(entries.slice(start, start + ON_A_PAGE).map(SHOWN[state.view]));
+    if (drawing !== drawn) return;
+    find("list").replaceChildren(...lines);
+    const turn = (text, page) => make("button", { type: "button", textContent: text, disabled: page < 0 || page > last,
+      onclick: () => { state.page = page; show().catch(fail); } });
+    find("pager").replaceChildren(turn("Back", state.page - 1),
+      `page ${(state.page + 1).toLocaleString("en")} of ${(last + 1).toLocaleString("en")}`, turn("On", state.page + 1));
+  }
+
+  function medium(part) {
+    const caption = make("figcaption", { textContent: part.text });
+    const figure = make("figure", {}, caption);
+    const unreadable = (element) => () => {
+      element.remove();
+      if (figure.children.length === 1) caption.textContent += " It cannot be shown: unreadable here, or too large.";
+    };
+    const add = (tag, properties) => {
+      const element = make(tag, properties);
+      element.onerror = unreadable(element);
+      figure.prepend(element);
+    };
+    if (part.seen) add("img", { src: part.seen, alt: part.text, loading: "lazy" });
+    if (part.played) add(part.seen ? "video" : "audio", { src: part.played, controls: true, preload: "metadata" });
+    return figure;
+  }
+
+  // The text, with what was searched for marked.
+  function marked(text) {
+    if (!state.query) return [text];
+    const found = [], lower = text.toLowerCase();
+    let at = 0;
+    for (let next; (next = lower.indexOf(state.query, at)) >= 0; at = next + state.query.length) {
+      found.push(text.slice(at, next),
+        make("span", { className: "found", textContent: text.slice(next, next + state.query.length) }));
+    }
+    return [...found, text.slice(at)];
+  }
+
+  async function open(place) {
+    const sample = await inBlock("samples", place);
+    const detail = find("detail");
+    const facts = [["row", `${sample.source}, row ${sample.row}`], ["channel", sample.channel ?? "none"],
+      ["tokens", `${sample.tokens.toLocaleString("en")}, of them ${sample.trained.toLocaleString("en")} trained`]];
+    if (sample.truncated) facts.push(["truncated", `${count(sample.truncated, "token")} left out`]);
+    const text = make("div", { id: "text" });
+    for (const part of sample.parts) {
+      if (part.look === "media") { text.append(medium(part)); continue; }
+      if (part.weight) text.append(make("span", { className: "weight", textContent: `×${part.weight}` }));
+      text.append(make("span", { className: part.look }, ...marked(part.text)));
+    }
+    detail.replaceChildren(
+      make("h2", { textContent: `Sample ${sample.number.toLocaleString("en")}` }),
+      make("dl", {}, ...facts.map(([what, told]) =>
+        make("div", {}, make("dt", { textContent: what }), make("dd", { textContent: told })))),
+      make("p", { className: "note", textContent: "Coloured text is trained; grey text is not." }), text);
+    detail.hidden = false;
+    history.replaceState(null, "", `#sample=${sample.number}`);
+    detail.scrollIntoView({ block: "start" });
+  }
+
+  function view(name) {
+    state.view = name;
+    for (const button of find("views").children) button.ariaPressed = String(button.value === name);
+    find("filters").replaceChildren(...FILTERS[name]());
+    find("detail").hidden = true;
+    filter().catch(fail);
+  }
+
+  const fail = (error) => tell(`${error.message}.`);
+
+  let typed;
+  async function start() {
+    cache = await load("cache");
+    for (const name of ["numbers", "lengths", "channel", "kinds"]) cache[name] = numbers(cache[name]);
+    dropped = await load("dropped");
+    const names = { samples: "Samples", dropped: "Dropped rows", ...(cache.allPacks ? { packs: "Packs" } : {}) };
+    find("views").replaceChildren(...Object.entries(names).map(([name, textContent]) =>
+      make("button", { type: "button", value: name, textContent, onclick: () => view(name) })));
+    find("filters").onsubmit = (event) => event.preventDefault();
+    find("filters").oninput = () => { clearTimeout(typed); typed = setTimeout(() => filter().catch(fail), 200); };
+    view("samples");
+    const asked = /^#sample=(\d+)$/.exec(location.hash);
+    const place = asked ? placeOf(Number(asked[1])) : -1;
+    if (place >= 0) await open(place);
+  }
+
+  addEventListener("DOMContentLoaded", () => start().catch(fail));
+  return { give };
+})();

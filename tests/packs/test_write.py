@@ -1,0 +1,194 @@
+"""Packs written out hold what the plan says, in every format, and appear whole or not at all."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import struct
+import tarfile
+from collections.abc import Iterator
+from hashlib import sha256
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from packtool import storage
+from packtool.batch.collate import collate_packs
+from packtool.batch.spec import InputSpec
+from packtool.cache.plan_file import read_plan
+from packtool.cache.reader import CacheReader
+from packtool.cli.main import run
+
+ROOT = Path(__file__).parent.parent.parent
+_spec = importlib.util.spec_from_file_location("conformance", ROOT / "scripts" / "conformance.py")
+assert _spec is not None
+assert _spec.loader is not None
+conformance = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(conformance)
+COMPARED = ("input_ids", "labels", "position_ids", "cu_seqlens")
+
+
+@pytest.fixture(scope="module")
+def fixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The set of scripts/conformance.py."""
+    folder = tmp_path_factory.mktemp("conformance") / "set"
+    conformance.write(folder)
+    return folder
+
+
+def documents(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, bytes]]]:
+    """Documents of tar files, and the other parts of each."""
+    for path in sorted(folder.glob("*.tar")):
+        parts: dict[str, dict[str, bytes]] = {}
+        with tarfile.open(path) as file:
+            for member in file:
+                key, _, name = member.name.partition(".")
+                content = file.extractfile(member)
+                assert content is not None
+                parts.setdefault(key, {})[name] = content.read()
+        for found in parts.values():
+            yield json.loads(found.pop("json")), found
+
+
+def packs_in(folder: Path, layout: str) -> list[dict[str, Any]]:
+    """Packs as an independent reader finds them."""
+    if layout in ("webdataset", "energon"):
+        return [document for document, _ in documents(folder)]
+    if layout == "megatron":
+        found = []
+        for line in pq.read_table(sorted(folder.glob("*.idx.parquet"))).to_pylist():
+            cuts = [*line["seq_start_id"], len(line["input_ids"])]
+            shifted = [
+                token if mask else -100 for token, mask in zip(line["input_ids"][1:], line["loss_mask"], strict=False)
+            ]
+            positions = np.concatenate([np.arange(b - a) for a, b in pairwise(cuts)])
+            found.append(
+                {
+                    "input_ids": line["input_ids"],
+                    "labels": [-100, *shifted],
+                    "position_ids": [positions.tolist()],
+                    "cu_seqlens": cuts,
+                }
+            )
+        return found
+    kind = "arrow" if layout == "arrow" else "parquet"
+    files = sorted(map(str, folder.glob(f"*.{kind}")))
+    return list(datasets.load_dataset(kind, data_files=files, split="train", cache_dir=str(folder.parent / "hf")))
+
+
+@pytest.mark.parametrize("kind", ["media", "text"])
+def test_every_layout_holds_the_expected_numbers(kind: str, fixed: Path) -> None:
+    """The committed numbers, which readers of others are held against too."""
+    expected = json.loads((ROOT / "docs" / "format-expected.json").read_text())[kind]
+    for layout in conformance.FORMATS:
+        if (folder := fixed / f"{kind}-{layout}").exists():
+            packs = [{name: pack[name] for name in COMPARED} for pack in packs_in(folder, layout)]
+            if kind == "text" and layout == "megatron":  # which knows one row of positions
+                packs = [pack | {"position_ids": pack["position_ids"] * 4} for pack in packs]
+            found = {"packs": packs, "loss": conformance.loss_of(packs)}
+            assert conformance.check(found, expected) == [], layout
+            packs[1]["labels"] = [*packs[1]["labels"][1:], -100]
+            assert conformance.check({"packs": packs, "loss": conformance.loss_of(packs)}, expected), "shifted"
+
+
+def test_packs_are_what_training_computes(fixed: Path) -> None:
+    """Tokens, targets and positions of the micro-batches that ``packtool train`` makes of the same plan."""
+    cache, plan = str(fixed / "media-cache"), str(fixed / "a.plan")
+    assert run(["plan", cache, "--packing-length", "160", "--save", plan, "--share-prefix", "false"]) == 0
+    assert run(["pack", cache, "--plan", plan, "--output-dir", str(fixed / "planned"), "--packs-per-file", "2"]) == 0
+    reader, saved = CacheReader.open([cache]), read_plan(plan)
+    spec = InputSpec.load(str(fixed / "model"), reader.manifests[0].identity.media_limits)
+    packs = packs_in(fixed / "planned", "parquet")
+    assert len(packs) == len(saved.offsets) - 1
+    for number, pack in enumerate(packs):
+        places = saved.samples[saved.offsets[number] : saved.offsets[number + 1]]
+        batch = collate_packs([reader.sample(int(place)) for place in places], spec, frozenset())
+        assert pack["sample"] == places.tolist()
+        assert pack["input_ids"] == batch.input_ids[0].tolist()
+        assert pack["position_ids"] == batch.position_ids[:, 0].tolist()
+        assert pack["cu_seqlens"] == batch.cu_seqlens.tolist()
+        assert [*pack["labels"][1:], -100] == batch.labels[0].tolist()
+
+
+def test_tar_files_hold_media_and_say_where_packs_begin(fixed: Path) -> None:
+    folder = fixed / "media-energon"
+    images = 0
+    for document, parts in documents(folder):
+        assert set(parts) == {image["file"] for image in document["images"]}
+        images += len(parts)
+        for image in document["images"]:
+            assert parts[image["file"]] == Path(image["path"]).read_bytes()
+    assert images == 12
+    counts = json.loads((folder / ".nv-meta" / ".info.json").read_text())["shard_counts"]
+    for path in sorted(folder.glob("*.tar")):
+        offsets = struct.unpack(f"<{counts[path.name] + 1}Q", path.with_suffix(".tar.idx").read_bytes())
+        with tarfile.open(path) as file:
+            begins = [member.offset for member in file if member.name.endswith(".json")]
+        assert list(offsets[:-1]) == begins
+        assert offsets[-1] <= path.stat().st_size
+    manifest = json.loads((folder / "packs.json").read_text())
+    assert [file["sha256"] for file in manifest["files"]] == [
+        sha256((folder / file["file"]).read_bytes()).hexdigest() for file in manifest["files"]
+    ]
+
+
+def test_any_number_of_processes_writes_the_same(fixed: Path) -> None:
+    words = ["pack", str(fixed / "text-cache"), "--packing-length", "160", "--packs-per-file", "2"]
+    for number in ("1", "2"):
+        assert run([*words, "--output-dir", str(fixed / f"by{number}"), "--dataset-num-proc", number]) == 0
+    for path in (fixed / "by1").iterdir():
+        assert path.read_bytes() == (fixed / "by2" / path.name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (["--format", "megatron"], 2, "8 of 12 samples have"),
+        (["--packing-length", "3"], 3, "all 12 samples are longer than 3 tokens"),
+        (["--plan", "a.plan", "--packing-length", "9"], 2, "leave out --packing-length"),
+        (["--plan", "nowhere"], 5, "nowhere"),
+        (["--model", "nowhere"], 2, "nowhere"),
+        (["--format", "parqet"], 2, "parquet"),
+    ],
+)
+def test_wrong_options(
+    words: list[str], code: int, told: str, fixed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["pack", str(fixed / "media-cache"), "--output-dir", str(tmp_path / "new"), *words]) == code
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_cannot_be_written_leaves_nothing_that_looks_whole(
+    fixed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["pack", str(fixed / "media-cache"), "--output-dir", str(tmp_path / "packs"), "--packs-per-file", "2"]
+    words += ["--packing-length", "160", "--media", "embed"]
+    picture = fixed / "tall.png"
+    content = picture.read_bytes()
+    picture.unlink()
+    assert run(words) == 3
+    assert "tall.png: there is no such file" in capsys.readouterr().err
+    assert not (tmp_path / "packs" / "packs.json").exists()
+    picture.write_bytes(content)
+    publish = storage.publish
+
+    def stop(path: str, data: bytes) -> None:
+        if path.endswith("packs.json"):
+            raise KeyboardInterrupt
+        publish(path, data)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(storage, "publish", stop)
+        assert run(words) == 130
+    assert run(words) == 0, "what was begun is begun anew"
+    assert len(packs_in(tmp_path / "packs", "parquet")) == 5
+    assert run(words) == 4, "and what is finished stays"
+    (tmp_path / "packs" / "packs.json").rename(tmp_path / "packs" / "mine.txt")
+    assert run(words) == 2
+    assert (tmp_path / "packs" / "mine.txt").exists()

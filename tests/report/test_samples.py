@@ -1,0 +1,229 @@
+"""Pages to leaf through a cache: all that is in it, as text and nothing else, and for nobody else's eyes."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import time
+import urllib.error
+import urllib.request
+import wave
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from packtool.cache.reader import CacheReader
+from packtool.cli.main import run
+from packtool.config.inspect import InspectConfig
+from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedVideo
+from packtool.errors import MismatchError
+from packtool.progress import SilentProgress
+from packtool.report import samples
+from packtool.report.samples import Pages, write_pages
+from packtool.report.serve import serving
+from packtool.rows.rights import MediaRights
+from tests.cache.conftest import model as model
+from tests.cache.conftest import rows as rows
+from tests.cache.conftest import run_export as run_export
+from tests.report.test_page_in_browser import DESK, PHONE, Browser
+from tests.report.test_page_in_browser import browser as browser
+from tests.test_visible import acting
+
+EVIL = "</script><script>window.evil = 1</script><img src=x onerror='window.evil = 2'>\u202e\x1b[2J"
+
+
+@pytest.fixture
+def cache(run_export: Callable[..., Any], rows: Path, tmp_path: Path) -> str:
+    """Some 500 samples, and what was dropped of 620 rows; the last ones say things that pages might obey."""
+    with rows.open("a") as file:
+        for i in range(20):
+            turns = [{"role": "user", "content": f"{EVIL} {i}"}, {"role": "assistant", "content": EVIL}]
+            file.write(json.dumps({"messages": turns, "channel": EVIL[:40]}) + "\n")
+        file.write(json.dumps({"messages": turns, "images": [EVIL + ".png"]}) + "\n")
+    run_export(max_length=250)
+    return str(tmp_path / "cache")
+
+
+def given(content: bytes | None) -> Any:
+    """What a script of the data hands to the page."""
+    assert content is not None
+    found = re.fullmatch(r"packtool\.give\(\"[\w-]+\", (.*)\);\n", content.decode(), re.DOTALL)
+    assert found is not None
+    assert acting(found[1]) == []
+    return json.loads(found[1])
+
+
+@pytest.mark.parametrize("most", [7, 10_000])
+def test_pages_hold_what_the_cache_holds(cache: str, most: int, tmp_path: Path) -> None:
+    site, reader = tmp_path / "site", CacheReader.open([cache])
+    pages = Pages(InspectConfig(directory=cache, max_samples=most), is_whole=False)
+    assert write_pages(pages, str(site), SilentProgress()) == 0
+    names = {str(path.relative_to(site)) for path in site.rglob("*") if path.is_file()}
+    shown = [sample for block in sorted(site.glob("data/samples-*.js")) for sample in given(block.read_bytes())]
+    assert len(shown) == min(most, len(reader))
+    for told in shown:
+        sample = reader.sample(told["number"])
+        assert (told["tokens"], told["row"]) == (sample.length, sample.row)
+        trained = sum(len(part["text"]) for part in told["parts"] if part["look"] == "trained")
+        assert bool(trained) == bool(told["trained"])
+        seen = [part["seen"] for part in told["parts"] if part["look"] == "media"]
+        assert len(seen) == len(sample.images)
+        assert names >= set(seen)
+        for place, image in zip(seen, sample.images, strict=True):
+            assert Image.open(site / place).size == (image.width, image.height)
+    dropped = given((site / "data/dropped.js").read_bytes())
+    assert len(dropped) == sum(reader.manifests[0].dropped.values())
+    # Another time fewer are written, and nothing is left of these.
+    again = Pages(InspectConfig(directory=cache, max_samples=3), is_whole=False)
+    write_pages(again, str(site), SilentProgress())
+    assert len(list(site.glob("media/*"))) <= 3
+
+
+def test_packs_are_shown_whole(cache: str, run_export: Callable[..., Any], tmp_path: Path) -> None:
+    plan = str(tmp_path / "a.plan")
+    assert run(["plan", cache, "--packing-length", "400", "--save", plan]) == 0
+    pages = Pages(InspectConfig(directory=cache, plan=plan, max_samples=40), is_whole=False)
+    packs = given(pages.content("data/packs-0.js"))
+    held = {number for pack in packs for number, _, _ in pack["samples"]}
+    assert held == set(pages.numbers.tolist())
+    assert 20 < len(held) < 80
+    whole = Pages(InspectConfig(directory=cache, plan=plan), is_whole=True)
+    assert len(whole.numbers) == whole.num_cached
+    run_export("other")
+    with pytest.raises(MismatchError, match="belongs to the cache"):
+        Pages(InspectConfig(directory=str(tmp_path / "other"), plan=plan), is_whole=False)
+
+
+def test_what_lies_in_the_folder_is_safe(cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    site = tmp_path / "site"
+    (site / "data").mkdir(parents=True)
+    (site / "data" / "mine.csv").write_text("mine")
+    assert run(["inspect", cache, "--html", str(site)]) == 2
+    assert "mine.csv would lie among the pages" in capsys.readouterr().err
+    assert (site / "data" / "mine.csv").read_text() == "mine"
+    assert run(["inspect", cache, "--html", str(tmp_path / "new"), "--max-samples", "5"]) == 0
+    assert "5 of 5" in capsys.readouterr().out
+    for words in (["--html", "x", "--serve"], ["--serve", "--row", "1"], ["--verify", "--html", "x"]):
+        assert run(["inspect", cache, *words]) == 2
+        assert "show different things" in capsys.readouterr().err
+
+
+def test_an_interrupted_writing_has_no_index(cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = tmp_path / "site"
+    pages = Pages(InspectConfig(directory=cache, max_samples=5), is_whole=False)
+    write_pages(pages, str(site), SilentProgress())
+
+    class Interrupted(SilentProgress):
+        def advance(self, num_done: int, **fields: float | int | str) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_pages(pages, str(site), Interrupted())
+    assert not (site / "index.html").exists()
+    write_pages(pages, str(site), SilentProgress())
+    assert (site / "index.html").exists()
+
+
+def test_media_that_cannot_be_had_are_left_out(tmp_path: Path) -> None:
+    sound = io.BytesIO()
+    with wave.open(sound, "wb") as file:
+        file.setparams((1, 2, 16_000, 0, "NONE", ""))
+        file.writeframes(bytes(3200))
+    (tmp_path / "a.WAV").write_bytes(sound.getvalue())
+    held = EncodedAudio(None, sound.getvalue(), 1600, 10, 3)
+    named = EncodedAudio(str(tmp_path / "a.WAV"), None, 1600, 10, 3)
+    assert samples._places(4, 1, held) == samples._places(4, 1, named) == {"played": "media/4-1.wav"}
+    for medium in (held, named):
+        assert samples._playable(medium, MediaRights()) == sound.getvalue()
+    of_pictures = EncodedVideo(None, None, (("a.png", None),), 8, 8, 1, 1.0, (0,), (1, 2, 2), 1.0, 1)
+    assert samples._places(0, 0, of_pictures) == {"seen": "media/0-0.jpg"}
+    elsewhere = EncodedImage("http://127.0.0.1:1/x.png", None, 8, 8, (1, 2, 2), 1)
+    with pytest.raises(samples.MediaError, match="--media-access any"):
+        samples._thumbnail(elsewhere, MediaRights(places=frozenset()))
+
+
+def fetched(address: str, **headers: str) -> tuple[int, bytes, Any]:
+    """Status, body and headers of an answer."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(address, headers=headers)) as answer:
+            return answer.status, answer.read(), answer.headers
+    except urllib.error.HTTPError as error:
+        return error.code, error.read(), error.headers
+
+
+def test_only_who_knows_the_address_is_served(cache: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pages = Pages(InspectConfig(directory=cache), is_whole=True)
+    with serving(pages.content) as address:
+        base, token = address.rstrip("/").rsplit("/", 1)
+        assert base.startswith("http://127.0.0.1:")
+        status, body, headers = fetched(address)
+        assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+        assert "default-src 'none'" in headers["Content-Security-Policy"]
+        assert b"samples.js" in body
+        assert fetched(f"{address}samples.js")[2]["Content-Type"].startswith("text/javascript")
+        assert len(given(fetched(f"{address}data/samples-1.js")[1])) == 50
+        picture = next(name for number in range(9) for name in pages.media_names(number))
+        assert Image.open(io.BytesIO(fetched(address + picture)[1])).format == "JPEG"
+        for wrong in ("media/99999-0.jpg", "media/1-77.jpg", "data/../../x", "nothing", "data/packs-0.js/x"):
+            assert fetched(address + wrong)[0] == 404
+        for wrong in ("", token[:-1], token + "x", "%2e%2e/" + token, f"x/{token}"):
+            assert fetched(f"{base}/{wrong}/")[0] == 403
+        assert fetched(address, Host="evil.example:80")[0] == 403
+        port = int(base.rsplit(":", 1)[1])
+        assert run(["inspect", cache, "--serve", "--port", str(port)]) == 2
+    assert "cannot be used" in capsys.readouterr().err
+
+
+def settled(browser: Browser, script: str) -> Any:
+    """What a script finds, once it finds anything."""
+    end = time.monotonic() + 30
+    while not (found := browser.evaluate(script)) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert found, f"{script}: {browser.errors()}"
+    return found
+
+
+def test_as_a_reader_sees_it(cache: str, browser: Browser, tmp_path: Path) -> None:
+    """Opened from the disk, on a desk and on a phone: nothing overflows, and nothing that a row says is obeyed."""
+    plan, site = str(tmp_path / "a.plan"), tmp_path / "site"
+    assert run(["plan", cache, "--packing-length", "400", "--save", plan]) == 0
+    pages = Pages(InspectConfig(directory=cache, plan=plan), is_whole=False)
+    write_pages(pages, str(site), SilentProgress())
+    shutil.rmtree(cache)
+    for width in (DESK, PHONE):
+        browser.open((site / "index.html").as_uri(), width)
+        settled(browser, "document.querySelectorAll('.entry').length === 25")
+        type_in = "(n, v) => { const f = document.getElementById('filters'); f.elements[n].value = v; "
+        type_in = f"({type_in} f.dispatchEvent(new Event('input')); }})"
+        browser.evaluate(f"{type_in}('text', 'WINDOW.EVIL')")
+        told = "document.getElementById('told').textContent"
+        settled(browser, f"{told}.startsWith('20 samples with this text')")
+        browser.evaluate("document.querySelector('.entry').click()")
+        settled(browser, "document.querySelectorAll('#text .found').length > 1")
+        assert EVIL.split("\u202e")[0] in settled(browser, "document.getElementById('text').textContent")
+        assert browser.evaluate("window.evil === undefined && document.scripts.length === 1")
+        browser.evaluate(f"{type_in}('text', ''), {type_in}('media', '1'), {type_in}('order', 'down')")
+        number = sum(bool(pages._reader.sample(i).images) for i in range(pages.num_cached))
+        settled(browser, f"{told}.startsWith('{number} samples of')")
+        lengths = "[...document.querySelectorAll('.entry > :last-child')].map(e => parseInt(e.textContent))"
+        found = settled(browser, f"document.querySelectorAll('.entry').length === 25 && {lengths}")
+        assert found == sorted(found, reverse=True)
+        browser.evaluate("document.querySelector('.entry').click()")
+        settled(browser, "document.querySelector('#text img')?.naturalWidth > 0")
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width
+        browser.evaluate("document.querySelector('#views [value=dropped]').click()")
+        settled(browser, f"{told}.includes('rows were dropped')")
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width
+        browser.evaluate("document.querySelector('#views [value=packs]').click()")
+        settled(browser, "document.querySelectorAll('.pack').length > 5")
+        browser.evaluate("document.querySelector('.pack button').click()")
+        settled(browser, "!document.getElementById('detail').hidden")
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width
+        assert browser.errors() == []
+        assert all(address.startswith("file:") for address in browser.requests())
+        assert browser.evaluate("location.hash").startswith("#sample=")
