@@ -12,7 +12,7 @@ from packtool.encode.encoded import EncodedSample
 from packtool.encode.placed_media import MediaTokens
 from packtool.encode.prefix_hashes import PrefixHashes, prefix_hashes
 from packtool.plan.pack_plan import Int64Array, offsets_of
-from packtool.plan.prefix_trees import Prefixes, PrefixTrees, plan_trees
+from packtool.plan.prefix_trees import Budget, Prefixes, PrefixTrees, plan_trees
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,13 @@ class IntervalSharing:
         media: tokens by which media are found.
         worth: part of an interval's tokens above which they share, 0 to 1; each interval decides for itself.
         max_rows: most samples of a tree; None for as many as there are.
+        max_media_tokens: most media tokens of a tree, or None.
     """
 
     media: MediaTokens
     worth: float
     max_rows: int | None = None
+    max_media_tokens: int | None = None
 
     def found(self, samples: Sequence[EncodedSample], capacity: int) -> FoundTrees | None:
         """The trees of some samples; None if each is to be computed whole.
@@ -40,12 +42,16 @@ class IntervalSharing:
         hashes = [prefix_hashes(sample, self.media, longer_than=LEAST_SHARED) for sample in samples]
         joined = PrefixHashes(*(np.concatenate(column) for column in zip(*hashes, strict=True)))
         offsets = offsets_of(np.array([len(each.lengths) for each in hashes]))
+        budget = None
+        if self.max_media_tokens is not None:
+            budget = Budget(MediaFigures.of(samples).tokens, joined.media_tokens, self.max_media_tokens)
         trees = plan_trees(
             lengths,
             Prefixes(offsets, joined.lengths, joined.hashes),
             capacity=capacity,
             least_shared=LEAST_SHARED,
             max_samples=self.max_rows,
+            budget=budget,
         )
         return FoundTrees(trees, joined) if trees.saved(lengths) > self.worth else None
 

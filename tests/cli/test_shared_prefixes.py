@@ -87,6 +87,28 @@ def test_options(verb: str, words: str, alike: TinyWorld, tmp_path: Path, capfd:
     check([*command(verb, alike, tmp_path), *words.split(), *dry], f"go with {REASONS[words]}", EXIT_USAGE, capfd)
 
 
+def test_a_tree_keeps_the_budget_of_media(alike: TinyWorld, tmp_path: Path, capfd: Any) -> None:
+    """Rows that begin with a text, each of which goes on with a picture of its own."""
+    rows = []
+    for number in range(12):
+        turns = [{"role": "user", "content": "text" * 20}, {"role": "assistant", "content": "read"}]
+        turns += [{"role": "user", "content": f"<image>{number}"}, {"role": "assistant", "content": "yes"}]
+        rows.append({"messages": turns, "images": [f"pictures/{number:04d}.png"]})
+    path = Path(alike.rows).parent / "pictures.json"
+    path.write_text(json.dumps(rows))
+    world = dataclasses.replace(alike, rows=str(path), cache=str(tmp_path / "cache"))
+    export_rows(world, world.cache, max_length=200)
+    found = []
+    for most in ("20", "256"):
+        words = [*command("plan", world, tmp_path), "--max-media-tokens-per-pack", most, "--json"]
+        assert run(words) == 0, capfd.readouterr().err
+        found.append(json.loads(capfd.readouterr().out)["shared_prefixes"]["tokens_saved"])
+    assert 0 < found[0] < found[1]
+    streamed = [*command("stream", world, tmp_path / "out"), "--max-media-tokens-per-pack", "20"]
+    assert run([*streamed, "--per-device-train-batch-size", "30"]) == 0
+    assert "tokens saved by shared prefixes" in capfd.readouterr().out
+
+
 def test_options_of_streams_and_evaluation(alike: TinyWorld, tmp_path: Path, capfd: Any) -> None:
     streamed = [*command("stream", alike, tmp_path), "--max-samples-per-pack", "9", "--dry-run"]
     check(streamed, "go with --max-samples-per-pack", EXIT_USAGE, capfd)

@@ -284,6 +284,7 @@ def _planner(
             capacity=options.packing_length,
             max_length=options.max_length,
             max_samples=config.max_rows_per_tree,
+            max_media_tokens=config.max_media_tokens_per_pack,
         )
     towers = tower_work(options.cost, reader.index) if shared is None else shared.towers(options.cost)
     planner = Planner(config, options, reader.index, targets, towers, packs, shared)

@@ -194,6 +194,7 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
             capacity=options.packing_length,
             max_length=options.max_length,
             max_samples=config.max_rows_per_tree,
+            max_media_tokens=config.max_media_tokens_per_pack,
         )
     if shared is not None:
         towers = shared.towers(options.cost)

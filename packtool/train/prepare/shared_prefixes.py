@@ -20,7 +20,7 @@ from packtool.errors import MismatchError, UnsupportedModelError
 from packtool.plan.balance import Costs
 from packtool.plan.cost import CostModel
 from packtool.plan.pack_plan import Int64Array, PackPlan
-from packtool.plan.prefix_trees import Prefixes, PrefixTrees, plan_trees, trees_of
+from packtool.plan.prefix_trees import Budget, Prefixes, PrefixTrees, plan_trees, trees_of
 from packtool.plan.towers import TowerWork
 from packtool.stream.sharing import IntervalSharing
 from packtool.train.prepare.check import export_command
@@ -96,6 +96,7 @@ def find_shared(
     capacity: int,
     max_length: int | None = None,
     max_samples: int | None = None,
+    max_media_tokens: int | None = None,
     limit: int | None = None,
 ) -> tuple[SharedPrefixes | None, str | None]:
     """The prefixes that samples share, as ``--share-prefix`` says, and a remark where they share less than they could.
@@ -105,6 +106,7 @@ def find_shared(
         capacity: tokens of a pack.
         max_length: longer samples are left out.
         max_samples: most samples of a tree.
+        max_media_tokens: most media tokens of a tree.
         limit: take only so many samples, the first ones.
 
     Raises:
@@ -129,6 +131,7 @@ def find_shared(
         least_shared=LEAST_SHARED,
         max_length=max_length,
         max_samples=max_samples,
+        budget=_media_budget(reader.index, prefixes, len(lengths), max_media_tokens),
     )
     found = SharedPrefixes(reader.index, prefixes, trees)
     if not trees.num_shared_tokens:
@@ -161,7 +164,8 @@ def sharing_of_stream(config: TrainConfig, model: Mapping[str, Any]) -> tuple[In
     if reasons := [*config.not_shared_with, *([problem] if problem else [])]:
         return None, f"shared prefixes: each sample is computed whole: {_reason(reasons[0])}"
     worth = 0.0 if asked else WORTH_SHARING
-    return IntervalSharing(MediaTokens.of(model), worth, config.max_rows_per_tree), None
+    media = MediaTokens.of(model)
+    return IntervalSharing(media, worth, config.max_rows_per_tree, config.max_media_tokens_per_pack), None
 
 
 def first_pair(packs: PackPlan) -> Int64Array | None:
@@ -194,6 +198,12 @@ def shared_of_plan(packs: PackPlan, model: Mapping[str, Any], reader: CacheReade
             "--plan shares prefixes that the caches do not tell of", "Make it again with packtool plan --save."
         )
     return SharedPrefixes(reader.index, prefixes, trees)
+
+
+def _media_budget(index: SplitIndex, prefixes: SplitPrefixes, num_samples: int, most: int | None) -> Budget | None:
+    """What bounds the media of a tree of the first samples."""
+    of_prefixes = prefixes.prefixes.media_tokens[: prefixes.offsets[num_samples]]
+    return None if most is None else Budget(index.media_tokens[:num_samples], of_prefixes, most)
 
 
 def _as_planned(prefixes: SplitPrefixes, num_samples: int) -> Prefixes:
