@@ -127,6 +127,7 @@ def two_processes(alike: TinyWorld, tmp_path_factory: pytest.TempPathFactory) ->
     whole = root / "whole"
     jobs.append(("train", whole, RESUMED))
     jobs.append(("train", root / "resumed", RESUMED | {"resume_from_checkpoint": f"{whole}/checkpoint-2"}))
+    jobs.append(("eval", root / "evaluated", {"max_tokens_per_micro_batch": 300}))
     run_ranks(2, run_jobs, alike, jobs, scratch=root)
     return root
 
@@ -134,6 +135,15 @@ def two_processes(alike: TinyWorld, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.mark.parametrize("name", TWO_PROCESSES)
 def test_two_processes(name: str, two_processes: Path, reference: Path) -> None:
     check_same_step(two_processes / name, reference)
+
+
+def test_two_processes_evaluate_each_sample_as_alone(alike: TinyWorld, two_processes: Path, tmp_path: Path) -> None:
+    run_jobs(alike, [("eval", tmp_path, {"share_prefix": "false", "max_samples_per_micro_batch": 1})])
+    tree, alone = (
+        pq.read_table(folder / "eval.parquet").to_pydict() for folder in (two_processes / "evaluated", tmp_path)
+    )
+    assert {name: tree[name] for name in COUNTED} == {name: alone[name] for name in COUNTED}
+    assert tree["loss"] == pytest.approx(alone["loss"], abs=1e-5)
 
 
 def test_two_processes_resume_exactly(two_processes: Path) -> None:
