@@ -25,9 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 
 from packtool.cache.export import export
 from packtool.cache.reader import CacheReader
+from packtool.config.adapters import LearningOptions
 from packtool.config.export import ExportConfig
 from packtool.plan.balance import imbalance
-from packtool.plan.cost import CostModel, Learning
+from packtool.plan.cost import ALL_WEIGHTS, CostModel
 from packtool.plan.epoch import plan_epoch
 from packtool.plan.options import PlanOptions
 from packtool.plan.summary import pack_costs
@@ -49,8 +50,8 @@ TOWER: dict[str, Any] = {
 }
 QWEN3_VL_8B: dict[str, Any] = {"text_config": MODEL_PRESETS["8b"], "vision_config": TOWER}
 WAYS = {
-    "adapters, frozen tower": Learning(language="lora", towers="frozen", aligner="frozen"),
-    "all weights": Learning(),
+    "adapters, frozen tower": LearningOptions(),
+    "all weights": ALL_WEIGHTS,
 }
 
 

@@ -239,7 +239,7 @@ def _model_row(what: str, config: Any, samples: Sequence[Sample]) -> Row:
     grids = [() if sample.grid is None else tuple(sample.grid[0].tolist()) for sample in samples]
     squares = np.array([patch_squares(grid) for grid in grids])
     cost = CostModel.of_config(config.to_dict())
-    flops = cost(tokens, tokens**2, targets, cost.towers(media, squares)).sum()
+    flops = cost(tokens, cost.attention(tokens), targets, cost.towers(media, squares)).sum()
     return Row(what, "", float(flops), int(tokens.sum()))
 
 

@@ -172,11 +172,12 @@ def as_printed(
         roll_back: False gives up instead, with as few micro-batches as the tokens need.
     """
     per_step, size = options.sequences_per_step, options.sequence_parallel_size
+    cost = options.machine.sizes.cost
     found = []
     for step in range(options.num_steps):
         first = step * per_step
         sizes = sequences.lengths[first : first + per_step].astype(np.int64)
-        flops = options.machine.sizes.cost(sizes, sizes**2, target_tokens=sizes)
+        flops = cost(sizes, cost.attention(sizes), target_tokens=sizes)
         for group, hand in enumerate(_assign(flops.tolist(), options.num_groups)):
             ascending = sorted(hand, key=lambda one: (sizes[one], one))
             fewest = -(-int(sizes[hand].sum()) // (options.bucket_size * options.sequence_parallel_size))

@@ -316,7 +316,7 @@ def print_head(setting: Setting, exported: Mapping[str, Any], run: CachedRun, ro
     told = []
     for cost in (CostModel.of_config(run.files.config), CostModel.of_config(QWEN3_VL_2B)):
         towers = cost.towers(index.vision_tokens, index.patch_squares, index.audio_tokens)
-        whole = cost(lengths, lengths**2, targets, towers).sum()
+        whole = cost(lengths, cost.attention(lengths), targets, towers).sum()
         head, vision = cost.per_target_token * targets.sum(), towers.sum()
         told.append(f"head {head / whole:.0%}, vision {vision / whole:.0%}")
     print(f"of the FLOPs: {told[0]}; of a Qwen3-VL-2B's on these rows: {told[1]}")

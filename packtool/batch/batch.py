@@ -125,6 +125,11 @@ class PackedBatch(Batch):
     lengths: tuple[int, ...]
 
     @property
+    def index(self) -> Tensor:
+        """int64 (T,), where in the whole sequence each token lies: in its place, for the sequence is here whole."""
+        return torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
+
+    @property
     def max_seqlen(self) -> int:
         """Tokens of the longest document."""
         return max(self.lengths)

@@ -20,12 +20,13 @@ from transformers import (
 from transformers.integrations import deepspeed as transformers_deepspeed
 
 from packtool.batch.micro_batch import Tower
+from packtool.config.adapters import LearningOptions
 from packtool.config.rows import AccessOptions
 from packtool.config.train import LossReduction
 from packtool.encode.families import FAMILIES, Family, MediaKind, MediaLimits, family_of, is_multimodal, pad_ids_of
 from packtool.encode.placed_media import MediaTokens
 from packtool.errors import ConfigError
-from packtool.plan.cost import CostModel, Learning
+from packtool.plan.cost import CostModel
 from packtool.rows.rights import MediaRights, rights_of_cache
 
 
@@ -92,7 +93,7 @@ class InputSpec:
     @cached_property
     def tower_costs(self) -> CostModel:
         """What pictures cost the tower that looks at them, forward."""
-        return CostModel.of_config(self.config.to_dict(), Learning(towers="frozen", aligner="frozen"))
+        return CostModel.of_config(self.config.to_dict(), LearningOptions())
 
     @cached_property
     def pad_ids(self) -> dict[MediaKind, int]:

@@ -14,7 +14,8 @@ import pyarrow as pa
 from packtool import __version__, storage
 from packtool.cache.files import sha256_of
 from packtool.cache.manifest import Identity, Manifest, ShardInfo, SourceInfo, SplitInfo, fingerprint_of
-from packtool.cache.schema import INDEX, PREFIXES, dataset_info, dataset_state, with_added_columns
+from packtool.cache.prefixes import with_fields
+from packtool.cache.schema import INDEX, PREFIX, PREFIXES, dataset_info, dataset_state, with_added_columns
 from packtool.cache.shard import HashingSink
 from packtool.cache.task import TASKS_DIR, SplitCounts, TaskResult, dropped_path, index_path, prefixes_path
 from packtool.constants import DROPPED_NAME, INDEX_NAME, MANIFEST_NAME, PREFIXES_NAME
@@ -210,7 +211,7 @@ def _merge_prefixes(path: str, directory: str, split: str, results: Sequence[Tas
         with pa.ipc.new_file(pa.PythonFile(sink, mode="w"), PREFIXES) as writer:
             for number, sha256 in parts:
                 for batch in pa.ipc.open_stream(_part(prefixes_path(directory, number, split), sha256)):
-                    writer.write_batch(batch)
+                    writer.write_batch(with_fields(batch, PREFIX))
         file.commit()
     except BaseException:
         file.discard()

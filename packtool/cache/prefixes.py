@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from packtool import storage
-from packtool.cache.schema import PREFIX, PREFIXES
+from packtool.cache.schema import PREFIX, PREFIX_BEFORE, PREFIXES, UNKNOWN
 from packtool.encode.encoded import IntArray
 from packtool.encode.prefix_hashes import PrefixHashes
 from packtool.errors import MismatchError, StorageError
@@ -60,6 +60,23 @@ def joined_batches(batches: Sequence[pa.RecordBatch]) -> list[pa.RecordBatch]:
     return pa.Table.from_batches(batches, PREFIXES).combine_chunks().to_batches()
 
 
+def with_fields(batch: pa.RecordBatch, wanted: pa.StructType) -> pa.RecordBatch:
+    """Some lines with these fields of each prefix: ``UNKNOWN`` in one that an older packtool did not write."""
+    lines = batch.column("prefixes")
+    if lines.type == pa.list_(wanted) or lines.null_count or lines.values.null_count:
+        return batch
+    entries = lines.flatten()
+    columns = [
+        entries.field(field.name)
+        if entries.type.get_field_index(field.name) >= 0 or PREFIX_BEFORE.get_field_index(field.name) >= 0
+        else pa.repeat(pa.scalar(UNKNOWN, field.type), len(entries))
+        for field in wanted
+    ]
+    offsets = lines.offsets.to_numpy() - lines.offsets[0].as_py()
+    entries = pa.StructArray.from_arrays(columns, fields=list(wanted))
+    return pa.record_batch([pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), entries)], names=["prefixes"])
+
+
 def read_prefixes(place: str, sha256: str | None, lengths: IntArray, copy: str | None = None) -> SplitPrefixes:
     """The prefixes of a split, held against its checksum and its index.
 
@@ -81,7 +98,8 @@ def read_prefixes(place: str, sha256: str | None, lengths: IntArray, copy: str |
             )
         table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
         table.validate(full=True)
-        found = SplitPrefixes.joined([_part(chunk) for chunk in table.column("prefixes").cast(PREFIXES[0].type).chunks])
+        batches = [with_fields(batch, PREFIX) for batch in table.to_batches()]
+        found = SplitPrefixes.joined([_part(batch.column("prefixes")) for batch in batches])
     except (StorageError, OSError, LookupError, ValueError, pa.ArrowException) as error:
         raise MismatchError(f"{place} cannot be read: {error}", "Export the cache again.") from error
     if problem := _problem(found, lengths):

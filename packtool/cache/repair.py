@@ -13,9 +13,9 @@ import pyarrow as pa
 
 from packtool import storage
 from packtool.cache.manifest import Manifest, ShardInfo
-from packtool.cache.prefixes import joined_batches, prefix_batch
+from packtool.cache.prefixes import joined_batches, prefix_batch, with_fields
 from packtool.cache.reader import ShardFile
-from packtool.cache.schema import ADDED, INDEX, PREFIXES
+from packtool.cache.schema import ADDED, INDEX, PREFIX, PREFIX_BEFORE
 from packtool.cache.shard import index_batch, index_part
 from packtool.cache.task import TASKS_DIR, Task, TaskResult
 from packtool.cache.verified import check_all
@@ -125,10 +125,14 @@ def _rebuild_prefixes(directory: str, manifest: Manifest, split: str, media_toke
         prefix_batch([prefix_hashes(sample, media_tokens, longer_than=LEAST_SHARED) for sample in samples])
         for samples in _samples_of_shards(directory, manifest, split)
     ]
-    data = _file_of([joined for batch in batches for joined in joined_batches([batch])], PREFIXES)
-    if hashlib.sha256(data).hexdigest() != manifest.splits[split].prefixes_sha256:
-        raise _not_the_same(directory, f"{split}/{PREFIXES_NAME}")
-    storage.publish(storage.join(directory, split, PREFIXES_NAME), data)
+    joined = [joined for batch in batches for joined in joined_batches([batch])]
+    for fields in (PREFIX, PREFIX_BEFORE):
+        schema = pa.schema([("prefixes", pa.list_(fields))])
+        data = _file_of([with_fields(batch, fields) for batch in joined], schema)
+        if hashlib.sha256(data).hexdigest() == manifest.splits[split].prefixes_sha256:
+            storage.publish(storage.join(directory, split, PREFIXES_NAME), data)
+            return
+    raise _not_the_same(directory, f"{split}/{PREFIXES_NAME}")
 
 
 def _samples_of_shards(directory: str, manifest: Manifest, split: str) -> Iterator[list[EncodedSample]]:

@@ -83,9 +83,13 @@ PREFIX = pa.struct(
         ("media_tokens", pa.int32()),
         ("audio_tokens", pa.int32()),
         ("patch_squares", pa.int64()),
+        ("target_tokens", pa.int32()),
     ]
 )
 """One prefix of a sample: the fields of ``PrefixHashes``."""
+
+PREFIX_BEFORE = pa.struct([field for field in PREFIX if field.name != "target_tokens"])
+"""What older caches tell of one."""
 
 PREFIXES = pa.schema([("prefixes", pa.list_(PREFIX))])
 """A line for each line of the index: some prefixes of the sample, the shorter ones first."""

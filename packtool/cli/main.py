@@ -78,20 +78,20 @@ _COMMANDS: dict[str, tuple[type, Callable[[Any, Invocation], None], str]] = {
     "train": (
         TrainConfig,
         run_train,
-        "Train on packed samples; NPROC_PER_NODE=8 in front starts eight processes.",
+        "Train on packed samples; NPROC_PER_NODE=8 in front: on 8 GPUs.",
     ),
     "sft": (TrainConfig, run_train, "The same as train."),
-    "eval": (EvalConfig, run_eval, "Loss, perplexity and accuracy of every sample for itself, into a file."),
+    "eval": (EvalConfig, run_eval, "Write the loss, perplexity and accuracy of every sample."),
     "merge": (MergeConfig, run_merge, "Work an adapter into the weights of its base model."),
     "demo": (DemoConfig, run_demo_command, "Watch both stages work on a small world made on the spot."),
     "inspect": (InspectConfig, run_inspect, "Look into a cache: its figures, a sample, a pack."),
     "plan": (PlanConfig, run_plan, "Look at a whole schedule before paying for it."),
     "pack": (PackConfig, run_pack, "Write packs to files that other trainers read."),
-    "simulate": (SimulateConfig, run_simulate, "Time the steps of every strategy on a cluster that is only on paper."),
+    "simulate": (SimulateConfig, run_simulate, "Time the steps of every strategy on a cluster on paper."),
     "verify": (
         VerifyConfig,
         run_verify,
-        "Show that packed samples are what they are alone, with your model and data.",
+        "Show that your samples packed are what they are alone.",
     ),
 }
 _SETTINGS = {name: settings for name, (settings, _, _) in _COMMANDS.items()}

@@ -11,7 +11,6 @@ from packtool.cli.invocation import Invocation
 from packtool.config.verify import VerifyConfig
 from packtool.errors import EXIT_MISMATCH, EXIT_OK
 from packtool.launch.launcher import find_place
-from packtool.launch.processes import share_cores_politely
 from packtool.visible import show_json
 
 if TYPE_CHECKING:
@@ -23,12 +22,8 @@ def run_verify(config: VerifyConfig, invocation: Invocation) -> None:
 
     Several processes are started only where they share sequences: otherwise one computes all.
     """
-    share_cores_politely()
-    from packtool.launch.world import World
-
-    world = World.from_environment()
-    if config.sequence_parallel_ranks > 1:
-        world = find_place(invocation.arguments, config.sequence_parallel_ranks, partial(_prepare, config))
+    ranks = config.sequence_parallel_ranks
+    world = find_place(invocation.arguments, ranks, partial(_prepare, config), starts_none=ranks == 1)
     from packtool.report.names import named
     from packtool.report.terminal import TerminalProgress
     from packtool.report.verify import print_report, verify_json

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from packtool.config.panels import Panel
-from packtool.config.settings import Synonyms, flag, option
+from packtool.config.settings import YES_OR_NO, flag, option
 
+ModelPart = Literal["vision tower", "aligner", "language model"]
+"""The parts of a model that are frozen, adapted and given learning rates as one."""
 TrainType = Literal["lora", "full"]
 InitWeights = Annotated[
     Literal["true", "false", "gaussian", "orthogonal", "pissa", "olora"],
-    Synonyms({"yes": "true", "on": "true", "no": "false", "off": "false"}),
+    YES_OR_NO,
 ]
 _PANEL: Panel = "Parameters"
 _FULL_ONLY = (
@@ -22,6 +25,7 @@ _FULL_ONLY = (
     "trainable_parameters",
     "trainable_parameters_regex",
 )
+_NAMES = ("lora_bias", "target_modules", "target_regex", "modules_to_save", *_FULL_ONLY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,27 +39,8 @@ class LearningOptions:
     freeze_vit: bool = option(True, "Keep the vision tower (and an Omni model's audio tower) as it is.", panel=_PANEL)
     freeze_aligner: bool = option(True, "Keep the projection from vision to text as it is.", panel=_PANEL)
     freeze_llm: bool = option(False, "Keep the language model as it is.", panel=_PANEL)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdapterOptions(LearningOptions):
-    """Which weights learn, and through which adapters."""
-
-    adapters: tuple[str, ...] = option((), "Directory of an adapter to go on training from.", panel=_PANEL)
-    lora_alpha: int = option(32, "Scale of the adapters.", panel=_PANEL, minimum=1)
-    lora_dropout: float = option(0.05, "Dropout before the adapters.", panel=_PANEL, minimum=0.0, maximum=1.0)
     lora_bias: Literal["none", "all", "lora_only"] = option(
         "none", "Biases that learn too: none, all of the model, or those of adapted modules.", panel=_PANEL
-    )
-    use_rslora: bool = option(
-        False, "Scale adapters by alpha over the root of the rank (rank-stabilized LoRA).", panel=_PANEL
-    )
-    use_dora: bool = option(False, "Learn the magnitudes of the weights apart from their directions.", panel=_PANEL)
-    init_weights: InitWeights = option(
-        "true",
-        "How adapters begin: true (peft's own, without effect at first), false (at random), gaussian, orthogonal, "
-        "pissa or olora.",
-        panel=_PANEL,
     )
     target_modules: tuple[str, ...] = option(
         ("all-linear",), "Modules that get adapters: all-linear or names.", panel=_PANEL
@@ -86,6 +71,72 @@ class AdapterOptions(LearningOptions):
     )
     trainable_parameters_regex: str | None = option(
         None, "With full: train parameters in whose names this is found, whatever else is frozen.", panel=_PANEL
+    )
+
+    @property
+    def frozen_parts(self) -> frozenset[ModelPart]:
+        """The parts that are kept as they are."""
+        flags: dict[ModelPart, bool] = {
+            "vision tower": self.freeze_vit,
+            "aligner": self.freeze_aligner,
+            "language model": self.freeze_llm,
+        }
+        return frozenset(part for part, frozen in flags.items() if frozen)
+
+    @property
+    def learning_words(self) -> str:
+        """How each part learns, for people."""
+        how = {part: "frozen" if part in self.frozen_parts else self.train_type for part in get_args(ModelPart)}
+        told = f"language model {how['language model']}, towers {how['vision tower']}, aligner {how['aligner']}"
+        defaults = {field.name: field.default for field in dataclasses.fields(LearningOptions)}
+        named = [(name, value) for name in _NAMES if (value := getattr(self, name)) != defaults[name]]
+        shown = ((name, " ".join(value) if isinstance(value, tuple) else value) for name, value in named)
+        return ", ".join((told, *(f"{flag(name)} {value}" for name, value in shown)))
+
+    def is_target(self, name: str) -> bool:
+        """Whether a linear module is among those that adapters are for, if its part learns."""
+        if self.target_regex is not None:
+            return re.fullmatch(self.target_regex, name) is not None
+        return self.target_modules == ("all-linear",) or any(is_named(name, wanted) for wanted in self.target_modules)
+
+    def is_saved(self, name: str) -> bool:
+        """Whether a module learns whole beside adapters."""
+        return any(is_named(name, wanted) for wanted in self.modules_to_save)
+
+    def is_kept(self, parameter: str) -> bool:
+        """Whether ``--freeze-parameters`` or its regular expression means a parameter."""
+        return _is_meant(parameter, self.freeze_parameters, self.freeze_parameters_regex)
+
+    def is_wanted(self, parameter: str) -> bool:
+        """Whether ``--trainable-parameters`` or its regular expression means a parameter, whatever else is frozen."""
+        return _is_meant(parameter, self.trainable_parameters, self.trainable_parameters_regex)
+
+
+def is_named(name: str, target: str) -> bool:
+    """Whether a module is called so, or its full name ends so."""
+    return name == target or name.endswith("." + target)
+
+
+def _is_meant(name: str, prefixes: tuple[str, ...], regex: str | None) -> bool:
+    return name.startswith(prefixes) or (regex is not None and re.search(regex, name) is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterOptions(LearningOptions):
+    """Which weights learn, and through which adapters."""
+
+    adapters: tuple[str, ...] = option((), "Directory of an adapter to go on training from.", panel=_PANEL)
+    lora_alpha: int = option(32, "Scale of the adapters.", panel=_PANEL, minimum=1)
+    lora_dropout: float = option(0.05, "Dropout before the adapters.", panel=_PANEL, minimum=0.0, maximum=1.0)
+    use_rslora: bool = option(
+        False, "Scale adapters by alpha over the root of the rank (rank-stabilized LoRA).", panel=_PANEL
+    )
+    use_dora: bool = option(False, "Learn the magnitudes of the weights apart from their directions.", panel=_PANEL)
+    init_weights: InitWeights = option(
+        "true",
+        "How adapters begin: true (peft's own, without effect at first), false (at random), gaussian, orthogonal, "
+        "pissa or olora.",
+        panel=_PANEL,
     )
 
 

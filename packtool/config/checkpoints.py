@@ -6,13 +6,9 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from packtool.config.panels import Panel
-from packtool.config.settings import Synonyms, option
+from packtool.config.settings import NOT_AT_ALL, YES_OR_NO, option
 
-SaveStrategy = Annotated[
-    Literal["steps", "epoch", "best", "no"],
-    Synonyms({"false": "no", "off": "no"}),
-]
-_YES_OR_NO = Synonyms({"yes": "true", "on": "true", "no": "false", "off": "false"})
+SaveStrategy = Annotated[Literal["steps", "epoch", "best", "no"], NOT_AT_ALL]
 _PANEL: Panel = "Checkpoints and logs"
 
 
@@ -41,7 +37,7 @@ class CheckpointOptions:
     greater_is_better: bool | None = option(
         None, "Whether more of --metric-for-best-model is better; by default of accuracies only.", panel="Evaluation"
     )
-    resume_from_checkpoint: Annotated[str, _YES_OR_NO] | None = option(
+    resume_from_checkpoint: Annotated[str, YES_OR_NO] | None = option(
         None, "true for the newest checkpoint in --output-dir, or the directory of one.", panel=_PANEL
     )
 

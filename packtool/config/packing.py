@@ -5,16 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from packtool.config.settings import FALSE_WORDS, TRUE_WORDS, Synonyms, option
+from packtool.config.settings import YES_OR_NO, option
 from packtool.config.sizes import Tokens, num_tokens
 
 Balance = Literal["none", "within-step", "window"]
 ScheduleName = Literal["packs", "skrull"]
 PackingAlgorithm = Literal["best_fit", "binpacking", "sequential"]
-SharePrefix = Annotated[
-    Literal["auto", "true", "false"],
-    Synonyms(dict.fromkeys(TRUE_WORDS, "true") | dict.fromkeys(FALSE_WORDS, "false")),
-]
+SharePrefix = Annotated[Literal["auto", "true", "false"], YES_OR_NO]
 SEQUENCE_PARALLELISM = "sequence parallelism (--sequence-parallel-size)"
 """What ``not_shared_with`` calls it where several processes share a sequence."""
 

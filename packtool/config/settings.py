@@ -47,6 +47,12 @@ class Synonyms:
         return hash((tuple(self.words.items()), tuple(self.refused.items())))
 
 
+YES_OR_NO = Synonyms(dict.fromkeys(TRUE_WORDS, "true") | dict.fromkeys(FALSE_WORDS, "false"))
+"""What people write for true and false, for a setting that has these words among others."""
+NOT_AT_ALL = Synonyms(dict.fromkeys(FALSE_WORDS, "no"))
+"""What people write for no, for a setting that has a choice of this name."""
+
+
 def option(
     default: Any,
     help: str,
@@ -256,14 +262,17 @@ def _convert(raw: Any, hint: Any) -> Any:
         ValueError: with the value and what was expected.
     """
     unit: Unit | None = None
+    plain = _plain(hint)
+    origin = typing.get_origin(plain)
+    if origin is Literal or plain is str:
+        raw = _as_text(raw)
     for note in _notes(hint):
-        if isinstance(note, Synonyms) and isinstance(raw, (str, bool)):
-            raw = note.words.get(str(raw).lower(), raw)
-            if (reason := note.refused.get(str(raw).lower())) is not None:
+        if isinstance(note, Synonyms):
+            raw = note.words.get(raw.lower(), raw)
+            if (reason := note.refused.get(raw.lower())) is not None:
                 raise ValueError(f"{raw}: {reason}")
         unit = note if isinstance(note, Unit) else unit
-    hint = _plain(hint)
-    origin = typing.get_origin(hint)
+    hint = plain
     if origin is Literal:
         choices = typing.get_args(hint)
         if raw not in choices:
@@ -271,18 +280,21 @@ def _convert(raw: Any, hint: Any) -> Any:
         return raw
     if origin is tuple:
         items = raw if isinstance(raw, (list, tuple)) else [raw]
-        return tuple(str(item) for item in items)
+        return tuple(map(_as_text, items))
     if hint is bool:
         return _to_bool(raw)
     if hint in (int, float):
         return _to_number(raw, hint, unit)
     if origin is not None:
         return _to_mapping(raw)
-    if isinstance(raw, bool):
-        return str(raw).lower()
+    return raw
+
+
+def _as_text(raw: Any) -> str:
+    """A single value as the command line has it: YAML's true is the word."""
     if isinstance(raw, (Mapping, list, tuple)):
         raise ValueError(f"{raw!r} is not a single value")
-    return str(raw)
+    return str(raw).lower() if isinstance(raw, bool) else str(raw)
 
 
 def _to_bool(raw: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from packtool.config.adapters import AdapterOptions, adapter_problems
 from packtool.config.caches import CacheOptions
@@ -35,7 +35,7 @@ from packtool.config.rows import (
     access_problems,
     image_limit_problems,
 )
-from packtool.config.settings import REQUIRED, flag, option, part_of
+from packtool.config.settings import NOT_AT_ALL, REQUIRED, flag, option, part_of
 from packtool.config.sizes import Tokens
 
 # Settings of a run that say something about rows, and nothing about a cache.
@@ -51,7 +51,7 @@ ROWS_ONLY = (
 )
 OnNan = Literal["stop", "skip", "go-on"]
 LossReduction = Literal["token", "sample"]
-EvalStrategy = Literal["no", "steps", "epoch"]
+EvalStrategy = Annotated[Literal["no", "steps", "epoch"], NOT_AT_ALL]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray, patch_squares
 from packtool.encode.placed_media import MediaTokens, PlacedMedium, placed_media
 
@@ -29,6 +30,7 @@ class PrefixHashes(NamedTuple):
         media_tokens: int32, pads of its media.
         audio_tokens: int32, those of sounds and of videos' sound tracks among them.
         patch_squares: int64, sum over the frames of its pictures and videos of (patches of the frame)^2.
+        target_tokens: int32, labels that carry loss; -1 in caches that do not tell.
     """
 
     lengths: IntArray
@@ -36,6 +38,7 @@ class PrefixHashes(NamedTuple):
     media_tokens: IntArray
     audio_tokens: IntArray
     patch_squares: npt.NDArray[np.int64]
+    target_tokens: IntArray
 
 
 def prefix_hashes(sample: EncodedSample, tokens: MediaTokens, *, longer_than: int = 0) -> PrefixHashes:
@@ -49,12 +52,13 @@ def prefix_hashes(sample: EncodedSample, tokens: MediaTokens, *, longer_than: in
     if len(media) < len(sample.images) + len(sample.videos) + len(sample.audios):
         media, sample = [], dataclasses.replace(sample, turns=sample.turns[:0])
     inside = {end for placed in media for end in range(placed.start + 1, placed.stop + 1)}
-    ends = {placed.stop + 1 for placed in media} | (set(sample.turns.tolist()) - inside)
+    told_at = {placed.stop + 1 for placed in media} | (set(sample.turns.tolist()) - inside)
     found: list[tuple[int, bytes, int, int, int]] = []
+    targets = np.cumsum(sample.labels != IGNORE_INDEX)
     sums = 0, 0, 0
     state, told = hashlib.blake2b(repr(sample.channel).encode(), digest_size=_BYTES), 0
     ids = np.ascontiguousarray(sample.input_ids, "<i4")
-    for end in sorted(end for end in ends if 0 < end <= sample.length):
+    for end in sorted(end for end in told_at if 0 < end <= sample.length):
         while media and media[0].stop <= end:
             placed = media.pop(0)
             state.update(_identity(placed))
@@ -66,8 +70,10 @@ def prefix_hashes(sample: EncodedSample, tokens: MediaTokens, *, longer_than: in
             found.append((end, state.copy().digest(), *sums))
     lengths, digests, *others = zip(*found, strict=True) if found else ((), (), (), (), ())
     hashes = np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
+    ends = np.array(lengths, np.int32)
     media_tokens, audio_tokens = (np.array(column, np.int32) for column in others[:2])
-    return PrefixHashes(np.array(lengths, np.int32), hashes, media_tokens, audio_tokens, np.array(others[2], np.int64))
+    squares = np.array(others[2], np.int64)
+    return PrefixHashes(ends, hashes, media_tokens, audio_tokens, squares, targets[ends - 1].astype(np.int32))
 
 
 def _figures(medium: EncodedImage | EncodedVideo | EncodedAudio) -> tuple[int, int, int]:

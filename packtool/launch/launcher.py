@@ -25,7 +25,7 @@ def find_place(
         prepare: called before any process is started, with the place of the first, so that what does not fit is told
             once and at once.
         even_one: a single process needs torchrun's environment, too.
-        starts_none: the run is only looked at: this process stands for all.
+        starts_none: this process stands for all: the run is only looked at, or one process does all of its work.
 
     Raises:
         ConfigError: if the environment is wrong, or its processes cannot be divided into groups.

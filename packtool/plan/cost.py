@@ -8,51 +8,30 @@ A pack costs
     + per_vision_token * vision tokens + per_patch_square * sum(patches of a frame ^2)               vision tower
     + per_audio_token * audio tokens                                                                 audio tower
 
-with two operations for each multiply-add of the parts in ``stacks``. Forward counts once. Backward counts once more
-for the gradients of what a product takes, where anything before it learns, and once more for the gradients of its
-weights, where these learn. So a frozen tower costs its forward pass, and with adapters no weight of the model has a
-gradient. Attention's backward is 2.5 times its forward: flash kernels make the scores again (Dao 2023,
-"FlashAttention-2", section 4.1).
+with two operations for each multiply-add of the steps in ``stacks``; layers whose attention sees a window of w tokens
+have min(len, w) * (2 len - min(len, w)) in place of len^2. Forward counts once. Backward counts once more for the
+gradients of what a product takes, where anything before it learns, and once more for the gradients of its weights,
+where these learn. So nothing goes backward below the first weight that learns, a frozen tower costs its forward pass,
+and a module with an adapter has gradients of the adapter's weights alone. Attention's backward is 2.5 times its
+forward: flash kernels make the scores again (Dao 2023, "FlashAttention-2", section 4.1).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from packtool.plan.stacks import Stack, Stacks
-
-Learns = Literal["full", "lora", "frozen"]
-"""How a part learns: all its weights, through adapters, or not."""
+from packtool.config.adapters import LearningOptions
+from packtool.plan.learned import Learned, learned
+from packtool.plan.stacks import Stacks, Step
 
 _ATTENTION_BACKWARD = 2.5
-
-
-@dataclass(frozen=True, kw_only=True)
-class Learning:
-    """Which parts of a model learn, and what is computed twice to save memory.
-
-    Args:
-        language, towers, aligner: how each learns; the towers are those of pictures and sounds.
-        lora_rank: of the adapters, which all linear modules of parts that learn through them have.
-        recomputes_language, recomputes_towers: layers run forward once more before they go backward.
-    """
-
-    language: Learns = "full"
-    towers: Learns = "full"
-    aligner: Learns = "full"
-    lora_rank: int = 8
-    recomputes_language: bool = False
-    recomputes_towers: bool = False
-
-    @property
-    def words(self) -> str:
-        """How each part learns, for people."""
-        return f"language model {self.language}, towers {self.towers}, aligner {self.aligner}"
+ALL_WEIGHTS = LearningOptions(train_type="full", freeze_vit=False, freeze_aligner=False)
+"""Every weight learns."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +46,8 @@ class CostModel:
             to the language model.
         per_patch_square: of each unit of the sum over frames of (patches of the frame)^2.
         per_audio_token: of each token of a sound.
+        per_window: of each unit of ``seen_in_windows``.
+        window: tokens that sliding layers see.
     """
 
     per_token: float
@@ -75,17 +56,65 @@ class CostModel:
     per_vision_token: float = 0.0
     per_patch_square: float = 0.0
     per_audio_token: float = 0.0
+    per_window: float = 0.0
+    window: int = 0
 
     def __call__(
         self,
         tokens: npt.NDArray[np.integer[Any]],
-        squares: npt.NDArray[np.integer[Any]],
+        attention_flops: npt.NDArray[Any] | float,
         target_tokens: npt.NDArray[np.integer[Any]] | int = 0,
         tower_flops: npt.NDArray[Any] | float = 0,
     ) -> npt.NDArray[np.float64]:
-        """FLOPs of packs (or samples); arguments and result of one shape. ``tower_flops`` are those of ``towers``."""
-        cost: npt.NDArray[np.float64] = tokens * self.per_token + squares * self.per_square
+        """FLOPs of packs (or samples); arguments and result of one shape.
+
+        Args:
+            tokens: computed.
+            attention_flops: those of ``attention``.
+            target_tokens: of which logits are made.
+            tower_flops: those of ``towers``.
+        """
+        cost: npt.NDArray[np.float64] = tokens * self.per_token + attention_flops
         return cost + np.asarray(target_tokens) * self.per_target_token + tower_flops
+
+    def attention(
+        self, lengths: npt.NDArray[np.integer[Any]], shared: npt.NDArray[np.integer[Any]] | None = None
+    ) -> npt.NDArray[np.float64]:
+        """FLOPs of the language model's attention, for samples of any shape.
+
+        Args:
+            lengths: of whole samples.
+            shared: tokens of each that it goes on from, and that are computed elsewhere.
+        """
+        squares = np.square(lengths, dtype=np.int64)
+        if shared is not None:
+            squares = squares - np.square(shared, dtype=np.int64)
+        return self.attention_of(squares, self.seen_in_windows(lengths, shared))
+
+    def attention_of(
+        self, squares: npt.NDArray[np.integer[Any]], windows: npt.NDArray[np.integer[Any]]
+    ) -> npt.NDArray[np.float64]:
+        """FLOPs of the language model's attention, from sums of squares and of ``seen_in_windows``, of any shape."""
+        found: npt.NDArray[np.float64] = squares * self.per_square + windows * self.per_window
+        return found
+
+    def seen_in_windows(
+        self, lengths: npt.NDArray[np.integer[Any]], shared: npt.NDArray[np.integer[Any]] | None = None
+    ) -> npt.NDArray[np.int64]:
+        """What stands for the squares in sliding layers, of each sample; 0 if there are none.
+
+        Args:
+            lengths, shared: as for ``attention``, of any shape.
+        """
+        whole = lengths.astype(np.int64)
+        seen = np.minimum(whole, self.window)
+        found: npt.NDArray[np.int64] = seen * (2 * whole - seen)
+        return found if shared is None else found - self.seen_in_windows(shared)
+
+    @property
+    def per_token_of_long(self) -> float:
+        """FLOPs of each token of a sample that is much longer than the windows of sliding layers, without squares."""
+        return self.per_token + 2 * self.window * self.per_window
 
     def towers(
         self,
@@ -110,50 +139,83 @@ class CostModel:
         return cls.of_config({**sizes, "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936})
 
     @classmethod
-    def of_config(cls, config: Mapping[str, Any], learning: Learning | None = None) -> CostModel:
+    def of_config(
+        cls,
+        config: Mapping[str, Any],
+        learning: LearningOptions = ALL_WEIGHTS,
+        *,
+        recomputes_language: bool = False,
+        recomputes_towers: bool = False,
+    ) -> CostModel:
         """Read the widths off a ``config.json``, see ``stacks``.
 
         Args:
-            learning: which parts learn; by default all weights, and nothing is computed twice.
+            learning: which weights learn.
+            recomputes_language, recomputes_towers: layers run forward once more before they go backward.
 
         Raises:
             KeyError: if the configuration names no hidden size or number of layers.
         """
-        how, stacks = learning or Learning(), Stacks.of_config(config)
-        tower, again = how.towers != "frozen", how.recomputes_towers
-        below = tower or how.aligner != "frozen"
-        rank = how.lora_rank
-        vision = _trained(stacks.vision, how.towers, below=False, rank=rank, recomputes=again)
-        audio = _trained(stacks.audio, how.towers, below=False, rank=rank, recomputes=again)
-        aligner = _trained(stacks.aligner, how.aligner, below=tower, rank=rank, recomputes=False)
-        audio_aligner = _trained(stacks.audio_aligner, how.aligner, below=tower, rank=rank, recomputes=False)
-        sees = stacks.vision.rest > 0
-        language = _trained(
-            stacks.language, how.language, below=below and sees, rank=rank, recomputes=how.recomputes_language
-        )
+        stacks = Stacks.of_config(config)
+        learns, rank = learned(stacks, learning), learning.lora_rank
+
+        def sums(steps: Sequence[Step], *behind: _Sums, recomputes: bool = False) -> _Sums:
+            return _summed(steps, learns, rank, behind=any(sums.learns for sums in behind), recomputes=recomputes)
+
+        vision = sums(stacks.vision, recomputes=recomputes_towers)
+        audio = sums(stacks.audio, recomputes=recomputes_towers)
+        mergers = [sums(merger, vision) for merger in stacks.mergers]
+        joined = sums(stacks.audio_aligner, audio)
+        language = sums(stacks.language, *mergers, audio, joined, recomputes=recomputes_language)
         return cls(
-            per_token=language[0],
-            per_square=language[1],
-            per_target_token=2 * stacks.head * (3 if how.language == "full" else 2),
-            per_vision_token=vision[0] + aligner[0],
-            per_patch_square=vision[1],
-            per_audio_token=audio[0] + audio_aligner[0],
+            per_token=language.flops,
+            per_square=language.per_square,
+            per_target_token=sums([stacks.head], language).flops,
+            per_vision_token=vision.flops + sum(merger.flops for merger in mergers),
+            per_patch_square=vision.per_square,
+            per_audio_token=audio.flops + joined.flops,
+            per_window=language.per_window,
+            window=stacks.window,
         )
 
 
-def _trained(stack: Stack, how: Learns, *, below: bool, rank: int, recomputes: bool) -> tuple[float, float]:
-    """FLOPs of a part for each unit, and for each unit of its squares.
+@dataclass(frozen=True)
+class _Sums:
+    """FLOPs of a part for each unit, of its squares and of its windows; and whether gradients go back to its end."""
+
+    flops: float
+    per_square: float
+    per_window: float
+    learns: bool
+
+
+def _summed(
+    steps: Sequence[Step], learns: Mapping[str, Learned], rank: int, *, behind: bool, recomputes: bool
+) -> _Sums:
+    """The work of a part.
 
     Args:
-        below: whether anything learns that comes before the part.
+        behind: whether anything learns that comes before the part.
     """
-    whole, goes_back = float(how == "full"), below or how != "frozen"
-    again = float(recomputes and goes_back)
-    first = 1 + again + whole + float(below or (how == "full" and stack.embeds))
-    rest = 1 + again + whole + float(goes_back)
-    products = stack.embed * (1 + whole) + stack.convolutions * (1 + 2 * whole)
-    products += stack.first * first + stack.rest * rest
-    if how == "lora":
-        products += rank * stack.widths * (3 + again)
-    attention = 1 + again + _ATTENTION_BACKWARD * goes_back
-    return 2 * products + attention * stack.local, attention * stack.per_square
+    after = [behind]
+    for step in steps:
+        after.append(after[-1] or learns.get(step.name, Learned()).any)
+    goes_back = {step.layer: does for step, does in zip(steps, after[1:], strict=True)}
+    flops = per_square = per_window = 0.0
+    before = behind
+    for step, has_gradient in zip(steps, after, strict=False):
+        before = before if step.beside else has_gradient
+        again = float(recomputes and step.layer is not None and goes_back[step.layer])
+        if step.kind == "attention":
+            passes = 1 + again + _ATTENTION_BACKWARD * has_gradient
+            flops += passes * step.local
+            per_square += passes * step.per_square
+            per_window += passes * step.per_window
+            continue
+        how = learns[step.name].weights
+        flops += 2 * step.num_products * (1 + again + before + (how == "full"))
+        if how == "lora":
+            # Of two products: what the first one takes may have no gradient.
+            widths = step.inputs * (2 + again + before) * (step.kind != "lookup") + step.outputs * (3 + again)
+            flops += 2 * step.times * rank * widths
+    return _Sums(flops, per_square, per_window, after[-1])

@@ -1,15 +1,27 @@
-"""The matrix products of each part of a model, read off its ``config.json``: what ``cost`` multiplies.
+"""The steps of a model's forward pass, read off its ``config.json``: what ``cost`` counts.
 
 A part runs over units: the language model over tokens, a vision tower over the tokens that leave it (each stands for
 merge^2 patches), an audio tower over the tokens of a sound. Counted are products with weights, convolutions included,
-and attention; norms, activations and rotations are below a percent.
+and attention; norms, activations and rotations are below a percent, and are here for what they hold: weights that may
+learn, and to which something has to go backward.
+
+Steps have the names that modules have in transformers, so that options which name modules or parameters mean the same
+steps. A test compares them with the real modules of every family.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+from packtool.config.adapters import ModelPart
+from packtool.encode.families import family_of
+
+StepKind = Literal["linear", "convolution", "tensor", "lookup", "attention"]
+"""What a step is: a linear module, a convolution, weights that are no module of torch's own (experts, a router), what
+multiplies nothing (norms, embeddings), or attention, which has no weights."""
 
 _LINEAR_TYPES = ("linear_attention", "conv", "mamba", "recurrent")
 _SLIDING_TYPES = ("sliding_attention", "chunked_attention")
@@ -20,48 +32,76 @@ _STRIDES = (50, 25, 13)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stack:
-    """Work of one unit going forward; multiply-adds but for ``local`` and ``per_square``, which are FLOPs.
+class Step:
+    """A module, with its work for one unit going forward.
 
     Args:
-        embed: of what takes the part's input, and adapters leave alone (a convolution).
-        convolutions: of what follows it before the first linear module, and adapters leave alone.
-        first: of the linear modules that take what comes out of that, or the part's input.
-        rest: of all other products with weights.
-        widths: sum of inputs and outputs over the linear modules that may get adapters.
-        local: attention that does not grow with the length: windows, states.
-        per_square: attention of each unit of the sum of squares.
-        embeds: whether weights come before ``first`` that learn with the part: convolutions, embeddings, a norm's.
+        name: of the module, or of the tensor.
+        part: that it belongs to.
+        kind: what it is.
+        inputs, outputs: its widths; a lookup has no work.
+        times: how often it is used for a unit.
+        copies: how many of it there are: experts.
+        has_bias: beside its weights.
+        beside: it takes what the step before it takes.
+        layer: number of the layer that it is in; None outside of layers.
+        local: FLOPs of attention that do not grow with the length: states, and windows of towers.
+        per_square: FLOPs of attention of each unit of the sum of squares; those of causal attention are halved.
+        per_window: the same of causal attention in windows, where ``CostModel.seen`` stands for the squares.
     """
 
-    embed: float = 0.0
-    convolutions: float = 0.0
-    first: float = 0.0
-    rest: float = 0.0
-    widths: float = 0.0
+    name: str
+    part: ModelPart
+    kind: StepKind = "linear"
+    inputs: int = 0
+    outputs: int = 0
+    times: float = 1.0
+    copies: int = 1
+    has_bias: bool = False
+    beside: bool = False
+    layer: int | None = None
     local: float = 0.0
     per_square: float = 0.0
-    embeds: bool = True
+    per_window: float = 0.0
+
+    @property
+    def num_products(self) -> float:
+        """Multiply-adds with weights."""
+        return 0.0 if self.kind == "lookup" else self.times * self.inputs * self.outputs
+
+    @property
+    def num_weights(self) -> int:
+        """How many weights there are; biases are not counted."""
+        return self.inputs * self.outputs * self.copies
+
+    @property
+    def weight(self) -> str:
+        """Name of the parameter."""
+        return self.name if self.kind == "tensor" and ".experts." in self.name else f"{self.name}.weight"
 
 
 @dataclass(frozen=True)
 class Stacks:
-    """All parts of a model.
+    """All parts of a model, each as its steps in the order of the forward pass.
 
     Args:
-        language: over tokens; ``per_square`` over the squares of samples' lengths, half of them for causality.
-        head: multiply-adds of a token whose logits are made.
+        language: over tokens; ``per_square`` over the squares of samples' lengths.
+        head: of a token whose logits are made.
+        is_tied: the head's weights are those of the embeddings, the first step of ``language``.
+        window: tokens that a sliding layer sees; 0 where there is none.
         vision: the tower over tokens of pictures and videos; ``per_square`` over squares of the patches of a frame.
-        aligner: of the same tokens, from tower to text.
+        mergers: of the same tokens, from tower to text: each takes what the tower makes.
         audio, audio_aligner: over tokens of sounds; the second is what ``--freeze-aligner`` keeps.
     """
 
-    language: Stack
-    head: float
-    vision: Stack = Stack()
-    aligner: Stack = Stack()
-    audio: Stack = Stack()
-    audio_aligner: Stack = Stack(embeds=False)
+    language: tuple[Step, ...]
+    head: Step
+    is_tied: bool
+    window: int = 0
+    vision: tuple[Step, ...] = ()
+    mergers: tuple[tuple[Step, ...], ...] = ()
+    audio: tuple[Step, ...] = ()
+    audio_aligner: tuple[Step, ...] = ()
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> Stacks:
@@ -72,172 +112,283 @@ class Stacks:
         """
         config = config.get("thinker_config") or config
         text = config.get("text_config") or config
-        hidden = int(text["hidden_size"])
-        vision, aligner = _vision(config, hidden)
-        audio, audio_aligner = _audio(config.get("audio_config") or {})
-        head = float(hidden * int(text.get("vocab_size") or 0))
-        return cls(_language(text), head, vision, aligner, audio, audio_aligner)
+        hidden, vocabulary = int(text["hidden_size"]), int(text.get("vocab_size") or 0)
+        audio, seen = config.get("audio_config") or {}, config.get("vision_config")
+        return cls(
+            language=tuple(_language(text, "model.language_model" if seen or audio else "model")),
+            head=Step(name="lm_head", part="language model", inputs=hidden, outputs=vocabulary),
+            is_tied=bool(text.get("tie_word_embeddings") or config.get("tie_word_embeddings")),
+            window=_window(text),
+            vision=tuple(_vision(config)),
+            mergers=_mergers(config, hidden),
+            audio=tuple(_audio(audio)),
+            audio_aligner=tuple(_audio_aligner(audio)),
+        )
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """All of them, in the order in which models have their parameters: norms of a layer of text come last in it."""
+        mergers = (step for merger in self.mergers for step in merger)
+        language = sorted(self.language, key=_place_of_parameters)
+        return (*self.audio, *self.audio_aligner, *self.vision, *mergers, *language, self.head)
 
 
-def _language(text: Mapping[str, Any]) -> Stack:
-    """Grouped heads, SwiGLU (three matrices), the experts that a token visits and the router; sliding windows count at
-    their full width, layers with a state by the chunked gated delta rule."""
-    types = _layer_types(text)
-    hidden, heads = int(text["hidden_size"]), int(text["num_attention_heads"])
-    head_size = int(text.get("head_dim") or hidden // heads)
+def _place_of_parameters(step: Step) -> tuple[int, int]:
+    if step.layer is None:
+        return (-1 if step.name.endswith("embed_tokens") else sys.maxsize, 0)
+    order = (".mlp.", 2), ("layernorm", 3), ("_norm", 1)
+    return step.layer, next((place for mark, place in order if mark in step.name), 0)
+
+
+def _language(text: Mapping[str, Any], prefix: str) -> Iterator[Step]:
+    hidden = int(text["hidden_size"])
+
+    def step(name: str, inputs: int = 0, outputs: int = 0, **rest: Any) -> Step:
+        return Step(name=f"{prefix}.{name}", part="language model", inputs=inputs, outputs=outputs, **rest)
+
+    yield step("embed_tokens", int(text.get("vocab_size") or 0), hidden, kind="lookup")
+    for i, kind in enumerate(_layer_types(text)):
+        yield step(f"layers.{i}.input_layernorm", 1, hidden, kind="lookup", layer=i)
+        mixer = _state(text) if kind in _LINEAR_TYPES and text.get("linear_num_value_heads") else _attention(text, kind)
+        for name, settings in (*mixer, ("post_attention_layernorm", {"kind": "lookup", "inputs": 1}), *_mlp(text, i)):
+            yield step(f"layers.{i}.{name}", **{"inputs": hidden, "outputs": hidden, "layer": i, **settings})
+    yield step("norm", 1, hidden, kind="lookup")
+
+
+Named = tuple[str, dict[str, Any]]
+"""A step's name in its layer, and what of it is not as wide as the model."""
+
+
+def _attention(text: Mapping[str, Any], kind: str) -> Iterator[Named]:
+    """Grouped heads, which look at whole samples, or in a sliding layer at a window."""
+    heads = int(text["num_attention_heads"])
+    head_size = int(text.get("head_dim") or int(text["hidden_size"]) // heads)
     queries, keys = heads * head_size, int(text.get("num_key_value_heads") or heads) * head_size
-    has_state = bool(text.get("linear_num_value_heads"))
+    has_bias = bool(text.get("attention_bias", True))  # models that do not tell, such as Qwen2, have some
     # Qwen3-Next and Qwen3.5 gate what attention gives, with as many numbers as there are queries.
-    inputs = queries * (2 if has_state else 1) + 2 * keys
-    attention = hidden * (inputs + queries), 4 * hidden + inputs + queries
-    state, state_flops = _state(text, hidden) if has_state else (attention, 0.0)
-    window = int(text.get("sliding_window") or text.get("attention_chunk_size") or 0)
-    products = widths = local = per_square = 0.0
-    for i, kind in enumerate(types):
-        mixer = state if kind in _LINEAR_TYPES else attention
-        mlp = _mlp(text, i)
-        products += mixer[0] + mlp[0]
-        widths += mixer[1] + mlp[1]
-        if kind in _LINEAR_TYPES:
-            local += state_flops
-        elif kind in _SLIDING_TYPES:
-            local += 4 * queries * window
-        else:
-            per_square += 2 * queries
-    first = float(hidden * inputs)
-    return Stack(first=first, rest=products - first, widths=widths, local=local, per_square=per_square)
+    of_queries = queries * (2 if text.get("linear_num_value_heads") else 1)
+    yield "self_attn.q_proj", {"outputs": of_queries, "has_bias": has_bias}
+    yield "self_attn.k_proj", {"outputs": keys, "beside": True, "has_bias": has_bias}
+    yield "self_attn.v_proj", {"outputs": keys, "beside": True, "has_bias": has_bias}
+    yield "self_attn.q_norm", {"kind": "lookup", "inputs": 1, "outputs": head_size}
+    yield "self_attn.k_norm", {"kind": "lookup", "inputs": 1, "outputs": head_size}
+    unit = "per_window" if kind in _SLIDING_TYPES else "local" if kind in _LINEAR_TYPES else "per_square"
+    yield "self_attn", {"kind": "attention", "outputs": 0, unit: 2.0 * queries if unit != "local" else 0.0}
+    yield "self_attn.o_proj", {"inputs": queries}
+
+
+def _state(text: Mapping[str, Any]) -> Iterator[Named]:
+    """A gated delta layer, by the chunked rule."""
+    heads, values = int(text["linear_num_value_heads"]), int(text["linear_value_head_dim"])
+    keys, key_heads = int(text["linear_key_head_dim"]), int(text["linear_num_key_heads"])
+    mixed, inner = 2 * key_heads * keys + heads * values, heads * values
+    if family_of(text).recurrence.has_joint_inputs:
+        inputs = {"in_proj_qkvz": mixed + inner, "in_proj_ba": 2 * heads}
+    else:
+        inputs = {"in_proj_qkv": mixed, "in_proj_z": inner, "in_proj_b": heads, "in_proj_a": heads}
+    for number, (name, width) in enumerate(inputs.items()):
+        yield f"linear_attn.{name}", {"outputs": width, "beside": number > 0}
+    kernel = int(text.get("linear_conv_kernel_dim") or 4)
+    yield "linear_attn.conv1d", {"kind": "convolution", "inputs": kernel, "outputs": mixed}
+    # In a chunk: keys and queries with keys, scores with values, a triangular system solved for keys and values; and
+    # keys, queries and values with the state.
+    flops = heads * (_STATE_CHUNK * (4.0 * keys + 2 * values + keys + values) + 6 * keys * values)
+    yield "linear_attn", {"kind": "attention", "outputs": 0, "local": flops}
+    yield "linear_attn.norm", {"kind": "lookup", "inputs": 1, "outputs": values}
+    yield "linear_attn.out_proj", {"inputs": inner}
+
+
+def _mlp(text: Mapping[str, Any], layer: int) -> Iterator[Named]:
+    """SwiGLU (three matrices), or the experts that a token visits, the router and what all tokens share."""
+    experts = int(text.get("num_experts") or text.get("num_local_experts") or text.get("n_routed_experts") or 0)
+    dense_layers = text.get("mlp_only_layers") or ()
+    every = int(text.get("decoder_sparse_step") or 1)
+    first_dense = int(text.get("first_k_dense_replace") or 0)
+    hidden = int(text["hidden_size"])
+    if not experts or layer in dense_layers or layer < first_dense or (layer + 1) % every:
+        yield from _swiglu("mlp", int(text.get("intermediate_size") or 4 * hidden))
+        return
+    width = int(text.get("moe_intermediate_size") or text.get("intermediate_size") or 4 * hidden)
+    shared = int(text.get("shared_expert_intermediate_size") or 0) + width * int(text.get("n_shared_experts") or 0)
+    visited = {"kind": "tensor", "times": int(text.get("num_experts_per_tok") or 1), "copies": experts}
+    # Router, what is shared and experts all take what the norm makes.
+    yield "mlp.gate", {"kind": "tensor", "outputs": experts}
+    yield "mlp.experts.gate_up_proj", visited | {"outputs": 2 * width, "beside": True}
+    if shared:
+        if text.get("shared_expert_intermediate_size"):
+            yield "mlp.shared_expert_gate", {"outputs": 1, "beside": True}
+        gate, up, down = _swiglu("mlp.shared_expert", shared)
+        yield from ((gate[0], gate[1] | {"beside": True}), up, down)
+    yield "mlp.experts.down_proj", visited | {"inputs": width}
+
+
+def _swiglu(name: str, width: int) -> tuple[Named, Named, Named]:
+    up = {"outputs": width, "beside": True}
+    return (f"{name}.gate_proj", {"outputs": width}), (f"{name}.up_proj", up), (f"{name}.down_proj", {"inputs": width})
 
 
 def _layer_types(text: Mapping[str, Any]) -> list[str]:
     types = text.get("layer_types") or text.get("layers_block_type")
     if types:
         return [str(kind) for kind in types]
-    num_layers = int(text["num_hidden_layers"])
+    layers = range(int(text["num_hidden_layers"]))
     if text.get("linear_num_value_heads"):
         every = int(text.get("full_attention_interval") or 4)
-        return ["linear_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)]
-    return ["full_attention"] * num_layers
+        return ["linear_attention" if (i + 1) % every else "full_attention" for i in layers]
+    if not _window(text) or not text.get("use_sliding_window", True):
+        return ["full_attention"] * len(layers)
+    every, first = int(text.get("sliding_window_pattern") or 0), int(text.get("max_window_layers") or 0)
+    slides = [bool((i + 1) % every) if every else i >= first for i in layers]
+    return ["sliding_attention" if sliding else "full_attention" for sliding in slides]
 
 
-def _state(text: Mapping[str, Any], hidden: int) -> tuple[tuple[int, int], float]:
-    """Products and widths of a gated delta layer, and the FLOPs of its state for one token."""
-    heads, values = int(text["linear_num_value_heads"]), int(text["linear_value_head_dim"])
-    keys = int(text["linear_key_head_dim"])
-    inner = heads * values
-    inputs = 2 * int(text["linear_num_key_heads"]) * keys + 2 * inner + 2 * heads
-    # In a chunk: keys and queries with keys, scores with values, a triangular system solved for keys and values; and
-    # keys, queries and values with the state.
-    flops = heads * (_STATE_CHUNK * (4.0 * keys + 2 * values + keys + values) + 6 * keys * values)
-    return (hidden * (inputs + inner), 5 * hidden + inputs + inner), flops
+def _window(text: Mapping[str, Any]) -> int:
+    return int(text.get("sliding_window") or text.get("attention_chunk_size") or 0)
 
 
-def _mlp(text: Mapping[str, Any], layer: int) -> tuple[int, int]:
-    """Multiply-adds of one layer's feed-forward part for one token, and the widths of its linear modules.
-
-    Experts are one tensor and no linear modules.
-    """
-    hidden = int(text["hidden_size"])
-    experts = int(text.get("num_experts") or text.get("num_local_experts") or text.get("n_routed_experts") or 0)
-    dense_layers = text.get("mlp_only_layers") or ()
-    every = int(text.get("decoder_sparse_step") or 1)
-    first_dense = int(text.get("first_k_dense_replace") or 0)
-    if not experts or layer in dense_layers or layer < first_dense or (layer + 1) % every:
-        width = int(text.get("intermediate_size") or 4 * hidden)
-        return 3 * hidden * width, 3 * (hidden + width)
-    width = int(text.get("moe_intermediate_size") or text.get("intermediate_size") or 4 * hidden)
-    shared = int(text.get("shared_expert_intermediate_size") or 0) + width * int(text.get("n_shared_experts") or 0)
-    visited = int(text.get("num_experts_per_tok") or 1)
-    return 3 * hidden * (width * visited + shared) + hidden * experts, 3 * (hidden + shared) if shared else 0
+def _tower_width(vision: Mapping[str, Any]) -> int:
+    """Numbers of a patch: Qwen2-VL's config calls them embed_dim, and the text's width hidden_size."""
+    depth = vision.get("depth") or vision.get("num_hidden_layers")
+    return int(vision.get("embed_dim") or vision.get("hidden_size") or 0) if depth else 0
 
 
-def _vision(config: Mapping[str, Any], text_hidden: int) -> tuple[Stack, Stack]:
-    """A vision tower and its mergers, of one token that leaves them."""
+def _vision(config: Mapping[str, Any]) -> Iterator[Step]:
+    """A vision tower, of one token that leaves it."""
     vision: Mapping[str, Any] = config.get("vision_config") or {}
-    depth = int(vision.get("depth") or vision.get("num_hidden_layers") or 0)
-    # Qwen2-VL's config calls the tower's width embed_dim and the text's hidden_size.
-    hidden = int(vision.get("embed_dim") or vision.get("hidden_size") or 0)
-    if not hidden or not depth:
-        return Stack(), Stack()
+    hidden = _tower_width(vision)
+    if not hidden:
+        return
+    depth = int(vision.get("depth") or vision["num_hidden_layers"])
     width = int(vision.get("intermediate_size") or hidden * float(vision.get("mlp_ratio") or 4))
-    matrices = 3 if str(vision.get("hidden_act")) in _GATED else 2
     side = int(vision.get("patch_size") or 14)
     pixels = int(vision.get("in_channels") or vision.get("in_chans") or 3) * side**2
     pixels *= int(vision.get("temporal_patch_size") or 1)
-    patches, window, num_full = _patches(config, vision, depth)
-    layer = 4 * hidden**2 + matrices * hidden * width
-    first = patches * 3 * hidden**2
-    tower = Stack(
-        embed=patches * pixels * hidden,
-        first=first,
-        rest=patches * depth * layer - first,
-        widths=patches * depth * (6 * hidden + matrices * (hidden + width)),
-        local=patches * (depth - num_full) * 4.0 * hidden * window,
-        per_square=num_full * 4.0 * hidden,
-    )
+    patches, window, whole = _patches(config, vision, depth)
+
+    def step(name: str, inputs: int, outputs: int, **rest: Any) -> Step:
+        name = f"model.visual.{name}"
+        return Step(
+            name=name, part="vision tower", inputs=inputs, outputs=outputs, times=patches, has_bias=True, **rest
+        )
+
+    yield step("patch_embed.proj", pixels, hidden, kind="convolution")
+    if positions := int(vision.get("num_position_embeddings") or 0):
+        yield step("pos_embed", positions, hidden, kind="lookup")
+    is_split = "audio_config" in config and _is_first_generation(vision)
+    for i in range(depth):
+        yield step(f"blocks.{i}.norm1", 1, hidden, kind="lookup", layer=i)
+        for number, name in enumerate(("q", "k", "v") if is_split else ("qkv",)):
+            outputs = hidden if is_split else 3 * hidden
+            yield step(f"blocks.{i}.attn.{name}", hidden, outputs, layer=i, beside=number > 0)
+        local, square = (0.0, 4.0 * hidden) if i in whole else (patches * 4.0 * hidden * window, 0.0)
+        yield step(f"blocks.{i}.attn", 0, 0, kind="attention", layer=i, local=local, per_square=square)
+        yield step(f"blocks.{i}.attn.proj", hidden, hidden, layer=i)
+        yield step(f"blocks.{i}.norm2", 1, hidden, kind="lookup", layer=i)
+        if str(vision.get("hidden_act")) in _GATED:
+            yield step(f"blocks.{i}.mlp.gate_proj", hidden, width, layer=i)
+            yield step(f"blocks.{i}.mlp.up_proj", hidden, width, layer=i, beside=True)
+            yield step(f"blocks.{i}.mlp.down_proj", width, hidden, layer=i)
+        else:
+            first, second = ("fc1", "fc2") if _is_first_generation(vision) else ("linear_fc1", "linear_fc2")
+            yield step(f"blocks.{i}.mlp.{first}", hidden, width, layer=i)
+            yield step(f"blocks.{i}.mlp.{second}", width, hidden, layer=i)
+
+
+def _is_first_generation(vision: Mapping[str, Any]) -> bool:
+    return "num_position_embeddings" not in vision
+
+
+def _mergers(config: Mapping[str, Any], text_hidden: int) -> tuple[tuple[Step, ...], ...]:
+    """What makes tokens of text of the tower's patches, and of those of some of its layers."""
+    vision: Mapping[str, Any] = config.get("vision_config") or {}
+    hidden = _tower_width(vision)
+    if not hidden:
+        return ()
+    depth = int(vision.get("depth") or vision["num_hidden_layers"])
     out = int(vision.get("out_hidden_size") or text_hidden)
     merged = hidden * int(vision.get("spatial_merge_size") or 1) ** 2
-    num_mergers = 1 + sum(int(i) < depth for i in vision.get("deepstack_visual_indexes") or ())
-    aligner = Stack(
-        first=float(num_mergers * merged**2),
-        rest=float(num_mergers * merged * out),
-        widths=float(num_mergers * (3 * merged + out)),
+    of_omni = "audio_config" in config
+    levels = [number for number, i in enumerate(vision.get("deepstack_visual_indexes") or ()) if int(i) < depth]
+    lists = "merger_list" if of_omni else "deepstack_merger_list"
+    first, second, norm = "linear_fc1", "linear_fc2", "norm"
+    if of_omni or _is_first_generation(vision):
+        first, second, norm = "mlp.0", "mlp.2", "ln_q"
+
+    def step(name: str, inputs: int, outputs: int, kind: StepKind = "linear") -> Step:
+        name = f"model.visual.{name}"
+        return Step(name=name, part="aligner", kind=kind, inputs=inputs, outputs=outputs, has_bias=True)
+
+    return tuple(
+        (
+            step(f"{name}.{norm}", 1, hidden, kind="lookup"),
+            step(f"{name}.{first}", merged, merged),
+            step(f"{name}.{second}", merged, out),
+        )
+        for name in ("merger", *(f"{lists}.{number}" for number in levels))
     )
-    return tower, aligner
 
 
-def _patches(config: Mapping[str, Any], vision: Mapping[str, Any], depth: int) -> tuple[float, int, int]:
-    """Patches of a token, patches of a window, and how many layers look at whole frames."""
+def _patches(config: Mapping[str, Any], vision: Mapping[str, Any], depth: int) -> tuple[float, int, range | set[int]]:
+    """Patches of a token, patches of a window, and the layers that look at whole frames."""
     side = int(vision.get("patch_size") or 14)
     if vision.get("spatial_merge_size"):
         merge = int(vision["spatial_merge_size"])
         whole = vision.get("fullatt_block_indexes")
         if whole is None or not vision.get("window_size"):
-            return float(merge**2), 0, depth
+            return float(merge**2), 0, range(depth)
         window = int(vision["window_size"]) // merge // side * merge
-        return float(merge**2), window**2, sum(int(i) < depth for i in whole)
+        return float(merge**2), window**2, set(map(int, whole))
     # A tower that makes all pictures one size: each is a window, and the cache has no grid of it.
     of_picture = (int(vision.get("image_size") or side) // side) ** 2
     tokens = int(config.get("mm_tokens_per_image") or config.get("image_seq_length") or of_picture)
-    return of_picture / tokens, of_picture, 0
+    return of_picture / tokens, of_picture, range(0)
 
 
-def _audio(audio: Mapping[str, Any]) -> tuple[Stack, Stack]:
-    """An audio tower, of one token; what of it is called aligner comes second.
-
-    Attention sees windows, which count at their full width.
-    """
+def _audio(audio: Mapping[str, Any]) -> Iterator[Step]:
+    """An audio tower, of one token. Attention sees windows, which count at their full width."""
     hidden, depth = int(audio.get("d_model") or 0), int(audio.get("encoder_layers") or 0)
     if not hidden or not depth:
-        return Stack(), Stack(embeds=False)
-    width, bins = int(audio.get("encoder_ffn_dim") or 4 * hidden), int(audio.get("num_mel_bins") or 128)
-    out, window = int(audio.get("output_dim") or hidden), int(audio.get("n_window") or 100)
-    layer, widths = 4 * hidden**2 + 2 * hidden * width, 8 * hidden + 2 * (hidden + width)
+        return
+    bins, window = int(audio.get("num_mel_bins") or 128), int(audio.get("n_window") or 100)
     channels = int(audio.get("downsample_hidden_size") or 0)
-    if not channels:  # Qwen2.5-Omni: four frames make two positions, and these one token
-        first = 2.0 * 3 * hidden**2
-        stack = Stack(
-            embed=4.0 * bins * 3 * hidden,
-            convolutions=2.0 * 3 * hidden**2,
-            first=first,
-            rest=2.0 * depth * layer - first + hidden * out,
-            widths=2.0 * depth * widths + hidden + out,
-            local=2.0 * depth * 4 * hidden * window,
-        )
-        return stack, Stack(embeds=False)
-    halves = [bins]
-    for _ in _STRIDES:
-        halves.append((halves[-1] - 1) // 2 + 1)
-    positions = _STRIDES[-1]
-    seen = int(audio.get("n_window_infer") or 8 * window) // (2 * window) * positions
-    whole = [9 * channels * rows * columns / positions for rows, columns in zip(halves[1:], _STRIDES, strict=True)]
-    joined = channels * halves[-1]
-    stack = Stack(
-        embed=whole[0],
-        convolutions=channels * (whole[1] + whole[2]),
-        first=float(joined * hidden),
-        rest=float(depth * layer),
-        widths=float(depth * widths + joined + hidden),
-        local=depth * 4.0 * hidden * seen,
-    )
-    aligner = Stack(first=float(hidden**2), rest=float(hidden * out), widths=float(3 * hidden + out), embeds=False)
-    return stack, aligner
+    # Qwen2.5-Omni: four frames make two positions, and these one token.
+    positions = 1.0 if channels else 2.0
+
+    def step(name: str, inputs: int, outputs: int, times: float = positions, **rest: Any) -> Step:
+        name = f"model.audio_tower.{name}"
+        return Step(name=name, part="vision tower", inputs=inputs, outputs=outputs, times=times, has_bias=True, **rest)
+
+    if channels:
+        rows, inputs = bins, 1
+        for number, columns in enumerate(_STRIDES, start=1):
+            rows = (rows - 1) // 2 + 1
+            yield step(f"conv2d{number}", 9 * inputs, channels, rows * columns / _STRIDES[-1], kind="convolution")
+            inputs = channels
+        yield step("conv_out", channels * rows, hidden)
+        window = int(audio.get("n_window_infer") or 8 * window) // (2 * window) * _STRIDES[-1]
+    else:
+        yield step("conv1", 3 * bins, hidden, 4.0, kind="convolution")
+        yield step("conv2", 3 * hidden, hidden, kind="convolution")
+    width = int(audio.get("encoder_ffn_dim") or 4 * hidden)
+    for i in range(depth):
+        yield step(f"layers.{i}.self_attn_layer_norm", 1, hidden, kind="lookup", layer=i)
+        for name in ("k_proj", "v_proj", "q_proj"):
+            yield step(f"layers.{i}.self_attn.{name}", hidden, hidden, layer=i, beside=name != "k_proj")
+        local = positions * 4 * hidden * window
+        yield step(f"layers.{i}.self_attn", 0, 0, kind="attention", layer=i, local=local)
+        yield step(f"layers.{i}.self_attn.out_proj", hidden, hidden, layer=i)
+        yield step(f"layers.{i}.final_layer_norm", 1, hidden, kind="lookup", layer=i)
+        yield step(f"layers.{i}.fc1", hidden, width, layer=i)
+        yield step(f"layers.{i}.fc2", width, hidden, layer=i)
+    yield step("ln_post", 1, hidden, kind="lookup")
+    if not channels:
+        yield step("proj", hidden, int(audio.get("output_dim") or hidden), 1.0)
+
+
+def _audio_aligner(audio: Mapping[str, Any]) -> Iterator[Step]:
+    """What of an audio tower is called aligner."""
+    hidden = int(audio.get("d_model") or 0)
+    if hidden and audio.get("encoder_layers") and audio.get("downsample_hidden_size"):
+        widths = {"proj1": hidden, "proj2": int(audio.get("output_dim") or hidden)}
+        for name, outputs in widths.items():
+            yield Step(name=f"model.audio_tower.{name}", part="aligner", inputs=hidden, outputs=outputs, has_bias=True)

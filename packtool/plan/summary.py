@@ -143,8 +143,11 @@ def pack_costs(
 ) -> npt.NDArray[np.float64]:
     """FLOPs of each pack, (K,); ``target_tokens`` and ``towers`` by cache position."""
     seen = packs.sums_per_pack(towers.flops[packs.samples]) if towers is not None else 0
-    targets = packs.sums_per_pack(target_tokens[packs.samples])
-    return cost(packs.tokens_per_pack(), packs.sum_squares_per_pack(), targets, seen)
+    of_logits = target_tokens if towers is None or towers.logits is None else towers.logits
+    targets = packs.sums_per_pack(of_logits[packs.samples])
+    windows = packs.sums_per_pack(cost.seen_in_windows(packs.whole_lengths, packs.shared))
+    attention = cost.attention_of(packs.sum_squares_per_pack(), windows)
+    return cost(packs.tokens_per_pack(), attention, targets, seen)
 
 
 def padded_fill(packs: PackPlan, steps: StepPlan) -> float:

@@ -28,14 +28,17 @@ class TowerWork:
     Args:
         flops: int64 (N,), of all its media: whole numbers add up alike in any order.
         num_seen: (N,), its pictures and videos.
+        logits: int64 (N,), tokens of which logits are made, where prefixes are shared; None is all targets.
     """
 
     flops: Int64Array
     num_seen: npt.NDArray[np.integer[Any]]
+    logits: Int64Array | None = None
 
     def of(self, samples: Int64Array) -> TowerWork:
         """The work of some samples, in their order."""
-        return TowerWork(self.flops[samples], self.num_seen[samples])
+        logits = None if self.logits is None else self.logits[samples]
+        return TowerWork(self.flops[samples], self.num_seen[samples], logits)
 
 
 def assign_heaviest_first(weights: Sequence[float], loads: Sequence[float]) -> Int64Array:

@@ -332,7 +332,7 @@ class Machine:
     def linear_seconds(self, tokens: npt.NDArray[Any], targets: npt.NDArray[Any]) -> Seconds:
         """Seconds of the matrix products on so many tokens, so many of them targets, of any shape; 0 for none."""
         cost, speed = self.sizes.cost, self.hardware.peak * self.hardware.matmul_share / self.passes
-        flops = (tokens + self.constants.matmul_half_tokens) * cost.per_token + targets * cost.per_target_token
+        flops = (tokens + self.constants.matmul_half_tokens) * cost.per_token_of_long + targets * cost.per_target_token
         return np.where(tokens > 0, flops / speed, 0.0)
 
     def attention_seconds(self, lengths: npt.NDArray[Any], num_ranks: npt.NDArray[Any] | int) -> Seconds:
@@ -353,7 +353,7 @@ class Machine:
             attention_flops=square,
             square_flops=square * (slower - 1),
             query_flops=square * slower * self.constants.attention_half_tokens,
-            batch_flops=self.constants.matmul_half_tokens * self.sizes.cost.per_token,
+            batch_flops=self.constants.matmul_half_tokens * self.sizes.cost.per_token_of_long,
             launch_seconds=self.launch_seconds,
             device=hardware.name,
         )

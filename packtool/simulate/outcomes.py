@@ -138,6 +138,7 @@ def simulate(sequences: Sequences, names: Iterable[StrategyName], options: Simul
 def outcome(name: StrategyName, plan: SimulatedSchedule, sequences: Sequences, options: SimulateOptions) -> Outcome:
     """A schedule with its times, what it trains and where it would run out of memory."""
     machine = options.machine
+    cost = machine.sizes.cost
     true, targets = sequences.lengths[plan.samples].astype(np.int64), sequences.targets[plan.samples]
     timing = machine.time(plan, targets)
     full = (timing.tokens > options.bucket_size) | (timing.memory > machine.usable_bytes)
@@ -148,7 +149,7 @@ def outcome(name: StrategyName, plan: SimulatedSchedule, sequences: Sequences, o
         timing=timing,
         num_tokens=int(true.sum()),
         num_sequences=len(true),
-        flops=float(machine.sizes.cost(true, true**2, target_tokens=targets).sum()),
+        flops=float(cost(true, cost.attention(true), target_tokens=targets).sum()),
         local_share=float(true[plan.places != SHARDED].sum() / true.sum()),
         out_of_memory=steps_over,
         options=options,

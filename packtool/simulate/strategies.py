@@ -234,13 +234,14 @@ def _of_equal_work(sequences: Sequences, options: SimulateOptions, num_groups: i
 
 def _skrull(sequences: Sequences, options: SimulateOptions) -> SimulatedSchedule:
     per_step, size = options.sequences_per_step, options.sequence_parallel_size
+    cost = options.machine.sizes.cost
     batches = []
     for step, first in enumerate(range(0, len(sequences), per_step)):
         part = sequences[first : first + per_step]
         lengths = part.lengths.astype(np.int64)
         ranks = schedule_step(
             lengths,
-            options.machine.sizes.cost(lengths, lengths**2, target_tokens=part.targets),
+            cost(lengths, cost.attention(lengths), target_tokens=part.targets),
             num_ranks=options.num_groups,
             sequence_parallel_size=size,
             bucket_size=options.bucket_size,

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from packtool.plan.shuffle import RandomStream
 from packtool.rows.sample import Dropped
 from packtool.rows.source import BLOCK_ROWS, SourceSpec
 from packtool.stream.reading import blocks_of_rank
-from packtool.stream.sharing import IntervalSharing, MediaFigures
+from packtool.stream.sharing import Added, IntervalSharing
 from packtool.stream.state import StreamState
 from packtool.stream.workers import EncodedBlock, encoded_blocks
 
@@ -55,38 +55,23 @@ class StreamOptions(PackOptions, IntervalOptions):
     strict: bool
 
 
-class PackSums(NamedTuple):
-    """What a pack holds; of samples that share a prefix, the prefix once.
-
-    Args:
-        tokens: that are computed.
-        attended: sum of what the samples add to it: len^2, less that of the prefix.
-        vision_tokens, patch_squares, audio_tokens: of the media.
-    """
-
-    tokens: int
-    attended: int
-    vision_tokens: int
-    patch_squares: int
-    audio_tokens: int
-
-
 @dataclass(frozen=True, eq=False)
 class StreamedPack:
     """A pack, and the place right behind it.
 
     Args:
         state: from which a stream goes on with the next pack.
+        added: what each sample adds to it.
     """
 
     samples: list[EncodedSample]
     state: StreamState
-    sums: PackSums
+    added: Added
 
     @property
     def num_tokens(self) -> int:
         """Tokens that are computed of the samples."""
-        return self.sums.tokens
+        return self.num_whole_tokens - int(self.added.shared.sum())
 
     @property
     def num_whole_tokens(self) -> int:
@@ -168,31 +153,27 @@ class PackStream:
             ended = len(waiting) < self._options.packing_interval
             if not waiting:
                 return
-            plan, sums = self._packed(waiting)
+            plan, added = self._packed(waiting)
             held_back = [] if ended else _held_back(plan, self._options)
             self._held.carried = [waiting[i] for number in held_back for i in plan.pack(number)]
             self._held.interval += 1
             given = [number for number in range(plan.num_packs) if number not in held_back]
             for done, number in enumerate(given[packs_done:], packs_done + 1):
                 state = replace(before, packs_done=done) if done < len(given) else self._state()
-                yield StreamedPack([waiting[i] for i in plan.pack(number)], state, sums[number])
+                chosen = plan.pack(number)
+                yield StreamedPack([waiting[i] for i in chosen], state, added.taken(chosen))
             packs_done = 0
 
-    def _packed(self, samples: Sequence[EncodedSample]) -> tuple[PackPlan, list[PackSums]]:
-        """The packs of an interval, and what each holds."""
+    def _packed(self, samples: Sequence[EncodedSample]) -> tuple[PackPlan, Added]:
+        """The packs of an interval, and what each of its samples adds to its pack."""
         options, capacity = self._options, self._options.packing_length
         lengths = np.array([sample.length for sample in samples], np.int32)
         found = None if self._sharing is None else self._sharing.found(samples, capacity)
-        media = MediaFigures.of(samples, found)
-        way: Any = {"seed": options.seed, "epoch": self._held.interval, "media_tokens": media.tokens}
+        added = Added.of(samples, found)
+        way: Any = {"seed": options.seed, "epoch": self._held.interval, "media_tokens": added.media_tokens}
         if found is None:
-            plan = pack(lengths, capacity, options, **way)
-        else:
-            plan = pack_trees(found.trees, lengths, capacity, options, **way)
-        of_towers = media.tokens - media.audio_tokens, media.patch_squares, media.audio_tokens
-        columns = [plan.tokens_per_pack(), plan.sum_squares_per_pack()]
-        columns += [plan.sums_per_pack(column[plan.samples]) for column in of_towers]
-        return plan, [PackSums(*numbers) for numbers in zip(*(column.tolist() for column in columns), strict=True)]
+            return pack(lengths, capacity, options, **way), added
+        return pack_trees(found.trees, lengths, capacity, options, **way), added
 
     def _state(self) -> StreamState:
         held = self._held

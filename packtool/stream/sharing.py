@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
+from packtool.cache.shard import num_targets
 from packtool.constants import LEAST_SHARED
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.placed_media import MediaTokens
@@ -44,7 +46,7 @@ class IntervalSharing:
         offsets = offsets_of(np.array([len(each.lengths) for each in hashes]))
         budget = None
         if self.max_media_tokens is not None:
-            budget = Budget(MediaFigures.of(samples).tokens, joined.media_tokens, self.max_media_tokens)
+            budget = Budget(Added.of(samples).media_tokens, joined.media_tokens, self.max_media_tokens)
         trees = plan_trees(
             lengths,
             Prefixes(offsets, joined.lengths, joined.hashes),
@@ -69,30 +71,50 @@ class FoundTrees:
     prefixes: PrefixHashes
 
 
-@dataclass(frozen=True, eq=False)
-class MediaFigures:
-    """What the media of N samples are, or what each sample adds to the prefix that it shares; int64 (N,) each.
+class Added(NamedTuple):
+    """What each of N samples adds to a pack; int64 (N,) each.
 
     Args:
-        tokens: placeholder tokens of all media.
+        shared: tokens that are computed already: those that it has in common with the sample before it.
+        targets: labels of which logits are made.
+        media_tokens: placeholder tokens of all media.
         audio_tokens: those of sounds among them.
         patch_squares: see ``PrefixHashes``.
     """
 
-    tokens: Int64Array
+    shared: Int64Array
+    targets: Int64Array
+    media_tokens: Int64Array
     audio_tokens: Int64Array
     patch_squares: Int64Array
 
     @classmethod
-    def of(cls, samples: Sequence[EncodedSample], found: FoundTrees | None = None) -> MediaFigures:
-        """Those of some samples."""
-        each = [(sample.num_media_tokens, sample.num_audio_tokens, sample.patch_squares) for sample in samples]
-        tokens, audio_tokens, patch_squares = np.array(each, np.int64).reshape(-1, 3).T
+    def of(cls, samples: Sequence[EncodedSample], found: FoundTrees | None = None) -> Added:
+        """The figures of samples that are computed whole, or that share prefixes."""
+        each = [
+            (0, num_targets(sample), sample.num_media_tokens, sample.num_audio_tokens, sample.patch_squares)
+            for sample in samples
+        ]
+        whole = cls(*np.array(each, np.int64).reshape(-1, 5).T)
         if found is None:
-            return cls(tokens, audio_tokens, patch_squares)
-        added, prefixes = found.trees.added, found.prefixes
+            return whole
+        trees, of = found.trees, found.prefixes
+        shared = np.zeros(len(samples), np.int64)
+        shared[trees.samples] = trees.shared
         return cls(
-            added(tokens, prefixes.media_tokens),
-            added(audio_tokens, prefixes.audio_tokens),
-            added(patch_squares, prefixes.patch_squares),
+            shared,
+            # The sample that a prefix was counted in may have other targets.
+            np.maximum(trees.added(whole.targets, of.target_tokens), 0),
+            trees.added(whole.media_tokens, of.media_tokens),
+            trees.added(whole.audio_tokens, of.audio_tokens),
+            trees.added(whole.patch_squares, of.patch_squares),
         )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Added]) -> Added:
+        """Those of several packs, one after the other."""
+        return cls(*(np.concatenate(column) for column in zip(*parts, strict=True))) if parts else cls.of([])
+
+    def taken(self, samples: Int64Array) -> Added:
+        """Those of some samples."""
+        return Added(*(column[samples] for column in self))

@@ -15,9 +15,9 @@ import pytest
 
 from packtool.cache import repair as repair_module
 from packtool.cache import task as task_module
-from packtool.cache.prefixes import SplitPrefixes, prefix_batch
+from packtool.cache.prefixes import SplitPrefixes, prefix_batch, with_fields
 from packtool.cache.reader import CacheReader
-from packtool.cache.schema import PREFIXES
+from packtool.cache.schema import PREFIX_BEFORE, PREFIXES
 from packtool.cache.summary import ExportSummary
 from packtool.encode.placed_media import MediaTokens
 from packtool.encode.prefix_hashes import PrefixHashes, prefix_hashes
@@ -166,6 +166,27 @@ def test_damage_is_found_and_repaired(ask: Export, tmp_path: Path) -> None:
             CacheReader.open([str(tmp_path / "cache")]).prefixes()
         ask(repair=True)
         assert tree(tmp_path / "cache") == whole
+
+
+def test_a_file_of_an_older_packtool_does_not_tell_of_targets(ask: Export, tmp_path: Path) -> None:
+    ask()
+    file, manifest = tmp_path / "cache" / PLACE, tmp_path / "cache" / "packtool.json"
+    batches = pa.ipc.open_file(file).read_all().to_batches()
+    _, whole = told_by(tmp_path / "cache")
+    older = [with_fields(batch, PREFIX_BEFORE) for batch in batches]
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, older[0].schema) as writer:
+        for batch in older:
+            writer.write_batch(batch)
+    document = json.loads(manifest.read_text())
+    document["splits"]["train"]["prefixes_sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
+    manifest.write_text(json.dumps(document))
+    _, found = told_by(tmp_path / "cache")
+    assert (found.prefixes.target_tokens == -1).all()
+    assert found.prefixes.hashes.tolist() == whole.prefixes.hashes.tolist()
+    kept = file.read_bytes()
+    file.unlink()
+    ask(repair=True)
+    assert file.read_bytes() == kept
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from packtool import __version__
-from packtool.cli.main import run
+from packtool.cli.main import _COMMANDS, run
 from packtool.config.export import ExportConfig
 from packtool.config.settings import option_names
 from packtool.config.train import TrainConfig
@@ -50,6 +50,14 @@ def test_help_says_where_the_documentation_is(capsys: pytest.CaptureFixture[str]
     assert run(["--help"]) == 0
     page = capsys.readouterr().out.split("Documentation:")[1].strip()
     assert Path(page).read_text().startswith("# packtool")
+
+
+def test_no_summary_is_cut_at_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(["--help"]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    for name, (_, _, summary) in _COMMANDS.items():
+        assert [line for line in lines if line.split()[:1] == [name]] == [f"{name:<8}  {summary}"]
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import typing
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from packtool.cli.main import _SETTINGS
 from packtool.cli.options import _read_yaml
-from packtool.config.settings import resolve
+from packtool.config import settings
+from packtool.config.settings import FALSE_WORDS, TRUE_WORDS, Synonyms, resolve, value_type
 from packtool.config.train import TrainConfig
 from packtool.config.yaml_values import parse_yaml
 
@@ -45,3 +49,34 @@ def test_both_ways_in_read_alike(tmp_path: Path) -> None:
     ):
         assert config.packing is True
         assert config.training == {"adam_epsilon": 1e-6, "run_name": "no"}
+
+
+def read(given: Any, hint: Any) -> Any:
+    """What a setting makes of a value, or that it refuses it."""
+    try:
+        return settings._convert(given, hint)
+    except ValueError:
+        return "refused"
+
+
+def test_words_that_yaml_takes_for_something_else_mean_what_they_mean_on_the_command_line() -> None:
+    found = set()
+    for command, cls in _SETTINGS.items():
+        for field in dataclasses.fields(cls):
+            hint, plain = settings._declared(field, cls), value_type(field, cls)
+            choices = typing.get_args(plain) if typing.get_origin(plain) is Literal else ()
+            synonyms = [note for note in settings._notes(hint) if isinstance(note, Synonyms)]
+            if not choices and plain is not str:
+                continue
+            for word in (*choices, *(word for note in synonyms for word in note.words), *TRUE_WORDS, *FALSE_WORDS):
+                value = read(word, hint)
+                assert read(parse_yaml(word), hint) == value, (command, field.name, word)
+                if word in choices:
+                    assert value == word
+                    found |= {field.name} if parse_yaml(word) != word else set()
+            for words, meaning in ((TRUE_WORDS, "true"), (FALSE_WORDS, "false"), (FALSE_WORDS, "no")):
+                if meaning in choices:
+                    assert [read(word, hint) for word in words] == [meaning] * len(words), (command, field.name)
+    assert found == {"init_weights", "share_prefix"}
+    config = resolve(TrainConfig, TRAIN, file={"init_weights": True, "save_strategy": False, "target_modules": [True]})
+    assert (config.init_weights, config.save_strategy, config.target_modules) == ("true", "no", ("true",))

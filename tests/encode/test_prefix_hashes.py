@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
 from packtool.encode.placed_media import MediaTokens, placed_media
 from packtool.encode.prefix_hashes import prefix_hashes
@@ -101,6 +102,7 @@ def test_what_media_cost_is_told_of_each_prefix() -> None:
     assert found.media_tokens.tolist() == [2, 7, 7, 8, 8]
     assert found.audio_tokens.tolist() == [0, 3, 3, 4, 4]
     assert found.patch_squares.tolist() == [64, 64 + 32, 96, 96, 96]
+    assert found.target_tokens.tolist() == np.cumsum(whole.labels != IGNORE_INDEX)[found.lengths - 1].tolist()
     last = (found.media_tokens[-1], found.audio_tokens[-1], found.patch_squares[-1])
     assert last == (whole.num_media_tokens, whole.num_audio_tokens, whole.patch_squares)
 

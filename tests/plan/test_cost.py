@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig
 
-from packtool.plan.cost import CostModel, Learning, Learns
+from packtool.config.adapters import LearningOptions
+from packtool.plan.cost import ALL_WEIGHTS, CostModel
 from scripts.bench_balance import TOWER
 
 QWEN3_8B = {
@@ -41,11 +46,45 @@ def test_only_full_attention_is_quadratic() -> None:
     assert CostModel.of_config(mixed).per_square == 3.5 * 2 * 32 * 128
 
 
+@settings(max_examples=30)
+@given(length=st.integers(1, 40), shared=st.integers(0, 40), window=st.integers(1, 30))
+def test_sliding_layers_pay_for_the_tokens_that_they_see(length: int, shared: int, window: int) -> None:
+    shared = min(shared, length - 1)
+    cost = CostModel(per_token=0, per_square=0, per_window=1, window=window)
+    behind = np.arange(length)[:, None] - np.arange(length)
+    pairs = ((behind >= 0) & (behind < window))[shared:].sum()
+    found = float(cost.attention(np.array(length), np.array(shared)))
+    # As in squares, what tokens see of themselves counts half.
+    assert 2 * pairs - (min(length, window) - min(shared, window)) == found
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [
+        ("mistral", {"sliding_window": 512}),
+        ("qwen2", {"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 3}),
+        ("qwen2", {"sliding_window": 512, "use_sliding_window": False}),
+        ("gemma3_text", {"sliding_window": 512, "sliding_window_pattern": 6}),
+        ("phi3", {"sliding_window": 512}),
+    ],
+)
+def test_which_layers_slide_is_what_transformers_says(kind: str, layers: dict[str, Any]) -> None:
+    sizes = {**QWEN3_8B, "model_type": kind, "num_hidden_layers": 8, **layers}
+    config = AutoConfig.for_model(**sizes)
+    cost = CostModel.of_config(sizes)
+    slides = [layer == "sliding_attention" for layer in getattr(config, "layer_types", None) or []]
+    slides = slides or [config.sliding_window is not None] * 8
+    assert cost.per_square == 3.5 * 2 * 32 * 128 * (8 - sum(slides))
+    assert cost.per_window == 3.5 * 2 * 32 * 128 * sum(slides)
+    assert cost.window == 512
+
+
 VISION = {"text_config": QWEN3_8B, "vision_config": TOWER}
+FROZEN_TOWERS = LearningOptions(train_type="full")
 
 
 def test_a_large_picture_costs_more_than_small_ones_of_as_many_tokens() -> None:
-    cost = CostModel.of_config(VISION, Learning(towers="frozen", aligner="frozen"))
+    cost = CostModel.of_config(VISION, FROZEN_TOWERS)
     tokens = np.array([256, 1000, 5000])
     # Measured with torch's counter on the real tower, from a reduced width: TFLOP of a forward pass.
     assert cost.towers(tokens, (4 * tokens) ** 2) / 1e12 == pytest.approx([1.06, 5.61, 67.9], rel=0.005)
@@ -54,19 +93,18 @@ def test_a_large_picture_costs_more_than_small_ones_of_as_many_tokens() -> None:
 
 
 def test_a_frozen_tower_goes_forward_only_and_adapters_leave_weights_without_gradients() -> None:
-    ways: tuple[Learns, Learns] = ("full", "frozen")
-    full, frozen = (CostModel.of_config(VISION, Learning(towers=how, aligner=how)) for how in ways)
+    full, frozen = (CostModel.of_config(VISION, learning) for learning in (ALL_WEIGHTS, FROZEN_TOWERS))
     assert full.per_patch_square == 3.5 * frozen.per_patch_square
     assert full.per_vision_token == pytest.approx(3 * frozen.per_vision_token, rel=0.01)  # no gradients of pixels
-    lora = CostModel.of_config(VISION, Learning(language="lora", towers="frozen", aligner="frozen", lora_rank=1))
+    lora = CostModel.of_config(VISION, LearningOptions(lora_rank=1))
     assert lora.per_token == pytest.approx(frozen.per_token * 2 / 3, rel=0.01)
     assert lora.per_target_token == frozen.per_target_token * 2 / 3
     assert lora.per_square == frozen.per_square
 
 
 def test_below_what_learns_nothing_goes_backward() -> None:
-    first = CostModel.of_config(QWEN3_8B, Learning(language="frozen"))
-    behind = CostModel.of_config(VISION, Learning(language="frozen", towers="frozen"))
+    first = CostModel.of_config(QWEN3_8B, dataclasses.replace(ALL_WEIGHTS, freeze_llm=True))
+    behind = CostModel.of_config(VISION, LearningOptions(train_type="full", freeze_llm=True, freeze_aligner=False))
     assert behind.per_token == 2 * first.per_token == 4 * sum(_weights())
     assert behind.per_square == 3.5 * first.per_square
 
@@ -76,9 +114,8 @@ def _weights() -> list[int]:
 
 
 def test_recomputing_costs_a_forward_pass_more_of_what_goes_backward() -> None:
-    learning = Learning(towers="frozen", aligner="frozen")
-    again = dataclasses.replace(learning, recomputes_language=True, recomputes_towers=True)
-    model, hardware = CostModel.of_config(VISION, learning), CostModel.of_config(VISION, again)
+    model = CostModel.of_config(VISION, FROZEN_TOWERS)
+    hardware = CostModel.of_config(VISION, FROZEN_TOWERS, recomputes_language=True, recomputes_towers=True)
     assert hardware.per_token == model.per_token * 4 / 3
     assert hardware.per_square == model.per_square * 4.5 / 3.5
     assert hardware.per_target_token == model.per_target_token  # the head is no layer
@@ -88,7 +125,7 @@ def test_recomputing_costs_a_forward_pass_more_of_what_goes_backward() -> None:
 def test_a_tower_that_makes_all_pictures_one_size_costs_by_the_picture() -> None:
     siglip = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 256, "patch_size": 14, "image_size": 56}
     config = {"text_config": QWEN3_8B, "vision_config": siglip, "mm_tokens_per_image": 4}
-    cost = CostModel.of_config(config, Learning(towers="frozen", aligner="frozen"))
+    cost = CostModel.of_config(config, FROZEN_TOWERS)
     layers = 16 * 2 * (2 * (4 * 64 * 64 + 2 * 64 * 256) + 4 * 64 * 16)
     embedding, projection = 16 * 2 * 3 * 14 * 14 * 64, 2 * 4 * (64 * 64 + 64 * 4096)
     assert float(cost.towers(np.array(4), np.array(0))) == layers + embedding + projection
@@ -98,8 +135,8 @@ def test_costs_add_up() -> None:
     cost = CostModel(2, 0.5, 1, per_vision_token=3, per_patch_square=0.25, per_audio_token=4)
     towers = cost.towers(np.array([0, 5]), np.array([0, 400]), np.array([0, 6]))
     assert towers.tolist() == [0, 15 + 100 + 24]
-    found = cost(np.array([10, 20]), np.array([100, 200]), np.array([1, 2]), towers)
-    assert found.tolist() == [20 + 50 + 1, 40 + 100 + 2 + 139]
+    found = cost(np.array([10, 20]), cost.attention(np.array([10, 20])), np.array([1, 2]), towers)
+    assert found.tolist() == [20 + 50 + 1, 40 + 200 + 2 + 139]
 
 
 def test_a_config_without_sizes_is_an_error() -> None:

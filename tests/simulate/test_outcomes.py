@@ -93,7 +93,7 @@ def test_skrulls_planner_is_told_what_the_simulation_knows(recompute: bool) -> N
     found = replace(machine(8), recompute=recompute)
     times, tokens = found.step_time(8), np.array([300, 5000])
     for num_ranks in (1, 8):
-        loads = times.loads(tokens, SIZES.cost(tokens, tokens**2, tokens), num_ranks)
+        loads = times.loads(tokens, SIZES.cost(tokens, SIZES.cost.attention(tokens), tokens), num_ranks)
         for load, size in zip(loads, tokens, strict=True):
             one = np.array([size])
             attention = found.attention_seconds(one, num_ranks)[0]
@@ -117,7 +117,7 @@ def test_the_planner_and_the_simulation_time_a_schedule_alike(data: str, way: An
         local, sharded, tokens = [NOTHING] * 8, NOTHING, 0
         for one in np.flatnonzero(found.cells == cell):
             cost, place = found.tokens[one : one + 1], found.places[one]
-            flops = SIZES.cost(cost, cost**2, target_tokens=true[one : one + 1])
+            flops = SIZES.cost(cost, SIZES.cost.attention(cost), target_tokens=true[one : one + 1])
             (load,) = times.loads(cost, flops, 8 if place == SHARDED else 1)
             if place == SHARDED:
                 sharded, tokens = sharded.plus(load), tokens + int(cost[0])

@@ -15,7 +15,7 @@ from packtool.encode.model_files import ModelFiles
 from packtool.encode.placed_media import MediaTokens
 from packtool.rows.source import SourceSpec
 from packtool.stream.packs import StreamedPack
-from packtool.stream.sharing import IntervalSharing, MediaFigures
+from packtool.stream.sharing import Added, IntervalSharing
 from packtool.stream.state import read_stream_state, write_stream_state
 from tests.cache.conftest import model as model
 from tests.stream.test_packs import CAPACITY, contents, options, stream
@@ -65,10 +65,11 @@ def test_prefixes_are_once_in_a_pack(specs: Any, model: Path) -> None:
     assert sum(pack.num_tokens for pack in packs) < 0.6 * sum(pack.num_tokens for pack in whole)
     assert len(packs) < 0.7 * len(whole)
     for pack in packs:
+        assert sum(pack.added.targets) < pack.num_targets or not pack.added.shared.any()
         assert tokens_once(pack) <= pack.num_tokens <= CAPACITY
     for pack in whole:
         assert pack.num_tokens == pack.num_whole_tokens
-        assert pack.sums.attended == sum(sample.length**2 for sample in pack.samples)
+        assert pack.added.targets.sum() == pack.num_targets
 
 
 def test_intervals_that_save_little_are_packed_whole(specs: Any, model: Path) -> None:
@@ -89,7 +90,8 @@ def test_the_rest_is_the_same_from_any_pack_on(share: float, specs: Any, model: 
     state = read_stream_state(str(tmp_path), 0)
     rest = list(stream(specs, model, chosen, sharing=sharing(model), start=state))
     assert contents(rest) == contents(packs[at + 1 :])
-    assert [pack.sums for pack in rest] == [pack.sums for pack in packs[at + 1 :]]
+    for one, other in zip(rest, packs[at + 1 :], strict=True):
+        assert all(np.array_equal(*columns) for columns in zip(one.added, other.added, strict=True))
 
 
 def test_a_tree_has_no_more_rows_than_asked(specs: Any, model: Path) -> None:
@@ -99,4 +101,4 @@ def test_a_tree_has_no_more_rows_than_asked(specs: Any, model: Path) -> None:
         assert found is not None
         assert np.diff(found.trees.offsets).max() == (most or QUESTIONS)
         assert found.trees.shared[found.trees.shared > 0].min() >= LEAST_SHARED
-        assert MediaFigures.of(samples, found).tokens.sum() == 0
+        assert Added.of(samples, found).media_tokens.sum() == 0

@@ -23,7 +23,6 @@ from packtool.encode.families.base import (
 from packtool.encode.families.record import (
     TEXT_ONLY,
     Family,
-    ModelPart,
     Towers,
     encoded_by,
     pad_ids_of,
@@ -41,7 +40,6 @@ __all__ = [
     "MediaKind",
     "MediaLimits",
     "Medium",
-    "ModelPart",
     "Part",
     "Towers",
     "VideoLimits",

@@ -6,5 +6,5 @@ from packtool.encode.families.record import Family, Recurrence
 
 FAMILY = Family(
     model_types=("qwen3_next",),
-    recurrence=Recurrence(text_types=("qwen3_next",), layers=("Qwen3NextGatedDeltaNet",)),
+    recurrence=Recurrence(text_types=("qwen3_next",), layers=("Qwen3NextGatedDeltaNet",), has_joint_inputs=True),
 )

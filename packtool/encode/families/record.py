@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from packtool.config.adapters import ModelPart
 from packtool.config.rows import MediaOptions
 from packtool.encode.families.base import MediaEncoding, MediaKind
 from packtool.encode.model_files import ModelFiles
-
-ModelPart = Literal["vision tower", "aligner", "language model"]
-"""The parts of a model that are frozen, adapted and given learning rates as one."""
 
 Positions = Literal["token_types", "sound_seconds"]
 """What a model's ``get_rope_index`` is told beside the grids: the kind of each token, or the lengths of sounds."""
@@ -79,10 +77,12 @@ class Recurrence:
     Args:
         text_types: ``model_type`` of text towers whose recurrent layers are all of these classes.
         layers: names of classes whose forward takes (hidden_states, cache_params, attention_mask, **boundaries).
+        has_joint_inputs: queries, keys, values and gates come from one module, ``in_proj_qkvz``, instead of from two.
     """
 
     text_types: tuple[str, ...] = ()
     layers: tuple[str, ...] = ()
+    has_joint_inputs: bool = False
 
 
 @dataclass(frozen=True, eq=False)

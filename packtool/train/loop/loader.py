@@ -19,7 +19,6 @@ from packtool.config.train import TrainConfig
 from packtool.launch.exchange import all_gather_objects
 from packtool.launch.world import World
 from packtool.train.loop.batch_log import is_watched, watched
-from packtool.train.model.towers import frozen_parts
 from packtool.train.prepare.figures import StepFigures
 from packtool.train.prepare.lengths import length_step
 from packtool.train.prepare.prepared import PreparedRun
@@ -45,7 +44,7 @@ def always_run(spec: InputSpec, config: TrainConfig) -> frozenset[Tower]:
     named = any(
         (config.trainable_parameters, config.trainable_parameters_regex, config.modules_to_save, config.target_regex)
     )
-    trains = named or config.adapters or not {"vision tower", "aligner"} <= frozen_parts(config)
+    trains = named or config.adapters or not {"vision tower", "aligner"} <= config.frozen_parts
     return spec.towers if trains else frozenset()
 
 

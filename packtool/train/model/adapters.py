@@ -22,10 +22,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from packtool.config.adapters import is_named
 from packtool.config.train import TrainConfig
 from packtool.encode.families import Towers
 from packtool.errors import ConfigError, MismatchError
-from packtool.train.model.towers import frozen_parts
 
 # Ways to begin that change the model's own weights: only where there are weights.
 _NEEDS_WEIGHTS = ("pissa", "olora")
@@ -84,7 +84,7 @@ def adapted_modules(model: PreTrainedModel, towers: Towers, run: TrainConfig) ->
     """
     if run.target_regex is not None:
         return _kept_by_peft(model, _matching(model, run.target_regex))
-    frozen = frozen_parts(run)
+    frozen = run.frozen_parts
     any_model: Any = model
     head = any_model.get_output_embeddings()
     linear = [
@@ -97,12 +97,12 @@ def adapted_modules(model: PreTrainedModel, towers: Towers, run: TrainConfig) ->
         problems = [
             f"--target-modules {target}: no linear module of an unfrozen part has this name"
             for target in run.target_modules
-            if not any(_is_named(name, target) for name in linear)
+            if not any(is_named(name, target) for name in linear)
         ]
         if problems:
             known = sorted({name.rpartition(".")[2] for name in linear})
             raise ConfigError("\n".join(problems), f"There are {', '.join(known)}; all-linear takes all of them.")
-        wanted = [name for name in linear if any(_is_named(name, target) for target in run.target_modules)]
+        wanted = [name for name in linear if run.is_target(name)]
     if not wanted:
         raise ConfigError(
             f"no module is left to adapt: {', '.join(sorted(frozen))} are frozen, and the model has no other part",
@@ -148,7 +148,7 @@ def _whole_modules(model: PreTrainedModel, run: TrainConfig) -> list[str]:
     problems = [
         f"--modules-to-save {wanted}: no module has this name"
         for wanted in run.modules_to_save
-        if not any(_is_named(name, wanted) for name in names)
+        if not any(is_named(name, wanted) for name in names)
     ]
     if problems:
         raise ConfigError("\n".join(problems), "Usual are embed_tokens and lm_head.")
@@ -251,7 +251,3 @@ def _differing(wanted: Mapping[str, Tensor], directory: str, infix: str = "") ->
         {name for name, _ in found.items() ^ {name: tuple(w.shape) for name, w in wanted.items()}.items()}
     )
     return f"{len(differing)} of its weights do not fit, such as {differing[0]}" if differing else None
-
-
-def _is_named(name: str, target: str) -> bool:
-    return name == target or name.endswith("." + target)

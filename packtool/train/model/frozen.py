@@ -10,7 +10,6 @@ from packtool.config.train import TrainConfig
 from packtool.encode.families import Towers
 from packtool.errors import ConfigError
 from packtool.train.model.parameters import whole_size
-from packtool.train.model.towers import frozen_parts
 
 
 def freeze(model: nn.Module, towers: Towers, run: TrainConfig) -> None:
@@ -20,14 +19,14 @@ def freeze(model: nn.Module, towers: Towers, run: TrainConfig) -> None:
         ConfigError: if a name matches nothing, or nothing is left to train.
     """
     named = list(model.named_parameters())
-    frozen = frozen_parts(run)
+    frozen = run.frozen_parts
     _check_names([name for name, _ in named], run)
     budget = int(sum(whole_size(parameter) for _, parameter in named) * run.freeze_parameters_ratio)
     for name, parameter in named:
         budget -= whole_size(parameter)
         is_kept = towers.part_of(name) in frozen or (run.freeze_parameters_ratio > 0 and budget >= 0)
-        is_kept = is_kept or _is_meant(name, run.freeze_parameters, run.freeze_parameters_regex)
-        is_wanted = _is_meant(name, run.trainable_parameters, run.trainable_parameters_regex)
+        is_kept = is_kept or run.is_kept(name)
+        is_wanted = run.is_wanted(name)
         parameter.requires_grad_((is_wanted or not is_kept) and not towers.is_unused(name))
     if not any(parameter.requires_grad for _, parameter in named):
         raise ConfigError(
@@ -35,10 +34,6 @@ def freeze(model: nn.Module, towers: Towers, run: TrainConfig) -> None:
             "no other part",
             "Set one of --freeze-llm, --freeze-vit, --freeze-aligner to false, or name --trainable-parameters.",
         )
-
-
-def _is_meant(name: str, prefixes: tuple[str, ...], regex: str | None) -> bool:
-    return name.startswith(prefixes) or (regex is not None and re.search(regex, name) is not None)
 
 
 def _check_names(names: list[str], run: TrainConfig) -> None:

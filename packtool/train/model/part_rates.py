@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from packtool.config.adapters import ModelPart
 from packtool.config.train import TrainConfig
-from packtool.encode.families import ModelPart, Towers
+from packtool.encode.families import Towers
 from packtool.train.model.towers import towers_of
 
 # What peft puts before the names of a model's own parameters.

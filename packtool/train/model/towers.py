@@ -1,11 +1,10 @@
-"""The parts of a model that are frozen and adapted as one: vision tower, aligner, language model."""
+"""Where the parts of a model lie that are frozen and adapted as one: vision tower, aligner, language model."""
 
 from __future__ import annotations
 
 from torch import nn
 
-from packtool.config.train import TrainConfig
-from packtool.encode.families import ModelPart, Towers, family_of
+from packtool.encode.families import Towers, family_of
 from packtool.errors import UnsupportedModelError
 
 
@@ -24,13 +23,3 @@ def towers_of(model: nn.Module, model_type: str) -> Towers:
                 "Install a supported version of transformers (see pyproject.toml), or report the model's name.",
             )
     return towers
-
-
-def frozen_parts(config: TrainConfig) -> frozenset[ModelPart]:
-    """The parts that the options keep as they are."""
-    flags: dict[ModelPart, bool] = {
-        "vision tower": config.freeze_vit,
-        "aligner": config.freeze_aligner,
-        "language model": config.freeze_llm,
-    }
-    return frozenset(part for part, frozen in flags.items() if frozen)

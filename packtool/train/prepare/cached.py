@@ -28,7 +28,7 @@ from packtool.plan.pack_plan import with_packs_in_order
 from packtool.simulate.run import read_hardware
 from packtool.train.prepare.check import check_plan, choice_of_targets, open_caches, packs_of, with_template_of
 from packtool.train.prepare.checkpoint import RunState
-from packtool.train.prepare.costs import RunCosts, learning_of, sample_costs, tower_work, with_model
+from packtool.train.prepare.costs import RunCosts, sample_costs, tower_work, with_model
 from packtool.train.prepare.evaluation import plan_of_samples, shared_of_evaluation, with_evaluation
 from packtool.train.prepare.figures import SampleFigures, StepFigures, figures_of_steps
 from packtool.train.prepare.place import with_resumed_version
@@ -37,7 +37,7 @@ from packtool.train.prepare.prepared import Beginning, NumberExchange, PreparedR
 from packtool.train.prepare.result import TrainResult, schedule_lines
 from packtool.train.prepare.schedule import PlannedSchedule
 from packtool.train.prepare.sequence_parallel import axes_of
-from packtool.train.prepare.shared_prefixes import SharedPrefixes, find_shared, first_pair, shared_of_plan
+from packtool.train.prepare.shared_prefixes import SharedPrefixes, first_pair, shared_in_packs, shared_of_plan
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -267,9 +267,7 @@ def _planner(
         check_plan(saved, config, reader)
     max_length = config.max_length or max(manifest.max_length for manifest in reader.manifests)
     options = plan_options(config, max_length=max_length, world_size=1)
-    options = with_model(
-        options, files.config, learning_of(config), read_hardware(config.hardware), config.sequence_parallel_type
-    )
+    options = with_model(options, files.config, config, read_hardware(config.hardware), config.sequence_parallel_type)
     if saved is not None:
         options = dataclasses.replace(options, max_length=saved.info.max_length, packing_length=saved.info.capacity)
     assert options.cost is not None
@@ -277,16 +275,8 @@ def _planner(
     if packs is not None:
         shared = shared_of_plan(packs, files.config, reader)
     else:
-        shared, told = find_shared(
-            config,
-            files.config,
-            reader,
-            capacity=options.packing_length,
-            max_length=options.max_length,
-            max_samples=config.max_rows_per_tree,
-            max_media_tokens=config.max_media_tokens_per_pack,
-        )
-    towers = tower_work(options.cost, reader.index) if shared is None else shared.towers(options.cost)
+        shared, told = shared_in_packs(config, options, files.config, reader)
+    towers = tower_work(options.cost, reader.index) if shared is None else shared.towers(options.cost, targets)
     planner = Planner(config, options, reader.index, targets, towers, packs, shared)
     return planner, [] if told is None else [told]
 
@@ -319,7 +309,7 @@ def _state(config: TrainConfig, planner: Planner, assignment: Assignment, cache:
         loss_reduction=config.loss_reduction,
         shares_prefixes=planner.shared is not None,
         schedule=_schedule_of(planner),
-        learning=learning_of(config).words,
+        learning=config.learning_words,
     )
 
 

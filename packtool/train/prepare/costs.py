@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,27 +14,17 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.cache.reader import SplitIndex
-from packtool.config.adapters import LearningOptions
+from packtool.config.adapters import AdapterOptions, LearningOptions
 from packtool.config.parallel import SequenceParallelType
 from packtool.config.train import TrainConfig
 from packtool.plan.balance import Costs
-from packtool.plan.cost import CostModel, Learning, Learns
+from packtool.plan.cost import CostModel
 from packtool.plan.options import PlanOptions
 from packtool.plan.towers import TowerWork
 from packtool.simulate.cost import Machine
 from packtool.simulate.hardware import Hardware
 from packtool.simulate.model_sizes import MODEL_PRESETS, ModelSizes
-
-
-def learning_of(options: LearningOptions) -> Learning:
-    """Which parts of a model a run trains. Adapters are taken to be on all linear modules of these."""
-    how: Learns = options.train_type
-    return Learning(
-        language="frozen" if options.freeze_llm else how,
-        towers="frozen" if options.freeze_vit else how,
-        aligner="frozen" if options.freeze_aligner else how,
-        lora_rank=options.lora_rank,
-    )
+from packtool.train.prepare.trained import ADAPTER_FILE
 
 
 @dataclass(frozen=True)
@@ -49,22 +42,47 @@ class RunCosts:
     @classmethod
     def of(cls, config: TrainConfig, model: Mapping[str, Any]) -> RunCosts:
         """The FLOPs of a model by what a run trains and computes again."""
-        learning = learning_of(config)
         recomputes, in_towers = bool(config.gradient_checkpointing), config.vit_gradient_checkpointing
-        again = dataclasses.replace(
-            learning,
+        again = cost_of(
+            model,
+            config,
             recomputes_language=recomputes,
             recomputes_towers=recomputes if in_towers is None else in_towers,
         )
-        return cls(cost_of(model, learning), cost_of(model, again))
+        return cls(cost_of(model, config), again)
 
 
-def cost_of(model: Mapping[str, Any], learning: Learning) -> CostModel:
-    """FLOPs of a model; of one of 8 billion weights where its ``config.json`` does not tell the sizes."""
+def cost_of(model: Mapping[str, Any], learning: LearningOptions, **recomputes: bool) -> CostModel:
+    """FLOPs of a model; of one of 8 billion weights where its ``config.json`` does not tell the sizes.
+
+    Args:
+        model: its ``config.json``.
+        learning: which weights learn.
+        recomputes: as for ``CostModel.of_config``.
+    """
     try:
-        return CostModel.of_config(model, learning)
+        return CostModel.of_config(model, _of_adapter(learning), **recomputes)
     except (KeyError, TypeError, ValueError):
         return CostModel.of_8b()
+
+
+def _of_adapter(options: LearningOptions) -> LearningOptions:
+    """The options of a run; where it goes on from an adapter, with the modules that this one is on.
+
+    One that cannot be read is refused where it is loaded.
+    """
+    if not isinstance(options, AdapterOptions) or not options.adapters:
+        return options
+    try:
+        with open(os.path.join(options.adapters[0], ADAPTER_FILE), encoding="utf-8") as file:
+            told = json.load(file)
+        targets = told["target_modules"]
+        if not isinstance(targets, str):
+            targets = rf"(?:.*\.)?(?:{'|'.join(map(re.escape, targets))})"
+        saved, rank, bias = tuple(told.get("modules_to_save") or ()), int(told["r"]), told.get("bias", "none")
+    except (OSError, ValueError, KeyError, TypeError):
+        return options
+    return dataclasses.replace(options, target_regex=targets, modules_to_save=saved, lora_rank=rank, lora_bias=bias)
 
 
 def tower_work(cost: CostModel, index: SplitIndex) -> TowerWork:
@@ -75,14 +93,13 @@ def tower_work(cost: CostModel, index: SplitIndex) -> TowerWork:
 
 def sample_costs(cost: CostModel, index: SplitIndex, target_tokens: npt.NDArray[np.integer[Any]]) -> Costs:
     """FLOPs of each sample of a cache alone, (N,)."""
-    squares = np.square(index.length, dtype=np.int64)
-    return cost(index.length, squares, target_tokens, tower_work(cost, index).flops)
+    return cost(index.length, cost.attention(index.length), target_tokens, tower_work(cost, index).flops)
 
 
 def with_model(
     options: PlanOptions,
     model: Mapping[str, Any],
-    learning: Learning,
+    learning: LearningOptions,
     hardware: Hardware,
     way: SequenceParallelType = "auto",
 ) -> PlanOptions:
@@ -90,7 +107,7 @@ def with_model(
 
     Args:
         model: its ``config.json``.
-        learning: which parts learn.
+        learning: which weights learn.
         hardware: that is planned for.
         way: how processes share sequences; what ``auto`` is here depends on model and hardware alone, so that every
             machine plans alike (``simulate.exchanges``).

@@ -18,7 +18,7 @@ from packtool.constants import TRAIN_SPLIT, VAL_SPLIT
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, DataError
 from packtool.launch.world import World
-from packtool.plan.cost import Learning
+from packtool.plan.cost import ALL_WEIGHTS
 from packtool.plan.evaluation import EvaluationPlan, aligned_lengths, plan_evaluation
 from packtool.train.prepare.check import check_model
 from packtool.train.prepare.costs import cost_of
@@ -76,7 +76,7 @@ def prepare_evaluation(config: EvalConfig, world: World) -> PreparedEvaluation:
     shared, told = shared_of_evaluation(config, files, reader, plan)
     if shared is not None:
         plan = dataclasses.replace(plan, trees=shared.trees)
-        told = shared.line(cost_of(files.config, Learning()))
+        told = shared.line(cost_of(files.config, ALL_WEIGHTS))
     if world.is_first:
         _check_writable(config.output)
     return PreparedEvaluation(config, world, trained, reader, plan, axes, () if told is None else (told,))

@@ -25,7 +25,7 @@ from packtool.plan.epoch import EpochPlan, assign_packs, plan_epoch
 from packtool.plan.pack_plan import PackPlan
 from packtool.simulate.run import read_hardware
 from packtool.train.prepare.check import open_caches
-from packtool.train.prepare.costs import learning_of, tower_work, with_model
+from packtool.train.prepare.costs import tower_work, with_model
 from packtool.train.prepare.expected_time import ExpectedTime
 from packtool.train.prepare.planner import plan_options
 from packtool.train.prepare.result import option_words
@@ -144,7 +144,7 @@ class Search:
         key = run.packing_length, ranks
         if key not in self._plans:
             options = plan_options(run, max_length=self.max_length, world_size=ranks)
-            options = with_model(options, self.files.config, learning_of(run), self.hardware)
+            options = with_model(options, self.files.config, run, self.hardware)
             index = self.reader.index
             assert options.cost is not None
             towers = tower_work(options.cost, index)

@@ -26,9 +26,9 @@ from packtool.plan.towers import TowerWork
 from packtool.simulate.lengths import read_lengths
 from packtool.simulate.model_sizes import MODEL_PRESETS
 from packtool.simulate.run import read_hardware
-from packtool.train.prepare.costs import learning_of, tower_work, with_model
+from packtool.train.prepare.costs import tower_work, with_model
 from packtool.train.prepare.planner import plan_options
-from packtool.train.prepare.shared_prefixes import SharedPrefixes, find_shared
+from packtool.train.prepare.shared_prefixes import SharedPrefixes, shared_in_packs
 
 
 @dataclass(frozen=True)
@@ -185,19 +185,9 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
     # mypy knows no calls that give an argument of a partial anew.
     plan_with: Any = partial(plan_epoch, lengths, targets, options, seed=config.seed, media_tokens=media, towers=towers)
     begin = time.perf_counter()
-    shared, unshared = None, None
-    if reader is not None:
-        shared, unshared = find_shared(
-            config,
-            model_config,
-            reader,
-            capacity=options.packing_length,
-            max_length=options.max_length,
-            max_samples=config.max_rows_per_tree,
-            max_media_tokens=config.max_media_tokens_per_pack,
-        )
+    shared, unshared = shared_in_packs(config, options, model_config, reader) if reader is not None else (None, None)
     if shared is not None:
-        towers = shared.towers(options.cost)
+        towers = shared.towers(options.cost, targets)
         plan = plan_with(media_tokens=shared.media_tokens, towers=towers, trees=shared.trees)
     else:
         plan = plan_with()
@@ -236,9 +226,7 @@ def _options(config: PlanConfig, packing_length: int | None, longest: int, model
     options = plan_options(
         config, max_length=max_length, world_size=config.world_size // config.sequence_parallel_ranks
     )
-    options = with_model(
-        options, model, learning_of(config), read_hardware(config.hardware), config.sequence_parallel_type
-    )
+    options = with_model(options, model, config, read_hardware(config.hardware), config.sequence_parallel_type)
     return dataclasses.replace(options, packing_length=room or max_length)
 
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from packtool.cache.prefixes import SplitPrefixes
 from packtool.cache.reader import CacheReader, SplitIndex
 from packtool.config.packing import SharingOptions
+from packtool.config.plan import PlanConfig
 from packtool.config.train import TrainConfig
 from packtool.constants import LEAST_SHARED
 from packtool.encode.families import family_of, text_config_of
@@ -19,8 +20,9 @@ from packtool.encode.placed_media import MediaTokens
 from packtool.errors import MismatchError, UnsupportedModelError
 from packtool.plan.balance import Costs
 from packtool.plan.cost import CostModel
+from packtool.plan.options import PlanOptions
 from packtool.plan.pack_plan import Int64Array, PackPlan
-from packtool.plan.prefix_trees import Budget, Prefixes, PrefixTrees, plan_trees, trees_of
+from packtool.plan.prefix_trees import NOTHING, Budget, Prefixes, PrefixTrees, plan_trees, trees_of
 from packtool.plan.towers import TowerWork
 from packtool.stream.sharing import IntervalSharing
 from packtool.train.prepare.check import export_command
@@ -59,24 +61,50 @@ class SharedPrefixes:
         """Media tokens that each sample adds; int64 (N,)."""
         return self.trees.added(self.index.media_tokens, self.prefixes.prefixes.media_tokens)
 
-    def towers(self, cost: CostModel) -> TowerWork:
-        """What the media that each sample adds cost."""
+    def logits(self, target_tokens: npt.NDArray[np.integer[Any]]) -> Int64Array:
+        """Targets that each sample adds: tokens of which logits are made; int64 (N,).
+
+        Prefixes tell of the cache's own targets. Of others, and in older caches, no more than the tokens that a sample
+        adds can be new.
+
+        Args:
+            target_tokens: (N,), of each whole sample.
+        """
+        found = np.zeros(len(target_tokens), np.int64)
+        of, trees = self.prefixes.prefixes.target_tokens, self.trees
+        samples, whole = trees.samples, target_tokens[trees.samples]
+        has = trees.prefixes != NOTHING
+        shared = np.where(has, of[np.where(has, trees.prefixes, 0)], 0) if len(of) else np.zeros(len(samples), np.int64)
+        is_told = (whole == self.index.target_tokens[samples]) & (shared >= 0)
+        new = trees.new_tokens(self.index.length)
+        found[samples] = np.where(is_told, np.maximum(whole - shared, 0), np.minimum(whole, new))
+        return found
+
+    def towers(self, cost: CostModel, target_tokens: npt.NDArray[np.integer[Any]]) -> TowerWork:
+        """What the media that each sample adds cost, and the targets that it adds.
+
+        Args:
+            cost: of the model.
+            target_tokens: (N,), of each whole sample.
+        """
         whole, of = tower_work(cost, self.index), self.prefixes.prefixes
         flops = cost.towers(of.media_tokens - of.audio_tokens, of.patch_squares, of.audio_tokens)
-        return TowerWork(self.trees.added(whole.flops, np.rint(flops).astype(np.int64)), whole.num_seen)
+        added = self.trees.added(whole.flops, np.rint(flops).astype(np.int64))
+        return TowerWork(added, whole.num_seen, self.logits(target_tokens))
 
     def tower_work_saved(self, cost: CostModel) -> float:
         """What part of the towers' work need not be done, 0 to 1."""
         whole = int(tower_work(cost, self.index).flops[self.trees.samples].sum())
-        return 1 - int(self.towers(cost).flops.sum()) / whole if whole else 0.0
+        return 1 - int(self.towers(cost, self.index.target_tokens).flops.sum()) / whole if whole else 0.0
 
     def sample_costs(self, cost: CostModel, target_tokens: npt.NDArray[np.integer[Any]]) -> Costs:
-        """FLOPs that each sample adds, (N,)."""
+        """FLOPs that each sample adds, (N,); ``target_tokens`` (N,) are those of whole samples."""
+        towers = self.towers(cost, target_tokens)
+        assert towers.logits is not None, "made with it"
         whole = self.index.length.astype(np.int64)
         shared = np.zeros_like(whole)
         shared[self.trees.samples] = self.trees.shared
-        squares = np.square(whole) - np.square(shared)
-        return cost(whole - shared, squares, target_tokens, self.towers(cost).flops)
+        return cost(whole - shared, cost.attention(whole, shared), towers.logits, towers.flops)
 
     def line(self, cost: CostModel) -> str:
         """What is saved, in a sentence."""
@@ -86,6 +114,26 @@ class SharedPrefixes:
             f"shared prefixes: computed once (--share-prefix false computes each sample whole), which saves "
             f"{self.trees.num_shared_tokens:,} of {whole:,} tokens ({self.saved:.0%}){towers}"
         )
+
+
+def shared_in_packs(
+    config: TrainConfig | PlanConfig, options: PlanOptions, model: Mapping[str, Any], reader: CacheReader
+) -> tuple[SharedPrefixes | None, str | None]:
+    """The prefixes that a run shares in its packs, and a remark; as ``find_shared``.
+
+    Args:
+        options: of the plan.
+        model: its ``config.json``.
+    """
+    return find_shared(
+        config,
+        model,
+        reader,
+        capacity=options.packing_length,
+        max_length=options.max_length,
+        max_samples=config.max_rows_per_tree,
+        max_media_tokens=config.max_media_tokens_per_pack,
+    )
 
 
 def find_shared(

@@ -22,7 +22,8 @@ from packtool.cache.nothing_left import all_dropped
 from packtool.launch.world import World
 from packtool.plan.cost import CostModel
 from packtool.rows.sample import Dropped
-from packtool.stream.packs import PackStream, PackSums, StreamedPack
+from packtool.stream.packs import PackStream, StreamedPack
+from packtool.stream.sharing import Added
 from packtool.stream.state import StreamState, write_stream_state
 from packtool.train.prepare.costs import RunCosts
 from packtool.train.prepare.figures import StepFigures
@@ -31,11 +32,10 @@ from packtool.train.prepare.result import TrainResult
 
 _TOWER_SUMS = ("vision_tokens", "patch_squares", "audio_tokens")
 _SUMS = (
-    *("target_tokens", "whole_tokens", "packs", "samples", "attended_dense"),
-    *("tokens", "attended", *_TOWER_SUMS),  # as ``PackSums`` has them
+    *("target_tokens", "logits", "whole_tokens", "tokens", "packs", "samples"),
+    *("attended", "in_windows", "attended_dense", *_TOWER_SUMS),
     "more",
 )
-_NOTHING = PackSums(0, 0, 0, 0, 0)
 
 
 class StreamedSteps(Steps):
@@ -82,8 +82,24 @@ class StreamedSteps(Steps):
             micro = [taken[start : start + each] for start in range(0, each * config.gradient_accumulation_steps, each)]
             yield RankStep(
                 tuple(MicroBatch([pack.samples for pack in packs]) for packs in micro),
-                partial(self._begun, _counts(taken, is_last=ahead is None), after),
+                partial(self._begun, self._counts(taken, is_last=ahead is None), after),
             )
+
+    def _counts(self, packs: list[StreamedPack], *, is_last: bool) -> list[int]:
+        """What one rank's packs of a step hold, as in ``_SUMS``."""
+        whole = np.array([sample.length for pack in packs for sample in pack.samples], np.int64)
+        added = Added.joined([pack.added for pack in packs])
+        num_tokens = whole.sum() - added.shared.sum()
+        counts = [
+            *(sum(pack.num_targets for pack in packs), added.targets.sum(), whole.sum(), num_tokens),
+            *(len(packs), len(whole)),
+            np.square(whole).sum() - np.square(added.shared).sum(),
+            self._costs.model.seen_in_windows(whole, added.shared).sum(),
+            sum(pack.num_tokens**2 for pack in packs),
+            *((added.media_tokens - added.audio_tokens).sum(), added.patch_squares.sum(), added.audio_tokens.sum()),
+            not is_last,
+        ]
+        return [int(count) for count in counts]
 
     def _begun(self, counts: list[int], after: StreamState) -> StepFigures:
         """The step is next: what it holds over all ranks.
@@ -138,22 +154,10 @@ class StreamedSteps(Steps):
         )
 
 
-def _counts(packs: list[StreamedPack], *, is_last: bool) -> list[int]:
-    """What one rank's packs of a step hold, as in ``_SUMS``."""
-    return [
-        sum(pack.num_targets for pack in packs),
-        sum(pack.num_whole_tokens for pack in packs),
-        len(packs),
-        sum(len(pack.samples) for pack in packs),
-        sum(pack.num_tokens**2 for pack in packs),
-        *(sum(each) for each in zip(_NOTHING, *(pack.sums for pack in packs), strict=True)),
-        int(not is_last),
-    ]
-
-
 def _flops(cost: CostModel, sums: Mapping[str, int]) -> float:
     towers = cost.towers(*(np.array(sums[name]) for name in _TOWER_SUMS))
-    return float(cost(np.array(sums["tokens"]), np.array(sums["attended"]), sums["target_tokens"], towers))
+    attention = cost.attention_of(np.array(sums["attended"]), np.array(sums["in_windows"]))
+    return float(cost(np.array(sums["tokens"]), attention, sums["logits"], towers))
 
 
 class DropLog:

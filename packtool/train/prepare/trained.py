@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from packtool.errors import ConfigError, MismatchError
 
-_ADAPTER_FILE = "adapter_config.json"
+ADAPTER_FILE = "adapter_config.json"
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class TrainedModel:
             ConfigError: for a base model of what is no adapter, or one that is not there.
             MismatchError: for an adapter that does not say whose it is, or whose base model is gone.
         """
-        path = os.path.join(model, _ADAPTER_FILE)
+        path = os.path.join(model, ADAPTER_FILE)
         if not os.path.exists(path):
             if base_model is not None:
                 raise ConfigError(
-                    f"--base-model {base_model}: {model} is no adapter, it has no {_ADAPTER_FILE}", "Leave it out."
+                    f"--base-model {base_model}: {model} is no adapter, it has no {ADAPTER_FILE}", "Leave it out."
                 )
             return cls(model, None)
         if base_model is not None:

@@ -153,10 +153,8 @@ class PackUnderTest:
         """Logits at some positions of every sample: float32 (P, vocabulary) each; the same on all ranks."""
         found = [_positions(length) for length in self.lengths]
         rows = torch.cat([self._places(number)[positions] for number, positions in enumerate(found)])
-        if isinstance(batch, ShardedBatch):
-            logits = self._shared_logits(batch, rows)
-        else:
-            logits = _logits(self.model, batch, rows)
+        shared = self.parallel is not None
+        logits = self._shared_logits(batch, rows) if shared else _logits(self.model, batch, rows)
         return list(torch.split(logits, [len(positions) for positions in found]))
 
     def _places(self, number: int) -> Tensor:
@@ -164,7 +162,7 @@ class PackUnderTest:
         nodes = zip(self.starts, self.nodes, strict=True)
         return torch.cat([torch.arange(start, start + node.length) for start, node in nodes if number in node.samples])
 
-    def _shared_logits(self, batch: ShardedBatch, rows: Tensor) -> Tensor:
+    def _shared_logits(self, batch: PackedBatch | ShardedBatch, rows: Tensor) -> Tensor:
         """Each rank computes those of its own tokens; every rank has all of them."""
         assert self.parallel is not None, "somebody shares the sequence"
         slots = {position: slot for slot, position in enumerate(batch.index.tolist())}
@@ -227,9 +225,7 @@ class PackUnderTest:
         others = torch.full((sum(self.batch.lengths),), _AS_BEFORE)
         others[start : start + changed.length] = self._other_tokens(changed)
         ids = self.batch.input_ids.clone()
-        at = torch.arange(ids.shape[1], device=ids.device)
-        at = self.batch.index if isinstance(self.batch, ShardedBatch) else at
-        held = others.to(ids.device)[at]
+        held = others.to(ids.device)[self.batch.index]
         ids[0] = torch.where(held == _AS_BEFORE, ids[0], held)
         parts: Sequence[EncodedSample] = self.samples
         if self.parallel is not None:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from packtool.config.adapters import LearningOptions
 from packtool.config.plan import PlanConfig
+from packtool.config.settings import part_of
 from packtool.config.train import TrainConfig
 from packtool.errors import MismatchError
-from packtool.plan.cost import CostModel, Learning
+from packtool.plan.cost import CostModel
 from packtool.plan.options import PlanOptions
 from packtool.plan.skrull_steps import SkrullOptions
 from packtool.simulate.cost import Machine
 from packtool.simulate.hardware import HARDWARE_PRESETS as HARDWARE
 from packtool.simulate.model_sizes import MODEL_PRESETS, ModelSizes
 from packtool.train.prepare.checkpoint import RunState
-from packtool.train.prepare.costs import RunCosts, cost_of, learning_of, with_model
+from packtool.train.prepare.costs import RunCosts, cost_of, with_model
 
 MODEL: dict[str, Any] = MODEL_PRESETS["qwen2.5-0.5b"]
 
@@ -27,11 +30,30 @@ def run_config(**settings: Any) -> TrainConfig:
 
 
 def test_options_say_what_learns() -> None:
-    assert learning_of(run_config()) == Learning(language="lora", towers="frozen", aligner="frozen", lora_rank=8)
-    full = learning_of(run_config(train_type="full", freeze_llm=True, freeze_vit=False, freeze_aligner=False))
-    assert full == Learning(language="frozen", towers="full", aligner="full")
+    assert run_config().learning_words == "language model lora, towers frozen, aligner frozen"
+    full = run_config(train_type="full", freeze_llm=True, freeze_vit=False, freeze_aligner=False)
+    assert full.learning_words == "language model frozen, towers full, aligner full"
+    some: dict[str, Any] = {"target_modules": ("q_proj", "v_proj"), "modules_to_save": ("lm_head",)}
+    told = (
+        "language model lora, towers frozen, aligner frozen, --target-modules q_proj v_proj, --modules-to-save lm_head"
+    )
+    assert run_config(**some).learning_words == told
     # A plan is made for the run that is trained with the same options.
-    assert learning_of(PlanConfig(cached_dataset=("c",))) == learning_of(run_config())
+    for given in ({}, some):
+        plan = PlanConfig(cached_dataset=("c",), **given)
+        assert part_of(LearningOptions, plan) == part_of(LearningOptions, run_config(**given))
+        assert not plan.problems()
+
+
+def test_a_run_that_goes_on_from_an_adapter_costs_what_that_adapts(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"r": 4, "target_modules": ["q_proj", "self_attn.v_proj"]}')
+    asked = cost_of(MODEL, run_config(target_modules=("q_proj", "v_proj"), lora_rank=4))
+    assert cost_of(MODEL, run_config(adapters=(str(tmp_path),))) == asked != cost_of(MODEL, run_config())
+    assert cost_of(MODEL, run_config(adapters=(str(tmp_path / "none"),))) == cost_of(MODEL, run_config())
+
+
+def test_names_that_a_model_of_an_unknown_family_has_are_not_held_against_it() -> None:
+    assert cost_of(MODEL, run_config(target_modules=("qkv",))) == cost_of(MODEL, run_config())
 
 
 def test_recomputing_is_the_hardwares_work_and_not_the_models() -> None:
@@ -52,19 +74,19 @@ def _seeing() -> dict[str, Any]:
 
 
 def test_a_model_of_unknown_form_costs_what_one_of_8b_does() -> None:
-    assert cost_of({"model_type": "x"}, Learning()) == CostModel.of_8b()
+    assert cost_of({"model_type": "x"}, run_config()) == CostModel.of_8b()
 
 
 def test_skrull_is_told_of_the_devices_that_there_are() -> None:
     options = PlanOptions(max_length=8, packing_length=8, skrull=SkrullOptions(bucket_size=8, sequence_parallel_size=4))
-    found = {name: with_model(options, MODEL, Learning(), HARDWARE[name]).skrull for name in ("h100", "a100")}
+    found = {name: with_model(options, MODEL, run_config(), HARDWARE[name]).skrull for name in ("h100", "a100")}
     for name, skrull in found.items():
         assert skrull is not None
         machine = Machine(sizes=ModelSizes.of_config(MODEL), hardware=HARDWARE[name], world_size=4)
         assert skrull.times == machine.step_time(4)
         assert skrull.times.device == HARDWARE[name].name
     plain = dataclasses.replace(options, skrull=None)
-    assert with_model(plain, MODEL, Learning(), HARDWARE["a100"]).skrull is None
+    assert with_model(plain, MODEL, run_config(), HARDWARE["a100"]).skrull is None
 
 
 def test_what_learns_is_told_where_packs_were_assigned_by_it() -> None:

@@ -13,7 +13,7 @@ from packtool.config.train import TrainConfig
 from packtool.plan.epoch import EpochPlan, plan_epoch
 from packtool.simulate.hardware import HARDWARE_PRESETS
 from packtool.simulate.model_sizes import MODEL_PRESETS
-from packtool.train.prepare.costs import RunCosts, learning_of, sample_costs, with_model
+from packtool.train.prepare.costs import RunCosts, sample_costs, with_model
 from packtool.train.prepare.expected_time import ExpectedTime
 from packtool.train.prepare.planner import plan_options
 from tests.train.tiny import TinyWorld
@@ -37,7 +37,7 @@ def run_config(**settings: Any) -> TrainConfig:
 def planned(tiny: TinyWorld, config: TrainConfig) -> tuple[EpochPlan, Any]:
     index = CacheReader.open((tiny.cache,)).index
     options = plan_options(config, max_length=256, world_size=WORLD_SIZE // config.sequence_parallel_ranks)
-    options = with_model(options, TIME.model, learning_of(config), TIME.hardware)
+    options = with_model(options, TIME.model, config, TIME.hardware)
     return plan_epoch(index.length, index.target_tokens, options, seed=0, media_tokens=index.media_tokens), index
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -9,7 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from packtool.batch.batch import TreeBatch
+from packtool.batch.collate_tree import collate_tree
+from packtool.batch.spec import InputSpec
 from packtool.cache.manifest import Manifest
 from packtool.cache.plan_file import read_plan
 from packtool.config.plan import PlanConfig
@@ -19,7 +25,10 @@ from packtool.constants import LEAST_SHARED
 from packtool.errors import ConfigError, MismatchError, PacktoolError, UnsupportedModelError
 from packtool.launch.world import World
 from packtool.report.inspect import pack_figures
+from packtool.train.model.load import load_model, make_trainable
+from packtool.train.model.loss import sum_of_losses
 from packtool.train.prepare.cached import CachedRun, prepare_cached
+from packtool.train.prepare.costs import RunCosts
 from packtool.train.prepare.preview import preview, save_plan
 from packtool.train.prepare.shared_prefixes import find_shared
 from tests.train.alike import NUM_TREES, QUESTIONS, make_alike_world
@@ -73,6 +82,43 @@ def test_what_samples_add_is_what_is_counted(alike: TinyWorld, tmp_path: Path) -
     costs = run.schedule.first.summary.balance
     assert costs is not None
     assert run.figures.flops.sum() == pytest.approx(costs.flops)
+
+
+def test_a_tree_costs_what_torch_counts(alike: TinyWorld, tmp_path: Path) -> None:
+    """Tower, layers whose keys are gathered, and head of a micro-batch that is a tree with answers in its prefixes."""
+    asked = f"{'context ' * 8}<image>"
+    first = [{"role": "user", "content": f"{asked}who?"}, {"role": "assistant", "content": "a man and his dog"}]
+    further = [*first, {"role": "user", "content": "where is he? " * 9}, {"role": "assistant", "content": "here " * 9}]
+    third = [*further[:2], {"role": "user", "content": "old? " * 9}, {"role": "assistant", "content": "ten " * 9}]
+    other = [{"role": "user", "content": f"{asked}{'how many? ' * 9}"}, {"role": "assistant", "content": "two " * 9}]
+    rows = [{"messages": turns, "images": ["pictures/0000.png"]} for turns in (further, third, other)]
+    file = Path(alike.rows).parent / "tree.json"
+    file.write_text(json.dumps(rows))
+    world = dataclasses.replace(alike, rows=str(file), cache=str(tmp_path / "cache"))
+    export_rows(world, world.cache, max_length=500, split_dataset_ratio=0.0)
+    run = prepared(world, tmp_path, gradient_checkpointing=False, packing_length=1024)
+    assert run.shared is not None
+    assert run.figures.flops is not None
+    mine = run.shared.trees.samples
+    samples = [run.reader.sample(int(position)) for position in mine]
+    spec = InputSpec.load(run.files.directory, run.media_limits, run.config)
+    loaded = load_model(world.model, spec.config, dtype=torch.float32, packing=True, attn_impl="sdpa")
+    model: Any = make_trainable(loaded, run.config)
+    batch = collate_tree(samples, spec)
+    assert isinstance(batch, TreeBatch)
+    with FlopCounterMode(display=False) as counter:
+        sum_of_losses(model, batch, label_logits_only=True).backward()
+    # torch counts all keys for every query; what is causal sees no more than half of its own document.
+    cost = RunCosts.of(run.config, run.files.config).model
+    own, keys = np.array(batch.lengths), np.array(batch.key_lengths)
+    unseen = cost.per_square * float((2 * own * keys - (keys**2 - (keys - own) ** 2)).sum())
+    assert run.figures.flops[mine].sum() == pytest.approx(counter.get_total_flops() - unseen, rel=0.02)
+    # Answers of the longest row are targets of the prefix that it shares, and logits are made of them once.
+    targets, logits = run.reader.index.target_tokens[mine], run.shared.logits(run.reader.index.target_tokens)[mine]
+    assert logits.sum() == len(batch.target_positions) < targets.sum()
+    # Prefixes do not tell of targets that were chosen among turns: as many as there is room for.
+    chosen = run.shared.logits(run.reader.index.length)[mine]
+    assert chosen.tolist() == run.shared.trees.new_tokens(run.reader.index.length).tolist()
 
 
 def test_a_tree_has_no_more_rows_than_asked(alike: TinyWorld, tmp_path: Path) -> None:
