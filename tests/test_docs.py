@@ -41,7 +41,7 @@ def commands() -> list[str]:
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("docs")
     make_model(str(folder / "model"), 0)
-    make_rows(str(folder), 80, 0)
+    make_rows(str(folder), 40, 0)
     (folder / "train.json").rename(folder / "rows.json")
     return folder
 
