@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -34,8 +34,7 @@ _REMEMBERED_MEDIA = 10_000
 _CHARS_PER_TOKEN = 8
 
 
-@dataclass(frozen=True)
-class _Rendered:
+class _Rendered(NamedTuple):
     """A sample between rendering and tokenization."""
 
     sample: Sample
@@ -86,6 +85,7 @@ class Encoder:
         self.remarks = remarks_on(spec, files, self._media)
         self._end_of_text = files.template_variables.get("eos_token", "")
         self._measured: dict[tuple[str, str, MediaRights], Medium] = {}
+        self._header_ids: dict[tuple[str, str], list[int]] = {}
 
     def encode(self, samples: Sequence[Sample]) -> list[list[EncodedSample] | Dropped]:
         """Encode many samples; each becomes exactly one result, in order.
@@ -99,7 +99,7 @@ class Encoder:
         prepared = [self._render(sample) for sample in samples]
         flat = [unit for item in prepared if isinstance(item, _Rendered) for unit in item.layout.units]
         ends = self._ends(prepared)
-        ids = self._pieces.encode([replace(unit, text="") if i in ends else unit for i, unit in enumerate(flat)])
+        ids = self._pieces.encode([unit._replace(text="") if i in ends else unit for i, unit in enumerate(flat)])
         for i, (kept, _) in ends.items():
             ids[i] = kept
         results: list[list[EncodedSample] | Dropped] = []
@@ -160,13 +160,14 @@ class Encoder:
             pieces = self._cut(sample, [kind for kind, found in media.items() if found])
         except _CannotRender as problem:
             return Dropped(sample.source, sample.row, problem.reason, str(problem))
+        marks = [piece.media for piece in pieces]
         for kind, found in media.items():
-            num_marks = sum(piece.media == kind for piece in pieces)
+            num_marks = marks.count(kind)
             if num_marks != len(found):
                 detail = f"the chat template left {num_marks} of {len(found)} {kind}s in the conversation"
                 return Dropped(sample.source, sample.row, f"{kind}_marks", detail)
         turns = [] if sample.is_text or self._finder is None else self._finder.find(pieces)
-        num_answers = 0 if sample.is_text else sum(turn.role == "assistant" for turn in sample.turns)
+        num_answers = 0 if sample.is_text else [turn.role for turn in sample.turns].count("assistant")
         speaks = any(turn.loss is not None or turn.loss_scale is not None for turn in sample.turns)
         if len(turns) < num_answers or (speaks and len(turns) != num_answers):
             detail = f"{len(turns)} of {num_answers} assistant turns can be told apart in the rendered conversation"
@@ -183,7 +184,7 @@ class Encoder:
         limit, units = self.spec.max_length, item.layout.units
         if self.spec.truncation_strategy not in ("delete", "raise"):
             return None
-        if sum(len(unit.text) for unit in units) <= _CHARS_PER_TOKEN * limit:
+        if sum([len(unit.text) for unit in units]) <= _CHARS_PER_TOKEN * limit:
             return None
         least = self._pieces.least(units, limit + 1)
         if least <= limit or sum(unit.times for unit in units) >= limit:
@@ -307,7 +308,10 @@ class Encoder:
         for number, turn in enumerate(item.turns):
             # A blank that the answer begins with may merge with the header's last: the merged token is the answer's.
             first = firsts[turn.first]
-            header = self._encode_one(Piece(pieces[turn.first].control, "", turn.header))
+            opening = pieces[turn.first].control, turn.header
+            header = self._header_ids.get(opening)
+            if header is None:  # of which a template has one, or two
+                header = self._header_ids[opening] = self._encode_one(Piece(opening[0], "", opening[1]))
             start = tokens.text_starts[first] + num_common(header, unit_ids[first])
             ends = turn.last < len(pieces)
             last = firsts[turn.last] if ends else len(item.layout.units) - 1
@@ -334,8 +338,7 @@ def remarks_on(spec: EncodeSpec, files: ModelFiles, media: MediaEncoding) -> tup
     )
 
 
-@dataclass(frozen=True)
-class _TrainedTurn:
+class _TrainedTurn(NamedTuple):
     """An assistant's turn: its message, tokens [start, end), and the first and last unit they lie in."""
 
     turn: Turn
