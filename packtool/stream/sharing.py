@@ -41,9 +41,8 @@ class IntervalSharing:
         """
         lengths = np.array([sample.length for sample in samples], np.int32)
         assert lengths.max(initial=0) <= capacity, "longer samples were dropped"
-        hashes = [prefix_hashes(sample, self.media, longer_than=LEAST_SHARED) for sample in samples]
-        joined = PrefixHashes(*(np.concatenate(column) for column in zip(*hashes, strict=True)))
-        offsets = offsets_of(np.array([len(each.lengths) for each in hashes]))
+        counts, joined = prefix_hashes(samples, self.media, longer_than=LEAST_SHARED)
+        offsets = offsets_of(counts)
         budget = None
         if self.max_media_tokens is not None:
             budget = Budget(Added.of(samples).media_tokens, joined.media_tokens, self.max_media_tokens)
