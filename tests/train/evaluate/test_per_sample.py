@@ -19,9 +19,8 @@ from torch import nn
 from packtool.attention.register import ATTENTION_NAME
 from packtool.batch.collate import collate_packs
 from packtool.batch.spec import InputSpec
-from packtool.cache.chosen import ChosenTargets
 from packtool.cache.reader import CacheReader
-from packtool.encode.relabel import TargetChoice
+from packtool.encode.encoded import EncodedSample
 from packtool.errors import DataError
 from packtool.launch.world import World
 from packtool.progress import SilentProgress
@@ -175,14 +174,26 @@ def test_logits_where_a_head_allows_no_losses(
     assert largest_error(case.evaluate(max_tokens=400), reference) <= 1e-5
 
 
-@pytest.mark.parametrize("chosen", [False, True], ids=["all targets", "last turns"])
+class WithGaps:
+    """Of every second sample, the second target is none: of a prefix, it is then one of some samples only."""
+
+    def __init__(self, reader: CacheReader) -> None:
+        self.reader = reader
+
+    def sample(self, position: int) -> EncodedSample:
+        sample = self.reader.sample(position)
+        labels = sample.labels.copy()
+        labels[np.flatnonzero(labels != -100)[1 : 1 + position % 2]] = -100
+        return dataclasses.replace(sample, labels=labels)
+
+
+@pytest.mark.parametrize("chosen", [False, True], ids=["all targets", "of some samples"])
 def test_samples_that_share_prefixes_are_what_they_are_alone(
     chosen: bool, case: Case, alike: Case, tiny: TinyWorld
 ) -> None:
-    """Questions about one picture, one of which is asked on; a turn that they share may be no target of some."""
+    """Questions about one picture, one of which is asked on."""
     reader = alike.reader
-    last = TargetChoice.of_config("last_round", alike.spec.config.to_dict())
-    samples = ChosenTargets(reader, last) if chosen else reader
+    samples = WithGaps(reader) if chosen else reader
     plan = plan_of_samples(reader, World(), max_tokens=400)
     shared, _ = find_shared(tiny.config("unused"), alike.spec.config.to_dict(), reader, capacity=400)
     assert shared is not None
