@@ -9,6 +9,7 @@ from packtool.config.plan import PlanConfig
 from packtool.visible import show, show_json
 
 if TYPE_CHECKING:
+    from packtool.train.model.memory import MemoryEstimate
     from packtool.train.prepare.preview import Preview
 
 
@@ -35,12 +36,18 @@ def run_plan(config: PlanConfig, invocation: Invocation) -> None:
 
         _publish(config.html, page(page_content(found, figures, invocation.command, _title(config))))
     if invocation.as_json:
+        if config.model is not None:
+            memory = _memory(config, found)
+            figures["memory_gib"] = None if isinstance(memory, str) else memory.total
         show_json(named(figures))
         return
     print_table(f"plan for {name}", plan_lines(figures))
-    if found.unshared is not None:
-        show(found.unshared)
+    if found.shared_line is not None:
+        show(f"\n{found.shared_line}")
     _print_histograms(found)
+    if config.model is not None:
+        # Behind all that is known at once, for it takes seconds.
+        _print_memory(config, found)
     for written in (config.save, config.html):
         if written is not None:
             show(f"written: {written}")
@@ -76,6 +83,35 @@ def _fit(config: PlanConfig, invocation: Invocation) -> None:
         show_json(named(figures))
         return
     show("\n".join([*fit_title(figures), *fit_lines(figures), *fit_advice(figures, config.hardware)]))
+
+
+def _memory(config: PlanConfig, found: Preview) -> MemoryEstimate | str:
+    """What a rank would hold, or why nobody knows."""
+    from packtool.errors import ConfigError, UnsupportedModelError
+    from packtool.report.terminal import TerminalProgress
+
+    with TerminalProgress() as progress:
+        progress.start("tracing memory", None)
+        try:
+            from packtool.train.model.planned import planned_memory
+
+            return planned_memory(config, found)
+        except (ConfigError, UnsupportedModelError) as error:
+            return f"the memory of a rank is not known: {error.message}"
+        finally:
+            progress.finish()
+
+
+def _print_memory(config: PlanConfig, found: Preview) -> None:
+    from packtool.simulate.run import read_hardware
+
+    memory = _memory(config, found)
+    if isinstance(memory, str):
+        show("\n" + memory)
+        return
+    show("\n" + memory.sentence())
+    if config.hardware is not None:
+        show(memory.sentence_on(read_hardware(config.hardware)))
 
 
 def _publish(path: str, page: str) -> None:

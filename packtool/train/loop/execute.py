@@ -120,14 +120,14 @@ def estimate_training(run: PreparedRun, spec: InputSpec) -> tuple[MemoryEstimate
 
 
 def _estimate(run: PreparedRun, model: nn.Module, spec: InputSpec, dtype: torch.dtype) -> MemoryEstimate:
-    config = dataclasses.replace(run.config, packing_length=run.state.packing_length)
     return estimate_memory(
-        config,
+        run.sized,
         model,
         spec.config,
         dtype=dtype,
         world_size=run.world.size,
-        num_media_tokens=run.most_media_tokens(),
+        micro_batches=run.heaviest(),
+        axes=run.axes,
     )
 
 

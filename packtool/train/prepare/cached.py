@@ -31,9 +31,11 @@ from packtool.train.prepare.checkpoint import RunState
 from packtool.train.prepare.costs import RunCosts, sample_costs, tower_work, with_model
 from packtool.train.prepare.evaluation import plan_of_samples, shared_of_evaluation, with_evaluation
 from packtool.train.prepare.figures import SampleFigures, StepFigures, figures_of_steps
+from packtool.train.prepare.heaviest import heaviest_tokens, seen_media, share_media
 from packtool.train.prepare.place import with_resumed_version
 from packtool.train.prepare.planner import Assignment, Planner, plan_options
 from packtool.train.prepare.prepared import Beginning, NumberExchange, PreparedRun, RankStep, Steps, Validation
+from packtool.train.prepare.rank_tokens import RankTokens
 from packtool.train.prepare.result import TrainResult, schedule_lines
 from packtool.train.prepare.schedule import PlannedSchedule
 from packtool.train.prepare.sequence_parallel import axes_of
@@ -48,14 +50,19 @@ class CachedRun(PreparedRun):
         reader: of all caches.
         samples: the same with their labels as ``--loss-scale`` chooses them.
         figures: of all samples; of those that share prefixes, what each adds.
-        shared: the prefixes that are computed once; None where all samples are computed whole.
+        planner: of the schedule.
     """
 
     schedule: PlannedSchedule
     reader: CacheReader
     samples: SampleReader
     figures: SampleFigures
-    shared: SharedPrefixes | None = None
+    planner: Planner
+
+    @property
+    def shared(self) -> SharedPrefixes | None:
+        """The prefixes that are computed once; None where all samples are computed whole."""
+        return self.planner.shared
 
     def expected(self) -> TrainResult:
         """See ``PreparedRun``."""
@@ -83,18 +90,23 @@ class CachedRun(PreparedRun):
         """See ``PreparedRun``."""
         yield from schedule_lines(self.config, self.schedule, expected)
         if self.shared is not None:
-            yield self.shared.line(RunCosts.of(self.config, self.files.config).model)
+            cost = RunCosts.of(self.config, self.files.config).model
+            first = self.state.assignments[0][1:] if self.state.assignments else self.state.assignment
+            steps = self.schedule.first.summary.num_steps
+            yield self.shared.line(cost, steps, self.planner.num_steps_whole(first))
 
     def media_tokens(self) -> float:
         """See ``PreparedRun``; those of the epoch that comes next."""
         plan = self.schedule.plan_of(self.schedule.locate(self.start)[0])
         return float(self.figures.media_tokens[plan.packs.samples].sum()) / max(len(plan.steps.cell_sizes()), 1)
 
-    def most_media_tokens(self) -> int:
-        """See ``PreparedRun``; as if packs with most came together."""
-        packs = self.schedule.plan_of(self.schedule.locate(self.start)[0]).packs
-        each = packs.sums_per_pack(self.figures.media_tokens[packs.samples])
-        return int(each.max(initial=0)) * self.config.per_device_train_batch_size
+    def heaviest(self) -> tuple[RankTokens, ...]:
+        """See ``PreparedRun``; those of the epoch that comes next."""
+        plan, model = self.schedule.plan_of(self.schedule.locate(self.start)[0]), self.files.config
+        size, shares = self.world.sequence_parallel_size, None
+        if size > 1:
+            shares = share_media(seen_media(self.reader.index, model), model, plan, size)
+        return heaviest_tokens(self.sized, plan, model, self.figures.media_tokens, self.figures.audio_tokens, shares)
 
     def first_samples(self, most: int) -> list[EncodedSample]:
         """See ``PreparedRun``; the shortest ones of the first micro-batch, in its order, or two that share a prefix."""
@@ -197,7 +209,7 @@ def prepare_cached(config: TrainConfig, world: World) -> CachedRun:
         reader=reader,
         samples=samples,
         figures=_figures(config, files, reader, targets, planner.shared),
-        shared=planner.shared,
+        planner=planner,
     )
 
 
@@ -231,6 +243,7 @@ def _figures(
     return SampleFigures(
         targets,
         index.media_tokens if shared is None else shared.media_tokens,
+        index.audio_tokens if shared is None else shared.audio_tokens,
         units.astype(np.int64),
         each(costs.model, target_tokens=targets),
         each(costs.hardware, target_tokens=targets),

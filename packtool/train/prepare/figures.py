@@ -58,6 +58,7 @@ class SampleFigures:
     Args:
         target_tokens: labels that carry loss.
         media_tokens: placeholder tokens of each sample's media.
+        audio_tokens: those of them that stand for sounds.
         units: what each sample adds to the loss's denominator.
         flops: float (N,), of each; None if nobody knows.
         hardware_flops: the same with activations that are computed again.
@@ -67,6 +68,7 @@ class SampleFigures:
 
     target_tokens: npt.NDArray[np.integer[Any]]
     media_tokens: npt.NDArray[np.integer[Any]]
+    audio_tokens: npt.NDArray[np.integer[Any]]
     units: npt.NDArray[np.integer[Any]]
     flops: Costs | None = None
     hardware_flops: Costs | None = None

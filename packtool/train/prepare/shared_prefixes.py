@@ -61,6 +61,11 @@ class SharedPrefixes:
         """Media tokens that each sample adds; int64 (N,)."""
         return self.trees.added(self.index.media_tokens, self.prefixes.prefixes.media_tokens)
 
+    @property
+    def audio_tokens(self) -> Int64Array:
+        """Those of them that stand for sounds; int64 (N,)."""
+        return self.trees.added(self.index.audio_tokens, self.prefixes.prefixes.audio_tokens)
+
     def logits(self, target_tokens: npt.NDArray[np.integer[Any]]) -> Int64Array:
         """Targets that each sample adds: tokens of which logits are made; int64 (N,).
 
@@ -106,14 +111,22 @@ class SharedPrefixes:
         shared[self.trees.samples] = self.trees.shared
         return cost(whole - shared, cost.attention(whole, shared), towers.logits, towers.flops)
 
-    def line(self, cost: CostModel) -> str:
-        """What is saved, in a sentence."""
+    def line(self, cost: CostModel, num_steps: int = 0, num_steps_whole: int = 0) -> str:
+        """What is saved, in a sentence.
+
+        Args:
+            num_steps, num_steps_whole: of an epoch, and of one in which every sample is computed whole; 0 where nothing
+                is trained.
+        """
         whole, seen = self.num_whole_tokens, self.tower_work_saved(cost)
-        towers = f" and {seen:.0%} of the work of the towers" if seen else ""
-        return (
-            f"shared prefixes: computed once (--share-prefix false computes each sample whole), which saves "
-            f"{self.trees.num_shared_tokens:,} of {whole:,} tokens ({self.saved:.0%}){towers}"
-        )
+        saved = [
+            f"{self.trees.num_shared_tokens:,} of {whole:,} tokens ({self.saved:.0%})",
+            *([f"{seen:.0%} of the work of the towers"] if seen else []),
+        ]
+        if num_steps_whole:
+            saved.append(f"{num_steps_whole - num_steps:,} of {num_steps_whole:,} optimizer steps of an epoch")
+        listed = " and ".join([", ".join(saved[:-1]), saved[-1]] if len(saved) > 1 else saved)
+        return f"shared prefixes: computed once (--share-prefix false computes each sample whole), which saves {listed}"
 
 
 def shared_in_packs(
