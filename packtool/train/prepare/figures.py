@@ -95,7 +95,7 @@ def figures_of_steps(plan: EpochPlan, samples: SampleFigures, *, is_dynamic: boo
         computed = _padded(plan)
     columns: tuple[npt.NDArray[Any], ...] = (
         steps.target_tokens_per_step,
-        steps.sums_per_step(packs.sums_per_pack(samples.units[packs.samples])),
+        units_per_step(plan, samples),
         steps.sums_per_step(tokens),
         computed,
         steps.sums_per_step(packs.sum_squares_per_pack()),
@@ -105,6 +105,13 @@ def figures_of_steps(plan: EpochPlan, samples: SampleFigures, *, is_dynamic: boo
     )
     for numbers in zip(*(column.tolist() for column in columns), strict=True):
         yield StepFigures(*numbers)
+
+
+def units_per_step(plan: EpochPlan, samples: SampleFigures) -> npt.NDArray[np.int64]:
+    """What the loss of each step is divided by, over all ranks, (S,)."""
+    packs = plan.packs
+    found: npt.NDArray[np.int64] = plan.steps.sums_per_step(packs.sums_per_pack(samples.units[packs.samples]))
+    return found
 
 
 def _flops_of(packs: PackPlan, flops: Costs | None) -> Costs:
