@@ -485,8 +485,8 @@ RENAMED = (("query", "query"), ("responses", "all"), ("response_weights", "score
     ("given", "reason", "detail"),
     [
         ({"responses": "a"}, "invalid_row", "text and no JSON"),
-        ({"responses": {"a": 1}}, "invalid_row", "not a list of answers"),
-        ({"responses": []}, "invalid_row", "not a list of answers"),
+        ({"responses": {"a": 1}}, "invalid_row", "not a list of one or more answers"),
+        ({"responses": []}, "invalid_row", "not a list of one or more answers"),
         ({"responses": [None]}, "invalid_content", "response 0"),
         ({"responses": [[user("q")]]}, "role_order", "response 0"),
         ({"responses": [[assistant("a"), user("q")]]}, "role_order", "response 0"),

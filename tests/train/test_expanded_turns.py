@@ -110,14 +110,18 @@ def test_a_step_of_shared_turns_is_that_of_padded_ones(world: TinyWorld, tmp_pat
     ("asked", "message"),
     [
         ({"loss_scale": "last_round"}, "which tokens --loss-scale last_round trains in each of them"),
+        ({"loss_scale": "all"}, "which tokens --loss-scale all trains in each of them"),
         ({"expand_turns": "false"}, "--expand-turns auto, and this run asks for false"),
     ],
 )
 def test_what_only_the_rows_can_tell_is_refused(
     world: TinyWorld, tmp_path: Path, asked: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(MismatchError, match=message):
+    with pytest.raises(MismatchError, match=message) as refused:
         train(world.config(tmp_path, dry_run=True, **asked), SilentProgress())
+    if asked.get("loss_scale") == "all":  # which no export of turns has
+        assert "export again" in str(refused.value)
+        assert "--expand-turns" not in str(refused.value)
     train(world.config(tmp_path, dry_run=True, expand_turns="auto"), SilentProgress())
 
 

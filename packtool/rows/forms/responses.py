@@ -29,7 +29,7 @@ def responses_of(fields: Fields, turns: Sequence[Turn], source: Source) -> tuple
         return ()
     given = fields.parsed("responses")
     if not _is_list(given) or not given:
-        raise RowProblem("invalid_row", f"'responses' is {shown(given)}, not a list of answers")
+        raise RowProblem("invalid_row", f"'responses' is {shown(given)}, not a list of one or more answers")
     weights = _weights(fields, len(given))
     said = [_said(f"response {number}", value, source) for number, value in enumerate(given)]
     kept = tuple(Response(tuple(turns), weight) for turns, weight in zip(said, weights, strict=True) if weight)

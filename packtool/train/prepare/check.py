@@ -15,7 +15,7 @@ from packtool.cache.plan_file import SavedPlan
 from packtool.cache.reader import CacheReader
 from packtool.config.evaluate import EvalConfig
 from packtool.config.export import EncodeSpec
-from packtool.config.rows import MediaOptions
+from packtool.config.rows import MediaOptions, expand_problems
 from packtool.config.train import TrainConfig
 from packtool.constants import VAL_SPLIT
 from packtool.encode.families import ImageLimits, media_encoding
@@ -162,8 +162,7 @@ def choice_of_targets(config: TrainConfig, reader: CacheReader, files: ModelFile
             raise MismatchError(
                 f"{directory} has rows of which several samples were made: which tokens --loss-scale {meant} trains in "
                 "each of them, only the rows can tell",
-                f"Leave --loss-scale out, or export again:\n"
-                f"  {export_command(directory, manifest, loss_scale=config.loss_scale)}",
+                _other_targets(config, directory, manifest),
             )
         if (had.rules or wanted.rules) and not (had.rules == wanted.rules and narrows):
             raise MismatchError(
@@ -173,6 +172,14 @@ def choice_of_targets(config: TrainConfig, reader: CacheReader, files: ModelFile
                 f"  {export_command(directory, manifest, loss_scale=config.loss_scale)}",
             )
     return TargetChoice.of_config(wanted.base, files.config, among_targets=bool(wanted.rules))
+
+
+def _other_targets(config: TrainConfig, directory: str, manifest: Manifest) -> str:
+    """What to do for another loss scale; where no export of turns has it, it takes one of whole rows."""
+    changes: dict[str, str | None] = {"loss_scale": config.loss_scale}
+    if expand_problems(manifest.identity.spec.get("expand_turns"), config.loss_scale):
+        changes["expand_turns"] = None
+    return f"Leave --loss-scale out, or export again:\n  {export_command(directory, manifest, **changes)}"
 
 
 def _has_parts(manifest: Manifest, wanted: Base) -> bool:
