@@ -47,6 +47,7 @@ from packtool.errors import ConfigError, DataError, MismatchError, StorageError,
 from packtool.progress import Progress
 from packtool.rows.boundary import unforeseen_note
 from packtool.rows.opened import close_readers
+from packtool.rows.prepared_notes import prepared_notes
 from packtool.rows.scan import scan_sources
 from packtool.rows.source import ScannedSource, SourceSpec
 from packtool.rows.sources import sources_of
@@ -100,6 +101,8 @@ def _export(config: ExportConfig, progress: Progress, workers: Workers) -> Expor
         SourceInfo(storage.absolute(s.source.label), s.size, s.modified, s.digest, s.num_rows, s.spec.settings)
         for s in scanned
     )
+    for note in prepared_notes(scanned, config.TAKES_TOKENS):
+        progress.note(note)
     check_template(config.model, files, ((found.source, found.blocks) for found in scanned))
     tasks = make_tasks(scanned, config)
     if not tasks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,13 @@ from packtool.encode.assemble import MediaLayout, TokenizedLayout, join_pieces, 
 from packtool.encode.control import ControlVocabulary, Piece, Shield
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.families import MediaEncoding, MediaKind, Medium, media_encoding
-from packtool.encode.fit import Tokenized, fit, over_long
+from packtool.encode.fit import Tokenized, fit, fit_all, over_long
 from packtool.encode.left_out import LeftOut
 from packtool.encode.loss_scale import LossScale, Weights, is_hybrid_thinking, loss_scale_of, parse_loss_scale
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.pieces import PieceTokenizer
 from packtool.encode.placed_media import MediaTokens
+from packtool.encode.prepared import PreparedRows
 from packtool.encode.targets import TurnFinder, TurnPieces, turn_finder
 from packtool.encode.template import ChatTemplate, TemplateFailure
 from packtool.errors import ConfigError
@@ -82,6 +84,7 @@ class Encoder:
                 "Tokenizer and config.json belong to different models: take both from one.",
             )
         self._pieces = PieceTokenizer(tokenizer, self._vocabulary)
+        self._tokenizer = tokenizer
         self._is_hybrid_thinking = is_hybrid_thinking(files)
         self.remarks = remarks_on(spec, files, self._media)
         self._end_of_text = files.template_variables.get("eos_token", "")
@@ -96,6 +99,8 @@ class Encoder:
         Raises:
             RowError: for a sample that does not fit when the strategy is ``raise``.
         """
+        if any(sample.tokens is not None for sample in samples):
+            return [self._as_prepared(s) if s.tokens is not None else self.encode([s])[0] for s in samples]
         prepared = [self._render(sample) for sample in samples]
         flat = [unit for item in prepared if isinstance(item, _Rendered) for unit in item.layout.units]
         ends = self._ends(prepared)
@@ -141,13 +146,34 @@ class Encoder:
             at += len(units)
         return found
 
+    @cached_property
+    def _prepared(self) -> PreparedRows:
+        num_ids = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        return PreparedRows(self.spec, self._media, self.media_tokens, self._vocabulary.ids, num_ids)
+
+    def _as_prepared(self, sample: Sample) -> list[EncodedSample] | Dropped:
+        """What becomes of a row that another tool has tokenized."""
+        try:
+            parts = self._prepared.tokenized(sample, self._media_of(sample))
+        except MediaProblem as problem:
+            return Dropped(sample.source, sample.row, problem.reason, problem.detail)
+        return parts if isinstance(parts, Dropped) else fit_all(parts, self.spec)
+
+    def _media_of(self, sample: Sample) -> dict[str, list[Medium]]:
+        """The media of a row by kind.
+
+        Raises:
+            MediaProblem: if one cannot be used.
+        """
+        return {
+            "image": [self._measure("image", ref) for ref in sample.images],
+            "video": [self._measure("video", ref) for ref in sample.videos],
+            "audio": [self._measure("audio", ref) for ref in sample.audios],
+        }
+
     def _render(self, sample: Sample) -> _Rendered | Dropped:
         try:
-            media = {
-                "image": [self._measure("image", ref) for ref in sample.images],
-                "video": [self._measure("video", ref) for ref in sample.videos],
-                "audio": [self._measure("audio", ref) for ref in sample.audios],
-            }
+            media = self._media_of(sample)
         except MediaProblem as problem:
             return Dropped(sample.source, sample.row, problem.reason, problem.detail)
         if self._media.control_tokens and sample.lone_mark:

@@ -108,6 +108,24 @@ def fit(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped:
     return [found]
 
 
+def fit_all(parts: Sequence[Tokenized], spec: EncodeSpec) -> list[EncodedSample] | Dropped:
+    """Hold the samples that a row is packed of to ``spec.max_length``, as ``fit`` does with one.
+
+    One that cannot be used costs the row: what is kept of a row must not depend on what else it was packed with.
+
+    Raises:
+        RowError: as ``fit``.
+    """
+    kept: list[EncodedSample] = []
+    for number, part in enumerate(parts, 1):
+        found = fit(part, spec)
+        if isinstance(found, Dropped):
+            told = "" if len(parts) == 1 else f"sample {number} of the {len(parts)} that the row is packed of: "
+            return replace(found, detail=told + found.detail)
+        kept += found
+    return kept
+
+
 def over_long(sample: Sample, spec: EncodeSpec, length: str) -> Dropped:
     """What becomes of a row that is too long and is not cut.
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from packtool.rows.rights import MediaRights
 
 
@@ -53,6 +56,23 @@ class MediaRef:
         return self.path if self.path is not None else f"<{len(self.data or b'')} bytes>"
 
 
+@dataclass(frozen=True, eq=False)
+class PreparedTokens:
+    """The tokens of a row that another tool has made, without padding.
+
+    Args:
+        ids: int64 (L,).
+        trained: bool (L,), which of them are targets; None where nothing says it, and all are.
+        weights: float32 (L,), of the targets; None where all weigh 1.
+        starts: int64 (D,), ascending from 0: where the D samples begin that the row is packed of.
+    """
+
+    ids: npt.NDArray[np.int64]
+    trained: npt.NDArray[np.bool_] | None
+    weights: npt.NDArray[np.float32] | None
+    starts: npt.NDArray[np.int64]
+
+
 @dataclass(frozen=True)
 class Sample:
     """A conversation, its media in the order of their marks, and where it came from.
@@ -64,6 +84,7 @@ class Sample:
         is_text: a text for pretraining: one assistant turn, encoded without a chat template, every token a target.
         loss_scale: the dataset's own loss scale (``--dataset-info``), None for the export's.
         lone_mark: kind of medium that a question has a mark of and the row has none of; "" for none.
+        tokens: of a row that another tool has tokenized, which has no turns; None for all others.
     """
 
     turns: tuple[Turn, ...]
@@ -78,6 +99,7 @@ class Sample:
     is_text: bool = False
     loss_scale: str | None = None
     lone_mark: str = ""
+    tokens: PreparedTokens | None = None
 
 
 _LONGEST_DETAIL, _MOST_SHOWN = 1000, 300

@@ -14,6 +14,7 @@ from packtool.constants import MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT
 from packtool.errors import ConfigError, DataError, did_you_mean
 from packtool.rows.dataset_info import DatasetInfo, Entry
 from packtool.rows.file_formats import KNOWN_FORMATS, format_of
+from packtool.rows.forms.prepared import TOKENS
 from packtool.rows.hub import HUB_PREFIX, hub_files, hub_id
 from packtool.rows.modelscope import copy_of_rows
 from packtool.rows.source import Pairs, SourceSpec
@@ -41,6 +42,7 @@ def sources_of(config: ExportConfig) -> list[SourceSpec]:
     plain = SourceSpec(
         "",
         columns=_columns(config.columns),
+        formatting=TOKENS if config.TAKES_TOKENS else None,
         media_root=config.media_root,
         system=config.system or None,
         media_access=config.media_access,
@@ -74,7 +76,7 @@ def _paths(given: str, option: str, info: DatasetInfo | None, plain: SourceSpec)
         "num_sampled": entry.num_samples,
         "columns": plain.columns or entry.columns,
         "tags": entry.tags,
-        "formatting": entry.formatting,
+        "formatting": entry.formatting or plain.formatting,
         "loss_scale": entry.loss_scale,
         "system": entry.system or plain.system,
         **own,
