@@ -87,6 +87,8 @@ class PreparedRows:
             needed = [medium.num_tokens for medium in media[kind]]
             if kind == "audio":
                 needed = [*needed, *(video.audio.num_tokens for video in sample.videos if video.audio is not None)]
+            if pad is None and needed:
+                return f"the model's config.json names no token that stands for {kind}s, so they cannot be found"
             if count != sum(needed):
                 return _disagree(kind, count, needed)
         if not any(media.values()):
