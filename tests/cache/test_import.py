@@ -6,6 +6,7 @@ import json
 import shutil
 import struct
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +105,7 @@ def test_tokens_of_a_cache_make_the_same_cache(run_export: Export, model: Path, 
     prepared = saved(exported_rows(tmp_path / "whole"), tmp_path / "prepared")
     options: dict[str, Any] = {"max_length": 200, "rows_per_shard": 50, "loss_scale": scale}
     options["media_root"] = str(tmp_path)
-    config = ImportConfig(
-        model=str(model), dataset=(str(prepared),), output_dir=str(tmp_path / "imported"), **options
-    )
+    config = ImportConfig(model=str(model), dataset=(str(prepared),), output_dir=str(tmp_path / "imported"), **options)
     summary = export(config, Told())
     assert not summary.dropped
     assert_same_caches(tmp_path / "cache", tmp_path / "imported")
@@ -138,9 +137,7 @@ def test_truncation_of_tokens_is_that_of_rows(
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    st.lists(
-        st.lists(st.tuples(st.integers(0, 255), st.booleans()), min_size=2, max_size=12), min_size=1, max_size=6
-    ),
+    st.lists(st.lists(st.tuples(st.integers(0, 255), st.booleans()), min_size=2, max_size=12), min_size=1, max_size=6),
     st.integers(0, 5),
     st.sampled_from(["seq_lengths", "attention_mask", "position_ids"]),
 )
@@ -151,7 +148,7 @@ def test_a_pack_is_its_samples(
     ids = [[token for token, _ in document] for document in documents]
     labels = [[token if trained else IGNORED for token, trained in document] for document in documents]
     alone = [make_encoder({"input_ids": a, "labels": b}) for a, b in zip(ids, labels, strict=True)]
-    row: dict[str, Any] = {"input_ids": sum(ids, []), "labels": sum(labels, [])}
+    row: dict[str, Any] = {"input_ids": list(chain(*ids)), "labels": list(chain(*labels))}
     lengths = [len(document) for document in documents]
     if told_by == "seq_lengths":
         row["seq_lengths"], padding = lengths, 0
@@ -162,10 +159,7 @@ def test_a_pack_is_its_samples(
     row["input_ids"] += [0] * padding
     row["labels"] += [IGNORED] * padding
     packed = make_encoder(row)
-    if any(found is None for found in alone):
-        assert packed is None
-    else:
-        assert packed == [sample for found in alone for sample in found]
+    assert (packed or []) == [sample for found in alone for sample in found or ()]
 
 
 @pytest.fixture(scope="module")
@@ -253,9 +247,7 @@ def test_axolotls_rows(imported: Imported, tmp_path: Path) -> None:
     assert any("as axolotl prepares them" in note for note in notes)
 
 
-def test_trls_rows_are_tokens_to_import_and_rows_to_export(
-    imported: Imported, model: Path, tmp_path: Path
-) -> None:
+def test_trls_rows_are_tokens_to_import_and_rows_to_export(imported: Imported, model: Path, tmp_path: Path) -> None:
     rows = [
         {
             "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
@@ -340,6 +332,12 @@ def test_a_broken_megatron_file_says_what_is_wrong(
         ({"input_ids": [1, 2, 3], "labels": [IGNORED, 9, 3]}, "labels_differ", "token 1 is 2 and its label 9"),
         ({"input_ids": [1, 2, 3], "labels": [1, 2]}, "invalid_tokens", "'labels' has 2 values for 3 tokens"),
         ({"input_ids": [1, 2], "labels": [IGNORED] * 2}, "no_target_tokens", ""),
+        (
+            {"input_ids": [1] * 10_003, "position_ids": [0, 1, *range(10_001)]},
+            "over_max_length",
+            "sample 2 of the 2 in the row: 10001 tokens",
+        ),
+        ({"input_ids": [1, 2, 3, 4], "labels": [IGNORED] * 4, "seq_lengths": [2, 2]}, "no_target_tokens", "of the 2"),
         ({"input_ids": []}, "empty_tokens", ""),
         ({"input_ids": [1, 2], "attention_mask": [0, 0]}, "empty_tokens", "padding"),
         ({"input_ids": [[1, 2]]}, "invalid_tokens", "not a list of integers"),
@@ -365,14 +363,18 @@ def test_what_cannot_be_trusted_is_dropped(
 
 def test_weights_come_with_the_tokens(imported: Imported, tmp_path: Path) -> None:
     rows = [{"input_ids": [1, 2, 3], "labels": [IGNORED, 2, 3], "loss_scale": [0.0, 0.5, 1.0]}]
-    (sample,), dropped, _ = imported(saved(rows, tmp_path / "prepared"))
+    (sample,), _, _ = imported(saved(rows, tmp_path / "prepared"))
     assert sample.loss_scale is not None
     assert sample.loss_scale.tolist() == [0, 0.5, 1]
 
 
 def test_padding_on_either_side_is_taken_off(imported: Imported, tmp_path: Path) -> None:
     rows = [
-        {"input_ids": [0, 0, 1, 2, 3, 0], "attention_mask": [0, 0, 1, 1, 1, 0], "labels": [IGNORED] * 3 + [2, 3, IGNORED]}
+        {
+            "input_ids": [0, 0, 1, 2, 3, 0],
+            "attention_mask": [0, 0, 1, 1, 1, 0],
+            "labels": [IGNORED] * 3 + [2, 3, IGNORED],
+        }
     ]
     (sample,), _, _ = imported(saved(rows, tmp_path / "prepared"))
     assert (sample.input_ids.tolist(), sample.labels.tolist()) == ([1, 2, 3], [IGNORED, 2, 3])
@@ -385,9 +387,7 @@ def test_rules_for_text_are_refused(model: Path, tmp_path: Path, capsys: pytest.
     assert "these rows are tokens" in capsys.readouterr().err
 
 
-def test_the_longest_sample_is_the_models(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_longest_sample_is_the_models(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = saved([{"input_ids": [1, 2, 3]}], tmp_path / "prepared")
     arguments = ["import", str(path), "--output-dir", str(tmp_path / "c"), "--model"]
     assert run([*arguments, str(model)]) == 2
