@@ -20,10 +20,11 @@ from packtool.encode.encoded import EncodedSample, IntArray
 from packtool.encode.families import MediaEncoding, MediaKind, Medium, Part
 from packtool.encode.fit import Tokenized
 from packtool.encode.loss_scale import Base, parse_loss_scale
-from packtool.encode.placed_media import MediaTokens, PlacedMedium, placed_media, sounds_in_order
+from packtool.encode.placed_media import MediaTokens, PlacedMedium, placed_media
 from packtool.rows.sample import Dropped, PreparedTokens, Sample
 
 _KINDS: tuple[MediaKind, ...] = ("image", "video", "audio")
+_TEXT = -1
 _NOTHING = np.zeros(0, np.int32)
 
 
@@ -93,8 +94,8 @@ class PreparedRows:
                 return _disagree(kind, count, needed)
         if not any(media.values()):
             return []
-        if len(sounds := sounds_in_order(sample, self._tokens)) != sum(map(len, (sample.audios, _tracks(sample)))):
-            return f"{len(sounds)} sounds are opened among the tokens"
+        if not self._tells_sounds_apart(sample):
+            return "the sounds and the videos' sound tracks are not opened by tokens that tell them apart"
         spans, numbers = [], dict.fromkeys(_KINDS, 0)
         for placed in placed_media(sample, self._tokens):
             kind = next(kind for kind in _KINDS if any(placed.medium is medium for medium in media[kind]))
@@ -106,12 +107,22 @@ class PreparedRows:
             numbers[kind] += 1
         return spans
 
+    def _tells_sounds_apart(self, sample: EncodedSample) -> bool:
+        """Whether the tokens that open sounds and sound tracks are as many as there are of both."""
+        num_tracks = sum(video.audio is not None for video in sample.videos)
+        if not num_tracks or not sample.audios:
+            return True
+        opens = np.flatnonzero(sample.input_ids == self._tokens.opening_sound)
+        opened = int((sample.input_ids[opens - 1] == self._tokens.opening_vision).sum())
+        return (opened, len(opens) - opened) == (num_tracks, len(sample.audios))
+
     def _agrees(self, inside: IntArray, parts: Sequence[Part]) -> bool:
         """Whether the placeholder tokens of a medium come in the runs in which it is spelled."""
         pads = set(self._tokens.pads.values())
-        told = [(self._ids[part[0]], part[1]) for part in parts if not isinstance(part, str) and part[1]]
-        found = [(token, sum(1 for _ in run)) for token, run in groupby(inside.tolist())]
-        return [run for run in found if run[0] in pads] == [run for run in told if run[0] in pads]
+        told: list[int] = []
+        for part in parts:
+            told += [_TEXT] if isinstance(part, str) else [self._ids[part[0]]] * part[1]
+        return _runs(inside.tolist(), pads) == _runs(told, pads)
 
     def _with_marks(self, ids: IntArray, placed: PlacedMedium, parts: Sequence[Part]) -> tuple[int, int]:
         """First token of a medium and what is behind its last, with the marks around its placeholder tokens."""
@@ -179,8 +190,9 @@ def _stretches(trained: npt.NDArray[np.bool_]) -> IntArray:
     return np.flatnonzero(np.diff(trained, prepend=False, append=False)).astype(np.int32)
 
 
-def _tracks(sample: EncodedSample) -> list[Medium]:
-    return [video.audio for video in sample.videos if video.audio is not None]
+def _runs(ids: Sequence[int], pads: set[int]) -> list[tuple[int, int]]:
+    """(token, times) of each run of placeholder tokens."""
+    return [(token, sum(1 for _ in run)) for token, run in groupby(ids) if token in pads]
 
 
 def _disagree(kind: str, count: int, needed: Sequence[int]) -> str:
