@@ -1,4 +1,5 @@
-"""The pictures of docs/how-it-works.md: a plan of packtool's packer, a mask, positions, a ring."""
+"""The pictures of docs/how-it-works.md (a plan of packtool's packer, a mask, positions, a ring) and of
+docs/shared-prefixes.md (a tree)."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import numpy as np
 
 from packtool.config.packing import PackOptions
 from packtool.plan.packing import pack
+from packtool.plan.prefix_trees import NOTHING, Branch, branches_of
 from packtool.report.drawing import Box, Drawing, Word
 from packtool.report.markup import render
 
@@ -103,11 +105,68 @@ def ring(num_ranks: int = 4) -> Iterator[Box | Word]:
     yield word(40, 146 + num_chunks * cell, f"squares in all: {told}")
 
 
+def tree() -> Iterator[Box | Word]:
+    """Rows that begin alike, what is laid out of them, the keys of each branch, and the mask that this comes to."""
+    new, shared, names = np.array([7, 4, 1]), np.array([0, 4, 6]), "PABCD"
+    branches = branches_of(new, shared)
+    colours = dict(zip(branches, COLOURS, strict=False))
+    # Of each token: its branch, its position, and what stands in its box.
+    tokens = [
+        (branch, place, f"{name}{place}")
+        for branch, name in zip(branches, names, strict=True)
+        for place in range(branch.start, branch.stop)
+    ]
+    num_whole, cell = int((new + shared).sum()), 30
+    yield word(20, 26, f"{len(new)} rows of {num_whole} tokens, as a tree")
+    for branch, place, text in tokens:
+        tall = branch.num_samples * cell
+        x, y = 20 + place * cell, 38 + branch.first * cell
+        yield box(x, y, cell, tall, colours[branch], f"in {branch.num_samples} rows")
+        yield word(x + cell / 2, y + tall / 2 + 4, text, "middle", 12, PAPER)
+    left = 370
+    yield word(left, 26, f"laid out once: {len(tokens)} tokens")
+    for at, (branch, place, text) in enumerate(tokens):
+        x = left + at * cell
+        for line, told in enumerate((text, str(place), str(branch.num_samples))):
+            yield box(x, 38 + line * cell, cell, cell, colours[branch] if line == 0 else EMPTY)
+            yield word(x + cell / 2, 58 + line * cell, told, "middle", 12, PAPER if line == 0 else INK)
+    for line, told in enumerate(("token", "position", "in rows")):
+        yield word(left - 8, 58 + line * cell, told, "end", 12)
+    yield word(20, 176, "what each token attends to")
+    for query, (branch, _, _) in enumerate(tokens):
+        above = _above(branch, branches)
+        for key, (other, _, _) in enumerate(tokens):
+            seen = other in above and key <= query
+            yield box(52 + key * 22, 208 + query * 22, 22, 22, colours[other] if seen else EMPTY)
+    for at, (_, _, text) in enumerate(tokens):
+        yield word(63 + at * 22, 202, text, "middle", 10)
+        yield word(46, 223 + at * 22, text, "end", 10)
+    yield word(left, 176, "keys that are gathered for each branch")
+    yield word(left, 194, "underlined: its queries, at the end", size=11)
+    for line, branch in enumerate(branches):
+        for place, (other, _, text) in enumerate(token for token in tokens if token[0] in _above(branch, branches)):
+            x, y = left + place * cell, 208 + line * (cell + 12)
+            yield box(x, y, cell, cell, colours[other])
+            yield word(x + cell / 2, y + 20, text, "middle", 12, PAPER)
+            if other is branch:
+                yield box(x, y + cell + 1, cell, 4, INK, "a query, too")
+    queries = [0, *np.cumsum([branch.num_tokens for branch in branches]).tolist()]
+    keys = [0, *np.cumsum([branch.stop for branch in branches]).tolist()]
+    yield word(left, 446, f"cu_seqlens_q = {queries}", size=12)
+    yield word(left, 466, f"cu_seqlens_k = {keys}", size=12)
+
+
+def _above(branch: Branch, branches: Sequence[Branch]) -> list[Branch]:
+    """A branch and all that it goes on from."""
+    return [branch] if branch.parent == NOTHING else [*_above(branches[branch.parent], branches), branch]
+
+
 def pictures() -> dict[str, str]:
     """Each picture's name and SVG."""
     return {
         "packing": picture(680, 56 + 18 * len(LENGTHS), "samples in padded rows and in packs", packing()),
         "mask": picture(420, 400, "what each token of a pack attends to", mask()),
         "positions": picture(640, 160, "positions and labels of a pack", positions()),
+        "tree": picture(750, 486, "rows that begin alike as a tree, its positions, keys and mask", tree()),
         "ring": picture(560, 380, "a sample in chunks on four ranks", ring()),
     }

@@ -38,6 +38,7 @@ from packtool.encode.families import MediaLimits
 from packtool.plan.towers import assign_heaviest_first
 from packtool.train.model.head_loss import HeadLoss
 from scripts._gpu_models import SIZES, Size, make_model, text_config
+from scripts._kept import Kept
 from scripts._reduced_model import TEXT, VOCABULARY
 
 MODELS = {"reduced": Size(TEXT | {"vocab_size": VOCABULARY, "tie_word_embeddings": True}, {}, recompute=False), **SIZES}
@@ -195,7 +196,7 @@ class _Stepper:
     def step(self, way: str) -> Step:
         """Two steps: one to count, one for the peak."""
         batch = self._prepare(way)
-        kept = _Kept(self.model)
+        kept = Kept(self.model)
         with _counted_exchanges() as sent, kept:
             loss = self._loss(batch)
         with _counted_exchanges() as sent_back:
@@ -281,27 +282,6 @@ def _counted_exchanges() -> Iterator[list[float]]:
                 if function := getattr(module, name, None):
                     stack.enter_context(patch.object(module, name, counting(function, part)))
         yield sent
-
-
-class _Kept(torch.autograd.graph.saved_tensors_hooks):
-    """Counts what autograd keeps for the backward pass: each storage once, and no weights."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(self._see, lambda tensor: tensor)
-        self._weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        self._storages: dict[int, int] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all storages that were kept so far."""
-        return sum(self._storages.values())
-
-    def _see(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._weights:
-            # What is kept stays alive: no other storage comes to lie there.
-            self._storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
 
 
 class _Peak:

@@ -1,17 +1,22 @@
 #!/usr/bin/env python3
-"""Several questions about one picture on the CPU: its tokens once, or once a question, as ratios in one run.
+"""What rows begin with in common, computed once or once a row: the difference on the CPU, as ratios in one run.
 
-Pictures of real rows, each of about 500 tokens, are asked 1, 2, 4, 8 and 16 short questions, of real rows too, and
-exported. The same rows are then packed with their common prefixes once (``plan.prefix_trees`` and
-``batch.collate_tree``), packed whole, and padded, and every way collates and trains the same epoch of them, forward and
-backward without an optimizer, round after round in an order that turns. With one question nothing is shared: that
-column tells what looking for prefixes costs.
+- ``questions``: pictures of real rows, each of about 500 tokens, are asked 1, 2, 4, 8 and 16 short questions, of real
+  rows too, and exported. The same rows are packed with their common prefixes once (``plan.prefix_trees`` and
+  ``batch.collate_tree``), packed whole, and padded, and every way collates and trains the same epoch of them, forward
+  and backward without an optimizer, round after round in an order that turns.
+- ``alone``: rows that share nothing, prepared and trained as ``packtool train`` does it, with ``--share-prefix auto``
+  and with ``false``: what looking for prefixes costs.
+- ``planning``: caches of a million rows, of which planning reads what it always reads: seconds with and without trees.
 
-    python scripts/bench_prefix.py [--realdata DIR] [--pictures 6] [--questions 1 2 4 8 16] [--rounds 3] [--quick]
+    python scripts/bench_prefix.py [questions] [alone] [planning] [--realdata DIR] [--pictures 1]
+        [--questions 1 2 4 8 16] [--rounds 3] [--planning-rows 1000000] [--quick]
 
-The model is random, see ``_reduced_model.py``. ``--quick`` takes drawn pictures and the demo's model, to see that
-everything runs; its ratios say nothing. The real data (conversations, pictures, tokenizers) is not part of this
-repository.
+Times are of the processor, on one thread: other work on the machine changes them little. FLOPs are those that torch
+counts, with the whole square of causal attention. What is kept are the tensors that autograd holds for the backward
+pass, without the weights. The model is random, see ``_reduced_model.py``. ``--quick`` takes drawn pictures and the
+demo's model, to see that everything runs; its ratios say nothing. The real data (conversations, pictures, tokenizers)
+is not part of this repository.
 """
 
 from __future__ import annotations
@@ -24,99 +29,47 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from transformers import AutoModelForImageTextToText
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a checkout, too
 
-from packtool.attention.register import set_attention
-from packtool.batch.batch import Batch
-from packtool.batch.collate import collate_packs, collate_padded
-from packtool.batch.collate_tree import collate_tree
-from packtool.batch.spec import InputSpec
-from packtool.cache.export import export
-from packtool.cache.reader import CacheReader
-from packtool.config.export import ExportConfig
-from packtool.constants import LEAST_SHARED
+from packtool.batch.dataset import MicroBatches
+from packtool.batch.micro_batch import planned_steps
+from packtool.config.plan import PlanConfig
+from packtool.config.train import TrainConfig
 from packtool.demo.model import make_model as make_demo_model
 from packtool.demo.world import make_rows
-from packtool.encode.encoded import EncodedSample
-from packtool.plan.pack_plan import PackPlan
-from packtool.plan.packing import pack
-from packtool.plan.prefix_trees import Prefixes, PrefixTrees, plan_trees
-from packtool.progress import SilentProgress
+from packtool.launch.world import World as Processes
 from packtool.train.model.head_loss import HeadLoss
+from packtool.train.prepare.cached import CachedRun, prepare_cached
+from packtool.train.prepare.preview import preview
+from scripts._prefix_planning import make_large_cache
+from scripts._prefix_ways import WHOLE, World, export_rows, measure, models_of, print_rows, step
 from scripts._reduced_model import reduce_model
 
 ROWS = "mm_mathvision_a.jsonl"
 PICTURE_TOKENS = 512
-LONGEST_QUESTION = 100
-SHARED, WHOLE, PADDED = "prefixes once", "packed whole", "padded"
+NUM_QUESTIONS = 16  # the shortest
+NUM_PICTURES = 6
+PARTS = ("questions", "alone", "planning")
+ROWS_PER_PICTURE = 5.4  # VQAv2's
 
 
-@dataclass(frozen=True)
-class World:
-    """What is asked about what.
-
-    Args:
-        model: directory.
-        pictures: paths.
-        asked: questions and answers.
-        picture_tokens: of each picture, about.
-        packing_length: tokens of a pack.
-    """
-
-    model: Path
-    pictures: Sequence[str]
-    asked: Sequence[tuple[str, str]]
-    picture_tokens: int
-    packing_length: int
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows of so many questions a picture, and how each way lays them out: positions in the cache."""
-
-    num_questions: int
-    spec: InputSpec
-    samples: Sequence[EncodedSample]
-    trees: PrefixTrees
-    ways: Mapping[str, PackPlan]
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """One epoch in one way.
-
-    Args:
-        tokens: that the model ran over, padding among them.
-        patches: that the vision tower looked at.
-        collating, training: seconds.
-        loss: sum over all targets.
-    """
-
-    tokens: int
-    patches: int
-    collating: float
-    training: float
-    loss: float
-
-
-def real_world(realdata: Path, work: Path, num_pictures: int) -> World:
+def real_world(realdata: Path, work: Path) -> World:
     """Pictures and short questions of real rows, and the reduced model."""
     reduce_model(realdata / "tokenizers" / "qwen3-vl", work / "model")
     rows = [json.loads(line) for line in (realdata / ROWS).read_text().splitlines()]
-    pictures = list(dict.fromkeys(str(realdata / row["images"][0]) for row in rows))[:num_pictures]
-    pairs = [tuple(turn["content"].replace("<image>", "") for turn in row["messages"][:2]) for row in rows]
-    asked = [(question, answer) for question, answer in pairs if len(question) + len(answer) < LONGEST_QUESTION]
-    return World(work / "model", pictures, asked, PICTURE_TOKENS, 8192)
+    pictures = list(dict.fromkeys(str(realdata / row["images"][0]) for row in rows))[:NUM_PICTURES]
+    pairs = {tuple(turn["content"].replace("<image>", "") for turn in row["messages"][:2]) for row in rows}
+    asked = sorted((len(question) + len(answer), question, answer) for question, answer in pairs)[:NUM_QUESTIONS]
+    return World(work / "model", pictures, [pair for _, *pair in asked], PICTURE_TOKENS, 8192)
 
 
 def small_world(work: Path) -> World:
@@ -127,123 +80,105 @@ def small_world(work: Path) -> World:
     return World(work / "model", pictures, [(f"How many {name}?", "3") for name in "abcdefgh"], 64, 512)
 
 
-def make_rows_of(world: World, work: Path, num_questions: int) -> Rows:
-    """Ask each picture so many questions, export, and plan."""
-    lines = []
+def questions_about(world: World, num_questions: int) -> list[dict[str, Any]]:
+    """Rows that ask each picture so many questions, each another one: one that is asked twice would cost nothing."""
+    if num_questions > len(world.asked):
+        sys.exit(f"there are {len(world.asked)} questions, not {num_questions}")
+    rows = []
     for number, picture in enumerate(world.pictures):
         for place in range(num_questions):
             question, answer = world.asked[(number * num_questions + place) % len(world.asked)]
             user = {"role": "user", "content": f"<image>{question}"}
-            turns = [user, {"role": "assistant", "content": answer}]
-            lines.append(json.dumps({"messages": turns, "images": [picture]}))
-    rows, cache = work / f"{num_questions}.jsonl", work / f"cache-{num_questions}"
-    rows.write_text("\n".join(lines))
-    config = ExportConfig(
-        model=str(world.model),
-        max_length=world.packing_length,
-        dataset=(str(rows),),
-        output_dir=str(cache),
-        image_max_token_num=world.picture_tokens,
-        image_min_token_num=world.picture_tokens * 7 // 8,
-        media_root=str(Path(world.pictures[0]).parent),
-    )
-    export(config, SilentProgress())
-    reader = CacheReader.open([str(cache)])
-    spec = InputSpec.load(str(world.model), reader.manifests[0].identity.media_limits)
-    samples = [reader.sample(number) for number in range(len(reader))]
-    lengths = np.array([sample.length for sample in samples])
-    told = reader.prefixes()
-    assert told is not None, "the cache was made just now"
-    prefixes = Prefixes(told.offsets, told.prefixes.lengths, told.prefixes.hashes)
-    trees = plan_trees(lengths, prefixes, capacity=world.packing_length, least_shared=LEAST_SHARED)
-    groups = pack(trees.sums_per_group(trees.new_tokens(lengths)), world.packing_length, seed=0)
-    whole = pack(lengths, world.packing_length, seed=0)
-    return Rows(num_questions, spec, samples, trees, {SHARED: trees.unfolded(groups, lengths), WHOLE: whole})
+            rows.append({"messages": [user, {"role": "assistant", "content": answer}], "images": [picture]})
+    return rows
 
 
-def micro_batches(rows: Rows, way: str) -> list[list[EncodedSample]]:
-    """The samples of each; padded ones are as many as a pack holds whole, in the order of the rows."""
-    if way == PADDED:
-        size = max(round(len(rows.samples) / rows.ways[WHOLE].num_packs), 1)
-        return [list(rows.samples[start : start + size]) for start in range(0, len(rows.samples), size)]
-    plan = rows.ways[way]
-    return [[rows.samples[number] for number in plan.pack(place)] for place in range(plan.num_packs)]
+def bench_questions(world: World, work: Path, questions: Sequence[int], rounds: int) -> None:
+    """Several questions about each picture."""
+    for num_questions in questions:
+        rows = export_rows(world, work, f"questions-{num_questions}", questions_about(world, num_questions))
+        print_rows(f"{num_questions} questions a picture", rows, *measure(rows, world, rounds))
 
 
-def collated(rows: Rows, way: str, samples: Sequence[EncodedSample]) -> Batch:
-    """One micro-batch."""
-    collate = {SHARED: collate_tree, WHOLE: collate_packs, PADDED: collate_padded}[way]
-    return collate(samples, rows.spec)
+def bench_alone(world: World, work: Path, rounds: int) -> None:
+    """Rows that share nothing, with and without looking for prefixes: their preparation, and an epoch of training.
+
+    A micro-batch is trained in one way right after the other: what else the machine does, both meet.
+    """
+    rows = export_rows(world, work, "alone", questions_about(world, 1))
+    model = models_of(world)[WHOLE]
+    head = HeadLoss(model)
+    length = max(sample.length for sample in rows.samples)  # of a pack: of one row, so that there are some to train
+
+    def prepared(share_prefix: str) -> CachedRun:
+        given = {"cached_dataset": (str(rows.cache),), "packing_length": length, "share_prefix": share_prefix}
+        return prepare_cached(TrainConfig(model=str(world.model), output_dir=str(work / "out"), **given), Processes())
+
+    def preparing(share_prefix: str) -> float:
+        begin = time.process_time()
+        prepared(share_prefix)
+        return time.process_time() - begin
+
+    runs = {way: prepared(way) for way in ("auto", "false")}
+    assert all(run.shared is None for run in runs.values()), "these rows share nothing"
+    plans = {
+        way: [each for micro_batches in planned_steps(run.schedule.plan_of(0), 0) for each in micro_batches]
+        for way, run in runs.items()
+    }
+
+    def training(share_prefix: str, place: int) -> float:
+        run = runs[share_prefix]
+        begin = time.process_time()
+        batch: Any = MicroBatches(run.read, rows.spec, least_shared=run.least_shared)[plans[share_prefix][place]]
+        step(model, head, batch)
+        return time.process_time() - begin
+
+    found = [both_ways(preparing, 10 * rounds)]
+    found += [both_ways(partial(training, place=place), rounds) for place in range(len(plans["auto"]))]
+    print(f"\n{len(rows.samples)} rows that share nothing")
+    print_both("prepared", found[:1])
+    print_both("trained", found[1:])
+    print_both("both", found)
 
 
-def models_of(world: World) -> dict[str, Any]:
-    """The same weights, packed and as transformers has them."""
-    made: dict[str, Any] = {}
-    for way in (WHOLE, PADDED):
-        torch.manual_seed(0)
-        made[way] = AutoModelForImageTextToText.from_pretrained(world.model, dtype=torch.float32)
-    set_attention(made[WHOLE])
-    return made | {SHARED: made[WHOLE]}
+def bench_planning(source: Path, work: Path, num_rows: int, model: Path, rounds: int) -> None:
+    """What planning of many rows takes, beside reading their index and prefixes."""
+    for name, rows_per_picture in (("share", ROWS_PER_PICTURE), ("alone", 1)):
+        cache = work / f"large-{name}"
+        make_large_cache(source, cache, num_rows, rows_per_picture)
+
+        def seconds(share_prefix: str, cache: Path = cache) -> float:
+            given = {"cached_dataset": (str(cache),), "packing_length": 8192, "share_prefix": share_prefix}
+            config = TrainConfig(model=str(model), output_dir=str(work / "out"), gradient_accumulation_steps=2, **given)
+            begin = time.process_time()
+            prepare_cached(config, Processes(0, 64))
+            return time.process_time() - begin
+
+        told = f"{rows_per_picture:g} of a picture" if rows_per_picture != 1 else "that share nothing"
+        print(f"\n{num_rows:,} rows, {told}: index and prefixes read, packed and assigned to 64 processes")
+        print_both("prepared", [both_ways(seconds, rounds)])
+        config = PlanConfig(cached_dataset=(str(cache),), packing_length=8192, world_size=64)
+        begin = time.process_time()
+        preview(config)
+        print(f"packtool plan, which also plans whole and padded rows: {time.process_time() - begin:.2f} s", flush=True)
 
 
-def run(rows: Rows, way: str, model: Any, head: HeadLoss) -> Epoch:
-    """Collate and train every micro-batch once."""
-    tokens = patches = 0
-    collating = training = loss = 0.0
-    for samples in micro_batches(rows, way):
-        begin = time.perf_counter()
-        batch = collated(rows, way, samples)
-        made = time.perf_counter()
-        model.zero_grad(set_to_none=True)
-        found = head.losses(model, batch).sum(batch.loss_weights)
-        torch.autograd.backward(found)
-        training += time.perf_counter() - made
-        collating += made - begin
-        loss += float(found.detach())
-        tokens += batch.input_ids.numel()
-        patches += len(batch.media[rows.spec.family.image_inputs[0]])
-    return Epoch(tokens, patches, collating, training, loss)
-
-
-def measure(rows: Rows, world: World, rounds: int) -> dict[str, list[Epoch]]:
-    """Epochs of every way, one a round."""
-    models = models_of(world)
-    heads = {way: HeadLoss(models[way]) for way in (WHOLE, PADDED)}
-    heads[SHARED] = heads[WHOLE]
-    names = [SHARED, WHOLE, PADDED]
-    for way in names:  # what is only slow at first
-        head_batch = micro_batches(rows, way)[0][:1]
-        torch.autograd.backward(heads[way].losses(models[way], collated(rows, way, head_batch)).sum(None))
-    measured: dict[str, list[Epoch]] = {name: [] for name in names}
+def both_ways(seconds: Callable[[str], float], rounds: int) -> dict[str, list[float]]:
+    """Times with ``--share-prefix auto`` and ``false``, by turns, after one that does what is only slow at first."""
+    seconds("auto")
+    measured: dict[str, list[float]] = {"auto": [], "false": []}
     for number in range(rounds):
-        turn = number % len(names)
-        for way in names[turn:] + names[:turn]:
-            measured[way].append(run(rows, way, models[way], heads[way]))
+        for way in (("auto", "false"), ("false", "auto"))[number % 2]:
+            measured[way].append(seconds(way))
     return measured
 
 
-def print_rows(rows: Rows, measured: Mapping[str, Sequence[Epoch]]) -> None:
-    """What each way ran over, and how many rows a second it trained, as ratios to prefixes once."""
-    lengths = np.array([sample.length for sample in rows.samples])
+def print_both(what: str, parts: Sequence[Mapping[str, Sequence[float]]]) -> None:
+    """Sums of the parts' medians, and how they compare."""
+    auto, false = (sum(statistics.median(part[way]) for part in parts) for way in ("auto", "false"))
     print(
-        f"\n{rows.num_questions} questions a picture: {len(rows.samples)} rows of {lengths.mean():.0f} tokens, "
-        f"{rows.trees.saved(lengths):.0%} of them shared"
+        f"{what:9} --share-prefix auto {auto:.3f} s, false {false:.3f} s: auto ÷ false {auto / false:.3f}", flush=True
     )
-    print(f"{'':16} {'tokens':>9} {'patches':>9} {'rows/s':>8}  {'once is faster by':<24} with collating")
-    for name, epochs in measured.items():
-        one, rate = epochs[0], len(rows.samples) / statistics.median(epoch.training for epoch in epochs)
-        line = f"{name:16} {one.tokens:>9,} {one.patches:>9,} {rate:>8.2f}"
-        if name != SHARED:
-            pairs = list(zip(epochs, measured[SHARED], strict=True))
-            ratios = [other.training / shared.training for other, shared in pairs]
-            both = [
-                (other.training + other.collating) / (shared.training + shared.collating) for other, shared in pairs
-            ]
-            shown = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-            line += f"  {shown:<24} {statistics.median(both):.2f}"
-        print(line)
-    losses = [epochs[0].loss for epochs in measured.values()]
-    print(f"sums of losses differ by {max(losses) / min(losses) - 1:.1e}")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -251,23 +186,37 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = Path(__file__).resolve().parent.parent.parent / "shared" / "realdata"
     parser.add_argument("--realdata", type=Path, default=default, help="folder of the real data")
-    parser.add_argument("--pictures", type=int, default=6, help="pictures that are asked about")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all by default")
+    parser.add_argument("--pictures", type=int, default=1, help="pictures that are asked about")
     parser.add_argument("--questions", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="of each picture")
     parser.add_argument("--rounds", type=int, default=3, help="epochs each way")
+    parser.add_argument("--planning-rows", type=int, default=1_000_000, help="rows of the caches that are only planned")
     parser.add_argument("--quick", action="store_true", help="the demo's pictures and model, one round")
     options = parser.parse_args(arguments)
+    if wrong := set(options.parts) - set(PARTS):
+        parser.error(f"there is no part {', '.join(sorted(wrong))}; there are {', '.join(PARTS)}")
+    parts = options.parts or PARTS
     if not options.quick and not (options.realdata / "tokenizers" / "qwen3-vl").is_dir():
         print(f"{options.realdata} holds no real data; give its folder with --realdata", file=sys.stderr)
         sys.exit(2)
+    if options.quick:
+        options.questions, options.rounds, options.planning_rows = [1, 4], 1, 2000
     logging.disable_progress_bar()
+    torch.set_num_threads(1)
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as temporary:
         warnings.simplefilter("ignore")
         work = Path(temporary)
-        world = small_world(work) if options.quick else real_world(options.realdata, work, options.pictures)
-        print(f"CPU ({platform.machine()}, {torch.get_num_threads()} threads), float32, torch {torch.__version__}")
-        for num_questions in [1, 4] if options.quick else options.questions:
-            rows = make_rows_of(world, work, num_questions)
-            print_rows(rows, measure(rows, world, 1 if options.quick else options.rounds))
+        world = small_world(work) if options.quick else real_world(options.realdata, work)
+        print(f"CPU ({platform.machine()}, 1 thread), float32, torch {torch.__version__}")
+        if "questions" in parts:
+            bench_questions(
+                replace(world, pictures=world.pictures[: options.pictures]), work, options.questions, options.rounds
+            )
+        if "alone" in parts:
+            bench_alone(world, work, options.rounds)
+        if "planning" in parts:
+            rows = export_rows(world, work, "planned", questions_about(world, 2))
+            bench_planning(rows.cache, work, options.planning_rows, world.model, options.rounds)
 
 
 if __name__ == "__main__":

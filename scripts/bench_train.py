@@ -132,7 +132,7 @@ def make_real(realdata: Path, work: Path, one_in: int, packing_length: int) -> t
 def make_small(work: Path) -> tuple[Setting, dict[str, Any]]:
     """The demo's model, and a cache of a few of its rows."""
     make_demo_model(str(work / "model"), seed=0)
-    world = make_rows(str(work / "rows"), num_rows=24, seed=0)
+    world = make_rows(str(work / "rows"), num_rows=28, seed=0)
     return _exported(work / "model", [str(world.train)], work, 256, 512)
 
 

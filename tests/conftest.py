@@ -34,8 +34,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def pytest_collection_finish() -> None:
-    """What was imported lives until the end: who collects garbage, as every training does, need not look at it."""
+@pytest.fixture(scope="module", autouse=True)
+def _what_is_there_stays() -> None:
+    """What was imported lives until the end: who collects garbage, as every training does, need not look at it.
+
+    Much is imported by the tests themselves, so this is done before each file, and before a file has made anything.
+    """
     gc.collect()
     gc.freeze()
 

@@ -5,6 +5,7 @@ What torchrun does for ``packtool train`` is tested with torchrun; here only wha
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -44,6 +45,7 @@ def started(function: Callable[..., Any], *args: Any, told: Path | None = None) 
 def _call(told: Path | None, function: Callable[..., Any], *args: Any) -> None:
     import torch
 
+    gc.freeze()  # what a fork has of its parent is nothing to collect, and lies in pages that are shared until touched
     os.setsid()
     torch.set_num_threads(1)  # the parent's threads are not there after a fork
     if told is not None:
@@ -101,6 +103,7 @@ def _main(rank: int, size: int, port: int, scratch: Path, function: Callable[...
     import torch.distributed as dist
     from accelerate.state import AcceleratorState
 
+    gc.freeze()  # as in _call
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     AcceleratorState._reset_state(reset_partial_state=True)  # the parent's, which is alone

@@ -39,7 +39,7 @@ def test_the_two_commands(repository: Path, tmp_path: Path) -> None:
 def test_the_two_stages(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Line by line; the one that starts several processes by way of bash and the installed command."""
     make_model(str(tmp_path / "model"), 0)
-    make_rows(str(tmp_path), 80, 0)
+    make_rows(str(tmp_path), 40, 0)
     (tmp_path / "train.json").rename(tmp_path / "rows.json")
     monkeypatch.chdir(tmp_path)
     lines = re.findall(r"(?:.*\\\n)*.+", blocks(repository)[1])

@@ -9,11 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import count
 
 import numpy as np
 
 from packtool import storage
 from packtool.cache.finish import build_manifest, length_counts, merge_dropped, publish_cache
+from packtool.cache.garbage import collecting_later
 from packtool.cache.index import read_index
 from packtool.cache.lock import DirectoryLock, refuse_if_busy
 from packtool.cache.manifest import Identity, Manifest, SourceInfo
@@ -53,7 +55,7 @@ from packtool.rows.source import ScannedSource, SourceSpec
 from packtool.rows.sources import sources_of
 
 _LOOKED_AT = 8  # sources whose first rows are looked at before the work begins
-# Sources that each get a line of their own.
+# Sources that each get a line of their own; of more it is told how far they are, for so many at once.
 _MOST_TOLD = 20
 
 
@@ -70,11 +72,11 @@ def export(config: ExportConfig, progress: Progress) -> ExportSummary:
     # Where tasks run elsewhere, or may all be finished, nothing is started ahead.
     starts = config.executor == "local" and not (config.repair or config.is_part)
     enough = 2 * (config.rows_per_shard or LEAST_SHARD_ROWS) if starts else sys.maxsize
-    with Workers(config.encode_spec, config.dataset_num_proc, enough) as workers:
-        return _export(config, progress, workers)
+    with Workers(config.encode_spec, config.dataset_num_proc, enough) as workers, collecting_later() as collect:
+        return _export(config, progress, workers, collect)
 
 
-def _export(config: ExportConfig, progress: Progress, workers: Workers) -> ExportSummary:
+def _export(config: ExportConfig, progress: Progress, workers: Workers, collect: Callable[[], None]) -> ExportSummary:
     started = time.perf_counter()
     files = ModelFiles.load(config.model, config.chat_template)
     specs = sources_of(config)
@@ -108,6 +110,7 @@ def _export(config: ExportConfig, progress: Progress, workers: Workers) -> Expor
     if not tasks:
         raise DataError(f"no rows in {', '.join(config.dataset)}")
     _note_refusals(scanned, progress)
+    collect()
     workers.wait()
     job = _Job(config, identity, sources, tasks, encoder, workers, progress)
     if directory is None:
@@ -142,13 +145,14 @@ def _finished(directory: str, manifest: Manifest) -> ExportSummary:
 def _scanned(specs: Sequence[SourceSpec], seed: int, progress: Progress, workers: Workers) -> list[ScannedSource]:
     """All sources with their rows; each is told of, but of very many only how far it is."""
     many = len(specs) > _MOST_TOLD
+    numbers = count(1)
 
     def found_one(found: ScannedSource) -> None:
         workers.expect(found.num_rows)
-        if many:
-            progress.advance(1)
-        else:
+        if not many:
             progress.note(_described(found))
+        elif next(numbers) % _MOST_TOLD == 0:
+            progress.advance(_MOST_TOLD)
 
     if not many:
         return scan_sources(specs, seed, found_one)

@@ -219,6 +219,21 @@ def _merge_prefixes(path: str, directory: str, split: str, results: Sequence[Tas
     return sink.digest.hexdigest()
 
 
+def has_parts(directory: str, result: TaskResult) -> bool:
+    """Whether all that a task put aside for the end is there as it was written.
+
+    This machine's disk may have lost some of it with the power; what an object store has taken stays.
+    """
+    if storage.is_remote(directory):
+        return True
+    parts = [(dropped_path(directory, result.number), result.dropped_sha256)] if result.dropped else []
+    for split, counts in result.splits.items():
+        parts.append((index_path(directory, result.number, split), counts.index_sha256))
+        if counts.prefixes_sha256:
+            parts.append((prefixes_path(directory, result.number, split), counts.prefixes_sha256))
+    return all(storage.exists(path) and sha256_of(path) == sha256 for path, sha256 in parts)
+
+
 def _part(path: str, sha256: str) -> bytes:
     """A task's part, which must be the one that it wrote.
 

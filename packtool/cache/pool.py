@@ -5,6 +5,7 @@ Workers speak with this process through one pipe each: see ``launch.worker``.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import multiprocessing.connection
 import sys
@@ -90,6 +91,7 @@ class Workers:
         self._spec, self.num_proc, self._missing = spec, num_proc, enough
         self._idle: list[_Worker] = []
         self._can_encode = False
+        self._next_glance = 0.0
 
     def __enter__(self) -> Self:
         return self
@@ -117,7 +119,10 @@ class Workers:
         """
         self._missing -= num_rows
         if self.have_begun:
-            self._hear_first(0.0)
+            # Asked for each of many thousand files.
+            if (now := time.monotonic()) >= self._next_glance:
+                self._next_glance = now + _GLANCE_S
+                self._hear_first(0.0)
         elif self._missing <= 0:
             self.begin()
 
@@ -191,6 +196,7 @@ def _work(spec: EncodeSpec, pipe: Connection) -> None:
     teller = _Teller(pipe)
     try:
         encoder = Encoder(spec, ModelFiles.load(spec.model, spec.chat_template))
+        gc.freeze()  # what was loaded stays: it need not be looked through for garbage again and again
         pipe.send(None)
         work = pipe.recv()
         while True:

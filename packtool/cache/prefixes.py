@@ -42,15 +42,14 @@ class SplitPrefixes(NamedTuple):
         )
 
 
-def prefix_batch(found: Sequence[PrefixHashes]) -> pa.RecordBatch:
-    """The lines of some samples."""
-    offsets = pa.array(np.cumsum([0, *(len(each.lengths) for each in found)]), pa.int32())
-    columns = (
-        [np.concatenate(column) for column in zip(*found, strict=True)]
-        if found
-        else [np.zeros(0, np.int64) for _ in PREFIX]
-    )
-    arrays = [pa.array(column, field.type) for column, field in zip(columns, PREFIX, strict=True)]
+def prefix_batch(counts: npt.NDArray[np.int64], prefixes: PrefixHashes) -> pa.RecordBatch:
+    """The lines of S samples.
+
+    Args:
+        counts: prefixes of each, (S,), as ``encode.prefix_hashes`` gives them, like the others.
+    """
+    offsets = pa.array(np.cumsum([0, *counts]), pa.int32())
+    arrays = [pa.array(column, field.type) for column, field in zip(prefixes, PREFIX, strict=True)]
     entries = pa.StructArray.from_arrays(arrays, fields=list(PREFIX))
     return pa.record_batch([pa.ListArray.from_arrays(offsets, entries)], schema=PREFIXES)
 

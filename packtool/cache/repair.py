@@ -122,7 +122,7 @@ def _rebuild_index(directory: str, manifest: Manifest, split: str) -> None:
 
 def _rebuild_prefixes(directory: str, manifest: Manifest, split: str, media_tokens: MediaTokens) -> None:
     batches = [
-        prefix_batch([prefix_hashes(sample, media_tokens, longer_than=LEAST_SHARED) for sample in samples])
+        prefix_batch(*prefix_hashes(samples, media_tokens, longer_than=LEAST_SHARED))
         for samples in _samples_of_shards(directory, manifest, split)
     ]
     joined = [joined for batch in batches for joined in joined_batches([batch])]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from packtool import __version__, storage
-from packtool.cache.finish import is_shard, tidy
+from packtool.cache.finish import has_parts, is_shard, tidy
 from packtool.cache.lock import is_lock, remove_stale
 from packtool.cache.manifest import PATH_SETTINGS, Identity, Manifest, SourceInfo, fingerprint_of
 from packtool.cache.reader import check_sizes
@@ -210,7 +210,7 @@ def check_is_ours(directory: str) -> None:
 
 
 def finished_tasks(directory: str, export: str) -> dict[int, TaskResult]:
-    """Results of the tasks of this export whose marker is there, and the very shards that it tells of."""
+    """Results of the tasks of this export whose marker is there, and the very shards and parts that it tells of."""
     done = {}
     states: dict[str, dict[str, storage.FileState | None]] = {}
     for name in storage.list_names(storage.join(directory, TASKS_DIR)):
@@ -225,7 +225,7 @@ def finished_tasks(directory: str, export: str) -> dict[int, TaskResult]:
         for split in result.splits:
             if split not in states:
                 states[split] = storage.entries(storage.join(directory, split))
-        if all(
+        if has_parts(directory, result) and all(
             is_shard(storage.join(directory, split, part.file), states[split].get(part.file), part)
             for split, part in result.splits.items()
         ):

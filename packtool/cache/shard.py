@@ -14,6 +14,9 @@ from packtool.cache.schema import INDEX, SAMPLES
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray
 from packtool.storage import AtomicFile, FileState
 
+IndexPart = dict[str, npt.NDArray[np.integer[Any]]]
+"""The index columns of some samples, (S,) each."""
+
 
 class ShardWriter:
     """Writes samples in batches; the file appears whole on ``close`` or not at all.
@@ -149,7 +152,7 @@ def num_targets(sample: EncodedSample) -> int:
 
 def index_part(
     samples: Sequence[EncodedSample], shard: int, first_row: int, channel_codes: dict[str, int]
-) -> dict[str, npt.NDArray[np.integer[Any]]]:
+) -> IndexPart:
     """The index columns of samples that follow one another in a shard, (S,) each; new channels get the next code."""
     codes = [
         -1 if sample.channel is None else channel_codes.setdefault(sample.channel, len(channel_codes))
@@ -171,7 +174,7 @@ def index_part(
     }
 
 
-def index_batch(columns: dict[str, npt.NDArray[np.integer[Any]]]) -> pa.RecordBatch:
+def index_batch(columns: IndexPart) -> pa.RecordBatch:
     """Index columns, (S,) each, as a record batch in the schema's types."""
     arrays = [pa.array(columns[field.name], field.type) for field in INDEX]
     return pa.record_batch(arrays, schema=INDEX)

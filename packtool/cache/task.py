@@ -1,17 +1,18 @@
 """One task: a stretch of rows becomes one shard of each split it has rows for.
 
 A task knows nothing of the others or of where it runs. Its last act is a marker with its counts, the export it belongs
-to and the digests of what it wrote; a task with such a marker is done and need not run again.
+to and the digests of what it wrote; a task with such a marker is done and need not run again. Only with its shards does
+it wait until they are on the disk: where a power failure leaves no marker, or not what it tells of, the task runs
+again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +22,7 @@ from packtool.cache.embed import embedded
 from packtool.cache.lock import LockStamp, lost
 from packtool.cache.prefixes import joined_batches, prefix_batch
 from packtool.cache.schema import INDEX, PREFIXES
-from packtool.cache.shard import ShardWriter, index_batch, index_part, num_targets
+from packtool.cache.shard import IndexPart, ShardWriter, index_batch, index_part
 from packtool.config.export import EncodeSpec
 from packtool.constants import LEAST_SHARED, TRAIN_SPLIT, VAL_SPLIT
 from packtool.encode.blocks import encode_samples, samples_of
@@ -107,15 +108,16 @@ class SplitCounts:
     pieces_added: int = 0
     lengths: dict[int, int] = field(default_factory=dict)
 
-    def add(self, sample: EncodedSample) -> None:
-        """Count one sample."""
-        self.rows += 1
-        self.tokens += sample.length
-        self.target_tokens += num_targets(sample)
-        self.media_tokens += sample.num_media_tokens
-        self.truncated += sample.num_truncated > 0
-        self.truncated_tokens += sample.num_truncated
-        self.lengths[sample.length] = self.lengths.get(sample.length, 0) + 1
+    def add(self, samples: Sequence[EncodedSample], index: IndexPart) -> None:
+        """Count samples with their part of the index."""
+        self.rows += len(samples)
+        self.tokens += int(index["length"].sum())
+        self.target_tokens += int(index["target_tokens"].sum())
+        self.media_tokens += int(index["media_tokens"].sum())
+        for length, removed in zip(index["length"].tolist(), [each.num_truncated for each in samples], strict=True):
+            self.truncated += removed > 0
+            self.truncated_tokens += removed
+            self.lengths[length] = self.lengths.get(length, 0) + 1
 
 
 @dataclass
@@ -234,7 +236,7 @@ class _Outputs:
         self._drops: list[str] = []
         self._codes: dict[str, int] = {}
         self._rights = {source.label: source.media_rights for source, _ in task.stretches} if embed else {}
-        self._index: dict[str, list[dict[str, Any]]] = {name: [] for name in task.shards}
+        self._index: dict[str, list[IndexPart]] = {name: [] for name in task.shards}
         self._prefixes: dict[str, list[pa.RecordBatch]] = {name: [] for name in task.shards}
         self._writers: dict[str, ShardWriter] = {}
         for split, (shard, name) in task.shards.items():
@@ -264,13 +266,13 @@ class _Outputs:
             counts = self.result.splits[split]
             embeds = self._embed and self._directory is not None
             for part in embedded(samples, self._rights, self.drop) if embeds else (samples,):
+                index = index_part(part, counts.shard, counts.rows, self._codes)
+                counts.add(part, index)
                 if self._directory is not None:
-                    self._index[split].append(index_part(part, counts.shard, counts.rows, self._codes))
-                    hashed = [prefix_hashes(each, self._media_tokens, longer_than=LEAST_SHARED) for each in part]
-                    self._prefixes[split].append(prefix_batch(hashed))
+                    self._index[split].append(index)
+                    found = prefix_hashes(part, self._media_tokens, longer_than=LEAST_SHARED)
+                    self._prefixes[split].append(prefix_batch(*found))
                     self._writers[split].write(part)
-                for sample in part:
-                    counts.add(sample)
 
     def commit(self, num_rows: int) -> TaskResult:
         self.result.rows = num_rows
@@ -286,15 +288,15 @@ class _Outputs:
             counts.bytes, counts.modified = state.size, state.modified
             index = _index_bytes(self._index[split])
             counts.index_sha256 = hashlib.sha256(index).hexdigest()
-            storage.publish(index_path(self._directory, number, split), index)
+            storage.publish(index_path(self._directory, number, split), index, to_stay=False)
             prefixes = _stream_of(joined_batches(self._prefixes[split]), PREFIXES)
             counts.prefixes_sha256 = hashlib.sha256(prefixes).hexdigest()
-            storage.publish(prefixes_path(self._directory, number, split), prefixes)
+            storage.publish(prefixes_path(self._directory, number, split), prefixes, to_stay=False)
         if self._drops:
             drops = "".join(self._drops).encode()
             self.result.dropped_sha256 = hashlib.sha256(drops).hexdigest()
-            storage.publish(dropped_path(self._directory, number), drops)
-        storage.publish(marker_path(self._directory, number), self.result.to_json())
+            storage.publish(dropped_path(self._directory, number), drops, to_stay=False)
+        storage.publish(marker_path(self._directory, number), self.result.to_json(), to_stay=False)
         return self.result
 
     def discard(self) -> None:
@@ -302,7 +304,7 @@ class _Outputs:
             writer.discard()
 
 
-def _index_bytes(parts: list[dict[str, Any]]) -> bytes:
+def _index_bytes(parts: list[IndexPart]) -> bytes:
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else None
     return _stream_of([] if columns is None else [index_batch(columns)], INDEX)
 

@@ -15,7 +15,7 @@ from packtool import storage
 from packtool.cli.invocation import Invocation
 from packtool.config.inspect import InspectConfig
 from packtool.errors import EXIT_MISMATCH
-from packtool.visible import show, show_json, show_styled, visible_line
+from packtool.visible import show, show_json, show_styled
 
 if TYPE_CHECKING:
     from packtool.report.inspect import SampleView
@@ -36,11 +36,13 @@ def run_inspect(config: InspectConfig, invocation: Invocation) -> None:
         _leaf_through(config, invocation.as_json)
         return
     if config.plan is not None and config.pack is not None:
-        pack = inspect.pack_figures(config.directory, config.plan, config.pack)
+        from packtool.report.inspect_pack import pack_figures, pack_lines
+
+        pack = pack_figures(config.directory, config.plan, config.pack, config.model)
         if invocation.as_json:
             show_json(named(pack))
         else:
-            show("\n".join(_pack_lines(pack)))
+            show("\n".join(pack_lines(pack)))
         return
     if config.row is not None:
         view = inspect.sample_view(config.directory, config.split, config.row, config.model)
@@ -114,22 +116,3 @@ def _readable(view: SampleView, colours: bool) -> Iterator[tuple[str, str]]:
             yield (marked, _COLOURS[look]) if colours else (f"«{marked}»", "")
         else:
             yield text, _COLOURS[look] if colours else ""
-
-
-def _pack_lines(pack: dict[str, object]) -> list[str]:
-    tokens, capacity, samples = pack["tokens"], pack["capacity"], pack["samples"]
-    assert isinstance(tokens, int)
-    assert isinstance(capacity, int)
-    assert isinstance(samples, list)
-    lines = [
-        f"pack {pack['pack']}: {len(samples)} samples, {tokens:,} of {capacity:,} tokens ({tokens / capacity:.2%})"
-    ]
-    for sample in samples:
-        first, last = sample["positions"]
-        spans = " ".join(f"{a}-{b}" for a, b in sample["trained"])
-        lines += [
-            f"  [{sample['start']:>6}, {sample['end']:>6})  positions {first}-{last}  sample "
-            f"{sample['sample']}: {visible_line(sample['source'])}, row {sample['row']}",
-            f"      trained {spans}" + (f"   {' '.join(sample['media'])}" if sample["media"] else ""),
-        ]
-    return lines

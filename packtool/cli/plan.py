@@ -38,8 +38,8 @@ def run_plan(config: PlanConfig, invocation: Invocation) -> None:
         show_json(named(figures))
         return
     print_table(f"plan for {name}", plan_lines(figures))
-    if found.unshared is not None:
-        show(found.unshared)
+    if found.shared_line is not None:
+        show(f"\n{found.shared_line}")
     _print_histograms(found)
     for written in (config.save, config.html):
         if written is not None:

@@ -16,9 +16,9 @@ class InspectConfig(AccessOptions):
     directory: str = option(REQUIRED, "The cache; may stand without the option's name.")
     row: int | None = option(None, "Show this sample of the split, as a person can read it.", minimum=0)
     split: str = option(TRAIN_SPLIT, "Split that --row counts in, and that pages show.")
-    model: str | None = option(None, "Directory of the tokenizer; by default the export's model.")
+    model: str | None = option(None, "Directory of the tokenizer and config.json; by default the export's model.")
     plan: str | None = option(None, "A plan of the cache, from packtool plan --save.")
-    pack: int | None = option(None, "Show this pack of --plan.", minimum=0)
+    pack: int | None = option(None, "Show this pack of --plan; samples that share a prefix as a tree.", minimum=0)
     html: str | None = option(
         None,
         "Write pages into this new folder, to leaf through samples and their media, dropped rows, and the packs of "

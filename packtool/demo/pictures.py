@@ -1,6 +1,6 @@
 """The pictures of the small world: one to three shapes of one colour before a coloured backdrop.
 
-Shapes are painted without smoothing, so every pixel has exactly one of the twelve named colours and a test can read
+Shapes are painted without smoothing, so every pixel has exactly one of the eight named colours and a test can read
 every answer back from the file.
 """
 
@@ -18,16 +18,12 @@ SHAPE_COLOURS: dict[str, Colour] = {
     "green": (30, 160, 60),
     "blue": (30, 60, 220),
     "yellow": (240, 215, 30),
-    "purple": (135, 40, 170),
-    "orange": (245, 130, 20),
 }
 BACKDROP_COLOURS: dict[str, Colour] = {
     "white": (250, 250, 250),
     "black": (15, 15, 15),
     "grey": (128, 128, 128),
-    "pink": (250, 180, 200),
     "cyan": (100, 215, 225),
-    "brown": (115, 70, 35),
 }
 SHAPE_KINDS = ("circle", "square", "triangle", "diamond")
 PLACES: dict[str, tuple[float, float]] = {

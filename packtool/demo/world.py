@@ -4,12 +4,12 @@ Every fact that a question asks for is drawn independently and evenly, so nothin
 even the earlier turns of the same row:
 
     kind      asks for                                       answers
-    shape     the colour of the shapes                             6
-    backdrop  the colour behind them                               6
-    whole     both                                                36
+    shape     the colour of the shapes                             4
+    backdrop  the colour behind them                               4
+    whole     both                                                16
 
 The price: number, place and kind of the shapes are drawn but not asked for. A model of a few million random parameters
-learns to tell colours, wherever they are, within two minutes on two cores; counting would take it much longer.
+learns to tell colours, wherever they are, within a minute on two cores; counting would take it much longer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from packtool.demo.pictures import (
 
 Row = dict[str, Any]
 
-HELD_OUT_SHARE = 10
+HELD_OUT_SHARE = 5
 """One held-out row for so many training rows."""
 
 NUM_COLOURS = len(SHAPE_COLOURS)
@@ -85,7 +85,7 @@ def make_rows(directory: str, num_rows: int, seed: int, num_unusable: int = 0) -
 
     Args:
         directory: made if it is not there; the pictures go to its ``pictures``.
-        num_rows: rows of ``train.json``; a tenth of that is held out.
+        num_rows: rows of ``train.json``; a fifth of that is held out.
         seed: the same seed writes the same bytes.
         num_unusable: so many of the training rows cannot be used: by turns far too long or with a lost picture.
     """

@@ -7,7 +7,8 @@ model's own processor does; a token that lies on the border counts as the medium
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from packtool.encode.control import Piece
 from packtool.encode.families import Medium, Part
@@ -37,8 +38,7 @@ class _Place:
     char: int | None
 
 
-@dataclass(frozen=True)
-class MediaLayout:
+class MediaLayout(NamedTuple):
     """A conversation with its media written out, before tokenization.
 
     Args:
@@ -72,18 +72,17 @@ def lay_out(
             if isinstance(part, str):
                 last = units[-1]
                 begin = begin or _Place(len(units) - 1, len(last.text))
-                units[-1] = replace(last, text=last.text + part)
+                units[-1] = last._replace(text=last.text + part)
             elif part[1]:
                 begin = begin or _Place(len(units), None)
                 units.append(Piece(part[0], "", "", part[1]))
         last = units[-1]
         borders.append((piece.media, index, begin or _Place(len(units), None), _Place(len(units) - 1, len(last.text))))
-        units[-1] = replace(last, text=last.text + piece.text)
+        units[-1] = last._replace(text=last.text + piece.text)
     return MediaLayout(units, firsts, borders)
 
 
-@dataclass(frozen=True)
-class TokenizedLayout:
+class TokenizedLayout(NamedTuple):
     """A tokenized layout.
 
     Args:
@@ -133,7 +132,7 @@ def _start(
     unit = units[place.unit]
     if place.char is None:
         return text_starts[place.unit] - unit.times
-    before = encode(replace(unit, text=unit.text[: place.char])) if place.char else []
+    before = encode(unit._replace(text=unit.text[: place.char])) if place.char else []
     return text_starts[place.unit] + num_common(before, unit_ids[place.unit])
 
 
@@ -147,13 +146,13 @@ def _end(
     if not place.char:
         return text_starts[place.unit]
     unit, ids = units[place.unit], unit_ids[place.unit]
-    behind = encode(replace(unit, text=unit.text[place.char :])) if place.char < len(unit.text) else []
+    behind = encode(unit._replace(text=unit.text[place.char :])) if place.char < len(unit.text) else []
     return text_starts[place.unit] + len(ids) - num_common(behind[::-1], ids[::-1])
 
 
 def num_common(a: Sequence[object], b: Sequence[object]) -> int:
     """How many elements both begin with."""
-    count = 0
-    while count < min(len(a), len(b)) and a[count] == b[count]:
-        count += 1
-    return count
+    for count, (one, other) in enumerate(zip(a, b, strict=False)):
+        if one != other:
+            return count
+    return min(len(a), len(b))

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Tokenizer
 
@@ -29,13 +29,13 @@ _NUM_SLOTS = _BLOCK - len(MEDIA_MARKS)
 # Planes 15 and 16 are private use; the highest block that a row's text leaves free is taken.
 _BASES = tuple(range(0x10C000, 0xF0000 - 1, -_BLOCK))
 _PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
+_NOTHING = "(?!)"
 
 
 _NO_PLACEHOLDERS: Mapping[str, str] = {}
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A control token of the template and the text up to the next one.
 
     Args:
@@ -66,7 +66,7 @@ class Shield:
         self._vocabulary = vocabulary
         self._base = _free_base(strings)
         self._used = False
-        self._media = {chr(self._base + slot): kind for kind, slot in _MEDIA_SLOTS.items()}
+        self._kinds: Mapping[str, str] = {}
 
     def text(self, string: str) -> str:
         """Shield one string."""
@@ -89,6 +89,7 @@ class Shield:
     def media(self, string: str, kinds: Iterable[str]) -> str:
         """Turn the marks of some kinds of media (``<image>``, ...) into the characters that stand for a medium."""
         for kind in kinds:
+            self._kinds = _kinds_by_char(self._base)
             string = string.replace(MEDIA_MARKS[kind], chr(self._base + _MEDIA_SLOTS[kind]))
         return string
 
@@ -96,10 +97,10 @@ class Shield:
         """A text after ``media`` as the list of texts and media that some templates want."""
         parts: list[dict[str, str]] = []
         start = 0
-        for i, char in enumerate(string):
-            if char in self._media:
+        for i, char in enumerate(string if self._kinds else ""):
+            if char in self._kinds:
                 parts += [{"type": "text", "text": string[start:i]}] if start < i else []
-                parts.append({"type": self._media[char]})
+                parts.append({"type": self._kinds[char]})
                 start = i + 1
         return [*parts, {"type": "text", "text": string[start:]}] if start < len(string) or not parts else parts
 
@@ -118,14 +119,12 @@ class Shield:
         Args:
             placeholders: control tokens that stand for a whole medium too, and its kind.
         """
-        pieces = []
-        cursor, control, media = 0, "", ""
-        for match in self._vocabulary.cut_pattern("".join(self._media)).finditer(rendered):
-            pieces.append(Piece(control, media, self.lift(rendered[cursor : match.start()])))
-            control, cursor = match.group(), match.end()
-            media = self._media.get(control) or placeholders.get(control, "")
-        pieces.append(Piece(control, media, self.lift(rendered[cursor:])))
-        return pieces
+        parts = self._vocabulary.cut_pattern("".join(self._kinds)).split(rendered)
+        kinds = {**placeholders, **self._kinds}
+        return [
+            Piece(control, kinds.get(control, ""), self.lift(text))
+            for control, text in zip(["", *parts[1::2]], parts[::2], strict=True)
+        ]
 
 
 class ControlVocabulary:
@@ -156,15 +155,20 @@ class ControlVocabulary:
         self.strip_right = frozenset(token.content for _, token in special if token.rstrip)
         self.strip_left = frozenset(token.content for _, token in special if token.lstrip)
         self._longest_first = sorted(self.texts, key=len, reverse=True)
-        self.pattern = re.compile("|".join(map(re.escape, self._longest_first)) or "(?!)")
+        self.pattern = re.compile("|".join(map(re.escape, self._longest_first)) or _NOTHING)
         self._cut_patterns: dict[str, re.Pattern[str]] = {}
         tokenizer.encode_special_tokens = True
 
     def cut_pattern(self, marks: str) -> re.Pattern[str]:
-        """Matches control tokens and the characters that stand for media."""
+        """Splits at control tokens and at the characters that stand for media, and keeps these.
+
+        Args:
+            marks: the characters; none for a row without media, since re is quicker where all begins alike.
+        """
         if marks not in self._cut_patterns:
             # Single characters, not a class: with literals only, re skips to their first characters at once.
-            self._cut_patterns[marks] = re.compile("|".join((*marks, *map(re.escape, self._longest_first))))
+            literals = "|".join((*marks, *map(re.escape, self._longest_first))) or _NOTHING
+            self._cut_patterns[marks] = re.compile(f"({literals})")
         return self._cut_patterns[marks]
 
 
@@ -176,8 +180,15 @@ def _as_special(token: AddedToken) -> AddedToken:
     return AddedToken(token.content, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False, special=True)
 
 
+@cache
+def _kinds_by_char(base: int) -> Mapping[str, str]:
+    """Kinds of media by the characters that stand for them."""
+    return {chr(base + slot): kind for kind, slot in _MEDIA_SLOTS.items()}
+
+
 def _free_base(strings: Iterable[str]) -> int:
-    taken = {ord(char) // _BLOCK for string in strings for char in _PRIVATE.findall(string)}
+    foreign = [string for string in strings if not string.isascii()]
+    taken = {ord(char) // _BLOCK for string in foreign for char in _PRIVATE.findall(string)}
     free = next((base for base in _BASES if base // _BLOCK not in taken), None)
     if free is None:
         raise ValueError("the text uses private-use characters all over planes 15 and 16")

@@ -118,6 +118,8 @@ class EncodedSample:
     @property
     def num_media_tokens(self) -> int:
         """The number of placeholder tokens of all media."""
+        if not (self.images or self.videos or self.audios):
+            return 0
         tracks = [video.audio for video in self.videos if video.audio is not None]
         groups: tuple[Sequence[EncodedImage | EncodedVideo | EncodedAudio], ...]
         groups = (self.images, self.videos, self.audios, tracks)
@@ -126,6 +128,8 @@ class EncodedSample:
     @property
     def num_audio_tokens(self) -> int:
         """The number of placeholder tokens of its sounds and of its videos' sound tracks."""
+        if not (self.videos or self.audios):
+            return 0
         tracks = [video.audio for video in self.videos if video.audio is not None]
         return sum(sound.num_tokens for sound in (*self.audios, *tracks))
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -19,6 +18,7 @@ from packtool.encode.families import MediaEncoding, MediaKind, Medium, media_enc
 from packtool.encode.fit import Tokenized, fit, fit_all, over_long
 from packtool.encode.left_out import LeftOut
 from packtool.encode.loss_scale import LossScale, Weights, is_hybrid_thinking, loss_scale_of, parse_loss_scale
+from packtool.encode.messages import CannotRender, message_of, strings_of
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.pieces import PieceTokenizer
 from packtool.encode.placed_media import MediaTokens
@@ -36,8 +36,7 @@ _REMEMBERED_MEDIA = 10_000
 _CHARS_PER_TOKEN = 8
 
 
-@dataclass(frozen=True)
-class _Rendered:
+class _Rendered(NamedTuple):
     """A sample between rendering and tokenization."""
 
     sample: Sample
@@ -89,6 +88,7 @@ class Encoder:
         self.remarks = remarks_on(spec, files, self._media)
         self._end_of_text = files.template_variables.get("eos_token", "")
         self._measured: dict[tuple[str, str, MediaRights], Medium] = {}
+        self._header_ids: dict[tuple[str, str], list[int]] = {}
 
     def encode(self, samples: Sequence[Sample]) -> list[list[EncodedSample] | Dropped]:
         """Encode many samples; each becomes exactly one result, in order.
@@ -104,7 +104,7 @@ class Encoder:
         prepared = [self._render(sample) for sample in samples]
         flat = [unit for item in prepared if isinstance(item, _Rendered) for unit in item.layout.units]
         ends = self._ends(prepared)
-        ids = self._pieces.encode([replace(unit, text="") if i in ends else unit for i, unit in enumerate(flat)])
+        ids = self._pieces.encode([unit._replace(text="") if i in ends else unit for i, unit in enumerate(flat)])
         for i, (kept, _) in ends.items():
             ids[i] = kept
         results: list[list[EncodedSample] | Dropped] = []
@@ -184,15 +184,16 @@ class Encoder:
             return Dropped(sample.source, sample.row, "media_unsupported", detail)
         try:
             pieces = self._cut(sample, [kind for kind, found in media.items() if found])
-        except _CannotRender as problem:
+        except CannotRender as problem:
             return Dropped(sample.source, sample.row, problem.reason, str(problem))
+        marks = [piece.media for piece in pieces]
         for kind, found in media.items():
-            num_marks = sum(piece.media == kind for piece in pieces)
+            num_marks = marks.count(kind)
             if num_marks != len(found):
                 detail = f"the chat template left {num_marks} of {len(found)} {kind}s in the conversation"
                 return Dropped(sample.source, sample.row, f"{kind}_marks", detail)
         turns = [] if sample.is_text or self._finder is None else self._finder.find(pieces)
-        num_answers = 0 if sample.is_text else sum(turn.role == "assistant" for turn in sample.turns)
+        num_answers = 0 if sample.is_text else [turn.role for turn in sample.turns].count("assistant")
         speaks = any(turn.loss is not None or turn.loss_scale is not None for turn in sample.turns)
         if len(turns) < num_answers or (speaks and len(turns) != num_answers):
             detail = f"{len(turns)} of {num_answers} assistant turns can be told apart in the rendered conversation"
@@ -209,7 +210,7 @@ class Encoder:
         limit, units = self.spec.max_length, item.layout.units
         if self.spec.truncation_strategy not in ("delete", "raise"):
             return None
-        if sum(len(unit.text) for unit in units) <= _CHARS_PER_TOKEN * limit:
+        if sum([len(unit.text) for unit in units]) <= _CHARS_PER_TOKEN * limit:
             return None
         least = self._pieces.least(units, limit + 1)
         if least <= limit or sum(unit.times for unit in units) >= limit:
@@ -220,34 +221,34 @@ class Encoder:
         """The rendered conversation (a text for pretraining: the text itself) in pieces.
 
         Raises:
-            _CannotRender: if the template refuses it.
+            CannotRender: if the template refuses it.
         """
         try:
-            shield = Shield(self._vocabulary, _strings(sample))
-        except _CannotRender:
+            shield = Shield(self._vocabulary, strings_of(sample))
+        except CannotRender:
             raise
         except ValueError as error:
-            raise _CannotRender("private_characters", str(error)) from error
+            raise CannotRender("private_characters", str(error)) from error
         if sample.is_text:
             text = "".join(shield.text(shield.media(turn.content, kinds)) for turn in sample.turns)
             return [*shield.cut(text), *([Piece(self._end_of_text, "", "")] if self._end_of_text else [])]
         if self._template is None:
-            raise _CannotRender(
+            raise CannotRender(
                 "no_chat_template",
                 "the row is a conversation, and the model has no chat template: --chat-template FILE gives one",
             )
         as_list = self._media.content_as_list
         try:
-            messages = [_message(turn, shield, kinds, as_list) for turn in sample.turns]
+            messages = [message_of(turn, shield, kinds, as_list) for turn in sample.turns]
             tools = shield.value(sample.tools)
             rendered = self._template.render(messages, tools)
         except TemplateFailure as failure:
-            raise _CannotRender("template_refused", str(failure)) from failure
+            raise CannotRender("template_refused", str(failure)) from failure
         except RecursionError as error:
-            raise _CannotRender("template_refused", "the row's values nest too deep") from error
+            raise CannotRender("template_refused", "the row's values nest too deep") from error
         if (number := self._left_out.first(sample.turns, messages, tools)) is not None:
             detail = f"the chat template leaves out turn {number}, of the {sample.turns[number].role}"
-            raise _CannotRender("turn_left_out", detail)
+            raise CannotRender("turn_left_out", detail)
         return shield.cut(rendered, self._media.placeholders)
 
     def _measure(self, kind: MediaKind, ref: MediaRef) -> Medium:
@@ -333,7 +334,10 @@ class Encoder:
         for number, turn in enumerate(item.turns):
             # A blank that the answer begins with may merge with the header's last: the merged token is the answer's.
             first = firsts[turn.first]
-            header = self._encode_one(Piece(pieces[turn.first].control, "", turn.header))
+            opening = pieces[turn.first].control, turn.header
+            header = self._header_ids.get(opening)
+            if header is None:  # of which a template has one, or two
+                header = self._header_ids[opening] = self._encode_one(Piece(opening[0], "", opening[1]))
             start = tokens.text_starts[first] + num_common(header, unit_ids[first])
             ends = turn.last < len(pieces)
             last = firsts[turn.last] if ends else len(item.layout.units) - 1
@@ -360,8 +364,7 @@ def remarks_on(spec: EncodeSpec, files: ModelFiles, media: MediaEncoding) -> tup
     )
 
 
-@dataclass(frozen=True)
-class _TrainedTurn:
+class _TrainedTurn(NamedTuple):
     """An assistant's turn: its message, tokens [start, end), and the first and last unit they lie in."""
 
     turn: Turn
@@ -370,43 +373,8 @@ class _TrainedTurn:
     last_unit: int
 
 
-class _CannotRender(ValueError):
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(detail)
-        self.reason = reason
-
-
-def _message(turn: Turn, shield: Shield, kinds: Sequence[str], as_list: bool) -> dict[str, Any]:
-    """A turn as the template gets it."""
-    text = shield.text(shield.media(turn.content, kinds))
-    content = shield.as_list(text) if as_list else text
-    return {"role": turn.role, "content": content, **shield.value(turn.extra)}
-
-
 def _tokenizer(files: ModelFiles) -> Tokenizer:
     try:
         return Tokenizer.from_str(files.tokenizer_json)
     except Exception as error:  # the tokenizers library raises nothing more special
         raise ConfigError(f"{files.directory}: tokenizer.json cannot be used: {error}") from error
-
-
-def _strings(sample: Sample) -> list[str]:
-    """Every string of a sample that a template may print.
-
-    Raises:
-        _CannotRender: if a template might print NaN or an infinite number, which no JSON has.
-    """
-    found = [turn.content for turn in sample.turns]
-    stack: list[object] = [turn.extra for turn in sample.turns if turn.extra]
-    stack += list(sample.tools or ())
-    while stack:
-        value = stack.pop()
-        if isinstance(value, str):
-            found.append(value)
-        elif isinstance(value, dict):
-            stack += [*value.keys(), *value.values()]
-        elif isinstance(value, (list, tuple)):
-            stack += value
-        elif isinstance(value, float) and not math.isfinite(value):
-            raise _CannotRender("invalid_content", f"the number {value} stands in tools or in a tool call")
-    return found

@@ -178,22 +178,27 @@ def _split(item: Tokenized, limit: int) -> list[EncodedSample] | Dropped:
 def _labelled(item: Tokenized) -> EncodedSample | None:
     """The sample with its labels, None if no token is a target."""
     sample, ids, weights = item.sample, item.ids, item.weights
-    trained = np.zeros(len(ids), bool)
     if weights is None:
-        for start, end in item.turns.reshape(-1, 2):
-            trained[start:end] = True
+        labels = np.empty(len(ids), np.int32)
+        labels.fill(IGNORE_INDEX)  # sooner than ``full``
+        turns = item.turns.tolist()
+        for start, end in zip(turns[::2], turns[1::2], strict=True):
+            labels[start:end] = ids[start:end]
     else:
-        trained = weights > 0
-    trained &= ~item.in_media()
+        labels = np.where(weights > 0, ids, np.int32(IGNORE_INDEX))
+    for span in item.spans:
+        labels[span.start : span.end] = IGNORE_INDEX
     # With nothing before it the first token cannot be predicted; the loss never looks at its label.
     if item.num_removed:
-        trained[:1] = False
-    if not trained[1:].any():
+        labels[:1] = IGNORE_INDEX
+    if len(ids) < 2 or labels[1:].max() < 0:
         return None
-    scaled = weights is not None and not (weights[trained] == 1).all()
+    loss_scale = None
+    if weights is not None and not (weights[labels >= 0] == 1).all():
+        loss_scale = np.where(labels >= 0, weights, np.float32(0))
     return EncodedSample(
         input_ids=ids,
-        labels=np.where(trained, ids, np.int32(IGNORE_INDEX)),
+        labels=labels,
         turns=item.turns,
         images=item.images,
         channel=sample.channel,
@@ -202,7 +207,7 @@ def _labelled(item: Tokenized) -> EncodedSample | None:
         num_truncated=item.num_removed,
         videos=item.videos,
         audios=item.audios,
-        loss_scale=np.where(trained, weights, np.float32(0)) if scaled and weights is not None else None,
+        loss_scale=loss_scale,
     )
 
 

@@ -162,7 +162,7 @@ def _keyword_weights(text: str, rule: str) -> Weights:
     weights = np.ones(len(text), np.float32)
     found = list(_keyword_pattern(rule).finditer(text))
     ends = [match.start() for match in found[1:]] + [len(text)]
-    for match, end in zip(found, ends, strict=True):
+    for match, end in zip(found, ends, strict=False):  # a text without keywords has an end, too
         own, behind = _KEYWORDS[rule][match.group()]
         weights[match.start() : match.end()] = own
         weights[match.end() : end] = behind

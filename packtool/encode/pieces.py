@@ -42,7 +42,10 @@ class PieceTokenizer:
         """Ids of each piece's text, without the control token before it."""
         if not self.context_free:
             return [self._encode_behind(piece) for piece in pieces]
-        texts = [self._trimmed(pieces, i) for i in range(len(pieces))]
+        if self._vocabulary.strip_left or self._vocabulary.strip_right:
+            texts = [self._trimmed(pieces, i) for i in range(len(pieces))]
+        else:
+            texts = [piece.text for piece in pieces]
         fresh = list(dict.fromkeys(text for text in texts if text and text not in self._remembered))
         found: dict[str, list[int]] = {"": []}
         if self._words is not None:

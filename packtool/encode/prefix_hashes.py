@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ _BYTES = 8
 
 
 class PrefixHashes(NamedTuple):
-    """Some prefixes of one sample, the shorter ones first; arrays of M numbers.
+    """Some prefixes of samples, one sample's after the other's, its shorter ones first; arrays of M numbers.
 
     Args:
         lengths: int32, tokens of each.
@@ -41,19 +42,39 @@ class PrefixHashes(NamedTuple):
     target_tokens: IntArray
 
 
-def prefix_hashes(sample: EncodedSample, tokens: MediaTokens, *, longer_than: int = 0) -> PrefixHashes:
-    """Hash the prefixes of a sample: BLAKE2b of 64 bits over tokens, media and channel.
+def prefix_hashes(
+    samples: Sequence[EncodedSample], tokens: MediaTokens, *, longer_than: int = 0
+) -> tuple[npt.NDArray[np.int64], PrefixHashes]:
+    """Hash the prefixes of S samples: BLAKE2b of 64 bits over tokens, media and channel.
 
     Args:
-        tokens: by which its media are found; a sample with others has no prefixes, for nobody knows where these lie.
+        tokens: by which their media are found; a sample with others has no prefixes, for nobody knows where these lie.
         longer_than: tokens of prefixes that are too short to be told.
+
+    Returns:
+        How many each sample has, int64 (S,), and those of all.
     """
+    found = [_prefixes(sample, tokens, longer_than) for sample in samples]
+    together = [prefix for of_sample in found for prefix in of_sample]
+    lengths, digests, *others = zip(*together, strict=True) if together else ((),) * len(PrefixHashes._fields)
+    hashes = np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
+    media_tokens, audio_tokens, target_tokens = (np.array(others[i], np.int32) for i in (0, 1, 3))
+    squares = np.array(others[2], np.int64)
+    prefixes = PrefixHashes(np.array(lengths, np.int32), hashes, media_tokens, audio_tokens, squares, target_tokens)
+    return np.array([len(of_sample) for of_sample in found], np.int64), prefixes
+
+
+_Prefix = tuple[int, bytes, int, int, int, int]
+
+
+def _prefixes(sample: EncodedSample, tokens: MediaTokens, longer_than: int) -> list[_Prefix]:
+    """Tokens, digest, pads, pads of sound, squares of patches and targets of each prefix of a sample."""
     media = placed_media(sample, tokens)
     if len(media) < len(sample.images) + len(sample.videos) + len(sample.audios):
         media, sample = [], dataclasses.replace(sample, turns=sample.turns[:0])
     inside = {end for placed in media for end in range(placed.start + 1, placed.stop + 1)}
     told_at = {placed.stop + 1 for placed in media} | (set(sample.turns.tolist()) - inside)
-    found: list[tuple[int, bytes, int, int, int]] = []
+    found: list[_Prefix] = []
     targets = np.cumsum(sample.labels != IGNORE_INDEX)
     sums = 0, 0, 0
     state, told = hashlib.blake2b(repr(sample.channel).encode(), digest_size=_BYTES), 0
@@ -64,16 +85,12 @@ def prefix_hashes(sample: EncodedSample, tokens: MediaTokens, *, longer_than: in
             state.update(_identity(placed))
             own = _figures(placed.medium)
             sums = sums[0] + own[0], sums[1] + own[1], sums[2] + own[2]
-        state.update(ids[told:end].tobytes())
+        state.update(ids[told:end].data)
         told = end
         if end > longer_than:
-            found.append((end, state.copy().digest(), *sums))
-    lengths, digests, *others = zip(*found, strict=True) if found else ((), (), (), (), ())
-    hashes = np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
-    ends = np.array(lengths, np.int32)
-    media_tokens, audio_tokens = (np.array(column, np.int32) for column in others[:2])
-    squares = np.array(others[2], np.int64)
-    return PrefixHashes(ends, hashes, media_tokens, audio_tokens, squares, targets[ends - 1].astype(np.int32))
+            # Of what came so far: more may follow.
+            found.append((end, state.digest(), *sums, int(targets[end - 1])))
+    return found
 
 
 def _figures(medium: EncodedImage | EncodedVideo | EncodedAudio) -> tuple[int, int, int]:

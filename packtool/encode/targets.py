@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -30,8 +31,7 @@ _PROBE = [
 _Header = tuple[tuple[str, str], ...]
 
 
-@dataclass(frozen=True)
-class TurnPieces:
+class TurnPieces(NamedTuple):
     """Where one assistant turn lies in a cut conversation.
 
     Args:
@@ -93,9 +93,9 @@ class TurnFinder:
     def find(self, pieces: Sequence[Piece]) -> list[TurnPieces]:
         """All assistant turns of a cut conversation, in order; a turn that nothing ends before the next is none."""
         turns = []
-        i, span = 0, len(self.header)
+        i, span, opening = 0, len(self.header), self.header[0][0]
         while i + span <= len(pieces):
-            if not self._opens(pieces[i : i + span]):
+            if pieces[i].control != opening or not self._opens(pieces[i : i + span]):
                 i += 1
                 continue
             first = i + span - 1

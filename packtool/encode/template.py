@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache
 from itertools import islice
+from types import CodeType
 from typing import Any, NoReturn
 
 import jinja2
@@ -13,6 +15,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.runtime
+import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from packtool.errors import ConfigError
@@ -27,6 +30,8 @@ _MOST_ROUNDS = 10_000_000
 """Rounds of all loops of one rendering: some seconds."""
 _MOST_CHARS = 1 << 28
 _DICT_NAMES = frozenset(dir(dict))
+_OF_LOOPS = frozenset(("_loop_vars", "_block_vars"))
+"""What a compiled template gives to the calls in its loops and blocks, besides what stands there."""
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
 
@@ -46,7 +51,8 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with a short way for what nearly every attribute of a chat template is: a key of a message.
+    """The sandbox, with a short way for what nearly all attributes and calls of a chat template are: a key of a
+    message, and ``namespace(...)``.
 
     It also counts: a loop is charged for its rounds when it begins, a macro for each call, and a product for its size,
     so that a template that would run for hours, or fill the memory, ends. What is kept in a variable or given to a
@@ -76,6 +82,8 @@ class _Environment(ImmutableSandboxedEnvironment):
             __self.take_rounds(1)
             for value in (*args, *kwargs.values()):
                 _bounded(value)
+        elif __obj is jinja2.utils.Namespace and _OF_LOOPS.isdisjoint(kwargs):
+            return __obj(*args, **kwargs)
         return super().call(__context, __obj, *args, **kwargs)
 
     def take_rounds(self, count: int) -> None:
@@ -94,8 +102,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        if type(obj) is dict and attribute in obj and attribute not in _DICT_NAMES:
-            return obj[attribute]
+        if type(obj) is dict and attribute not in _DICT_NAMES:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         return super().getattr(obj, attribute)
 
 
@@ -145,6 +153,21 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
+def _new_environment() -> _Environment:
+    environment = _Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+@lru_cache(maxsize=8)
+def _compiled(text: str) -> CodeType:
+    return _new_environment().compile(text)
+
+
 class ChatTemplate:
     """A compiled chat template.
 
@@ -156,19 +179,13 @@ class ChatTemplate:
 
     def __init__(self, text: str, variables: Mapping[str, str], content_as_list: bool = False) -> None:
         self._content_as_list = content_as_list
-        environment = _Environment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
-        self._environment = environment
+        self._environment = environment = _new_environment()
         try:
-            # A dictionary, which is copied at once for each conversation; Jinja's own is a chain of two.
-            self._template = environment.from_string(text)
-            self._template.globals = dict(self._template.globals)
+            code = _compiled(text)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"the chat template is not valid Jinja: {error}") from error
+        # A dictionary, which is copied at once for each conversation; Jinja's own is a chain of two.
+        self._template = environment.template_class.from_code(environment, code, dict(environment.globals))
         self._variables = dict(variables)
 
     def render(
@@ -221,6 +238,8 @@ class ChatTemplate:
 
 
 def _with_reasoning_names(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    if message.keys().isdisjoint(_REASONING_NAMES):
+        return message
     reasoning = next((message[name] for name in _REASONING_NAMES if message.get(name) is not None), None)
     if reasoning is None:
         return message

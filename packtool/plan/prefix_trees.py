@@ -164,6 +164,64 @@ def plan_trees(
     return PrefixTrees(order.astype(np.int64), np.append(starts, len(order)), shared, found)
 
 
+@dataclass(frozen=True)
+class Branch:
+    """Tokens that are there once in a pack: a prefix of several samples, or what one of them has of its own.
+
+    Args:
+        first, last: the samples that have them, in pack order, from the first to behind the last.
+        start, stop: their positions, the same in each of these samples.
+        parent: place of the branch that they go on from, before it in the list; or ``NOTHING``.
+    """
+
+    first: int
+    last: int
+    start: int
+    stop: int
+    parent: int
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that have the tokens."""
+        return self.last - self.first
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are there once."""
+        return self.stop - self.start
+
+
+def branches_of(new: npt.NDArray[np.integer[Any]], shared: npt.NDArray[np.integer[Any]] | None = None) -> list[Branch]:
+    """The trees of one pack, each branch behind the one that it goes on from: the order in which they are laid out.
+
+    Price: each sample is looked at once for each prefix that it shares.
+
+    Args:
+        new: (S,), tokens that each sample adds to the pack, 1 or more.
+        shared: (S,), tokens that each has in common with the one before it, fewer than either has; None for none.
+    """
+    common = [0] * (len(new) + 1) if shared is None else [*shared.tolist(), 0]
+    lengths = [tokens + known for tokens, known in zip(new.tolist(), common, strict=False)]
+    found: list[Branch] = []
+    path: list[int] = []  # the branches that the sample of the moment is in
+    for sample, length in enumerate(lengths):
+        while path and found[path[-1]].stop > common[sample]:
+            path.pop()
+        # How much of it each following sample has: prefixes that begin with it end there.
+        least, lasts = length, dict[int, int]()
+        for other in range(sample + 1, len(common)):
+            if least > common[other]:
+                lasts[least] = other
+                least = common[other]
+            if least <= common[sample]:
+                break
+        for stop in sorted(lasts):
+            start, parent = (found[path[-1]].stop, path[-1]) if path else (0, NOTHING)
+            path.append(len(found))
+            found.append(Branch(sample, lasts[stop], start, stop, parent))
+    return found
+
+
 def _by_first_samples(order: Int64Array, shared: Int32Array) -> Int64Array:
     """Places of samples that put the tree with the first sample first: the cache's order, as far as trees have it."""
     starts = np.flatnonzero(shared == 0)
@@ -210,18 +268,16 @@ class _Forest:
         """Take the prefixes that more than one sample has; nodes are numbered by the first sample that has them."""
         owners = np.repeat(np.arange(prefixes.num_samples), np.diff(prefixes.offsets))
         entries = np.flatnonzero(prefixes.lengths > least_shared)
-        _, first, node, counts = np.unique(
-            prefixes.hashes[entries], return_index=True, return_inverse=True, return_counts=True
-        )
-        kept = counts > 1
+        # Most hashes are of one sample alone: these are sorted out first, for a plain sort costs next to nothing.
+        hashes = prefixes.hashes[entries]
+        ordered = np.sort(hashes)
+        entries = entries[np.isin(hashes, ordered[1:][ordered[1:] == ordered[:-1]])]
+        _, first, node = np.unique(prefixes.hashes[entries], return_index=True, return_inverse=True)
         # Numbered by where they come first, so that a parent's number is below its children's.
-        by_first = np.argsort(first[kept], kind="stable")
-        number = np.full(len(kept), NOTHING, np.int64)
-        number[np.flatnonzero(kept)[by_first]] = np.arange(len(by_first))
-        first = first[kept][by_first]
-        node = number[node]
-        is_node = node != NOTHING
-        entries, node, first = entries[is_node], node[is_node], (np.cumsum(is_node) - 1)[first]
+        by_first = np.argsort(first)
+        number = np.empty_like(by_first)
+        number[by_first] = np.arange(len(by_first))
+        first, node = first[by_first], number[node]
         owner = owners[entries]
         parents = np.full(len(first) + 1, NOTHING, np.int64)
         if len(first):

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 from tokenizers import Tokenizer
 
 from packtool import storage
 from packtool.cache.manifest import Manifest
-from packtool.cache.plan_file import read_plan_of
 from packtool.cache.reader import CacheReader
 from packtool.cache.restart import num_finished
 from packtool.cache.task import TASKS_DIR
@@ -187,20 +185,29 @@ class Decoder:
         Raises:
             ConfigError: if the model cannot be read.
         """
-        exported_for = str(reader.manifests[0].identity.spec["model"])
-        try:
-            return cls(ModelFiles.load(model or exported_for))
-        except ConfigError as error:
-            if model is not None:
-                raise
-            raise ConfigError(
-                f"{reader.directories[0]} was exported for {exported_for}, which cannot be read here: {error.message}",
-                "Say where that model is now: --model DIR.",
-            ) from error
+        return cls(model_of_cache(reader, model))
 
     def parts(self, sample: EncodedSample) -> Iterator[Part]:
         """The sample from its first token to its last."""
         return _parts(sample, self._tokenizer, self._pads)
+
+
+def model_of_cache(reader: CacheReader, model: str | None = None) -> ModelFiles:
+    """The files of the model that a cache was exported for, or of ``model``.
+
+    Raises:
+        ConfigError: if they cannot be read.
+    """
+    exported_for = str(reader.manifests[0].identity.spec["model"])
+    try:
+        return ModelFiles.load(model or exported_for)
+    except ConfigError as error:
+        if model is not None:
+            raise
+        raise ConfigError(
+            f"{reader.directories[0]} was exported for {exported_for}, which cannot be read here: {error.message}",
+            "Say where that model is now: --model DIR.",
+        ) from error
 
 
 def _pad_ids(config: Mapping[str, Any], tokenizer: Tokenizer) -> dict[int, str]:
@@ -288,44 +295,6 @@ def medium_text(medium: EncodedImage | EncodedVideo | EncodedAudio) -> str:
     return f"[video {size} -> {tokens}{sound}]"
 
 
-def _media_texts(sample: EncodedSample) -> list[str]:
-    groups: tuple[Sequence[EncodedImage | EncodedVideo | EncodedAudio], ...]
-    groups = (sample.images, sample.videos, sample.audios)
-    return [medium_text(medium) for group in groups for medium in group]
-
-
-def pack_figures(directory: str, plan: str, pack: int) -> dict[str, Any]:
-    """A pack of a saved plan: its samples, where each begins and ends, and what of them is trained.
-
-    Of a sample that shares a prefix with the one before it, what it adds to it: from its position behind the prefix.
-
-    Raises:
-        MismatchError: if the plan belongs to other caches.
-        ConfigError: if it has no such pack.
-    """
-    reader = CacheReader.open([directory])
-    saved = read_plan_of(reader, plan)
-    num_packs = len(saved.offsets) - 1
-    if not 0 <= pack < num_packs:
-        raise ConfigError(f"--pack {pack}: the plan has packs 0 to {num_packs - 1}")
-    samples, start = [], 0
-    here = slice(int(saved.offsets[pack]), int(saved.offsets[pack + 1]))
-    common = np.zeros_like(saved.lengths) if saved.shared is None else saved.shared
-    for position, shared in zip(saved.samples[here].tolist(), common[here].tolist(), strict=True):
-        sample = reader.sample(position)
-        own = sample.labels[shared:] != IGNORE_INDEX
-        trained = np.flatnonzero(np.diff(np.concatenate(([0], own, [0]))))
-        samples.append(
-            {
-                "sample": position,
-                "source": sample.source,
-                "row": sample.row,
-                "start": start,
-                "end": start + sample.length - shared,
-                "positions": [shared, sample.length - 1],
-                "trained": [[start + int(a), start + int(b)] for a, b in trained.reshape(-1, 2)],
-                "media": _media_texts(sample),
-            }
-        )
-        start += sample.length - shared
-    return {"pack": pack, "tokens": start, "capacity": saved.info.capacity, "samples": samples}
+def all_media(sample: EncodedSample) -> list[EncodedImage | EncodedVideo | EncodedAudio]:
+    """The media of a sample: pictures, then videos, then sounds."""
+    return [*sample.images, *sample.videos, *sample.audios]

@@ -8,12 +8,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from packtool.report.plan_page import Histogram, PageContent, PlainFigures
+from packtool.plan.pack_plan import PackPlan
+from packtool.plan.prefix_trees import Branch, branches_of
+from packtool.report.plan_page import Histogram, PageContent, PlainFigures, SharedFigures
 from packtool.report.statistics import Line, percent
 from packtool.train.prepare.preview import Preview
 
 _DRAWN_PACKS = 20
 _DRAWN_STEPS = 300
+_DRAWN_SAMPLES = 40  # of a tree
 _BINS = 48
 
 
@@ -51,7 +54,8 @@ def _shared_lines(figures: Mapping[str, Any]) -> list[Line]:
     if shared["tower_work_share_saved"]:
         lines.append(("    share of the towers' work", percent(shared["tower_work_share_saved"])))
     steps = f"{shared['steps_without'] - figures['steps_per_epoch']:,} of {shared['steps_without']:,}"
-    return [*lines, ("    optimizer steps per epoch", steps)]
+    trees = f"{shared['num_trees']:,} of {shared['samples_per_tree']:.1f} samples, {shared['largest_tree']:,} at most"
+    return [*lines, ("    optimizer steps per epoch", steps), ("    trees", trees)]
 
 
 def _use_lines(figures: Mapping[str, Any]) -> list[Line]:
@@ -141,10 +145,7 @@ def page_content(found: Preview, figures: Mapping[str, Any], command: str, title
     packs = found.plan.whole_packs
     counts, most = length_bins(found)
     fills, _ = np.histogram(packs.tokens_per_pack() / packs.capacity * 100, bins=50, range=(0, 100))
-    drawn = [
-        packs.lengths[packs.offsets[i] : packs.offsets[i + 1]].tolist()
-        for i in range(min(packs.num_packs, _DRAWN_PACKS))
-    ]
+    drawn = [_branches(packs, *packs.offsets[i : i + 2]) for i in range(min(packs.num_packs, _DRAWN_PACKS))]
     before, after = (_worst_of_each(steps) for steps in found.step_balance())
     padding = figures["padding_of_plain_batches"]
     return PageContent(
@@ -158,6 +159,7 @@ def page_content(found: Preview, figures: Mapping[str, Any], command: str, title
         plain=PlainFigures(figures["rows_of_plain_batches"], percent(padding), _times(figures), padding > 0.05),
         balance=(before, after) if found.options.world_size > 1 else None,
         processes_per_rank=found.sequence_parallel_size,
+        shared=_shared(packs, figures),
         figures=[*plan_lines(figures), *_fingerprints(figures)],
         commands=[("This page was made by", command)],
     )
@@ -181,6 +183,43 @@ def _headline(figures: Mapping[str, Any]) -> tuple[tuple[str, str, str], ...]:
         (f"{steps:,}", "optimizer steps", f"per epoch, {figures['samples'] / max(steps, 1):,.1f} samples each"),
         (f"{figures['samples']:,}", "samples", f"{figures['filtered']:,} were too long"),
     )
+
+
+def _shared(packs: PackPlan, figures: Mapping[str, Any]) -> SharedFigures | None:
+    """What shared prefixes save, in large figures, and two of the trees: the one that saves most, and a usual one."""
+    saved = figures["shared_prefixes"]
+    if saved is None or packs.shared is None:
+        return None
+    whole = saved["tokens_without"]
+    headline = [(percent(saved["token_share_saved"]), "of the tokens saved", f"{saved['tokens_saved']:,} of {whole:,}")]
+    if saved["tower_work_share_saved"]:
+        remark = "each medium once a tree"
+        headline.append((percent(saved["tower_work_share_saved"]), "of the towers' work saved", remark))
+    steps = (f"{figures['steps_per_epoch']:,}", "optimizer steps", f"instead of {saved['steps_without']:,} per epoch")
+    sizes = f"of {saved['samples_per_tree']:.1f} samples, {saved['largest_tree']:,} at most"
+    return SharedFigures([*headline, steps, (f"{saved['num_trees']:,}", "trees", sizes)], _drawn_trees(packs))
+
+
+def _drawn_trees(packs: PackPlan) -> list[tuple[str, str, list[Branch]]]:
+    """What it is, its figures and its branches, of the tree that saves most and of the median one."""
+    assert packs.shared is not None, "asked before"
+    starts = np.append(np.flatnonzero(packs.shared == 0), packs.num_samples)
+    saved = np.add.reduceat(packs.shared, starts[:-1], dtype=np.int64)
+    by_saved, num_trees = np.argsort(-saved, kind="stable"), int(np.count_nonzero(saved))
+    names = {"The tree that saves most": 0, "The median tree": num_trees // 2}
+    found = []
+    for name, place in list(names.items())[:num_trees]:
+        start, stop = starts[by_saved[place] : by_saved[place] + 2].tolist()
+        tokens, whole = int(packs.lengths[start:stop].sum()), int(packs.whole_lengths[start:stop].sum())
+        told = f"{stop - start:,} samples, {tokens:,} tokens instead of {whole:,}"
+        if stop - start > _DRAWN_SAMPLES:
+            told += f"; the first {_DRAWN_SAMPLES} samples are drawn"
+        found.append((name, told, _branches(packs, start, min(stop, start + _DRAWN_SAMPLES))))
+    return found
+
+
+def _branches(packs: PackPlan, start: int, stop: int) -> list[Branch]:
+    return branches_of(packs.lengths[start:stop], None if packs.shared is None else packs.shared[start:stop])
 
 
 def _worst_of_each(steps: npt.NDArray[np.float64]) -> list[float]:

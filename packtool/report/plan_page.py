@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from packtool.plan.prefix_trees import Branch
 from packtool.report.axes import SIZE, Axis
 from packtool.report.drawing import Box, Boxes, Chart, Drawing, Note, Path, Rectangle
 from packtool.report.markup import render
@@ -20,6 +21,7 @@ _COLOURS = 5
 _MOST_LINES = 80
 _LINE, _GAP = 9, 2  # CSS pixels of a line of samples, and below it
 _NARROW = 6  # units: samples below have neither a border nor a hint of their own
+_PREFIX = "prefix"
 _FINGERPRINT = re.compile("[0-9a-f]{12,}")
 
 
@@ -55,15 +57,28 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Stretch:
-    """A sample, or the padding behind it.
+    """A sample, a prefix that it shares with others, or the padding behind it.
 
     Args:
         tokens: that it takes.
-        colour: of a sample; None is padding.
+        look: of a sample or prefix; None is padding.
     """
 
     tokens: int
-    colour: int | None
+    look: str | None
+
+
+@dataclass(frozen=True)
+class SharedFigures:
+    """What it saves that samples share prefixes.
+
+    Args:
+        headline: (number, what it counts, remark) of the large figures.
+        trees: (what it is, its figures, its branches) of some.
+    """
+
+    headline: Sequence[tuple[str, str, str]]
+    trees: Sequence[tuple[str, str, Sequence[Branch]]]
 
 
 @dataclass(frozen=True)
@@ -77,10 +92,11 @@ class PageContent:
         lengths: of samples.
         capacity: tokens of a pack.
         fills: of packs, in percent.
-        packs: sample lengths of some packs.
+        packs: some of them: what several samples have, and what each has of its own.
         plain: batches without packing that the plan is compared with, or None.
         balance: (round-robin, planned) max/mean work of steps in their order, or None.
         processes_per_rank: that share a sequence.
+        shared: what shared prefixes save, or None where there are none.
         figures: (what, value), for the table at the end; long hexadecimal values are fingerprints.
         commands: that lead to and from here.
     """
@@ -91,12 +107,13 @@ class PageContent:
     lengths: Histogram
     capacity: int
     fills: Histogram
-    packs: Sequence[Sequence[int]]
+    packs: Sequence[Sequence[Branch]]
     balance: tuple[Sequence[float], Sequence[float]] | None
     figures: Sequence[tuple[str, str]]
     commands: Sequence[tuple[str, str]]
     plain: PlainFigures | None = None
     processes_per_rank: int = 1
+    shared: SharedFigures | None = None
 
     @property
     def shares_packs(self) -> bool:
@@ -119,7 +136,8 @@ def page(content: PageContent) -> str:
         fills=histogram(content.fills, "packs", "share of a pack's tokens that samples fill", suffix="%"),
         packed=packs_drawing(content.packs, content.capacity),
         padded=stretches_drawing(stretches, content.capacity),
-        num_samples=sum(map(len, content.packs)),
+        num_samples=sum(branch.num_samples == 1 for pack in content.packs for branch in pack),
+        trees=[(name, told, tree_drawing(tree)) for name, told, tree in content.shared.trees] if content.shared else [],
         num_lines=num_lines(stretches, content.capacity),
         most_lines=_MOST_LINES,
         balance=balance_chart(*content.balance) if content.balance else None,
@@ -193,18 +211,35 @@ def share_drawing(counts: Sequence[int]) -> Drawing:
     return Drawing("share", "shares of the rows", boxes, height=1)
 
 
-def packs_drawing(packs: Sequence[Sequence[int]], capacity: int) -> Drawing:
+def packs_drawing(packs: Sequence[Sequence[Branch]], capacity: int) -> Drawing:
     """Packs below one another to scale; what they leave free is outlined.
 
     Args:
-        packs: lengths of each one's samples.
+        packs: the branches of each.
         capacity: tokens that the full width stands for.
     """
     stretches: list[Stretch] = []
     for pack in packs:
-        stretches += [Stretch(length, i % _COLOURS) for i, length in enumerate(pack)]
-        stretches.append(Stretch(capacity - sum(pack), None))
+        stretches += [Stretch(branch.num_tokens, _branch_look(branch)) for branch in pack]
+        stretches.append(Stretch(capacity - sum(branch.num_tokens for branch in pack), None))
     return stretches_drawing(stretches, capacity, len(packs), padded=False)
+
+
+def tree_drawing(branches: Sequence[Branch]) -> Drawing:
+    """Samples below one another to scale, from their first tokens on; a prefix is as high as all that share it."""
+    longest = max(branch.stop for branch in branches)
+    shapes = []
+    for branch in branches:
+        x, wide = branch.start / longest * SIZE, branch.num_tokens / longest * SIZE
+        y, tall = branch.first * (_LINE + _GAP), branch.num_samples * (_LINE + _GAP) - _GAP
+        what = f"shared by {branch.num_samples:,} samples" if branch.num_samples > 1 else "of a sample alone"
+        shapes.append(Box(x, y, wide, tall, f"s {_branch_look(branch)}", f"{branch.num_tokens:,} tokens {what}"))
+    height = max(branch.last for branch in branches) * (_LINE + _GAP) - _GAP
+    return Drawing("tree", "samples that share prefixes, to scale", shapes, height, in_pixels=True)
+
+
+def _branch_look(branch: Branch) -> str:
+    return _look(branch.first % _COLOURS) if branch.num_samples == 1 else _PREFIX
 
 
 def stretches_drawing(
@@ -224,17 +259,17 @@ def stretches_drawing(
     for stretch in stretches:
         left = stretch.tokens
         look, hint = ("waste", "of padding") if padded else ("room", "free")
-        if stretch.colour is not None:
-            look, hint = f"s {_look(stretch.colour)}", "of a sample"
+        if stretch.look is not None:
+            look, hint = f"s {stretch.look}", "of a shared prefix" if stretch.look == _PREFIX else "of a sample"
         while left and at < most_lines * capacity:
             line, start = divmod(at, capacity)
             here = min(left, capacity - start)
             x, y, wide = start / capacity * SIZE, line * (_LINE + _GAP), here / capacity * SIZE
             if wide >= _NARROW:
                 shapes.append(Box(x, y, wide, _LINE, look, f"{here:,} tokens {hint}"))
-            elif stretch.colour is not None:
-                # A tenth is left free behind it, in place of a border. Those of a colour are drawn together.
-                narrow.setdefault(_look(stretch.colour), []).append((x, y, wide * 0.9, _LINE))
+            elif stretch.look is not None:
+                # A tenth is left free behind it, in place of a border. Those of a look are drawn together.
+                narrow.setdefault(stretch.look, []).append((x, y, wide * 0.9, _LINE))
             at, left = at + here, left - here
     shapes += [Boxes(places, look) for look, places in narrow.items()]
     lines = -(-at // capacity)
@@ -252,26 +287,26 @@ def num_lines(stretches: Sequence[Stretch], capacity: int) -> int:
     return -(-sum(stretch.tokens for stretch in stretches) // capacity)
 
 
-def plain_batches(packs: Sequence[Sequence[int]], each: int) -> list[Stretch]:
+def plain_batches(packs: Sequence[Sequence[Branch]], each: int) -> list[Stretch]:
     """The samples of packs, shuffled, in batches that are padded to their longest: what training without packing does.
 
     Args:
-        packs: sample lengths, in tokens.
+        packs: the branches of each.
         each: samples of a batch.
 
     Returns:
-        samples, with padding behind each that is shorter than its batch's longest. Colours are as in ``packs_drawing``.
+        samples, each with all prefixes that it shares, and with padding behind those that are shorter than their
+        batch's longest. Colours are as in ``packs_drawing``.
     """
-    samples = [Stretch(length, i % _COLOURS) for pack in packs for i, length in enumerate(pack)]
+    samples = [branch for pack in packs for branch in pack if branch.num_samples == 1]
     random.Random(0).shuffle(samples)  # companions in a pack are often alike, in a plain batch they are not
     found = []
     for start in range(0, len(samples), each):
         batch = samples[start : start + each]
-        longest = max(sample.tokens for sample in batch)
+        longest = max(sample.stop for sample in batch)
         for sample in batch:
-            found.append(sample)
-            if sample.tokens < longest:
-                found.append(Stretch(longest - sample.tokens, None))
+            parts = ((sample.start, _PREFIX), (sample.num_tokens, _branch_look(sample)), (longest - sample.stop, None))
+            found += [Stretch(tokens, look) for tokens, look in parts if tokens]
     return found
 
 

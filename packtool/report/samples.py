@@ -22,14 +22,15 @@ from packtool.cache.plan_file import read_plan_of
 from packtool.cache.reader import CacheReader
 from packtool.config.inspect import InspectConfig
 from packtool.constants import DROPPED_NAME, IGNORE_INDEX
-from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
+from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedVideo
 from packtool.errors import ConfigError, MediaError
 from packtool.media.load import load_image
 from packtool.media.opening import MediaProblem, open_medium
 from packtool.media.suffix import suffix_of
 from packtool.media.video import load_video
+from packtool.plan.prefix_trees import branches_of
 from packtool.progress import Progress
-from packtool.report.inspect import Decoder
+from packtool.report.inspect import Decoder, all_media
 from packtool.report.markup import render
 from packtool.rows.rights import MediaRights, rights_of_cache
 from packtool.rows.sample import MediaRef
@@ -95,7 +96,7 @@ class Pages:
 
     def media_names(self, number: int) -> list[str]:
         """Files of the media of a sample: a small picture of what can be seen, and what can be played."""
-        media = _media(self._reader.sample(number))
+        media = all_media(self._reader.sample(number))
         return [name for i, medium in enumerate(media) for name in _places(number, i, medium).values()]
 
     def content(self, name: str) -> bytes | None:
@@ -144,12 +145,13 @@ class Pages:
             "dropped": dict(self._reader.manifests[0].dropped),
             "packs": len(self._packs),
             "allPacks": 0 if self._plan is None else len(self._plan.offsets) - 1,
+            "sharesPrefixes": self._plan is not None and self._plan.shared is not None,
             "capacity": 0 if self._plan is None else self._plan.info.capacity,
         }
 
     def _sample(self, number: int) -> dict[str, Any]:
         sample = self._reader.sample(number)
-        media = _media(sample)
+        media = all_media(sample)
         places = {id(medium): _places(number, i, medium) for i, medium in enumerate(media)}
         parts = [
             {"look": part.look, "text": part.text}
@@ -171,14 +173,19 @@ class Pages:
     def _pack(self, pack: int) -> dict[str, Any]:
         assert self._plan is not None
         here = slice(int(self._plan.offsets[pack]), int(self._plan.offsets[pack + 1]))
-        shared = [0] * (here.stop - here.start) if self._plan.shared is None else self._plan.shared[here].tolist()
-        samples = zip(self._plan.samples[here].tolist(), self._plan.lengths[here].tolist(), shared, strict=True)
-        return {"number": pack, "samples": list(samples)}
+        samples = self._plan.samples[here].tolist()
+        shared = None if self._plan.shared is None else self._plan.shared[here]
+        # A prefix of several samples is nobody's own.
+        parts = [
+            (samples[branch.first] if branch.num_samples == 1 else None, branch.num_tokens, branch.num_samples)
+            for branch in branches_of(self._plan.lengths[here], shared)
+        ]
+        return {"number": pack, "samples": len(samples), "parts": parts}
 
     def _medium(self, number: int, i: int, suffix: str) -> bytes | None:
         if not 0 <= number < len(self._reader):
             return None
-        media = _media(self._reader.sample(number))
+        media = all_media(self._reader.sample(number))
         if i >= len(media) or f"media/{number}-{i}{suffix}" not in _places(number, i, media[i]).values():
             return None
         try:
@@ -265,10 +272,6 @@ def _dropped(path: str) -> list[dict[str, Any]]:
             if len(found) == _MOST_DROPPED:
                 break
     return found
-
-
-def _media(sample: EncodedSample) -> list[Medium]:
-    return [*sample.images, *sample.videos, *sample.audios]
 
 
 def _places(number: int, i: int, medium: Medium) -> dict[str, str]:

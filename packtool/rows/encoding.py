@@ -30,6 +30,8 @@ def check_encoding(path: str, head: bytes) -> None:
         DataError: naming the encoding as far as it can be told, and the command that mends it.
     """
     head = head[:_HEAD]
+    if b"\0" not in head and _is_utf8(head):
+        return  # as nearly all files
     name = next((name for mark, name in _MARKS if head.startswith(mark)), None) or _without_mark(head)
     if name is None:
         try:

@@ -89,7 +89,7 @@ class MegatronReader:
         return max(self._num_borders - 1, 0)
 
     def read(self, start: int, stop: int) -> list[npt.NDArray[Any]]:
-        """The tokens of documents [start, stop).
+        """The tokens of documents [start, stop), each (L,), of the kind of number that the file has.
 
         Raises:
             DataError: if the file is broken there, or has no such documents any more.
@@ -164,7 +164,7 @@ def _read(file: BinaryIO, offset: int, count: int, kind: np.dtype[Any], source: 
 
 
 def _digest(source: Source) -> str:
-    """Of the index and, here, of the tokens; of those elsewhere what their store says of them."""
+    """Digest of both files; of those elsewhere, of what their store says of them."""
     told = blake2b(digest_size=16)
     for path in (source.path, tokens_path(source.path)):
         if storage.is_remote(path):

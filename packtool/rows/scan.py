@@ -6,11 +6,11 @@ Nothing is kept of the rows but one entry for each block of them; a source of an
 from __future__ import annotations
 
 import codecs
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby, islice
+from typing import NamedTuple
 
 from packtool import storage
 from packtool.errors import ConfigError, DataError
@@ -23,12 +23,12 @@ from packtool.rows.opened import Hashed, close_readers, open_text
 from packtool.rows.read import parse_block, read_block
 from packtool.rows.records import find_records
 from packtool.rows.sampling import draw_rows
-from packtool.rows.source import RowBlock, RowBlocks, ScannedSource, Source, SourceSpec
+from packtool.rows.source import NumberedRow, RowBlock, RowBlocks, ScannedSource, Source, SourceSpec
 
 _FIRST_BYTES = 4096
 _FIRST_BLOCKS = 4
-# A text in which a mark of a medium (<image>) may stand, as it is or as JSON may spell it.
-_MAY_BE_MARKED = re.compile(rb"<|u003[cC]")
+# Of a text in which a mark of a medium (<image>) may stand, as it is or as JSON may spell it.
+_OF_MARKS = (b"<", b"u003")
 
 
 def scan_sources(
@@ -147,8 +147,7 @@ def _holds_lines(source: Source, head: bytes) -> bool:
     return start.startswith(b"{")
 
 
-@dataclass(frozen=True)
-class _Finder:
+class _Finder(NamedTuple):
     """A file whose rows are being found.
 
     Args:
@@ -211,16 +210,20 @@ def _form(spec: SourceSpec, source: Source, blocks: Iterable[RowBlock], head: by
     """
     if source.kind == "txt":
         return detect([{"text": ""}], (), None, source.label)
+    for block in blocks:
+        text = head[block.start : block.stop] if block.stop <= len(head) else None
+        found = _read_apart(source, block) if text is None else parse_block(source, block, text)
+        rows = [row for _, row in found if isinstance(row, dict)]
+        if rows:
+            form = detect(rows, spec.columns, spec.formatting, source.label)
+            if text is None or any(part in text for part in _OF_MARKS):
+                check_first_rows(rows, source.read_as(form=form.form, columns=form.columns))
+            return form
+    return None
+
+
+def _read_apart(source: Source, block: RowBlock) -> list[NumberedRow]:
     try:
-        for block in blocks:
-            text = head[block.start : block.stop] if block.stop <= len(head) else None
-            found = read_block(source, block) if text is None else parse_block(source, block, text)
-            rows = [row for _, row in found if isinstance(row, dict)]
-            if rows:
-                form = detect(rows, spec.columns, spec.formatting, source.label)
-                if text is None or _MAY_BE_MARKED.search(text):
-                    check_first_rows(rows, source.read_as(form=form.form, columns=form.columns))
-                return form
+        return list(read_block(source, block))
     finally:
         close_readers()  # workers have their own
-    return None

@@ -7,8 +7,9 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import starmap
 from operator import attrgetter
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 
@@ -64,6 +65,12 @@ class SourceSpec:
     max_media_bytes: int | None = None
     max_media_failures: int = 100
     max_row_bytes: int = MAX_ROW_BYTES
+
+    def at(self, path: str) -> SourceSpec:
+        """The same of another file: as ``dataclasses.replace``, but sooner, for there may be many thousand files."""
+        spec = object.__new__(SourceSpec)
+        vars(spec).update(vars(self), path=path)
+        return spec
 
     @property
     def settings(self) -> str:
@@ -138,8 +145,7 @@ class Source:
         return storage.masked(self.path).encode(errors="backslashreplace").decode()
 
 
-@dataclass(frozen=True)
-class RowBlock:
+class RowBlock(NamedTuple):
     """Neighbouring rows of one source.
 
     Args:
@@ -178,7 +184,7 @@ class RowBlocks(Sequence[RowBlock]):
         """Take blocks as they are found; they have no picks yet."""
         flat, num_rows = array("q"), 0
         for block in blocks:
-            flat.extend((block.start, block.stop, block.first_row, block.num_rows))
+            flat.extend(block[:4])
             num_rows += block.num_rows
         columns = np.frombuffer(flat, np.int64).reshape(-1, 4) if flat else np.zeros((0, 4), np.int64)
         return cls(columns, num_rows=num_rows)
@@ -218,6 +224,8 @@ class RowBlocks(Sequence[RowBlock]):
         return RowBlock(start, stop, first_row, num_rows, None if picks is None else tuple(picks.tolist()))
 
     def __iter__(self) -> Iterator[RowBlock]:
+        if self._picks is None:
+            return starmap(RowBlock, self._columns.tolist())
         return map(self.__getitem__, range(len(self)))
 
     def _picks_of(self, low: int, high: int) -> np.ndarray | None:
@@ -230,6 +238,14 @@ class RowBlocks(Sequence[RowBlock]):
         return isinstance(other, RowBlocks) and list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As bytes: pickling a small array costs more than all the rest of a small source.
+        return _blocks_of, (self._columns.tobytes(), self._picks, self.num_rows)
+
+
+def _blocks_of(columns: bytes, picks: np.ndarray | None, num_rows: int) -> RowBlocks:
+    return RowBlocks(np.frombuffer(columns, np.int64).reshape(-1, 4), picks, num_rows)
 
 
 @dataclass(frozen=True)

@@ -52,11 +52,10 @@ def sources_of(config: ExportConfig) -> list[SourceSpec]:
     )
     named = [(name, "--dataset", TRAIN_SPLIT) for name in config.dataset]
     named += [(name, "--val-dataset", VAL_SPLIT) for name in config.val_dataset]
-    specs = []
+    specs: list[SourceSpec] = []
     for group, (name, option, split) in enumerate(named):
         paths, own = _paths(name, option, info, plain)
-        shared = vars(replace(plain, name=name, split=split, group=group, **own))
-        specs += [SourceSpec(**{**shared, "path": path}) for path in paths]  # sooner than ``replace``, for thousands
+        specs += map(replace(plain, name=name, split=split, group=group, **own).at, paths)
     return specs
 
 

@@ -301,14 +301,18 @@ def make_directory(path: str) -> None:
     store.make_directory(path)
 
 
-def publish(path: str, data: bytes) -> None:
+def publish(path: str, data: bytes, *, to_stay: bool = True) -> None:
     """Write a whole file so that nobody ever sees a part of it.
+
+    Args:
+        to_stay: wait until this machine's disk has it. Without, a power failure may leave nothing there, or nonsense:
+            for what is held against a checksum before it is used, and can be made again.
 
     Raises:
         StorageError: if it cannot be written; nothing is left behind then.
     """
     store, path = _store_of(path)
-    store.publish(path, data)
+    store.publish(path, data, to_stay)
 
 
 def publish_new(path: str, data: bytes) -> bool:

@@ -227,7 +227,7 @@ class HttpStore:
         """Raise a StorageError: web servers are only read from."""
         _refuse(path)
 
-    def publish(self, path: str, data: bytes) -> None:
+    def publish(self, path: str, data: bytes, to_stay: bool = True) -> None:
         """Raise a StorageError: web servers are only read from."""
         _refuse(path)
 

@@ -84,11 +84,11 @@ class LocalStore:
         except OSError as error:
             raise local_error(path, error) from error
 
-    def publish(self, path: str, data: bytes) -> None:
+    def publish(self, path: str, data: bytes, to_stay: bool = True) -> None:
         """Write a whole file so that nobody ever sees a part of it."""
         file = self.writer(path)
         file.write(data)
-        file.commit()
+        file.commit(to_stay)
 
     def publish_new(self, path: str, data: bytes) -> bool:
         """Write a whole file if there is none of that name; False if there is, with other content."""
@@ -148,10 +148,10 @@ class LocalWriter:
         except OSError as error:
             raise self._failure(error) from error
 
-    def commit(self) -> FileState:
-        """Put the file in its place, safely on the disk."""
+    def commit(self, to_stay: bool = True) -> FileState:
+        """Put the file in its place, safely on the disk unless it need not stay."""
         try:
-            state = self._finish()
+            state = self._finish(to_stay)
             os.replace(self._temporary, self._path)
         except OSError as error:
             raise self._failure(error) from error
@@ -177,11 +177,12 @@ class LocalWriter:
         finally:
             _forget(self._temporary)
 
-    def _finish(self) -> FileState:
+    def _finish(self, to_stay: bool = True) -> FileState:
         if self._failed is not None:
             raise self._failed
         self._file.flush()
-        os.fsync(self._file.fileno())
+        if to_stay:
+            os.fsync(self._file.fileno())
         state = os.fstat(self._file.fileno())
         self._file.close()
         return FileState(state.st_size, str(state.st_mtime_ns))

@@ -27,6 +27,8 @@ _LEAST_SECRET = 8
 
 def scheme_of(path: str) -> str:
     """``s3``, ``https``, ...; empty for a path of this machine."""
+    if ":/" not in path:  # as nearly all paths, of which there may be many thousand
+        return ""
     match = _URL.match(path)
     name = match[1].lower() if match else ""
     name = _SAME.get(name, name)
@@ -44,7 +46,7 @@ def normalize(path: str) -> str:
     Raises:
         StorageError: if it is a URL of a kind that is not known, or names no bucket or host.
     """
-    match = _URL.match(path)
+    match = _URL.match(path) if ":/" in path else None
     if match is None:
         return path
     rest = path[match.end() :]
@@ -104,7 +106,7 @@ def parent(path: str) -> str:
 def name(path: str) -> str:
     """Its last part, without a query: what a file's kind is told from."""
     if not is_remote(path):
-        return os.path.basename(path.rstrip("/"))
+        return path.rstrip("/").rpartition("/")[2]
     return _without_query(normalize(path)).rstrip("/").rpartition("/")[2]
 
 
@@ -121,7 +123,7 @@ def masked(path: str) -> str:
     """The path as it may be shown and stored: without user, password and query, which may hold a signature."""
     if path.startswith("data:"):
         return f"{path[:32].partition(',')[0]},... ({len(path)} characters)"
-    if not _URL.match(path):
+    if ":/" not in path or not _URL.match(path):
         return path
     path = _USERINFO.sub(r"\1***@", path)
     return re.sub(r"\?[^#]*", "?***", path, count=1)

@@ -223,7 +223,7 @@ class S3Store:
     def make_directory(self, path: str) -> None:
         """Nothing to do: directories are where objects are."""
 
-    def publish(self, path: str, data: bytes) -> None:
+    def publish(self, path: str, data: bytes, to_stay: bool = True) -> None:
         """Put a whole object; nobody sees a part of it."""
         bucket, key = split(path)
         answer(path, "writing", self.request("put_object", len(data), Bucket=bucket, Key=key, Body=data))

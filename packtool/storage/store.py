@@ -82,7 +82,7 @@ class Store(Protocol):
     def make_directory(self, path: str) -> None:
         """Make a directory and its parents."""
 
-    def publish(self, path: str, data: bytes) -> None:
+    def publish(self, path: str, data: bytes, to_stay: bool = True) -> None:
         """Write a whole file so that nobody ever sees a part of it."""
 
     def publish_new(self, path: str, data: bytes) -> bool:

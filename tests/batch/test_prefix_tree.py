@@ -187,12 +187,8 @@ def test_no_group_is_longer_than_planned(
         turns = np.array(sorted(data.draw(st.sets(st.integers(1, size)))), np.int32)
         labels = np.where(is_target & (made.input_ids < IMAGE_PAD), made.input_ids, -100).astype(np.int32)
         samples.append(dataclasses.replace(made, labels=labels, turns=turns))
-    hashed = [prefix_hashes(one, SEES.media_tokens, longer_than=least_shared) for one in samples]
-    prefixes = Prefixes(
-        np.cumsum([0, *(len(found.lengths) for found in hashed)]),
-        np.concatenate([found.lengths for found in hashed]),
-        np.concatenate([found.hashes for found in hashed]),
-    )
+    counts, found = prefix_hashes(samples, SEES.media_tokens, longer_than=least_shared)
+    prefixes = Prefixes(np.cumsum([0, *counts]), found.lengths, found.hashes)
     lengths = np.array([one.length for one in samples])
     trees = plan_trees(lengths, prefixes, capacity=capacity, least_shared=least_shared)
     plan = trees.unfolded(pack(trees.sums_per_group(trees.new_tokens(lengths)), capacity, seed=0), lengths)

@@ -258,6 +258,24 @@ def test_only_what_was_made_counts_as_speed(run_export: Export, tmp_path: Path) 
     assert (summary.num_reused, summary.rows, summary.rows_made) == (9, 600, 64)
 
 
+def test_what_a_power_failure_took_is_made_again(
+    run_export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a task, only its shards are waited for until the disk has them."""
+    with monkeypatch.context() as patch:
+        patch.setattr(export_module, "publish_cache", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run_export()
+    tasks = tmp_path / "cache" / ".tasks"
+    (tasks / "00001.json").write_bytes(b"")
+    (tasks / "00003.train.arrow").write_bytes(b"")
+    (tasks / "00005.train.prefixes.arrow").unlink()
+    (tasks / "00007.train.arrow").write_bytes(bytes((tasks / "00007.train.arrow").stat().st_size))
+    assert run_export().num_reused == 6
+    run_export("undisturbed")
+    assert tree(tmp_path / "cache") == tree(tmp_path / "undisturbed")
+
+
 def test_a_full_disk_while_the_index_is_merged(
     run_export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -368,7 +386,7 @@ def test_the_manifest_is_written_last(run_export: Export, tmp_path: Path, monkey
     order: list[str] = []
     for name in ("publish", "publish_new"):
         real = getattr(storage, name)
-        told = lambda path, data, real=real: (order.append(path), real(path, data))[1]  # noqa: E731
+        told = lambda path, data, real=real, **how: (order.append(path), real(path, data, **how))[1]  # noqa: E731
         monkeypatch.setattr(storage, name, told)
     run_export()
     assert order[-1] == str(tmp_path / "cache" / "packtool.json")

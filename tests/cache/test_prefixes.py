@@ -74,10 +74,10 @@ def test_each_sample_has_the_hashes_of_its_own_prefixes(ask: Export, tmp_path: P
     ask(media=media)
     reader, found = told_by(tmp_path / "cache")
     config = json.loads((tmp_path / "named" / "config.json").read_text())
-    expected = [prefix_hashes(reader.sample(i), MediaTokens.of(config), longer_than=3) for i in range(len(reader))]
-    assert found.offsets.tolist() == np.cumsum([0, *(len(each.lengths) for each in expected)]).tolist()
-    for name in PrefixHashes._fields:
-        wanted = np.concatenate([getattr(each, name) for each in expected])
+    samples = [reader.sample(i) for i in range(len(reader))]
+    counts, expected = prefix_hashes(samples, MediaTokens.of(config), longer_than=3)
+    assert np.diff(found.offsets).tolist() == counts.tolist()
+    for name, wanted in expected._asdict().items():
         assert getattr(found.prefixes, name).tolist() == wanted.tolist()
         assert getattr(found.prefixes, name).dtype == wanted.dtype
     # The picture, the beginning of the answer and its end; a picture's hash is that of four rows, in each channel.
@@ -203,12 +203,10 @@ def test_prefixes_of_another_index_are_refused(
 ) -> None:
     ask()
     file, manifest = tmp_path / "cache" / PLACE, tmp_path / "cache" / "packtool.json"
-    lines = [
-        PrefixHashes(*(np.array(ends, field.type.to_pandas_dtype()) for field in PREFIXES[0].type.value_type))
-        for ends in changed
-    ]
+    counts, ends = np.array([len(line) for line in changed]), np.concatenate(changed)
+    prefixes = PrefixHashes(*(ends.astype(field.type.to_pandas_dtype()) for field in PREFIXES[0].type.value_type))
     with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, PREFIXES) as writer:
-        writer.write_batch(prefix_batch(lines))
+        writer.write_batch(prefix_batch(counts, prefixes))
     document = json.loads(manifest.read_text())
     document["splits"]["train"]["prefixes_sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
     manifest.write_text(json.dumps(document))

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from packtool.demo.pictures import BACKDROP_COLOURS, SHAPE_COLOURS
-from packtool.demo.world import DemoWorld, make_rows
+from packtool.demo.world import HELD_OUT_SHARE, DemoWorld, make_rows
 
 NUM_ROWS = 1500
 NUM_UNUSABLE = 6
@@ -104,7 +104,7 @@ def test_the_pictures_hold_the_answers(folder: Path, world: DemoWorld) -> None:
 
 def test_the_questions_are_those_of_the_rows(world: DemoWorld) -> None:
     rows = rows_of(world.held_out)
-    assert len(rows) == len(world.held_out_questions) == NUM_ROWS // 10
+    assert len(rows) == len(world.held_out_questions) == NUM_ROWS // HELD_OUT_SHARE
     for row, questions in zip(rows, world.held_out_questions, strict=True):
         assert row["images"]
         assert [(one.text, one.answer) for one in asked_in(row)] == [(q.text, q.answer) for q in questions]

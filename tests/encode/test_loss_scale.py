@@ -121,6 +121,12 @@ def test_weights_stand_at_their_characters_in_any_script(model: str, text: str) 
     assert set(weights[num_before:]) == {2.0}
 
 
+def test_an_answer_without_keywords_is_trained_as_without_a_rule(model: str) -> None:
+    sample = encoded(model, Turn("user", "?"), Turn("assistant", "plain"), scale="react")
+    assert trained(sample) == "plain#"
+    assert sample.loss_scale is None
+
+
 def test_names_that_are_not_known(model: str) -> None:
     with pytest.raises(ConfigError, match="did you mean 'hermes'"):
         parse_loss_scale("hermess")

@@ -35,7 +35,8 @@ def sample(ids: list[int], turns: tuple[int, ...] = (), **changes: Any) -> Encod
 
 
 def told(made: EncodedSample, **options: int) -> dict[int, int]:
-    found = prefix_hashes(made, TOKENS, **options)
+    counts, found = prefix_hashes([made], TOKENS, **options)
+    assert counts.tolist() == [len(found.lengths)]
     assert found.lengths.dtype == np.int32
     assert found.hashes.dtype == np.uint64
     return dict(zip(found.lengths.tolist(), found.hashes.tolist(), strict=True))
@@ -97,7 +98,7 @@ def test_what_media_cost_is_told_of_each_prefix() -> None:
     sound = EncodedAudio("a.wav", None, 50, 4, 1)
     ids = [*PICTURE, SEES, SOUNDS, 91, 91, 92, 92, 92, 83, 82, 5, SOUNDS, 92, 83, 6]
     whole = sample(ids, (4, 15, 19), images=(image(),), videos=(video(audio=track),), audios=(sound,))
-    found = prefix_hashes(whole, TOKENS)
+    _, found = prefix_hashes([whole], TOKENS)
     assert found.lengths.tolist() == [5, 13, 15, 18, 19]
     assert found.media_tokens.tolist() == [2, 7, 7, 8, 8]
     assert found.audio_tokens.tolist() == [0, 3, 3, 4, 4]
@@ -109,8 +110,9 @@ def test_what_media_cost_is_told_of_each_prefix() -> None:
 
 def test_media_that_nobody_can_find_have_no_prefixes() -> None:
     made = sample(PICTURE, (4, 5), images=(image(),))
-    assert not len(prefix_hashes(made, MediaTokens({})).lengths)
-    assert len(prefix_hashes(sample([1, 2], (1, 2)), MediaTokens({})).lengths) == 2
+    counts, found = prefix_hashes([made, sample([1, 2], (1, 2))], MediaTokens({}))
+    assert counts.tolist() == [0, 2]
+    assert found.lengths.tolist() == [1, 2]
 
 
 rows = st.lists(st.integers(1, 2), min_size=1, max_size=6)

@@ -16,7 +16,7 @@ from packtool.plan.cost import CostModel
 from packtool.plan.epoch import assign_packs, plan_epoch
 from packtool.plan.options import PlanOptions
 from packtool.plan.packing import pack
-from packtool.plan.prefix_trees import NOTHING, Prefixes, PrefixTrees, plan_trees, trees_of
+from packtool.plan.prefix_trees import NOTHING, Branch, Prefixes, PrefixTrees, branches_of, plan_trees, trees_of
 from packtool.plan.summary import pack_costs
 from packtool.plan.towers import TowerWork
 
@@ -49,6 +49,38 @@ def test_the_trees_are_as_drawn() -> None:
     assert trees.sums_per_group(trees.new_tokens(lengths)).tolist() == [17, 5]
     assert trees.num_shared_tokens == 14
     assert trees.saved(lengths) == pytest.approx(14 / 36)
+
+
+def test_branches_of_a_pack_are_as_drawn() -> None:
+    new, shared = np.array([8, 5, 3, 1, 5]), np.array([0, 4, 4, 6, 0])
+    assert branches_of(new, shared) == [
+        Branch(0, 4, 0, 4, NOTHING),  # A
+        Branch(0, 1, 4, 8, 0),  # (1)
+        Branch(1, 2, 4, 9, 0),  # (3)
+        Branch(2, 4, 4, 6, 0),  # B
+        Branch(2, 3, 6, 7, 3),  # (0)
+        Branch(3, 4, 6, 7, 3),  # (2)
+        Branch(4, 5, 0, 5, NOTHING),  # (4)
+    ]
+    assert branches_of(new) == [Branch(i, i + 1, 0, tokens, NOTHING) for i, tokens in enumerate(new.tolist())]
+    assert branches_of(new[:0], shared[:0]) == []
+
+
+@given(st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=9), max_size=12))
+def test_branches_hold_every_token_of_every_sample(rows: Rows) -> None:
+    trees, lengths = planned(rows)
+    new = trees.new_tokens(lengths)
+    branches = branches_of(new, trees.shared)
+    assert sum(branch.num_tokens for branch in branches) == new.sum()
+    for place, sample in enumerate(trees.samples):
+        mine = [branch for branch in branches if branch.first <= place < branch.last]
+        assert [branch.start for branch in mine] == [0, *(branch.stop for branch in mine[:-1])]
+        assert mine[-1].stop == lengths[sample]
+        assert [branch.num_samples == 1 for branch in mine] == [False] * (len(mine) - 1) + [True]
+        assert [branch.parent for branch in mine] == [NOTHING, *(branches.index(branch) for branch in mine[:-1])]
+        for branch in mine:
+            inside = {tuple(rows[number][: branch.stop]) for number in trees.samples[branch.first : branch.last]}
+            assert len(inside) == 1
 
 
 def test_a_tree_that_does_not_fit_is_cut_and_pays_for_its_prefix_again() -> None:

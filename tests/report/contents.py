@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from packtool.report.plan_page import Histogram, PageContent, PlainFigures
+import numpy as np
+
+from packtool.plan.prefix_trees import Branch, branches_of
+from packtool.report.plan_page import Histogram, PageContent, PlainFigures, SharedFigures
 
 
 def content(
@@ -34,10 +38,26 @@ def content(
         lengths=Histogram(range(0, 200 * len(lengths) + 1, 200), [count * scale for count in lengths]),
         capacity=1024,
         fills=Histogram(range(0, 20 * len(fills) + 1, 20), [count * scale for count in fills]),
-        packs=packs,
+        packs=[branches(pack) for pack in packs],
         plain=PlainFigures(3, "68.00%", "3.13×", True),
         balance=(before, after) if steps else None,
         processes_per_rank=4,
         figures=[("samples", f"{8 * scale:,}"), ("  filtered by length", "0"), ("plan", "0123456789abcdef" * 4)],
         commands=[("This page was made by", command)],
     )
+
+
+def content_with_trees() -> PageContent:
+    """A small plan whose samples share prefixes."""
+    tree = branches([500, 24, 30, 100, 2], [0, 400, 400, 400, 480])
+    cards = [("61.10%", "of the tokens saved", "2,048 of 3,352"), ("80.00%", "of the towers' work saved", "each once")]
+    trees = [
+        ("The tree that saves most", "5 samples, 656 tokens instead of 2,336", tree),
+        ("The median tree", "one sample, 1,000 tokens", branches([1000])),
+    ]
+    return replace(content(), packs=[tree, branches([1000])], shared=SharedFigures(cards, trees))
+
+
+def branches(new: Sequence[int], shared: Sequence[int] | None = None) -> list[Branch]:
+    """A pack of samples that each add so many tokens to what they share with the one before."""
+    return branches_of(np.array(new), None if shared is None else np.array(shared))

@@ -19,7 +19,7 @@ from packtool.cli.main import run
 from packtool.report.plan_page import page
 from packtool.report.sweep import _COLUMNS, sweep_page
 from tests.report.browser import Browser, find, started
-from tests.report.contents import content
+from tests.report.contents import content, content_with_trees
 
 DESK, PHONE, SMALL_PHONE = 1280, 390, 320  # CSS pixels
 
@@ -109,6 +109,7 @@ CONTENTS = {
     "long words": content(title="/a/very/long/path" * 12, reason="x" * 80, command="packtool " + "y" * 300),
     "large numbers": content(scale=40_000_000),
     "hundreds of steps": content(steps=300),
+    "trees": content_with_trees(),
 }
 
 

@@ -15,9 +15,10 @@ from packtool.report.plan_page import (
     page,
     plain_batches,
     stretches_drawing,
+    tree_drawing,
 )
 from packtool.report.sweep import _COLUMNS, sweep_page
-from tests.report.contents import content
+from tests.report.contents import branches, content, content_with_trees
 
 HOSTILE = ("<b>'", "<i onload", "\u202e", "\x1b", "\x07")
 
@@ -30,10 +31,10 @@ def widths(drawing: Drawing, look: str) -> float:
 
 @given(st.lists(st.lists(st.integers(1, 500), min_size=1, max_size=9), min_size=1, max_size=9), st.integers(1, 20))
 def test_plain_batches_have_the_same_samples(packs: list[list[int]], each: int) -> None:
-    found = plain_batches(packs, each)
-    samples = [stretch for stretch in found if stretch.colour is not None]
-    wanted = [(length, i % 5) for pack in packs for i, length in enumerate(pack)]
-    assert sorted((sample.tokens, sample.colour) for sample in samples) == sorted(wanted)
+    found = plain_batches([branches(pack) for pack in packs], each)
+    samples = [stretch for stretch in found if stretch.look is not None]
+    wanted = [(length, f"c{i % 5}") for pack in packs for i, length in enumerate(pack)]
+    assert sorted((sample.tokens, sample.look) for sample in samples) == sorted(wanted)
     padded = sum(
         max(sample.tokens for sample in samples[start : start + each]) * len(samples[start : start + each])
         for start in range(0, len(samples), each)
@@ -42,14 +43,43 @@ def test_plain_batches_have_the_same_samples(packs: list[list[int]], each: int) 
 
 
 def test_packs_are_to_scale() -> None:
-    drawing = packs_drawing([[500, 250], [1000]], 1000)
+    drawing = packs_drawing([branches([500, 250]), branches([1000])], 1000)
     assert widths(drawing, "s c") == pytest.approx(1750)
     assert widths(drawing, "room") == pytest.approx(250)
     assert [box.hint for box in drawing.shapes if isinstance(box, Box)][2] == "250 tokens free"
 
 
+def test_a_prefix_is_drawn_once_in_a_pack_and_with_every_sample_without_packing() -> None:
+    tree = branches([500, 120, 50], [0, 400, 500])
+    drawing = packs_drawing([tree], 1000)
+    assert widths(drawing, "s prefix") == pytest.approx(400 + 100)
+    assert widths(drawing, "s c") == pytest.approx(100 + 20 + 50)
+    assert widths(drawing, "room") == pytest.approx(330)
+    plain = plain_batches([tree], 3)
+    assert sorted(part.tokens for part in plain if part.look == "prefix") == [400, 500, 500]
+    assert sum(part.tokens for part in plain) == 3 * 550
+
+
+def test_a_tree_is_drawn_to_scale() -> None:
+    boxes = [box for box in tree_drawing(branches([800, 140, 50], [0, 400, 500])).shapes if isinstance(box, Box)]
+    places = [(box.look, box.x, box.width) for box in boxes]
+    assert places == [
+        ("s prefix", 0, 500),
+        ("s c0", 500, 500),
+        ("s prefix", 500, 125),
+        ("s c1", 625, 50),
+        ("s c2", 625, 62.5),
+    ]
+    assert [box.hint for box in boxes][:2] == ["400 tokens shared by 3 samples", "400 tokens of a sample alone"]
+    assert [box.height for box in boxes[:3]] == [31, 9, 20]
+    text = page(content_with_trees())
+    for words in ("Shared prefixes are computed once", "61.10%", "The tree that saves most", "656 tokens instead of"):
+        assert words in text
+    assert "hared prefixes" not in page(content())
+
+
 def test_stretches_wrap_to_scale() -> None:
-    stretches = [Stretch(700, 0), Stretch(800, None), Stretch(600, 1)]
+    stretches = [Stretch(700, "c0"), Stretch(800, None), Stretch(600, "c1")]
     assert num_lines(stretches, 1000) == 3
     drawing = stretches_drawing(stretches, 1000, most_lines=10)
     assert widths(drawing, "s c") == pytest.approx(1300)

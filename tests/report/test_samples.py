@@ -14,9 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
+from packtool.cache.plan_file import PlanInfo, SavedPlan, write_plan
 from packtool.cache.reader import CacheReader
 from packtool.cli.main import run
 from packtool.config.inspect import InspectConfig
@@ -89,7 +91,7 @@ def test_packs_are_shown_whole(cache: str, run_export: Callable[..., Any], tmp_p
     assert run(["plan", cache, "--packing-length", "400", "--save", plan]) == 0
     pages = Pages(InspectConfig(directory=cache, plan=plan, max_samples=40), is_whole=False)
     packs = given(pages.content("data/packs-0.js"))
-    held = {number for pack in packs for number, _, _ in pack["samples"]}
+    held = {number for pack in packs for number, _, _ in pack["parts"]}
     assert held == set(pages.numbers.tolist())
     assert 20 < len(held) < 80
     whole = Pages(InspectConfig(directory=cache, plan=plan), is_whole=True)
@@ -227,3 +229,18 @@ def test_as_a_reader_sees_it(cache: str, browser: Browser, tmp_path: Path) -> No
         assert browser.errors() == []
         assert all(address.startswith("file:") for address in browser.requests())
         assert browser.evaluate("location.hash").startswith("#sample=")
+
+
+def test_a_pack_with_shared_prefixes_is_drawn_as_it_is_laid_out(cache: str, tmp_path: Path) -> None:
+    reader, path = CacheReader.open([cache]), str(tmp_path / "tree.plan")
+    lengths = reader.index.length[:3]
+    shared = np.array([0, 20, 25], np.int32)
+    info = PlanInfo(4000, 4000, 0, reader.fingerprint, "", len(reader))
+    offsets = np.array([0, 3])
+    write_plan(path, SavedPlan(info, np.arange(3), offsets, (lengths - shared).astype(np.int32), shared))
+    pages = Pages(InspectConfig(directory=cache, plan=path), is_whole=False)
+    (pack,) = given(pages.content("data/packs-0.js"))
+    first, second, third = lengths.tolist()
+    parts = [[None, 20, 3], [0, first - 20, 1], [None, 5, 2], [1, second - 25, 1], [2, third - 25, 1]]
+    assert pack == {"number": 0, "samples": 3, "parts": parts}
+    assert given(pages.content("data/cache.js"))["sharesPrefixes"]

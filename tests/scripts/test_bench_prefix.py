@@ -5,22 +5,25 @@ from __future__ import annotations
 import re
 
 import pytest
-import torch
 
 from tests.scripts.loading import load_script
 
 
 def test_quick_run(capsys: pytest.CaptureFixture[str]) -> None:
-    torch.set_num_threads(1)
     load_script("bench_prefix").main(["--quick"])
     out = capsys.readouterr().out
-    rows = re.findall(r"^(prefixes once|packed whole|padded) +([\d,]+) +([\d,]+) +[\d.]+", out, re.MULTILINE)
+    pattern = r"^(prefixes once|packed whole|padded) +([\d,]+) +([\d,]+) +([\d,]+) +([\d,]+) +[\d.]+ +[\d.]+"
+    rows = re.findall(pattern, out, re.MULTILINE)
     assert [name for name, *_ in rows] == ["prefixes once", "packed whole", "padded"] * 2
-    tokens, patches = ([int(row[place].replace(",", "")) for row in rows] for place in (1, 2))
+    tokens, patches, flops, kept = ([int(row[place].replace(",", "")) for row in rows] for place in (1, 2, 3, 4))
     assert tokens[0] == tokens[1] <= tokens[2]
     assert patches[0] == patches[1] == patches[2]
     assert tokens[3] < 0.5 * tokens[4]
     assert patches[3] * 4 == patches[4] == patches[5]
+    assert flops[3] < 0.5 * flops[4]
+    assert kept[3] < 0.5 * kept[4]
     differences = re.findall(r"^sums of losses differ by (.*)$", out, re.MULTILINE)
     assert len(differences) == 2
     assert all(float(difference) < 1e-5 for difference in differences)
+    compared = re.findall(r"^(\w+) +--share-prefix auto .*: auto ÷ false \d", out, re.MULTILINE)
+    assert compared == ["prepared", "trained", "both", "prepared", "prepared"]

@@ -189,9 +189,9 @@ def test_a_damaged_state_is_told(tmp_path: Path) -> None:
         read_stream_state(str(tmp_path), 0)
 
 
-@pytest.mark.parametrize("capacity", [2048, 4096])
-def test_fill_on_mixed_real_rows(realdata: Path, capacity: int) -> None:
+def test_fill_on_mixed_real_rows(realdata: Path) -> None:
     """At the default of a thousand samples at a time."""
+    capacity = 2048
     files = (
         "mm_mathvision_a.jsonl",
         "mm_xtuner_coco_zh.jsonl",

@@ -15,7 +15,7 @@ from packtool.progress import SilentProgress
 from packtool.train.run import train
 from tests.forked import run_ranks
 from tests.train.jobs import Job, run_jobs
-from tests.train.test_gradients import DESCENT, check_same_step
+from tests.train.test_gradients import DESCENT, check_before, check_same_step
 from tests.train.tiny import TinyWorld, check_same_rest, export_rows, read_metrics
 
 COMPILED: dict[str, Any] = {"torch_compile": True, "torch_compile_backend": "eager"}
@@ -56,7 +56,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, tiny: TinyWorld) -> TinyWorl
 def two_processes(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("two")
     jobs: list[Job] = [("train", root / name, ONCE | settings) for name, settings in STEPS.items()]
-    run_ranks(2, run_jobs, world, jobs, scratch=root)
+    run_ranks(2, run_jobs, world, [check_before(job, ("fsdp", "skrull")) for job in jobs], scratch=root)
     return root
 
 

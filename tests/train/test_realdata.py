@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from packtool.cli.main import run
 from tests.cli.commands import run_here
 
-MAX_LENGTH = 2048
+MAX_LENGTH = 1024
 NUM_TOKENS = 151936
 SUBSET = {"mm_mathvision_a.jsonl": 12, "mm_xtuner_coco_zh.jsonl": 6, "text_gpteacher_toolformer.jsonl": 60}
 

@@ -62,7 +62,7 @@ def test_the_rows_are_trained_and_the_run_ends_with_them(whole: tuple[Path, Trai
     assert [(line["row"], line["reason"]) for line in lines] == [(0, "invalid_json"), (1, "over_max_length")] * 2
 
 
-@pytest.mark.parametrize("step", [1, 4, 5])
+@pytest.mark.parametrize("step", [1, 5])
 def test_a_resumed_stream_goes_on_to_the_last_bit(
     step: int, whole: tuple[Path, TrainResult], tiny: TinyWorld, rows: str, tmp_path: Path
 ) -> None:

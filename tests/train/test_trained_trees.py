@@ -18,7 +18,7 @@ from packtool.train.run import train
 from tests.forked import run_ranks
 from tests.train.alike import alike_rows, make_alike_world
 from tests.train.jobs import Job, run_jobs
-from tests.train.test_gradients import DESCENT, check_same_step
+from tests.train.test_gradients import DESCENT, check_before, check_same_step
 from tests.train.tiny import TinyWorld, check_same_rest, export_rows, read_metrics
 
 WHOLE: dict[str, Any] = {"share_prefix": "false", "per_device_train_batch_size": 40}
@@ -94,7 +94,7 @@ def two_processes(alike: TinyWorld, tmp_path_factory: pytest.TempPathFactory) ->
     whole = root / "whole"
     jobs.append(("train", whole, RESUMED))
     jobs.append(("train", root / "resumed", RESUMED | {"resume_from_checkpoint": f"{whole}/checkpoint-2"}))
-    run_ranks(2, run_jobs, alike, jobs, scratch=root)
+    run_ranks(2, run_jobs, alike, [check_before(job, ("ddp",)) for job in jobs], scratch=root)
     return root
 
 

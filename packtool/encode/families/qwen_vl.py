@@ -17,7 +17,6 @@ from packtool.encode.families.qwen_video import sample_frames, timestamps, video
 from packtool.encode.families.resize import smart_resize
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError
-from packtool.media.measure import measure_image
 from packtool.media.opening import MediaProblem, label
 from packtool.rows.sample import MediaRef
 
@@ -121,6 +120,8 @@ class QwenVL:
         raise MediaProblem("media_unsupported", f"{label(ref)}: the {missing}")
 
     def _image(self, ref: MediaRef) -> EncodedImage:
+        from packtool.media.measure import measure_image  # here, because rows of text need no PIL
+
         height, width = measure_image(ref)
         try:
             grid = image_grid(height, width, self._images)

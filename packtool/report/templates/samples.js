@@ -107,7 +107,8 @@ const packtool = (() => {
     if (state.view === "packs") {
       entries = Array.from({ length: cache.packs }, (_, i) => i);
       const of = cache.packs < cache.allPacks ? ` of ${cache.allPacks.toLocaleString("en")}` : "";
-      tell(`${count(cache.packs, "pack")}${of}, each of at most ${count(cache.capacity, "token")}.`);
+      tell(`${count(cache.packs, "pack")}${of}, each of at most ${count(cache.capacity, "token")}.` +
+        (cache.sharesPrefixes ? " Grey pieces are prefixes that several samples share." : ""));
       return show();
     }
     const text = value("text").toLowerCase(), reason = value("reason");
@@ -136,17 +137,22 @@ const packtool = (() => {
     },
     async packs(place) {
       const pack = await inBlock("packs", place);
-      const used = pack.samples.reduce((sum, [, length]) => sum + length, 0);
-      const bar = make("div", { className: "pack" }, ...pack.samples.map(([number, length, shared], i) => {
-        const told = `sample ${number}, ${count(length, "token")}` +
-          (shared ? ` behind ${count(shared, "token")} that it shares with the one before it` : "");
+      const used = pack.parts.reduce((sum, [, length]) => sum + length, 0);
+      const bar = make("div", { className: "pack" }, ...pack.parts.map(([number, length, num], i) => {
+        if (number === null) {
+          const told = `a prefix of ${count(num, "sample")}, ${count(length, "token")}, computed once`;
+          const shared = make("i", { className: "prefix", title: told });
+          shared.style.width = `${100 * length / cache.capacity}%`;
+          return shared;
+        }
+        const told = `sample ${number}, ${count(length, "token")}`;
         const at = placeOf(number);
-        const part = make("button", { type: "button", className: `c${i % 6}`, title: told, ariaLabel: told, disabled: at < 0,
+        const part = make("button", { type: "button", className: `c${i % 5}`, title: told, ariaLabel: told, disabled: at < 0,
           onclick: () => open(at) });
         part.style.width = `${100 * length / cache.capacity}%`;
         return part;
       }));
-      const head = `pack ${pack.number.toLocaleString("en")}: ${count(pack.samples.length, "sample")}, ` +
+      const head = `pack ${pack.number.toLocaleString("en")}: ${count(pack.samples, "sample")}, ` +
         `${count(used, "token")}, ${(100 * used / cache.capacity).toFixed(1)}% of its room`;
       return make("div", {}, make("h3", { textContent: head }), bar);
     },

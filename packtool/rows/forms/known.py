@@ -50,7 +50,8 @@ def detect(rows: Sequence[Mapping[str, Any]], named: Pairs, formatting: str | No
         DataError: if no form fits, if several columns may be meant, or if a named one is not there.
     """
     keys = tuple({key: None for row in rows for key in row})
-    used = tuple(key for key in keys if any(row.get(key) is not None for row in rows))
+    filled = {key for row in rows for key, value in row.items() if value is not None}
+    used = tuple([key for key in keys if key in filled])
     return _layout_like_others(keys, used, named, formatting) or _layout(keys, used, named, formatting, where)
 
 

@@ -48,14 +48,19 @@ class CachedRun(PreparedRun):
         reader: of all caches.
         samples: the same with their labels as ``--loss-scale`` chooses them.
         figures: of all samples; of those that share prefixes, what each adds.
-        shared: the prefixes that are computed once; None where all samples are computed whole.
+        planner: of the schedule.
     """
 
     schedule: PlannedSchedule
     reader: CacheReader
     samples: SampleReader
     figures: SampleFigures
-    shared: SharedPrefixes | None = None
+    planner: Planner
+
+    @property
+    def shared(self) -> SharedPrefixes | None:
+        """The prefixes that are computed once; None where all samples are computed whole."""
+        return self.planner.shared
 
     def expected(self) -> TrainResult:
         """See ``PreparedRun``."""
@@ -83,7 +88,10 @@ class CachedRun(PreparedRun):
         """See ``PreparedRun``."""
         yield from schedule_lines(self.config, self.schedule, expected)
         if self.shared is not None:
-            yield self.shared.line(RunCosts.of(self.config, self.files.config).model)
+            cost = RunCosts.of(self.config, self.files.config).model
+            first = self.state.assignments[0][1:] if self.state.assignments else self.state.assignment
+            steps = self.schedule.first.summary.num_steps
+            yield self.shared.line(cost, steps, self.planner.num_steps_whole(first))
 
     def media_tokens(self) -> float:
         """See ``PreparedRun``; those of the epoch that comes next."""
@@ -199,7 +207,7 @@ def prepare_cached(config: TrainConfig, world: World) -> CachedRun:
         reader=reader,
         samples=samples,
         figures=_figures(config, files, reader, targets, planner.shared),
-        shared=planner.shared,
+        planner=planner,
     )
 
 

@@ -105,6 +105,13 @@ class Planner:
             trees=None if self.shared is None else self.shared.trees,
         )
 
+    def num_steps_whole(self, assignment: Assignment) -> int:
+        """Optimizer steps of the first epoch if no prefix were shared; it is packed once more to know them."""
+        options = dataclasses.replace(self._options(assignment), cost=None, balance="none")
+        media_tokens = self.index.media_tokens
+        plan = plan_epoch(self.index.length, self.targets, options, seed=self.config.seed, media_tokens=media_tokens)
+        return plan.summary.num_steps
+
     def assign(self, packs: PackPlan, assignment: Assignment) -> EpochPlan:
         """The plan that assigns these packs to ranks."""
         return assign_packs(packs, self.targets, self._options(assignment), towers=self.towers)

@@ -59,7 +59,7 @@ class Preview:
         lengths, target_tokens: of all samples.
         towers: what their media cost, or what each adds to the prefix that it shares.
         shared: the prefixes that are computed once; None where all samples are computed whole.
-        unshared: why no more is shared than is, or None.
+        unshared: why nothing is shared that could be, or None.
         whole: figures of the plan that shares nothing; ``plan``'s own where it shares nothing.
         reader: of the caches, None for a file of lengths.
         cost_source: whose config.json told the costs.
@@ -130,12 +130,25 @@ class Preview:
             found["hours"] = slowest * self.num_epochs / (tflops * 1e12 * mfu) / 3600
         return found
 
+    @property
+    def shared_line(self) -> str | None:
+        """A sentence about prefixes that are shared, or that could be; None if there are none."""
+        if self.shared is None:
+            return self.unshared
+        assert self.options.cost is not None, "a preview knows costs"
+        return self.shared.line(self.options.cost, self.plan.summary.num_steps, self.whole.num_steps)
+
     def _shared_figures(self) -> dict[str, Any] | None:
         """What shared prefixes save; None if there are none."""
         if self.shared is None:
             return None
         assert self.options.cost is not None, "a preview knows costs"
+        sizes = np.diff(self.shared.trees.offsets)
+        sizes = sizes[sizes > 1]
         return {
+            "num_trees": len(sizes),
+            "samples_per_tree": float(sizes.mean()),
+            "largest_tree": int(sizes.max()),
             "tokens_without": self.shared.num_whole_tokens,
             "tokens_saved": self.shared.trees.num_shared_tokens,
             "token_share_saved": self.shared.saved,

@@ -103,13 +103,21 @@ class SharedPrefixes:
         shared[self.trees.samples] = self.trees.shared
         return cost(whole - shared, cost.attention(whole, shared), towers.logits, towers.flops)
 
-    def line(self, cost: CostModel) -> str:
-        """What is saved, in a sentence."""
+    def line(self, cost: CostModel, num_steps: int, num_steps_whole: int) -> str:
+        """What is saved, in a sentence.
+
+        Args:
+            num_steps, num_steps_whole: of an epoch, and of one in which every sample is computed whole.
+        """
         whole, seen = self.num_whole_tokens, self.tower_work_saved(cost)
-        towers = f" and {seen:.0%} of the work of the towers" if seen else ""
+        saved = [
+            f"{self.trees.num_shared_tokens:,} of {whole:,} tokens ({self.saved:.0%})",
+            *([f"{seen:.0%} of the work of the towers"] if seen else []),
+            f"{num_steps_whole - num_steps:,} of {num_steps_whole:,} optimizer steps of an epoch",
+        ]
         return (
             f"shared prefixes: computed once (--share-prefix false computes each sample whole), which saves "
-            f"{self.trees.num_shared_tokens:,} of {whole:,} tokens ({self.saved:.0%}){towers}"
+            f"{', '.join(saved[:-1])} and {saved[-1]}"
         )
 
 

@@ -13,6 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from packtool.attention.register import set_attention
@@ -113,7 +114,9 @@ def test_recomputing_stays_outside() -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor makes kernels for the CPU with a C++ compiler")
-def test_kernels_of_inductor() -> None:
+def test_kernels_of_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Programs that try each kind of vector instruction take as long to compile as the kernels.
+    monkeypatch.setattr(inductor.cpp, "vec_isa_ok", True)
     spec = InputSpec("", reduced_config("qwen3"), MediaLimits())
     model = model_of(spec)
     loss, _ = step_of(model, spec, PACKS[0])

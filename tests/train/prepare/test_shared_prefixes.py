@@ -18,13 +18,15 @@ from packtool.batch.collate_tree import collate_tree
 from packtool.batch.spec import InputSpec
 from packtool.cache.manifest import Manifest
 from packtool.cache.plan_file import read_plan
+from packtool.cache.reader import CacheReader
 from packtool.config.plan import PlanConfig
 from packtool.config.settings import resolve
 from packtool.config.train import TrainConfig
 from packtool.constants import LEAST_SHARED
 from packtool.errors import ConfigError, MismatchError, PacktoolError, UnsupportedModelError
 from packtool.launch.world import World
-from packtool.report.inspect import pack_figures
+from packtool.report.inspect_pack import pack_figures, pack_lines
+from packtool.report.plan import page_content
 from packtool.train.model.load import load_model, make_trainable
 from packtool.train.model.loss import sum_of_losses
 from packtool.train.prepare.cached import CachedRun, prepare_cached
@@ -60,6 +62,9 @@ def test_auto_shares_where_it_saves(alike: TinyWorld, tiny: TinyWorld, tmp_path:
     saved_tokens = whole.schedule.first.summary.num_tokens - run.schedule.first.summary.num_tokens
     assert int(saved.replace(",", "")) == saved_tokens
     assert "80% of the work of the towers" in line
+    steps = whole.schedule.first.summary.num_steps
+    assert f" {steps - run.schedule.first.summary.num_steps} of {steps} optimizer steps of an epoch" in line
+    assert preview(planned(alike)).shared_line == line
     # What shares nothing is planned as it always was.
     other = prepared(tiny, tmp_path)
     assert other.least_shared is None
@@ -217,6 +222,14 @@ def test_a_preview_says_what_is_saved(alike: TinyWorld, tiny: TinyWorld) -> None
     assert shared["steps_without"] == whole["steps_per_epoch"] > figures["steps_per_epoch"]
     assert shared["packs_without"] == whole["packs"]
     assert shared["tower_work_share_saved"] == pytest.approx(0.8)
+    assert (shared["num_trees"], shared["samples_per_tree"]) == (NUM_TREES, QUESTIONS + 1)
+    assert shared["largest_tree"] == QUESTIONS + 1
+    content = page_content(found, figures, "packtool plan", "alike")
+    assert content.shared is not None
+    assert len(content.shared.headline) == 4
+    for _, told, tree in content.shared.trees:
+        assert told.startswith(f"{QUESTIONS + 1} samples, {sum(branch.num_tokens for branch in tree):,} tokens instead")
+    assert sum(branch.num_tokens for pack in content.packs for branch in pack) == figures["tokens"]
     assert figures["tokens_of_plain_batches"] == whole["tokens_of_plain_batches"]
     assert figures["flops_per_epoch"] < whole["flops_per_epoch"]
 
@@ -241,18 +254,45 @@ def test_a_saved_plan_is_trained_as_it_shares(alike: TinyWorld, tmp_path: Path) 
         prepared(alike, tmp_path, plan=path, neftune_noise_alpha=5.0)
 
 
-def test_inspect_shows_what_each_sample_adds(alike: TinyWorld, tmp_path: Path) -> None:
+def test_inspect_draws_the_trees_of_a_pack(alike: TinyWorld, tmp_path: Path) -> None:
     path = str(tmp_path / "plan.arrow")
     config = planned(alike, save=path)
     found = preview(config)
     save_plan(found, config)
+    reader = CacheReader.open([alike.cache])
+    num_pictures = 0
     for number in range(found.plan.packs.num_packs):
         pack = pack_figures(alike.cache, path, number)
         assert pack["tokens"] == found.plan.packs.tokens_per_pack()[number] <= pack["capacity"]
+        assert pack["tokens_without"] == reader.index.length[found.plan.packs.pack(number)].sum()
+        parts = sorted([*pack["prefixes"], *pack["samples"]], key=lambda part: part["start"])
+        assert [part["start"] for part in parts] == [0, *(part["end"] for part in parts[:-1])]
+        for part in parts:
+            first, last = part["positions"]
+            assert last - first + 1 == part["end"] - part["start"]
+            assert all(part["start"] <= a < b <= part["end"] for a, b in part["trained"])
+            above = None if part["prefix"] is None else pack["prefixes"][part["prefix"]]
+            assert first == (0 if above is None else above["positions"][1] + 1)
+            # The picture stands once, in what all who ask about it have.
+            is_prefix = above is None and "samples" in part
+            assert len(part["media"]) == is_prefix
+            num_pictures += len(part["media"])
+        lines = list(pack_lines(pack))
+        assert sum("a prefix of" in line for line in lines) == len(pack["prefixes"])
+        assert sum(" adds " in line for line in lines) == sum(part["prefix"] is not None for part in pack["samples"])
         for sample in pack["samples"]:
-            first, last = sample["positions"]
-            assert last - first + 1 == sample["end"] - sample["start"]
-            assert all(sample["start"] <= a < b <= sample["end"] for a, b in sample["trained"])
+            assert sum(f"sample {sample['sample']}: {sample['source']}, row {sample['row']}" in line for line in lines)
+    assert num_pictures == NUM_TREES
+
+
+def test_inspect_needs_the_model_for_the_media_of_a_prefix(alike: TinyWorld, tmp_path: Path) -> None:
+    for name, share in (("tree", "auto"), ("whole", "false")):
+        config = planned(alike, save=str(tmp_path / name), share_prefix=share)
+        save_plan(preview(config), config)
+    nowhere = str(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="nowhere"):
+        pack_figures(alike.cache, str(tmp_path / "tree"), 0, nowhere)
+    assert pack_figures(alike.cache, str(tmp_path / "whole"), 0, nowhere)["prefixes"] == []
 
 
 def test_a_saved_plan_that_shares_nothing_stays_one(alike: TinyWorld, tmp_path: Path) -> None:
