@@ -18,7 +18,10 @@ _KINDS: dict[str, FileFormat] = {
 }
 _COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
 
-KNOWN_FORMATS = f"{', '.join(_KINDS)}, each also with {' or '.join(_COMPRESSIONS)}"
+KNOWN_FORMATS = (
+    f"{', '.join(suffix for suffix in _KINDS if suffix != '.idx')}, each also with {' or '.join(_COMPRESSIONS)}, and "
+    ".idx with Megatron's .bin beside it"
+)
 """What messages call each kind."""
 
 

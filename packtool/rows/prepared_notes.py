@@ -17,8 +17,9 @@ from packtool.rows.source import RowBlock, ScannedSource, Source
 _LLAMA_FACTORY = {"input_ids", "attention_mask", "labels", "images", "videos", "audios"}
 _AXOLOTL = {"input_ids", "attention_mask", "labels", "position_ids"}
 _TRL = {"completion_mask", "assistant_masks", "seq_lengths"}
-_VOUCHED = (
-    "nothing in them says which tokenizer, chat template and truncation made them: --model is taken to be their model"
+_NOT_VOUCHED = (
+    "nobody vouches for these tokens: no row says which tokenizer, chat template and truncation made it, and --model "
+    "is taken to be the model that they were made for"
 )
 
 
@@ -38,7 +39,9 @@ def prepared_notes(scanned: Sequence[ScannedSource], takes_tokens: bool) -> list
                 "now, as packtool export does"
             )
             found.setdefault(text, []).append(source.source.label)
-    return [f"{_named(labels)}: {text}" for text, labels in found.items()]
+    notes = [f"{_named(labels)}: {text}" for text, labels in found.items()]
+    has_tokens = any(source.source.form == PREPARED.name for source in scanned)
+    return [*notes, _NOT_VOUCHED] if has_tokens else notes
 
 
 def _named(labels: Sequence[str]) -> str:
@@ -59,8 +62,8 @@ def _of_tokens(source: Source, blocks: Iterable[RowBlock]) -> str:
     if most > 1:
         parts.append(f"packs are taken apart (up to {most:,} samples a row)")
     elif source.kind != "megatron" and not {"seq_lengths", "position_ids"} & set(taken):
-        parts.append("each row is taken as one sample: nothing would say so if it were a pack of several")
-    return "; ".join([*parts, _VOUCHED])
+        parts.append("each row is one sample, for nothing says otherwise")
+    return "; ".join(parts)
 
 
 def _sample(row: Mapping[str, Any], source: Source) -> Sample | None:

@@ -59,6 +59,25 @@ def sources_of(config: ExportConfig) -> list[SourceSpec]:
     return specs
 
 
+def splits_left_out(config: ExportConfig) -> list[str]:
+    """A line for each saved ``DatasetDict`` among ``--dataset`` of which only one split is read."""
+    lines = []
+    for name in config.dataset:
+        path = name if _exists(name) else (_SAMPLE.fullmatch(name) or [name, name])[1]
+        if not _exists(storage.join(path, _DICT_NAME)):
+            continue
+        splits = _json(storage.join(path, _DICT_NAME), "--dataset").get("splits") or []
+        read = _split_of(path, "--dataset")
+        inside = {storage.normalize(storage.join(path, split)): split for split in splits if split != read}
+        named = {storage.normalize(given) for given in (*config.dataset, *config.val_dataset)}
+        if others := [split for place, split in inside.items() if place not in named]:
+            lines.append(
+                f"{storage.masked(path)}: its split {read} is read, and {', '.join(others)} is not; "
+                f"--val-dataset {storage.masked(storage.join(path, others[0]))} would read it"
+            )
+    return lines
+
+
 def _paths(given: str, option: str, info: DatasetInfo | None, plain: SourceSpec) -> tuple[list[str], dict[str, Any]]:
     """The files that one argument names, and what their specs have of their own."""
     name, own = given, dict[str, Any]()

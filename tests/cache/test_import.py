@@ -228,7 +228,12 @@ def test_llama_factorys_packs_with_pictures(imported: Imported, tmp_path: Path) 
     (note,) = [line for line in notes if "LLaMA-Factory" in line]
     assert "input_ids, labels, attention_mask, position_ids, images" in note
     assert "taken apart (up to 3 samples a row)" in note
-    assert "nothing in them says which tokenizer" in note
+    assert any("no row says which tokenizer, chat template and truncation made it" in line for line in notes)
+    validation = str(tmp_path / "prepared" / "validation")
+    assert any(f"validation is not; --val-dataset {validation} would read it" in line for line in notes)
+    _, _, notes = imported(tmp_path / "prepared", name="both", media_root=str(tmp_path), val_dataset=(validation,))
+    assert len(CacheReader.open([str(tmp_path / "both")], "val")) == 3
+    assert not any("validation is not" in line for line in notes)
 
 
 def test_axolotls_rows(imported: Imported, tmp_path: Path) -> None:
@@ -359,6 +364,16 @@ def test_what_cannot_be_trusted_is_dropped(
     assert (len(samples), dropped) == (1, {reason: 1})
     (line,) = (tmp_path / "imported" / "dropped.jsonl").read_text().splitlines()
     assert said in json.loads(line)["detail"]
+
+
+def test_tables_with_nulls_cost_these_rows_only(imported: Imported, tmp_path: Path) -> None:
+    """Lists of numbers are read as arrays; one with a null in it is none."""
+    columns = {"input_ids": [[1, 2, 3], None, [1, None, 3], [4, 5]], "labels": [[1, 2, 3], [1], [1, 2, 3], None]}
+    path = tmp_path / "rows.parquet"
+    datasets.Dataset.from_dict(columns).to_parquet(str(path))
+    samples, dropped, _ = imported(path)
+    assert [sample.labels.tolist() for sample in samples] == [[1, 2, 3], [4, 5]]
+    assert dropped == {"empty_tokens": 1, "invalid_tokens": 1}
 
 
 def test_weights_come_with_the_tokens(imported: Imported, tmp_path: Path) -> None:
