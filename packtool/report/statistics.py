@@ -45,7 +45,7 @@ def export_lines(summary: ExportSummary) -> list[Line]:
     if summary.marks_added:
         lines.append(("  media marks added", f"{summary.marks_added:,} rows"))
     if summary.pieces_added:
-        lines.append(("  samples added by splitting texts", f"{summary.pieces_added:,}"))
+        lines.append(("  samples beyond one a row", f"{summary.pieces_added:,}"))
     lines += [("  of them truncated", f"{summary.truncated:,}"), ("dropped", f"{sum(summary.dropped.values()):,}")]
     lines += [(f"  {reason}", f"{count:,}") for reason, count in summary.dropped.items()]
     lines += [

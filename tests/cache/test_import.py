@@ -252,10 +252,20 @@ def test_axolotls_rows(imported: Imported, tmp_path: Path) -> None:
     assert any("as axolotl prepares them" in note for note in notes)
 
 
-def test_trls_rows_are_tokens_to_import_and_rows_to_export(imported: Imported, model: Path, tmp_path: Path) -> None:
-    rows = [
+@pytest.mark.parametrize(
+    "made_of",
+    [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+        {"prompt": "a", "completion": "b"},
+        {"text": "a text"},
+    ],
+)
+def test_trls_rows_are_tokens_to_import_and_rows_to_export(
+    imported: Imported, model: Path, tmp_path: Path, made_of: dict[str, Any]
+) -> None:
+    rows: list[dict[str, Any]] = [
         {
-            "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+            **made_of,
             "input_ids": [5, 6, 7, 8, 9, 10],
             "completion_mask": [0, 1, 1, 0, 0, 1],
             "assistant_masks": [1, 1, 0, 0, 1, 1],

@@ -19,7 +19,7 @@ from packtool.rows.source import Pairs
 
 _Keys = tuple[str, ...]
 
-KNOWN: Mapping[str, RowForm] = {form.name: form for form in (MESSAGES, ALPACA, QUERY, PREPARED, TEXT)}
+KNOWN: Mapping[str, RowForm] = {form.name: form for form in (MESSAGES, ALPACA, QUERY, TEXT, PREPARED)}
 """All forms by name; the first that fits a file is taken."""
 
 
