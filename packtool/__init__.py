@@ -1,3 +1,77 @@
-"""Turns multimodal conversations into packed training steps."""
+"""Turns multimodal conversations into packed training steps.
+
+The names below are the library: they change only with the version, as CHANGELOG.md says, and nothing else of the
+package is stable. ``docs/any-trainer.md`` shows how they are used, ``docs/api.md`` what each takes and returns. Nothing
+heavy is imported before one of them is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from packtool import errors
+    from packtool.library.batches import Batches
+    from packtool.library.cache import Cache
+    from packtool.library.commands import evaluate, export, verify
+    from packtool.library.planned import Plan, plan
+    from packtool.library.training import Targets, loss, prepare_model
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Batches",
+    "Cache",
+    "Plan",
+    "Targets",
+    "errors",
+    "evaluate",
+    "export",
+    "loss",
+    "plan",
+    "prepare_model",
+    "verify",
+]
+
+# Where each name of the library is at home.
+_HOMES = {
+    "Batches": "batches",
+    "Cache": "cache",
+    "Plan": "planned",
+    "Targets": "training",
+    "evaluate": "commands",
+    "export": "commands",
+    "loss": "training",
+    "prepare_model": "training",
+    "verify": "commands",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """What is asked for, imported now (PEP 562)."""
+    if name in ("errors", "plan"):
+        return importlib.import_module(f"packtool.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'packtool' has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"packtool.library.{_HOMES[name]}"), name)
+    setattr(sys.modules[__name__], name, found)
+    return found
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
+class CallableRoom(ModuleType):
+    """A room of the package that has the name of a function of the library, and can be called as that function.
+
+    Python makes every subpackage an attribute of its package once something imports it: ``packtool.plan`` is the room
+    of the planners, whatever this file says. So it is both.
+    """
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """See ``packtool.library.planned.plan``."""
+        return importlib.import_module("packtool.library.planned").plan(*args, **options)

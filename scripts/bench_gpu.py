@@ -198,6 +198,7 @@ def bench_memory(bench: Bench, stepper: Stepper, samples: Sequence[Sample], conf
     """
     try:
         from packtool.train.model.trace import trace_pass
+        from packtool.train.prepare.rank_tokens import RankTokens
     except ImportError as error:
         yield replace(row, note=f"not traced: {error}")
         return
@@ -219,7 +220,7 @@ def bench_memory(bench: Bench, stepper: Stepper, samples: Sequence[Sample], conf
     meta = make_model(config, torch.device("meta"), bench.dtype)
     if stepper.recompute:
         checkpoint_activations(meta)
-    traced = trace_pass(meta, config, num_tokens=row.tokens, num_media_tokens=num_media_tokens).peak
+    traced = trace_pass(meta, config, RankTokens(computed=row.tokens, vision=num_media_tokens)).peak
     gib = 2**30
     peak = torch.cuda.max_memory_allocated(bench.device) / gib if is_on_gpu else None
     yield Memory(f"{row.what}, memory", (standing + traced) / gib, peak, traced / gib)

@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a checkout, too
 
 from packtool.report.tables import aligned
-from tests.train.model.measured import MEDIA_TOKENS, TOKENS, computed_bytes, saved_bytes, traced_bytes
+from tests.train.model.measured import HEARD, TOKENS, computed_bytes, saved_bytes, traced_bytes
 from tests.train.model.test_no_sync import ON_TEXT, THAT_HEAR, THAT_SEE, config_of
 
 _WAYS: dict[str, dict[str, bool]] = {
@@ -53,7 +53,8 @@ def main(words: Sequence[str] | None = None) -> None:
     given = parser.parse_args(words)
     names = [name for name in given.families if given.realdata is not None or name not in THAT_HEAR]
     found = list(rows(names, given.realdata))
-    print(f"KiB of a pass over {TOKENS} tokens, {MEDIA_TOKENS} of them a picture's where the model sees")
+    heard = f"where it hears {HEARD.vision} a picture's and {HEARD.audio} a sound's"
+    print(f"KiB of a pass over {TOKENS.computed} tokens: {TOKENS.vision} a picture's where the model sees, {heard}")
     print("\n".join(aligned([_TITLES, *found], "lr")))
 
 

@@ -50,7 +50,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 from packtool.attention.register import set_attention
 from packtool.batch.batch import PackedBatch
 from packtool.batch.dataset import MicroBatches
-from packtool.batch.micro_batch import planned_steps
+from packtool.batch.micro_batch import PlannedEpoch
 from packtool.batch.spec import InputSpec
 from packtool.cache.export import export
 from packtool.config.export import ExportConfig
@@ -199,7 +199,7 @@ def preparing(run: CachedRun) -> dict[str, float]:
     plan = run.schedule.plan_of(1)
     planned = time.perf_counter()
     dataset = MicroBatches(run.read, spec_of(run))
-    for step in planned_steps(plan, 0):
+    for step in PlannedEpoch(plan).steps(0):
         for micro_batch in step:
             dataset[micro_batch]
     return {"planning": planned - begin, "collating": time.perf_counter() - planned}
@@ -350,7 +350,7 @@ def report(setting: Setting, exported: Mapping[str, Any], rounds: int) -> None:
     run = prepared(setting)
     print_head(setting, exported, run, rounds)
     dataset = MicroBatches(run.read, spec_of(run))
-    wanted = (micro_batch for step in planned_steps(run.schedule.plan_of(0), 0) for micro_batch in step)
+    wanted = (micro_batch for step in PlannedEpoch(run.schedule.plan_of(0)).steps(0) for micro_batch in step)
     some: list[Any] = [dataset[micro_batch] for micro_batch in islice(wanted, 8)]
     # Before anything is trained: memory that this process has freed would be used again, and not be counted.
     print_memory(setting, max(some, key=lambda batch: batch.num_target_tokens))

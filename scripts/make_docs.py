@@ -1,4 +1,4 @@
-"""Writes the generated parts of docs/: options.md and the tables of other tools' names, from the code, and pictures.
+"""Writes what is made from the code: options.md, api.md, tables of other tools' names, pictures, types of options.
 
 usage: python scripts/make_docs.py [--check]      with --check nothing is written, and a stale file is an error
 """
@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from _api_docs import api_page, option_types
 from _draw_docs import pictures
 
 from packtool.cli.main import app
 from packtool.config.peers import EVERY_COMMAND, PeerName, Status, peer_names
 
 DOCS = Path(__file__).parent.parent / "docs"
+EXAMPLES = DOCS.parent / "examples"
 _INTRODUCTION = """# Options
 
 Every option of every command, as `packtool COMMAND --help` shows it. Options may be written with dashes or underscores.
@@ -73,6 +75,14 @@ def _table_of(tool: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+_EXAMPLE = re.compile(r"(<!-- example: (\S+) -->\n)(?:\n```python\n.*?\n```\n)?", re.DOTALL)
+
+
+def with_examples(page: str) -> str:
+    """A page with a file of examples/ behind each mark that asks for one."""
+    return _EXAMPLE.sub(lambda mark: f"{mark[1]}\n```python\n{(EXAMPLES / mark[2]).read_text()}```\n", page)
+
+
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
@@ -81,7 +91,9 @@ def generated() -> dict[Path, str]:
     """Every generated file's path and content."""
     found = {DOCS / "images" / f"{name}.svg": svg for name, svg in pictures().items()}
     found |= {page: with_tables(page.read_text()) for page in DOCS.glob("from-*.md")}
-    return {DOCS / "options.md": options_page(), **found}
+    found[DOCS / "any-trainer.md"] = with_examples((DOCS / "any-trainer.md").read_text())
+    found[DOCS.parent / "packtool" / "library" / "options.py"] = option_types()
+    return {DOCS / "options.md": options_page(), DOCS / "api.md": api_page(), **found}
 
 
 def main() -> None:

@@ -34,6 +34,7 @@ ORDER = (
     "attention",
     "train",
     "report",
+    "library",
     "demo",
     "cli",
 )
@@ -42,8 +43,8 @@ BASE = {"errors", "constants", "progress", "visible", "config", "storage", "laun
 TRAIN_ORDER = ("prepare", "model", "evaluate", "verify", "loop")
 
 OWNERS = {
-    "torch": {"batch", "attention", "train", "demo", "launch"},
-    "transformers": {"encode", "batch", "attention", "train", "demo"},
+    "torch": {"batch", "attention", "train", "library", "demo", "launch"},
+    "transformers": {"encode", "batch", "attention", "train", "library", "demo"},
     "pyarrow": {"rows", "cache", "packs"},
     "datasets": {"rows", "cache"},
     "fsspec": {"storage"},
@@ -156,7 +157,7 @@ def test_heavy_dependencies_have_owners() -> None:
 
 
 # Who reads the environment: what starts processes, what takes credentials, and what makes options of variables.
-READERS = {"launch", "storage", "config", "cli/options.py", "cli/debug.py"}
+READERS = {"launch", "storage", "config", "cli/options.py", "cli/debug.py", "library/settings.py"}
 
 
 def test_the_environment_is_read_in_few_places() -> None:
@@ -269,6 +270,8 @@ def test_text_of_others_is_shown_in_few_places() -> None:
 
 # What each of several clients of a store does in its own way.
 ONCE_PER_CLIENT = {"forget_connections"}
+# What the library offers is called as the commands are, and as what they call.
+ONCE_MORE = {"export", "verify", "evaluate"}
 
 
 def test_a_name_means_one_thing() -> None:
@@ -278,7 +281,9 @@ def test_a_name_means_one_thing() -> None:
         for node in tree.body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
-    wrong = {name: found for name, found in places.items() if len(found) > 1 and name not in ONCE_PER_CLIENT}
+    wrong = {
+        name: found for name, found in places.items() if len(found) > 1 and name not in ONCE_PER_CLIENT | ONCE_MORE
+    }
     assert not wrong
 
 

@@ -158,10 +158,10 @@ def packed_attention(
         value: (1, Hkv, T, D).
         attention_mask: must be None; documents are told apart by ``cu_seq_lens_q``.
         kwargs: ``cu_seq_lens_q`` int32 (S + 1,), ``max_length_q``, optionally ``document_lengths`` (host integers),
-            ``sliding_window``; ``impl``, as ``--attn-impl`` has it. Where documents share prefixes also ``key_index``
-            int64 (T',), the tokens of all documents with their prefixes, with ``cu_seq_lens_k``, ``max_length_k`` and
-            optionally ``key_lengths``. Instead of boundaries a ``sequence_shard``, for a sequence that the ranks of
-            ``parallel`` share.
+            ``sliding_window``; ``impl``, as ``--attn-impl`` has it, or a ``kernel`` and ``blocks`` themselves. Where
+            documents share prefixes also ``key_index`` int64 (T',), the tokens of all documents with their prefixes,
+            with ``cu_seq_lens_k``, ``max_length_k`` and optionally ``key_lengths``. Instead of boundaries a
+            ``sequence_shard``, for a sequence that the ranks of ``parallel`` share.
 
     Returns:
         (1, T, Hq, D) and None for the weights, which are never built.
@@ -181,7 +181,8 @@ def packed_attention(
                 "cannot",
                 "Set attention_dropout to 0 in the model's config.json.",
             )
-        blocks = choose_blocks(kwargs["impl"], q.device, q.dtype, head_dims=(q.shape[-1], v.shape[-1]))
+        head_dims = q.shape[-1], v.shape[-1]
+        blocks = kwargs.get("blocks") or choose_blocks(kwargs["impl"], q.device, q.dtype, head_dims=head_dims)
         shared = attend_shard(q, k, v, shard, kwargs["parallel"], blocks, scale=scaling, window=window)
         return shared.unsqueeze(0), None
     varlen = Varlen(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("document_lengths"))
@@ -190,9 +191,8 @@ def packed_attention(
         k, v = k.index_select(0, key_index), v.index_select(0, key_index)
         keys = Varlen(kwargs["cu_seq_lens_k"], kwargs["max_length_k"], kwargs.get("key_lengths"))
         varlen = replace(varlen, keys=keys)
-    kernel = choose(
-        kwargs.get("impl", AUTO), q.device, q.dtype, needs_dropout=dropout > 0, head_dim=max(q.shape[-1], v.shape[-1])
-    )
+    impl, head_dim = kwargs.get("impl", AUTO), max(q.shape[-1], v.shape[-1])
+    kernel = kwargs.get("kernel") or choose(impl, q.device, q.dtype, needs_dropout=dropout > 0, head_dim=head_dim)
     out = kernel.attend(q, k, v, varlen, scale=scaling, window=window, dropout=dropout)
     return out.unsqueeze(0), None
 
@@ -213,7 +213,8 @@ def tower_attention(
         module: the attention layer.
         query, key, value: (1, H, T, D).
         attention_mask: None.
-        kwargs: ``cu_seq_lens_q`` int32 (S + 1,) and ``max_length_q``: which tokens see each other, in both directions.
+        kwargs: ``cu_seq_lens_q`` int32 (S + 1,) and ``max_length_q``: which tokens see each other, in both directions;
+            ``kernel``, by default the best that is there.
 
     Returns:
         (1, T, H, D) and None for the weights, which are never built.
@@ -225,7 +226,7 @@ def tower_attention(
         raise LeakError(f"{type(module).__name__} does not say where the pictures end that it looks at")
     q, k, v = (tensor[0].transpose(0, 1) for tensor in _as_autocast(query, key, value))
     varlen = Varlen(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], causal=False)
-    kernel = choose(AUTO, q.device, q.dtype, needs_dropout=dropout > 0, head_dim=q.shape[-1])
+    kernel = kwargs.get("kernel") or choose(AUTO, q.device, q.dtype, needs_dropout=dropout > 0, head_dim=q.shape[-1])
     return kernel.attend(q, k, v, varlen, scale=scaling, dropout=dropout).unsqueeze(0), None
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from packtool.batch.micro_batch import Tower
+from packtool.batch.movable import Movable
 from packtool.batch.shard import SequenceShard
 from packtool.batch.tower_inputs import TowerInputs
 from packtool.constants import IGNORE_INDEX
@@ -35,7 +36,7 @@ class SkippedSample:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Batch:
+class Batch(Movable):
     """What both kinds of micro-batch hold. B rows of T tokens; a packed one has a single row.
 
     Args:
@@ -89,14 +90,6 @@ class Batch:
         """Keyword arguments of the model's forward; labels stay behind, for the loss is packtool's own."""
         inputs = {"input_ids": self.input_ids, "position_ids": self.position_ids, "use_cache": False, **self.media}
         return inputs | {"towers": self.towers} if self.towers else inputs
-
-    def to(self: B, device: torch.device | str, *, non_blocking: bool = False) -> B:
-        """The same micro-batch on another device."""
-        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self: B) -> B:
-        """The same micro-batch in page-locked memory; DataLoader looks for this name."""
-        return self.map(lambda tensor: tensor.pin_memory())
 
     def map(self: B, function: Callable[[Tensor], Tensor]) -> B:
         """The same micro-batch with every tensor replaced by the function's answer."""

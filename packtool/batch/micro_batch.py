@@ -35,32 +35,34 @@ class MicroBatch:
         return [sample for pack in self.packs for sample in pack]
 
 
-def planned_steps(
-    plan: EpochPlan,
-    rank: int,
-    brings: Mapping[Tower, npt.NDArray[np.bool_] | None] | None = None,
-    *,
-    first: int = 0,
-) -> Iterator[tuple[MicroBatch, ...]]:
-    """The micro-batches of one rank in each step of an epoch.
+class PlannedEpoch:
+    """The micro-batches of an epoch by step, rank and number.
 
     Args:
-        rank: data-parallel rank.
         brings: for each tower, whether a sample has something for it, bool (N,) by position in the cache; None for
             perhaps. Without it nobody knows of any.
-        first: step to begin with.
     """
-    runs = None if brings is None else {tower: _on_any_rank(plan, found) for tower, found in brings.items()}
-    index = int(plan.steps.step_offsets[first]) // plan.steps.world_size
-    for step in range(first, plan.steps.num_steps):
-        micro_batches = []
-        for number in range(plan.steps.num_micro_batches(step)):
-            packs = [pack.tolist() for pack in plan.samples(step, rank, number)]
-            places = plan.places_of(step, rank, number)
-            towers = None if runs is None else frozenset(tower for tower, found in runs.items() if found[index])
-            micro_batches.append(MicroBatch(packs, None if places is None else places.tolist(), towers))
-            index += 1
-        yield tuple(micro_batches)
+
+    def __init__(self, plan: EpochPlan, brings: Mapping[Tower, npt.NDArray[np.bool_] | None] | None = None) -> None:
+        self.plan = plan
+        self._runs = None if brings is None else {tower: _on_any_rank(plan, found) for tower, found in brings.items()}
+
+    def micro_batch(self, step: int, rank: int, number: int) -> MicroBatch:
+        """One micro-batch of one data-parallel rank."""
+        plan = self.plan
+        packs = [pack.tolist() for pack in plan.samples(step, rank, number)]
+        places = plan.places_of(step, rank, number)
+        index = int(plan.steps.step_offsets[step]) // plan.steps.world_size + number
+        towers = None
+        if self._runs is not None:
+            towers = frozenset(tower for tower, found in self._runs.items() if found[index])
+        return MicroBatch(packs, None if places is None else places.tolist(), towers)
+
+    def steps(self, rank: int, first: int = 0) -> Iterator[tuple[MicroBatch, ...]]:
+        """The micro-batches of one data-parallel rank in each step from ``first`` on."""
+        for step in range(first, self.plan.steps.num_steps):
+            num = self.plan.steps.num_micro_batches(step)
+            yield tuple(self.micro_batch(step, rank, number) for number in range(num))
 
 
 def _on_any_rank(plan: EpochPlan, found: npt.NDArray[np.bool_] | None) -> npt.NDArray[np.bool_]:

@@ -23,11 +23,12 @@ from transformers.vision_utils import (
 )
 
 from packtool.batch.micro_batch import Tower
+from packtool.batch.movable import Movable
 from packtool.batch.spec import InputSpec
 
 
 @dataclass(frozen=True, eq=False)
-class TowerInputs:
+class TowerInputs(Movable):
     """Keyword arguments of a tower's forward beside the media, and where in the micro-batch its features belong.
 
     Args:
@@ -40,7 +41,7 @@ class TowerInputs:
     positions: Mapping[str, Tensor]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> TowerInputs:
-        """These inputs with every tensor replaced by the function's answer."""
+        """See ``Movable``."""
         moved = {
             name: function(value) if isinstance(value, Tensor) else value for name, value in self.arguments.items()
         }

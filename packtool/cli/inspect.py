@@ -6,8 +6,6 @@ import contextlib
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import typer
 
@@ -16,9 +14,6 @@ from packtool.cli.invocation import Invocation
 from packtool.config.inspect import InspectConfig
 from packtool.errors import EXIT_MISMATCH
 from packtool.visible import show, show_json, show_styled
-
-if TYPE_CHECKING:
-    from packtool.report.inspect import SampleView
 
 _COLOURS = {"media": "cyan", "plain": "dim", "trained": "green"}
 
@@ -51,7 +46,9 @@ def run_inspect(config: InspectConfig, invocation: Invocation) -> None:
             show_json(named({**dict(view.facts), "parts": parts}))
             return
         print_table(f"{config.directory}, {config.split}, row {config.row}", view.facts, "l")
-        show_styled(_readable(view, colours=sys.stdout.isatty()))
+        show_styled(
+            [(text, _COLOURS[look]) for look, text in view.marked()] if sys.stdout.isatty() else [(view.text, "")]
+        )
         return
     figures = inspect.cache_figures(config.directory)
     if invocation.as_json:
@@ -106,13 +103,3 @@ def _verify(directory: str, as_json: bool) -> None:
         show("\n".join(damage.lines(found)))
     if found["damaged"]:
         raise typer.Exit(EXIT_MISMATCH)
-
-
-def _readable(view: SampleView, colours: bool) -> Iterator[tuple[str, str]]:
-    """The sample's text and how it looks: trained stretches in colour, or between « and »."""
-    for look, text, weight in view.parts:
-        if look == "trained":
-            marked = f"{weight:g}:{text}" if weight != 1 else text
-            yield (marked, _COLOURS[look]) if colours else (f"«{marked}»", "")
-        else:
-            yield text, _COLOURS[look] if colours else ""

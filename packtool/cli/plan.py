@@ -9,38 +9,40 @@ from packtool.config.plan import PlanConfig
 from packtool.visible import show, show_json
 
 if TYPE_CHECKING:
+    from packtool.train.model.memory import MemoryEstimate
     from packtool.train.prepare.preview import Preview
 
 
 def run_plan(config: PlanConfig, invocation: Invocation) -> None:
     """Plan, print, and write what is asked for."""
-    from packtool.report.names import named
-    from packtool.report.plan import page_content, plan_lines
-    from packtool.report.tables import print_table
-    from packtool.train.prepare.preview import preview, save_plan
-
     if config.sweep:
         _sweep(config, invocation)
         return
     if config.fit is not None:
         _fit(config, invocation)
         return
-    found = preview(config)
-    figures = found.figures(config.tflops, config.mfu)
-    name = " ".join(config.cached_dataset) or str(config.lengths)
-    if config.save is not None:
-        save_plan(found, config)
-    if config.html is not None:
-        from packtool.report.plan_page import page
+    from packtool.library.planned import Plan
+    from packtool.report.tables import print_table
 
-        _publish(config.html, page(page_content(found, figures, invocation.command, _title(config))))
+    plan = Plan(config)
+    if config.save is not None:
+        plan.save(config.save)
+    if config.html is not None:
+        plan.page(config.html, invocation.command)
     if invocation.as_json:
-        show_json(named(figures))
+        summary = plan.summary
+        if config.model is not None:
+            memory = _memory(config, plan.preview)
+            summary["memory_gib"] = None if isinstance(memory, str) else memory.total
+        show_json(summary)
         return
-    print_table(f"plan for {name}", plan_lines(figures))
-    if found.shared_line is not None:
-        show(f"\n{found.shared_line}")
-    _print_histograms(found)
+    print_table(f"plan for {' '.join(config.cached_dataset) or config.lengths}", plan.lines)
+    if plan.preview.shared_line is not None:
+        show(f"\n{plan.preview.shared_line}")
+    _print_histograms(plan.preview)
+    if config.model is not None:
+        # Behind all that is known at once, for it takes seconds.
+        _print_memory(config, plan.preview)
     for written in (config.save, config.html):
         if written is not None:
             show(f"written: {written}")
@@ -48,13 +50,16 @@ def run_plan(config: PlanConfig, invocation: Invocation) -> None:
 
 def _sweep(config: PlanConfig, invocation: Invocation) -> None:
     """One row for each packing length."""
+    from packtool import storage
     from packtool.report.names import named
     from packtool.report.sweep import sweep_lines, sweep_page
+    from packtool.simulate.lengths import names_of
     from packtool.train.prepare.preview import preview
 
     rows = [preview(config, length).figures(config.tflops, config.mfu) for length in config.sweep_lengths()]
     if config.html is not None:
-        _publish(config.html, sweep_page(rows, _title(config), invocation.command))
+        title = names_of(config.cached_dataset or (str(config.lengths),))
+        storage.publish(config.html, sweep_page(rows, title, invocation.command).encode())
     if invocation.as_json:
         show_json([named(row) for row in rows])
         return
@@ -78,16 +83,33 @@ def _fit(config: PlanConfig, invocation: Invocation) -> None:
     show("\n".join([*fit_title(figures), *fit_lines(figures), *fit_advice(figures, config.hardware)]))
 
 
-def _publish(path: str, page: str) -> None:
-    from packtool import storage
+def _memory(config: PlanConfig, found: Preview) -> MemoryEstimate | str:
+    """What a rank would hold, or why nobody knows."""
+    from packtool.errors import ConfigError, UnsupportedModelError
+    from packtool.report.terminal import TerminalProgress
 
-    storage.publish(path, page.encode())
+    with TerminalProgress() as progress:
+        progress.start("tracing memory", None)
+        try:
+            from packtool.train.model.planned import planned_memory
+
+            return planned_memory(config, found)
+        except (ConfigError, UnsupportedModelError) as error:
+            return f"the memory of a rank is not known: {error.message}"
+        finally:
+            progress.finish()
 
 
-def _title(config: PlanConfig) -> str:
-    from packtool.simulate.lengths import names_of
+def _print_memory(config: PlanConfig, found: Preview) -> None:
+    from packtool.simulate.run import read_hardware
 
-    return names_of(config.cached_dataset or (str(config.lengths),))
+    memory = _memory(config, found)
+    if isinstance(memory, str):
+        show("\n" + memory)
+        return
+    show("\n" + memory.sentence())
+    if config.hardware is not None:
+        show(memory.sentence_on(read_hardware(config.hardware)))
 
 
 def _print_histograms(found: Preview) -> None:

@@ -37,7 +37,8 @@ class PlanConfig(CacheOptions, PackingOptions, ParallelOptions, MemoryOptions, A
     lengths: str | None = option(None, "Plan for the lengths in this .npy, .json or .txt file instead of a cache's.")
     model: str | None = option(
         None,
-        "Directory whose config.json tells what a token costs; by default the caches' model, or one of 8B.",
+        "Directory whose config.json tells what a token costs; by default the caches' model, or one of 8B. With it the "
+        "memory of a rank is told, too, which takes some seconds.",
         panel="Model and hardware",
     )
     packing: bool = option(True, "Pack samples without padding.", panel="Packing")
@@ -80,7 +81,7 @@ class PlanConfig(CacheOptions, PackingOptions, ParallelOptions, MemoryOptions, A
             )
         if bool(self.cached_dataset) == (self.lengths is not None):
             found.append("give either caches or --lengths FILE")
-        if self.lengths is not None and self.packing_length is None and self.sweep is None:
+        if self.lengths is not None and self.packing_length is None and self.sweep is None and self.fit is None:
             found.append("--packing-length is missing: a file of lengths does not tell it")
         if self.sweep is not None and self.save is not None:
             found.append("--save writes one plan, and --sweep makes several: give --packing-length instead of --sweep")
@@ -103,6 +104,8 @@ class PlanConfig(CacheOptions, PackingOptions, ParallelOptions, MemoryOptions, A
 
     def _fit_problems(self) -> list[str]:
         """What does not go with ``--fit``, or only goes with it."""
+        if self.fit is None and self.model is not None:
+            return []
         if self.fit is None:
             named = {field.name for part in (MemoryOptions, AdapterOptions) for field in dataclasses.fields(part)}
             named -= {field.name for field in dataclasses.fields(LearningOptions)}
@@ -111,12 +114,14 @@ class PlanConfig(CacheOptions, PackingOptions, ParallelOptions, MemoryOptions, A
                 for field in dataclasses.fields(self)
                 if field.name in named and getattr(self, field.name) != field.default
             ]
-            return [f"{flag(name)} goes with --fit: without it a plan asks for no memory" for name in given]
+            return [f"{flag(name)} goes with --model or --fit, which tell of memory" for name in given]
         found = [
             f"{flag(name)} is not for --fit, which makes a plan for each setting: leave out one of them"
-            for name in ("lengths", "sweep", "save", "html", "tflops")
+            for name in ("sweep", "save", "html", "tflops")
             if getattr(self, name) is not None
         ]
+        if self.lengths is not None:
+            found.append("--fit needs caches: it plans what training would, and prints the command that trains on them")
         if self.fit < 10**6:
             found.append(f"--fit {self.fit}: that many bytes hold no model; memory is given as in 80GB")
         if self.share_prefix == "true" or self.max_rows_per_tree is not None:

@@ -118,8 +118,8 @@ class CostModel:
 
     def towers(
         self,
-        vision_tokens: npt.NDArray[np.integer[Any]],
-        patch_squares: npt.NDArray[np.integer[Any]],
+        vision_tokens: npt.NDArray[Any],
+        patch_squares: npt.NDArray[Any],
         audio_tokens: npt.NDArray[np.integer[Any]] | int = 0,
     ) -> npt.NDArray[np.float64]:
         """FLOPs of the towers for media of packs, samples or pictures; all are of any shape, and of the same.

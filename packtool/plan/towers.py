@@ -50,12 +50,31 @@ def assign_heaviest_first(weights: Sequence[float], loads: Sequence[float]) -> I
         weights: (n,), of the things.
         loads: (N,), what each rank has already.
     """
-    sums = list(loads)
-    owners = np.zeros(len(weights), np.int64)
-    for number in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
-        owner = min(range(len(sums)), key=lambda rank: (sums[rank], rank))
-        owners[number] = owner
-        sums[owner] += weights[number]
+    weighed = np.asarray(weights, np.float64)
+    return assign_in_groups(weighed, np.zeros(len(weighed), np.int64), np.array([loads], np.float64))
+
+
+def assign_in_groups(
+    weights: npt.NDArray[np.float64], groups: Int64Array, loads: npt.NDArray[np.float64]
+) -> Int64Array:
+    """``assign_heaviest_first`` for many groups of things and ranks at once, (n,).
+
+    Price: O(n N), in as many rounds as the largest group has things.
+
+    Args:
+        weights: (n,), of the things.
+        groups: (n,), of each, 0 to G - 1.
+        loads: (G, N), what each rank of a group has already.
+    """
+    sums, owners = loads.copy(), np.zeros(len(weights), np.int64)
+    order = np.lexsort((-weights, groups))
+    sizes = np.bincount(groups, minlength=len(loads))
+    round_of = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    by_round = order[np.argsort(round_of, kind="stable")]
+    for things in np.split(by_round, np.cumsum(np.bincount(round_of))[:-1]):
+        here = groups[things]
+        owners[things] = sums[here].argmin(axis=1)
+        sums[here, owners[things]] += weights[things]
     return owners
 
 
@@ -70,20 +89,20 @@ def shared_tower_costs(steps: StepPlan, places: Int64Array, work: TowerWork, seq
         work: of the samples, by their numbers in ``steps.order``.
         sequence_parallel_size: N.
     """
-    found = np.zeros((steps.num_steps * steps.world_size, sequence_parallel_size))
     flops, counts = work.flops[steps.order], np.maximum(work.num_seen[steps.order], 1)
-    shared = np.flatnonzero((places == SHARDED) & (flops > 0))
-    cells = np.searchsorted(steps.cell_offsets, shared, side="right") - 1
-    step_of_cell = np.repeat(np.arange(steps.num_steps), np.diff(steps.step_offsets))
-    for cell in np.unique(cells).tolist():
-        step = int(step_of_cell[cell])
-        first, last = (int(steps.step_offsets[i]) for i in (step, step + 1))
-        group = step * steps.world_size + (cell - first) * steps.world_size // (last - first)
-        here = slice(int(steps.cell_offsets[cell]), int(steps.cell_offsets[cell + 1]))
-        is_local = places[here] != SHARDED
-        loads = np.bincount(places[here][is_local], flops[here][is_local], sequence_parallel_size)
-        members = shared[cells == cell]
-        pieces = np.repeat(flops[members] / counts[members], counts[members])
-        owners = assign_heaviest_first(pieces.tolist(), loads.tolist())
-        found[group] += np.bincount(owners, pieces, sequence_parallel_size)
+    num_cells = len(steps.cell_offsets) - 1
+    cells = np.repeat(np.arange(num_cells), steps.cell_sizes())
+    local, shared = np.flatnonzero(places != SHARDED), np.flatnonzero((places == SHARDED) & (flops > 0))
+    loads = np.zeros((num_cells, sequence_parallel_size))
+    np.add.at(loads, (cells[local], places[local]), flops[local])
+    pieces = np.repeat(flops[shared] / counts[shared], counts[shared])
+    its_cells = np.repeat(cells[shared], counts[shared])
+    owners = assign_in_groups(pieces, its_cells, loads)
+    sums = np.bincount(its_cells * sequence_parallel_size + owners, pieces, loads.size).reshape(loads.shape)
+    # The cells of a step are rank by rank, of each rank in order.
+    first, per_step = steps.step_offsets[:-1], np.diff(steps.step_offsets)
+    step = np.repeat(np.arange(steps.num_steps), per_step)
+    groups = step * steps.world_size + (np.arange(num_cells) - first[step]) * steps.world_size // per_step[step]
+    found = np.zeros((steps.num_steps * steps.world_size, sequence_parallel_size))
+    np.add.at(found, groups, sums)
     return found

@@ -21,6 +21,7 @@ from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, E
 from packtool.encode.families import pad_ids_of
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, MismatchError
+from packtool.visible import visible
 
 _EXAMPLES = 2
 _SAMPLE_RATE = 16_000
@@ -121,6 +122,16 @@ class SampleView:
 
     facts: list[tuple[str, str]]
     parts: list[tuple[Look, str, float]]
+
+    @property
+    def text(self) -> str:
+        """The sample without colours: what is trained between « and », behind its weight if that is not 1."""
+        return visible("".join(f"«{marked}»" if look == "trained" else marked for look, marked in self.marked()))
+
+    def marked(self) -> Iterator[tuple[Look, str]]:
+        """How each part looks and its text, that of a trained one behind its weight if that is not 1."""
+        for look, text, weight in self.parts:
+            yield look, f"{weight:g}:{text}" if look == "trained" and weight != 1 else text
 
 
 def sample_view(directory: str, split: str, row: int, model: str | None = None) -> SampleView:

@@ -21,6 +21,11 @@ def render(template: str, **values: Any) -> str:
     return _environment().get_template(template).render(version=__version__, **values)
 
 
+def framed(page: str, title: str) -> str:
+    """A whole page inside of another document, such as a notebook, with a frame of its own."""
+    return render("framed.html", page=escape(page), title=title)
+
+
 def breakable(text: str) -> Markup:
     """Text whose words go to the next line as a whole.
 

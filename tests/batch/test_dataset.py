@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from packtool.batch.batch import Batch, PackedBatch, PaddedBatch, TreeBatch
 from packtool.batch.collate import collate_packs
 from packtool.batch.dataset import MicroBatches, load_micro_batches
-from packtool.batch.micro_batch import MicroBatch, planned_steps
+from packtool.batch.micro_batch import MicroBatch, PlannedEpoch
 from packtool.encode.encoded import EncodedSample
 from packtool.errors import DataError
 from packtool.plan.epoch import EpochPlan, plan_epoch
@@ -47,7 +47,7 @@ class Samples:
 
 def planned(plan: EpochPlan, rank: int = 0) -> list[MicroBatch]:
     """The micro-batches of one rank, one step after the other."""
-    return [micro_batch for step in planned_steps(plan, rank) for micro_batch in step]
+    return [micro_batch for step in PlannedEpoch(plan).steps(rank) for micro_batch in step]
 
 
 def documents(batch: Batch) -> list[list[int]]:
@@ -99,10 +99,10 @@ def test_later_steps_are_what_they_are_without_those_before() -> None:
     reader = Samples.of_lengths([60, 40, 30, 20, 50, 61])
     plan = reader.plan(world_size=2, gradient_accumulation_steps=2)
     sees = np.array([True, False, False, False, False, True])
-    whole = list(planned_steps(plan, 1, {"vision": sees}))
+    whole = list(PlannedEpoch(plan, {"vision": sees}).steps(1))
     assert {batch.towers for step in whole for batch in step} == {frozenset(), frozenset({"vision"})}
     for first in range(plan.steps.num_steps + 1):
-        rest = list(planned_steps(plan, 1, {"vision": sees}, first=first))
+        rest = list(PlannedEpoch(plan, {"vision": sees}).steps(1, first))
         assert [[vars(batch) for batch in step] for step in rest] == [
             [vars(batch) for batch in step] for step in whole[first:]
         ]

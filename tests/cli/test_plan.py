@@ -205,7 +205,7 @@ def test_ctrl_c_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     def pressed(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("packtool.train.prepare.preview.preview", pressed)
+    monkeypatch.setattr("packtool.library.planned.preview", pressed)
     (tmp_path / "lengths.txt").write_text("3 4 5")
     assert run(["plan", "--lengths", str(tmp_path / "lengths.txt"), "--packing-length", "8"]) == 130
     assert capsys.readouterr().err == "packtool: interrupted\n"

@@ -15,4 +15,5 @@ FAMILY = Family(
     ),
     positions="sound_seconds",
     mel_frames=4,
+    sound_chunk=(4, 1),
 )

@@ -19,4 +19,5 @@ FAMILY = Family(
     ),
     positions="sound_seconds",
     mel_frames=4,
+    sound_chunk=(100, 13),
 )

@@ -98,6 +98,7 @@ class Family:
         image_marks, sound_marks: names in ``config.json`` of the tokens that open and close a medium.
         positions: what its rotary positions are made of.
         mel_frames: of the shortest sound, which makes one token; 0 for a model that hears nothing.
+        sound_chunk: mel frames of a whole chunk of sound, and the tokens that it makes.
         recurrence: its recurrent layers.
     """
 
@@ -111,6 +112,7 @@ class Family:
     sound_marks: tuple[str, str] = ("audio_start_token_id", "audio_end_token_id")
     positions: Positions = "token_types"
     mel_frames: int = 0
+    sound_chunk: tuple[int, int] = (1, 1)
     recurrence: Recurrence = Recurrence()
 
     @property
@@ -118,6 +120,12 @@ class Family:
         """What its vision tower takes, by kind."""
         named: dict[MediaKind, tuple[str, str]] = {"image": self.image_inputs, "video": self.video_inputs}
         return {kind: names for kind, names in named.items() if kind in self.kinds}
+
+    def mel_frames_of(self, num_tokens: int) -> int:
+        """Mel frames of a sound of so many tokens: those of whole chunks, and the most of what is left."""
+        frames, tokens = self.sound_chunk
+        whole, rest = divmod(num_tokens, tokens)
+        return whole * frames + rest * -(-frames // tokens)
 
 
 def thinker_of(config: Mapping[str, Any]) -> Mapping[str, Any]:

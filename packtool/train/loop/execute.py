@@ -34,7 +34,7 @@ from packtool.train.loop.callbacks import (
     StepsCallback,
 )
 from packtool.train.loop.finite import name_samples
-from packtool.train.loop.loader import StepLoader
+from packtool.train.loop.loader import StepLoader, input_spec
 from packtool.train.loop.skipped import all_skipped, skipped_lines, write_skipped
 from packtool.train.loop.stopping import StopSignals
 from packtool.train.loop.trainer import PackTrainer
@@ -70,8 +70,7 @@ def load_spec(run: PreparedRun) -> InputSpec:
         ConfigError: for a multimodal model of an unknown family.
         UnsupportedModelError: for a model whose packed samples could not be kept apart, or that Liger fails to patch.
     """
-    spec = InputSpec.load(run.files.directory, run.media_limits, run.config)
-    spec = dataclasses.replace(spec, loss_reduction=run.config.loss_reduction)
+    spec = input_spec(run)
     if run.config.torch_compile and is_zero3(run.config):
         raise ConfigError(
             f"--torch-compile true: with --deepspeed {run.config.deepspeed} weights are gathered inside of the layers "
@@ -120,14 +119,14 @@ def estimate_training(run: PreparedRun, spec: InputSpec) -> tuple[MemoryEstimate
 
 
 def _estimate(run: PreparedRun, model: nn.Module, spec: InputSpec, dtype: torch.dtype) -> MemoryEstimate:
-    config = dataclasses.replace(run.config, packing_length=run.state.packing_length)
     return estimate_memory(
-        config,
+        run.sized,
         model,
         spec.config,
         dtype=dtype,
         world_size=run.world.size,
-        num_media_tokens=run.most_media_tokens(),
+        micro_batches=run.heaviest(),
+        axes=run.axes,
     )
 
 

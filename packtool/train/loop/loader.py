@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, tee
@@ -48,6 +49,37 @@ def always_run(spec: InputSpec, config: TrainConfig) -> frozenset[Tower]:
     return spec.towers if trains else frozenset()
 
 
+def input_spec(run: PreparedRun) -> InputSpec:
+    """The model of a run as collation sees it.
+
+    Raises:
+        ConfigError: for a multimodal model of an unknown family.
+    """
+    spec = InputSpec.load(run.files.directory, run.media_limits, run.config)
+    return dataclasses.replace(spec, loss_reduction=run.config.loss_reduction)
+
+
+def micro_batches(run: PreparedRun, spec: InputSpec, always: frozenset[Tower] | None = None) -> MicroBatches:
+    """What turns the micro-batches of a run into tensors.
+
+    Args:
+        spec: the model that they are collated for.
+        always: towers that run in every micro-batch; by default all.
+    """
+    axes, world, config = run.axes, run.world, run.config
+    shares = world.sequence_parallel_size > 1
+    return MicroBatches(
+        run.read,
+        spec,
+        packing=config.removes_padding,
+        skip_bad_media=config.on_bad_media == "skip",
+        cut=Cut(axes.ring_size, axes.ulysses_size, world.share_rank) if shares else None,
+        always=always,
+        least_shared=run.least_shared,
+        multiple_of=length_step(run),
+    )
+
+
 class StepLoader:
     """The training steps of one rank from ``run.start`` on: what transformers' Trainer takes for its dataloader.
 
@@ -74,22 +106,8 @@ class StepLoader:
         run, config = self.run, self.run.config
         # Drawn once: by those who load ahead, and by the step whose turn it is.
         ahead, steps = tee(self.steps.drawn())
-        cut = (
-            Cut(run.axes.ring_size, run.axes.ulysses_size, run.world.share_rank)
-            if run.world.sequence_parallel_size > 1
-            else None
-        )
         batches = load_micro_batches(
-            MicroBatches(
-                run.read,
-                self.spec,
-                packing=config.removes_padding,
-                skip_bad_media=config.on_bad_media == "skip",
-                cut=cut,
-                always=always_run(self.spec, config),
-                least_shared=run.least_shared,
-                multiple_of=length_step(run),
-            ),
+            micro_batches(run, self.spec, always_run(self.spec, config)),
             (micro_batch for step in ahead for micro_batch in step.micro_batches),
             num_workers=config.dataloader_num_workers or 0,
             pin_memory=torch.cuda.is_available(),
@@ -97,11 +115,11 @@ class StepLoader:
         for number, step in zip(range(run.start, run.schedule.num_steps), steps, strict=False):
             figures = step.begin()
             self._given, num = step.micro_batches, len(step.micro_batches)
-            micro_batches: Iterator[Batch] = islice(batches, num)
+            given: Iterator[Batch] = islice(batches, num)
             if is_watched():
                 held = (run.words(micro_batch) for micro_batch in step.micro_batches)
-                micro_batches = watched(micro_batches, held, rank=run.world.data.rank, step=number, num=num)
-            yield TrainingStep(figures, num, micro_batches)
+                given = watched(given, held, rank=run.world.data.rank, step=number, num=num)
+            yield TrainingStep(figures, num, given)
             if self.steps.ended:
                 return
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 import dataclasses
 import os
 
+import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
+from packtool.attention.parallel.axes import Axes
 from packtool.batch.spec import model_config
 from packtool.config.train import TrainConfig
 from packtool.encode.families import is_multimodal
+from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError
 from packtool.launch.world import World, processes_of_machine
 from packtool.progress import Progress
@@ -24,9 +27,12 @@ from packtool.simulate.run import read_hardware
 from packtool.train.model.load import has_gpu, resolve_dtype
 from packtool.train.model.memory import estimate_memory, model_without_weights, traced_bytes
 from packtool.train.model.quiet import quiet_transformers
+from packtool.train.prepare.rank_tokens import RankTokens
+from packtool.train.prepare.sequence_parallel import axes_of
 
 _GIB = 2**30
 _FEW, _MORE = 2048, 4096
+_LONG = 1 << 17
 _STEP = 128
 """Tokens of which every bucket is a multiple."""
 
@@ -54,12 +60,15 @@ def with_bucket(config: TrainConfig, world: World, progress: Progress) -> TrainC
     with quiet_transformers():
         empty = model_without_weights(config, model, dtype)
     few = dataclasses.replace(config, bucket_size=str(_FEW))
-    estimate = estimate_memory(few, empty, model, dtype=dtype, world_size=world.size)
+    # The samples that processes share are the long ones.
+    lengths = np.array([config.max_length or _LONG])
+    axes = axes_of(config, world, ModelFiles.load(config.model), lengths, trained=True)
+    estimate = estimate_memory(few, empty, model, dtype=dtype, world_size=world.size, axes=axes)
     fixed = (estimate.total - (estimate.activations or 0.0)) * _GIB
-    least, room = _traced(config, model, dtype, _STEP), memory - fixed
-    per_token = bytes_per_token(config, model, dtype)
+    least, room = _traced(config, model, dtype, _STEP, axes), memory - fixed
+    per_token = bytes_per_token(config, model, dtype, axes)
     size = max(int(_FEW + (room - (estimate.activations or 0.0) * _GIB) / per_token), _STEP) // _STEP * _STEP
-    while size > _STEP and (over := _traced(config, model, dtype, size) - room) > 0:
+    while size > _STEP and (over := _traced(config, model, dtype, size, axes) - room) > 0:
         size = max(size - _STEP - int(over / per_token) // _STEP * _STEP, _STEP)
     if least > room:
         raise ConfigError(
@@ -81,8 +90,10 @@ def device_bytes(*, on_gpu: bool) -> int:
     return pages * size // processes_of_machine()
 
 
-def _traced(config: TrainConfig, model: PreTrainedConfig, dtype: torch.dtype, num_tokens: int) -> int:
-    found = traced_bytes(config, model, dtype, num_tokens)
+def _traced(
+    config: TrainConfig, model: PreTrainedConfig, dtype: torch.dtype, num_tokens: int, axes: Axes | None
+) -> int:
+    found = traced_bytes(config, model, dtype, RankTokens(computed=num_tokens), axes)
     if found is None:
         raise ConfigError(
             f"--bucket-size auto: what a {model.model_type} keeps of a token cannot be traced",
@@ -91,7 +102,9 @@ def _traced(config: TrainConfig, model: PreTrainedConfig, dtype: torch.dtype, nu
     return found
 
 
-def bytes_per_token(config: TrainConfig, model: PreTrainedConfig, dtype: torch.dtype) -> float:
+def bytes_per_token(
+    config: TrainConfig, model: PreTrainedConfig, dtype: torch.dtype, axes: Axes | None = None
+) -> float:
     """What one more token adds to the most that a process holds in a pass."""
-    few, more = (_traced(config, model, dtype, number) for number in (_FEW, _MORE))
+    few, more = (_traced(config, model, dtype, number, axes) for number in (_FEW, _MORE))
     return (more - few) / (_MORE - _FEW)

@@ -28,6 +28,9 @@ from packtool.errors import ConfigError, UnsupportedModelError, did_you_mean
 _MOST_COMPILATIONS = 128
 """Compilations of one function: kinds of layers, times lengths, and twice for inputs with and without a gradient."""
 
+_TO_FIND_MISTAKES = ("aot_eager", "eager")
+"""Backends that make no kernels."""
+
 _REMEDY = "Leave --torch-compile out; the losses are the same."
 
 
@@ -91,11 +94,12 @@ def check_backend(backend: str, device: torch.device) -> None:
     Raises:
         ConfigError: if torch has no such backend, or what it needs (a compiler, Triton) is not there.
     """
-    known = list_backends(exclude_tags=())
-    if backend not in known:
+    if backend not in list_backends(exclude_tags=()):
+        # The others are for those who write compilers.
+        known = [*list_backends(), *_TO_FIND_MISTAKES]
         raise ConfigError(
             f"--torch-compile-backend {backend}: torch has no such backend{did_you_mean(backend, known)}",
-            f"It has {', '.join(known)}.",
+            f"It has {', '.join(known)}; by default inductor is taken.",
         )
     try:
         tried = torch.compile(lambda numbers: (numbers * 2).sin(), backend=backend, dynamic=False)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from packtool.attention.parallel.axes import Axes
 from packtool.attention.support import refuse_unsupported
 from packtool.batch.spec import model_config
 from packtool.config.plan import PlanConfig
@@ -21,13 +22,13 @@ from packtool.train.model.memory import (
     MemoryEstimate,
     TracedOnce,
     estimate_memory,
-    micro_batch_tokens,
     model_without_weights,
 )
 from packtool.train.model.parameters import whole_size
 from packtool.train.model.quiet import quiet_transformers
 from packtool.train.prepare.expected_time import ExpectedTime
 from packtool.train.prepare.fit import Expected, Search, cheapest_first
+from packtool.train.prepare.rank_tokens import RankTokens
 
 SHOWN = 12
 """Proposals that are made, at most."""
@@ -164,11 +165,7 @@ class _Memory:
 
     def at_least(self, expected: Expected) -> float:
         """Bytes that it will be at least, by what was traced so far: a pass of more tokens holds no less."""
-        run = expected.run
-        tokens = micro_batch_tokens(run)
-        media = min(expected.most_media_tokens, tokens - 1)
-        found = self._trace.at_least(run, self._dtype(run), tokens, media)
-        return self._estimate(expected, lambda *_: found).total * _GIB
+        return self._estimate(expected, self._known_of).total * _GIB
 
     def time(self, run: TrainConfig) -> ExpectedTime:
         """What tells the time of a run."""
@@ -197,9 +194,15 @@ class _Memory:
             self._config,
             dtype=self._dtype(run),
             world_size=expected.world_size,
-            num_media_tokens=expected.most_media_tokens,
+            micro_batches=expected.micro_batches,
+            axes=expected.axes,
             trace=trace,
         )
+
+    def _known_of(
+        self, run: TrainConfig, _model: PreTrainedConfig, dtype: torch.dtype, tokens: RankTokens, axes: Axes
+    ) -> int:
+        return self._trace.at_least(run, dtype, tokens, axes)
 
     def _dtype(self, run: TrainConfig) -> torch.dtype:
         return resolve_dtype(self._config, run, on_gpu=True)

@@ -87,14 +87,21 @@ def load_model(
             f"{model} lacks {len(missing)} weights of a {type(loaded).__name__}: {shown}",
             "Check that --model is a complete checkpoint with a language head.",
         )
-    look_once(loaded)
-    route_towers(loaded)
     # Under ZeRO-3 transformers would undo renamings in every checkpoint that this one never needed.
     if renamings := getattr(loaded, "_weight_conversions", None):
         loaded._weight_conversions = [renaming for renaming in renamings if renaming.was_used()]
-    if packing:
-        set_attention(loaded, attn_impl, parallel)
+    route_attention(loaded, packing=packing, attn_impl=attn_impl, parallel=parallel)
     return loaded
+
+
+def route_attention(
+    model: PreTrainedModel, *, packing: bool, attn_impl: str = "auto", parallel: SequenceParallel | None = None
+) -> None:
+    """Route a loaded model's towers through one call, and with ``packing`` its text through packed attention."""
+    look_once(model)
+    route_towers(model)
+    if packing:
+        set_attention(model, attn_impl, parallel)
 
 
 def make_trainable(model: PreTrainedModel, run: TrainConfig) -> PreTrainedModel | PeftModel:

@@ -80,14 +80,27 @@ def sum_of_losses(model: nn.Module, batch: Batch, *, label_logits_only: bool) ->
     Returns:
         a scalar; exactly 0 for a micro-batch without targets, but with a graph through all of the model.
     """
-    kept = label_positions(batch) if label_logits_only else None
     logits, labels = target_logits(model, batch, label_logits_only=label_logits_only)
-    if batch.num_target_tokens == 0:
+    weights = batch.loss_weights
+    if weights is not None and label_logits_only:
+        weights = weights[:, label_positions(batch)]
+    return summed_cross_entropy(logits, labels, weights, num_targets=batch.num_target_tokens)
+
+
+def summed_cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None, *, num_targets: int) -> Tensor:
+    """Sum of the weighted cross-entropies, float32, 0-d.
+
+    Args:
+        logits: (B, P, vocabulary).
+        labels: int64 (B, P), -100 where nothing is predicted.
+        weights: float32 (B, P), or None when all weigh 1.
+        num_targets: labels that are not -100, as the host knows them; without any, the loss is 0 with a graph.
+    """
+    if num_targets == 0:
         return logits.float().sum() * 0.0
     flat, flat_labels = logits.float().flatten(0, 1), labels.flatten()
-    if batch.loss_weights is None:
+    if weights is None:
         return F.cross_entropy(flat, flat_labels, ignore_index=IGNORE_INDEX, reduction="sum")
-    weights = batch.loss_weights if kept is None else batch.loss_weights[:, kept]
     losses = F.cross_entropy(flat, flat_labels, ignore_index=IGNORE_INDEX, reduction="none")
     return (losses * weights.flatten()).sum()
 

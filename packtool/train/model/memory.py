@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from packtool.attention.parallel.axes import Axes
 from packtool.batch.spec import auto_class, weights_in_one_piece
 from packtool.config.train import TrainConfig
 from packtool.simulate.hardware import Hardware
@@ -20,6 +21,8 @@ from packtool.train.model.precision import loaded_dtype
 from packtool.train.model.quiet import quiet_transformers
 from packtool.train.model.sharding import deepspeed_settings
 from packtool.train.model.trace import trace_pass
+from packtool.train.prepare.heaviest import with_longest
+from packtool.train.prepare.rank_tokens import RankTokens
 
 FEW = 4
 """Samples that the check before the first step looks at, at most."""
@@ -27,8 +30,8 @@ FEW = 4
 CHECKED_POSITIONS = 32
 """Positions of a sample whose logits it compares; all of a long sample's would need gigabytes."""
 
-PassBytesOf = Callable[[TrainConfig, PreTrainedConfig, torch.dtype, int, int], int]
-"""Bytes of a pass, by the run's settings, the model's, the precision, and the numbers of tokens and of media tokens."""
+PassBytesOf = Callable[[TrainConfig, PreTrainedConfig, torch.dtype, RankTokens, Axes], int]
+"""Bytes of a pass, by the run's settings, the model's, the precision, the tokens, and how ranks share sequences."""
 
 _GIB = 2**30
 _LONG = 1 << 17
@@ -89,7 +92,8 @@ def estimate_memory(
     *,
     dtype: torch.dtype,
     world_size: int,
-    num_media_tokens: int = 0,
+    micro_batches: Sequence[RankTokens] = (),
+    axes: Axes | None = None,
     trace: PassBytesOf | None = None,
 ) -> MemoryEstimate:
     """The memory of a rank that trains a full micro-batch.
@@ -97,7 +101,8 @@ def estimate_memory(
     Args:
         model: made trainable, on whatever device.
         dtype: of the computation.
-        num_media_tokens: of the micro-batch's tokens, those that stand for pictures and videos.
+        micro_batches: those that may need most; by default the longest, of text alone.
+        axes: how ranks share its sequence; None where each has its own.
         trace: what tells the bytes of a pass; by default each is traced.
     """
     sizes = [
@@ -106,8 +111,10 @@ def estimate_memory(
     weights = sum(count * size for count, size, _ in sizes)
     trained = sum(count * size for count, size, is_trained in sizes if is_trained)
     stage = _stage(config)
-    tokens = micro_batch_tokens(config)
-    activations = traced_bytes(config, model_config, dtype, tokens, min(num_media_tokens, tokens - 1), trace)
+    micro_batches = micro_batches or with_longest(config, model_config.to_dict(), RankTokens(computed=1))
+    told = [traced_bytes(config, model_config, dtype, each, axes, trace) for each in micro_batches]
+    known = [found for found in told if found is not None]
+    tokens = micro_batches[0].computed
     checked = 3 * 4 * _checked_logits(config, tokens, int(model_config.get_text_config().vocab_size))
     gathered = _gathered_bytes(model, dtype, keeps_whole="shard_grad_op" in config.fsdp) if stage >= 3 else 0
     # torch's buckets are no views of the gradients.
@@ -116,7 +123,7 @@ def estimate_memory(
         weights=weights / _GIB / (world_size if stage >= 3 else 1),
         gradients=trained / _GIB / (world_size if stage >= 2 else 1),
         optimizer=_optimizer_bytes(config, trained, dtype) / _GIB / (world_size if stage >= 1 else 1),
-        activations=None if activations is None else max(activations, checked) / _GIB,
+        activations=max(*known, checked) / _GIB if len(known) == len(told) else None,
         gathered=gathered / _GIB,
         buckets=buckets / _GIB,
         num_tokens=tokens,
@@ -157,102 +164,86 @@ def _gathered_bytes(model: nn.Module, dtype: torch.dtype, *, keeps_whole: bool) 
     return (outside + layers_at_a_time + trained) * dtype.itemsize
 
 
-def micro_batch_tokens(config: TrainConfig) -> int:
-    """Tokens of a full micro-batch that one process computes on."""
-    if config.schedule == "skrull" and config.bucket_tokens:
-        return config.bucket_tokens
-    tokens = (config.packing_length or config.max_length or 0) * config.per_device_train_batch_size
-    if config.dynamic_batch_tokens is not None:
-        tokens = config.dynamic_batch_tokens
-    return max(-(-tokens // config.sequence_parallel_ranks), 2)
-
-
 def traced_bytes(
     config: TrainConfig,
     model_config: PreTrainedConfig,
     dtype: torch.dtype,
-    num_tokens: int,
-    num_media_tokens: int = 0,
+    tokens: RankTokens,
+    axes: Axes | None = None,
     trace: PassBytesOf | None = None,
 ) -> int | None:
     """The most that a forward and backward pass holds beside weights and gradients; None where it cannot be traced.
 
     Args:
+        axes: how ranks share the micro-batch; None where each has its own.
         trace: what tells the bytes of a pass of at most a quarter million tokens.
     """
-    told = trace or traced_pass_bytes
+    told, axes = trace or traced_pass_bytes, axes or Axes()
     try:
-        if num_tokens <= 2 * _LONG:
-            found = told(config, model_config, dtype, num_tokens, num_media_tokens)
-        else:
-            # What is held is linear in tokens, and positions of a billion would be held on this machine.
-            share = num_media_tokens / num_tokens
-            few, more = (told(config, model_config, dtype, n, int(share * n)) for n in (_LONG, 2 * _LONG))
-            found = few + int((more - few) / _LONG * (num_tokens - _LONG))
+        if tokens.computed <= 2 * _LONG:
+            return told(config, model_config, dtype, tokens, axes)
+        # What is held is linear in tokens, and positions of a billion would be held on this machine.
+        few, more = (told(config, model_config, dtype, tokens.scaled(number), axes) for number in (_LONG, 2 * _LONG))
+        return few + int((more - few) / _LONG * (tokens.computed - _LONG))
     except (NotImplementedError, RuntimeError, TypeError, ValueError):
         return None  # a model that asks for numbers on its way, or does not take what batches have
-    return found + _exchanged_bytes(config, model_config, dtype, num_tokens)
 
 
 def traced_pass_bytes(
-    config: TrainConfig, model_config: PreTrainedConfig, dtype: torch.dtype, num_tokens: int, num_media_tokens: int
+    config: TrainConfig, model_config: PreTrainedConfig, dtype: torch.dtype, tokens: RankTokens, axes: Axes
 ) -> int:
-    """The most that a pass over a rank's own tokens holds, traced: takes seconds, see ``trace``."""
+    """The most that a pass of one rank holds, traced: takes seconds, see ``trace``."""
     with quiet_transformers():
         model = model_without_weights(config, copy.deepcopy(model_config), dtype)
         shards = bool(config.fsdp or config.deepspeed)
         if shards:
             model.to(dtype)  # which computes with weights of this precision, whatever it keeps
         autocast = dtype if dtype.itemsize == 2 and not shards else None
-        return trace_pass(
-            model, model_config, num_tokens=num_tokens, num_media_tokens=num_media_tokens, autocast=autocast
-        ).peak
+        return trace_pass(model, model_config, tokens, axes, autocast=autocast).peak
 
 
 class TracedOnce:
     """``traced_pass_bytes`` for many settings of one model: remembers what was traced."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, torch.dtype], dict[tuple[int, int], int]] = {}
+        self._known: dict[tuple[str, torch.dtype], dict[tuple[RankTokens, Axes], int]] = {}
 
     def __call__(
-        self, config: TrainConfig, model_config: PreTrainedConfig, dtype: torch.dtype, num_tokens: int, num_media: int
+        self,
+        config: TrainConfig,
+        model_config: PreTrainedConfig,
+        dtype: torch.dtype,
+        tokens: RankTokens,
+        axes: Axes,
     ) -> int:
         """See ``traced_pass_bytes``."""
-        known, key = self._of(config, dtype), (num_tokens, num_media)
+        known, key = self._of(config, dtype), (tokens, dataclasses.replace(axes, reason=""))
         if key not in known:
-            known[key] = traced_pass_bytes(config, model_config, dtype, num_tokens, num_media)
+            known[key] = traced_pass_bytes(config, model_config, dtype, tokens, axes)
         return known[key]
 
-    def at_least(self, config: TrainConfig, dtype: torch.dtype, num_tokens: int, num_media: int) -> int:
-        """The bytes of the largest pass that was traced and has no more tokens of either kind; 0 if none was."""
-        if num_tokens > 2 * _LONG:
-            num_tokens, num_media = 2 * _LONG, int(num_media / num_tokens * 2 * _LONG)
+    def at_least(self, config: TrainConfig, dtype: torch.dtype, tokens: RankTokens, axes: Axes) -> int:
+        """The bytes of the largest pass that was traced and has no more tokens of any kind; 0 if none was.
+
+        One whose sequence ranks share holds no less than one of as many tokens that nobody shares.
+        """
+        if tokens.computed > 2 * _LONG:
+            tokens = tokens.scaled(2 * _LONG)
+        alike = (Axes(), dataclasses.replace(axes, reason=""))
         smaller = (
             found
-            for (tokens, media), found in self._of(config, dtype).items()
-            if tokens <= num_tokens and media <= num_media
+            for (its_tokens, its_axes), found in self._of(config, dtype).items()
+            if its_axes in alike and its_tokens.holds_at_most(tokens)
         )
         return max(smaller, default=0)
 
-    def _of(self, config: TrainConfig, dtype: torch.dtype) -> dict[tuple[int, int], int]:
+    def _of(self, config: TrainConfig, dtype: torch.dtype) -> dict[tuple[RankTokens, Axes], int]:
         """What was traced with settings that a pass does not tell from these."""
         way = ("full_shard",) if config.fsdp or config.deepspeed else ()
         looked_at = dataclasses.replace(
             config, packing_length=None, sequence_parallel_size=None, fsdp=way, deepspeed=None
         )
         return self._known.setdefault((repr(looked_at), dtype), {})
-
-
-def _exchanged_bytes(config: TrainConfig, model_config: PreTrainedConfig, dtype: torch.dtype, num_tokens: int) -> int:
-    """What sharing sequences keeps besides: Ulysses has the output of attention by heads and by tokens."""
-    if config.sequence_parallel_ranks == 1:
-        return 0
-    text = model_config.get_text_config()
-    heads = int(text.num_attention_heads)
-    size = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
-    layers = 1 if config.gradient_checkpointing else int(text.num_hidden_layers)
-    return layers * heads * size * dtype.itemsize * num_tokens
 
 
 def model_without_weights(config: TrainConfig, model_config: PreTrainedConfig, dtype: torch.dtype) -> nn.Module:

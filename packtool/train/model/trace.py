@@ -3,7 +3,9 @@
 Under torch's ``FakeTensorMode`` a model of any size runs in seconds and holds nothing, but every tensor that it would
 make is made and given up at its time. A dispatch mode adds up the bytes of those that are there. So towers, adapters,
 gradient checkpointing, autocast's copies of weights and the head's pieces count as they are, and not by a formula.
-Attention keeps what flash attention does: q, k, v, the output and the lse.
+So do the exchanges of a sequence that ranks share (``attention.parallel``), of which one rank is traced as if the
+others were there, and the keys and values that shared prefixes are gathered into. Kernels keep what flash attention
+does: q, k, v, the output and the lse.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import contextlib
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,14 +25,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AttentionInterface, PreTrainedConfig
 
-from packtool.attention.features import towers_of_media
-from packtool.attention.register import set_attention, set_text_attention
-from packtool.batch.batch import PackedBatch
+from packtool.attention.features import share_features, towers_of_media
+from packtool.attention.kernel import Kernel
+from packtool.attention.parallel.axes import Axes
+from packtool.attention.parallel.blocks import AttentionBlock, BlockKernel, Gradients
+from packtool.attention.parallel.exchange import AbsentRanks
+from packtool.attention.parallel.mesh import SequenceParallel
+from packtool.attention.register import packed_attention, set_attention, set_text_attention, tower_attention
+from packtool.attention.varlen import Varlen
+from packtool.batch.batch import Batch, PackedBatch, ShardedBatch, TreeBatch
+from packtool.batch.shard import Cut, FeatureRoute, SequenceShard
 from packtool.batch.spec import InputSpec
 from packtool.batch.tower_inputs import tower_inputs
 from packtool.encode.families import MediaLimits
 from packtool.train.model.head_loss import HeadLoss
 from packtool.train.model.loss import sum_of_losses, takes_logits_to_keep
+from packtool.train.prepare.rank_tokens import RankTokens
 
 _TEXT, _TOWERS = "packtool_traced", "packtool_flash_traced"
 
@@ -50,9 +61,9 @@ class PassBytes:
 def trace_pass(
     model: nn.Module,
     config: PreTrainedConfig,
+    tokens: RankTokens,
+    axes: Axes | None = None,
     *,
-    num_tokens: int,
-    num_media_tokens: int = 0,
     autocast: torch.dtype | None = None,
 ) -> PassBytes:
     """What a micro-batch's forward and backward pass would hold.
@@ -60,31 +71,47 @@ def trace_pass(
     Args:
         model: made trainable, on the meta device; it is of no use afterwards.
         config: of the model that is trained.
-        num_tokens: of the micro-batch; half of them are targets.
-        num_media_tokens: those of them that stand for pictures.
+        tokens: of the micro-batch; half of them are targets.
+        axes: how ranks share its sequence; None where each has its own.
         autocast: precision of the computation, where the weights that are trained are kept in another.
     """
-    inner: Any = model
-    if isinstance(model, PeftModel):
-        inner = model.get_base_model()
-    batch = _batch(InputSpec("", config, MediaLimits()), num_tokens, num_media_tokens)
-    AttentionInterface.register(_TEXT, _traced_attention)
-    AttentionInterface.register(_TOWERS, _traced_attention)
-    set_attention(inner)
-    set_text_attention(inner, _TEXT)
-    for tower in towers_of_media(inner):
-        tower.config._attn_implementation = _TOWERS
+    axes = axes or Axes()
+    batch = traced_batch(InputSpec("", config, MediaLimits()), tokens, axes)
+    parallel = None
+    if isinstance(batch, ShardedBatch):
+        ring, ulysses = AbsentRanks(axes.ring_size), AbsentRanks(axes.ulysses_size)
+        parallel = SequenceParallel(batch.shard.cut, axes.way, ring, ulysses, AbsentRanks(batch.shard.cut.size))
+    route_through_traced(model, parallel)
     # Autograd makes its threads once, for the devices that there are at its first backward pass. The mode tells of
     # devices that are not there, so that pass is made before: later ones on a real GPU would miss their thread.
     torch.zeros(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
-    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
+    # What is made from numpy on the way (where chunks lie) is no fake tensor.
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         _bring_to_cpu(model)
         model.train()
         there = batch.map(lambda tensor: torch.empty_like(mode.from_tensor(tensor), device="cpu"))
         return run_pass(model, there, autocast)
 
 
-def run_pass(model: nn.Module, batch: PackedBatch, autocast: torch.dtype | None = None) -> PassBytes:
+def route_through_traced(model: nn.Module, parallel: SequenceParallel | None = None) -> None:
+    """Make a model attend by kernels that keep what flash attention keeps, and compute nothing.
+
+    Args:
+        model: with or without adapters.
+        parallel: ranks that share its sequences; None for nobody.
+    """
+    inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    kernels = {"kernel": _TracedKernel(), "blocks": _TracedBlocks(), "parallel": parallel}
+    AttentionInterface.register(_TEXT, partial(packed_attention, **kernels))
+    AttentionInterface.register(_TOWERS, partial(tower_attention, kernel=_TracedKernel()))
+    set_attention(inner)
+    set_text_attention(inner, _TEXT)
+    share_features(inner, parallel)
+    for tower in towers_of_media(inner):
+        tower.config._attn_implementation = _TOWERS
+
+
+def run_pass(model: nn.Module, batch: Batch, autocast: torch.dtype | None = None) -> PassBytes:
     """Compute losses and gradients of a micro-batch on the CPU, with or without numbers, and add up what that holds."""
     with _LiveBytes() as live:
         with contextlib.nullcontext() if autocast is None else torch.autocast("cpu", autocast):
@@ -97,32 +124,73 @@ def run_pass(model: nn.Module, batch: PackedBatch, autocast: torch.dtype | None 
     return PassBytes(kept, live.peak)
 
 
-def _batch(spec: InputSpec, num_tokens: int, num_media_tokens: int) -> PackedBatch:
-    """A document of text and one picture as wide as need be: what a tower keeps follows the number of patches."""
-    input_ids = torch.zeros(1, num_tokens, dtype=torch.int64)
+def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
+    """One document with one picture as wide as need be, and one sound: what towers keep follows what they take.
+
+    Pixels and mel frames are on the meta device. Of a sequence that ranks share it is the part of the one that holds
+    most.
+    """
+    count = tokens.computed + tokens.computed % 2 * (axes.ring_size > 1)
+    input_ids = torch.zeros(1, count, dtype=torch.int64)
+    media = _media(spec, tokens, input_ids[0])
+    positions = torch.arange(count).unsqueeze(0)
+    common: dict[str, Any] = {
+        "input_ids": input_ids,
+        "labels": torch.zeros_like(input_ids),
+        "position_ids": positions.expand(4, 1, -1) if spec.sees else positions,
+        "media": media,
+        "towers": tower_inputs(spec, media, input_ids),
+        "target_positions": torch.arange(count - count // 2, count),
+        "loss_weights": None,
+        "channels": (None,),
+        "num_samples": 1,
+    }
+    # Gathered keys are copied most for the first rank, whose last chunk sees nearly all of the others.
+    last = axes.ring_size * axes.ulysses_size - 1
+    cut = Cut(axes.ring_size, axes.ulysses_size, 0 if axes.way == "allgather" else last)
+    if cut.size > 1:
+        whole = (count * cut.size,)
+        routes = {kind: _route(tokens, cut.size) for kind in ("image",) if media}
+        shard = SequenceShard(cut, (), whole, routes)
+        return ShardedBatch(**common, shard=shard, index=torch.arange(count), lengths=whole)
+    common |= {"cu_seqlens": torch.tensor([0, count], dtype=torch.int32), "lengths": (count,)}
+    if not tokens.keys:
+        return PackedBatch(**common)
+    keys = max(tokens.keys, count)
+    return TreeBatch(
+        **common,
+        key_index=torch.arange(keys) % count,
+        cu_seqlens_k=torch.tensor([0, keys], dtype=torch.int32),
+        key_lengths=(keys,),
+        target_counts=torch.ones(count // 2, dtype=torch.int64),
+        num_sample_targets=count // 2,
+    )
+
+
+def _media(spec: InputSpec, tokens: RankTokens, input_ids: Tensor) -> dict[str, Tensor]:
+    """What the towers take, for so many tokens; ``input_ids`` (T,) get the placeholders."""
     media: dict[str, Tensor] = {}
-    if spec.sees and num_media_tokens:
+    if spec.sees and max(tokens.vision, tokens.num_seen):
         side = int(spec.config.vision_config.spatial_merge_size)
         pixels, grids = spec.family.image_inputs
-        media = {
-            pixels: torch.empty(num_media_tokens * side**2, spec.patch_dim, device="meta"),
-            grids: torch.tensor([[1, side, side * num_media_tokens]]),
-        }
-        input_ids[0, :num_media_tokens] = spec.pad_ids["image"]
-    positions = torch.arange(num_tokens).unsqueeze(0)
-    return PackedBatch(
-        input_ids=input_ids,
-        labels=torch.zeros_like(input_ids),
-        position_ids=positions.expand(4, 1, -1) if spec.sees else positions,
-        media=media,
-        towers=tower_inputs(spec, media, input_ids),
-        target_positions=torch.arange(num_tokens - num_tokens // 2, num_tokens),
-        loss_weights=None,
-        channels=(None,),
-        num_samples=1,
-        cu_seqlens=torch.tensor([0, num_tokens], dtype=torch.int32),
-        lengths=(num_tokens,),
-    )
+        # A rank without a picture of its own looks at a blank one.
+        seen = max(tokens.num_seen, 1)
+        media[pixels] = torch.empty(seen * side**2, spec.patch_dim, device="meta")
+        media[grids] = torch.tensor([[1, side, side * seen]])
+        input_ids[: tokens.vision] = spec.pad_ids["image"]
+    if spec.hears and tokens.audio:
+        frames = spec.family.mel_frames_of(tokens.audio)
+        media["input_features"] = torch.empty(1, spec.num_mel_bins, frames, device="meta")
+        media["feature_attention_mask"] = torch.ones(1, frames, dtype=torch.int64)
+        input_ids[tokens.vision : tokens.vision + tokens.audio] = spec.pad_ids["audio"]
+    return media
+
+
+def _route(tokens: RankTokens, size: int) -> FeatureRoute:
+    """Features of all that a rank looks at go to one other, and those of its own tokens come from there."""
+    rest = (0,) * (size - 1)
+    seen, held = max(tokens.num_seen, 1), tokens.vision
+    return FeatureRoute(torch.arange(seen), (seen, *rest), (held, *rest), torch.arange(held))
 
 
 def _bring_to_cpu(model: nn.Module) -> None:
@@ -180,24 +248,50 @@ class _Keep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
-        lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        out, lse = _unwritten(query, value)
         ctx.save_for_backward(query, key, value, out, lse)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         query, key, value, _, _ = ctx.saved_tensors
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-def _traced_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    out: Tensor = _Keep.apply(query, key, value)
-    return out.transpose(1, 2), None
+def _unwritten(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for the output, (T, Hq, D), and the lse, float32 (Hq, T)."""
+    return q.new_empty((*q.shape[:2], v.shape[-1])), q.new_empty((q.shape[1], len(q)), dtype=torch.float32)
+
+
+class _TracedKernel(Kernel):
+    """What flash attention keeps, without the attention."""
+
+    name = "traced"
+
+    def unavailable(self, device: torch.device, dtype: torch.dtype) -> None:
+        """None: it runs anywhere."""
+
+    def fwd(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, **_: Any) -> tuple[Tensor, Tensor]:
+        """See ``Kernel``."""
+        raise AssertionError("models call attend")
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, varlen: Varlen, **_: Any) -> Tensor:
+        """See ``Kernel``."""
+        out: Tensor = _Keep.apply(q, k, v)
+        return out
+
+
+class _TracedBlocks(BlockKernel):
+    """What blocks of flash attention make room for."""
+
+    name = "traced"
+
+    def fwd(self, q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> tuple[Tensor, Tensor]:
+        """See ``BlockKernel``."""
+        return _unwritten(q, v)
+
+    def bwd(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: AttentionBlock
+    ) -> Gradients:
+        """See ``BlockKernel``."""
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

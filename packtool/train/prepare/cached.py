@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.attention.parallel.axes import Axes
-from packtool.batch.micro_batch import MicroBatch, Tower, planned_steps
+from packtool.batch.micro_batch import MicroBatch, PlannedEpoch
 from packtool.cache.chosen import ChosenTargets, SampleReader
 from packtool.cache.plan_file import read_plan
 from packtool.cache.reader import CacheReader
@@ -24,6 +24,7 @@ from packtool.encode.encoded import EncodedSample
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.relabel import TargetChoice
 from packtool.launch.world import World
+from packtool.plan.epoch import EpochPlan
 from packtool.plan.pack_plan import with_packs_in_order
 from packtool.simulate.run import read_hardware
 from packtool.train.prepare.check import check_plan, choice_of_targets, open_caches, packs_of, with_template_of
@@ -31,9 +32,11 @@ from packtool.train.prepare.checkpoint import RunState
 from packtool.train.prepare.costs import RunCosts, sample_costs, tower_work, with_model
 from packtool.train.prepare.evaluation import plan_of_samples, with_evaluation
 from packtool.train.prepare.figures import SampleFigures, StepFigures, figures_of_steps
+from packtool.train.prepare.heaviest import heaviest_tokens, seen_media, share_media
 from packtool.train.prepare.place import with_resumed_version
 from packtool.train.prepare.planner import Assignment, Planner, plan_options
 from packtool.train.prepare.prepared import Beginning, NumberExchange, PreparedRun, RankStep, Steps, Validation
+from packtool.train.prepare.rank_tokens import RankTokens
 from packtool.train.prepare.result import TrainResult, schedule_lines
 from packtool.train.prepare.schedule import PlannedSchedule
 from packtool.train.prepare.sequence_parallel import axes_of
@@ -98,11 +101,13 @@ class CachedRun(PreparedRun):
         plan = self.schedule.plan_of(self.schedule.locate(self.start)[0])
         return float(self.figures.media_tokens[plan.packs.samples].sum()) / max(len(plan.steps.cell_sizes()), 1)
 
-    def most_media_tokens(self) -> int:
-        """See ``PreparedRun``; as if packs with most came together."""
-        packs = self.schedule.plan_of(self.schedule.locate(self.start)[0]).packs
-        each = packs.sums_per_pack(self.figures.media_tokens[packs.samples])
-        return int(each.max(initial=0)) * self.config.per_device_train_batch_size
+    def heaviest(self) -> tuple[RankTokens, ...]:
+        """See ``PreparedRun``; those of the epoch that comes next."""
+        plan, model = self.schedule.plan_of(self.schedule.locate(self.start)[0]), self.files.config
+        size, shares = self.world.sequence_parallel_size, None
+        if size > 1:
+            shares = share_media(seen_media(self.reader.index, model), model, plan, size)
+        return heaviest_tokens(self.sized, plan, model, self.figures.media_tokens, self.figures.audio_tokens, shares)
 
     def first_samples(self, most: int) -> list[EncodedSample]:
         """See ``PreparedRun``; the shortest ones of the first micro-batch, in its order, or two that share a prefix."""
@@ -134,6 +139,10 @@ class CachedRun(PreparedRun):
         """``packs of samples [3 17] [4]``: numbers are positions in the caches, one after the other."""
         return "packs of samples " + " ".join(f"[{' '.join(map(str, pack))}]" for pack in micro_batch.packs)
 
+    def planned_epoch(self, plan: EpochPlan) -> PlannedEpoch:
+        """The micro-batches of all ranks in an epoch with this plan."""
+        return PlannedEpoch(plan, {"vision": self.figures.is_seen, "sound": self.figures.is_heard})
+
     def steps(self, exchange: NumberExchange) -> Steps:
         """See ``PreparedRun``; the plan knows all, and ranks need not tell each other anything."""
         return _PlannedSteps(self)
@@ -149,15 +158,11 @@ class _PlannedSteps(Steps):
         """See ``Steps``."""
         run, step = self._run, self._run.start
         is_dynamic = run.config.removes_padding and not run.schedule.first.summary.packing
-        brings: dict[Tower, npt.NDArray[np.bool_] | None] = {
-            "vision": run.figures.is_seen,
-            "sound": run.figures.is_heard,
-        }
         while step < run.schedule.num_steps:
             epoch, first = run.schedule.locate(step)
             plan = run.schedule.plan_of(epoch)
             figures = islice(figures_of_steps(plan, run.figures, is_dynamic=is_dynamic), first, None)
-            steps = zip(planned_steps(plan, run.world.data.rank, brings, first=first), figures, strict=True)
+            steps = zip(run.planned_epoch(plan).steps(run.world.data.rank, first), figures, strict=True)
             for micro_batches, found in islice(steps, run.schedule.num_steps - step):
                 yield RankStep(micro_batches, partial(_as_it_is, found))
                 step += 1
@@ -167,8 +172,11 @@ def _as_it_is(figures: StepFigures) -> StepFigures:
     return figures
 
 
-def prepare_cached(config: TrainConfig, world: World) -> CachedRun:
+def prepare_cached(config: TrainConfig, world: World, beginning: Beginning | None = None) -> CachedRun:
     """Check that tokenizer, caches, options and checkpoint fit, and plan; takes a second.
+
+    Args:
+        beginning: where the run begins; by default where the options and the output directory say.
 
     Raises:
         ConfigError, DataError, MismatchError: naming what does not fit, and what to do.
@@ -186,7 +194,7 @@ def prepare_cached(config: TrainConfig, world: World) -> CachedRun:
         samples = chosen = ChosenTargets(reader, choice)
         targets = chosen.target_tokens()
     planner, not_shared = _planner(config, files, reader, targets)
-    beginning = Beginning.of(config)
+    beginning = beginning or Beginning.of(config)
     mine: Assignment = (world.data.size, config.gradient_accumulation_steps, config.per_device_train_batch_size)
     state = _state(config, planner, mine, reader.fingerprint)
     beginning.check(state, world)
@@ -241,6 +249,7 @@ def _figures(
     return SampleFigures(
         targets,
         index.media_tokens if shared is None else shared.media_tokens,
+        index.audio_tokens if shared is None else shared.audio_tokens,
         units.astype(np.int64),
         each(costs.model, target_tokens=targets),
         each(costs.hardware, target_tokens=targets),

@@ -2,12 +2,13 @@
 
 A micro-batch of packs on P ranks that share it takes
 
-    max(launches, computation / P + exchanges that its attention does not hide, collectives of sharded weights)
+    max(launches, language model / P + towers of the rank with most to look at
+        + exchanges that its attention does not hide, collectives of sharded weights)
 
-for a rank's neighbours' weights are gathered, and its gradients sent, while layers compute. A step takes what its
-slowest rank takes for its micro-batches. Gradients that are exchanged once a step travel behind the backward pass of
-the last micro-batch, and what is longer than that is waited for; 16-bit weights that come back from ZeRO-1 and ZeRO-2
-travel in the open.
+for pictures are looked at whole, and ranks wait for each other behind their towers (``plan.media_shares``); a rank's
+neighbours' weights are gathered, and its gradients sent, while layers compute. A step takes what its slowest rank takes
+for its micro-batches. Gradients that are exchanged once a step travel behind the backward pass of the last micro-batch,
+and what is longer than that is waited for; 16-bit weights that come back from ZeRO-1 and ZeRO-2 travel in the open.
 
 Left out: the optimizer's own time, loading, evaluation and stragglers.
 """
@@ -25,10 +26,11 @@ import numpy.typing as npt
 from packtool.cache.reader import SplitIndex
 from packtool.config.train import TrainConfig
 from packtool.plan.epoch import EpochPlan
+from packtool.plan.media_shares import MediaShares
 from packtool.simulate.cost import Machine
 from packtool.simulate.hardware import Hardware
 from packtool.simulate.model_sizes import MODEL_PRESETS, ModelSizes
-from packtool.train.prepare.costs import RunCosts, sample_costs
+from packtool.train.prepare.costs import RunCosts, sample_costs, tower_work
 
 Seconds = npt.NDArray[np.float64]
 _BACKWARD = 2 / 3
@@ -70,16 +72,17 @@ class ExpectedTime:
     gradient_bytes: int
     trained_bytes: int
 
-    def steps(self, config: TrainConfig, plan: EpochPlan, index: SplitIndex) -> Seconds:
+    def steps(self, config: TrainConfig, plan: EpochPlan, index: SplitIndex, shares: MediaShares) -> Seconds:
         """Seconds of each step of an epoch, (S,).
 
         Args:
             config: of the run.
             plan: its packs, assigned.
             index: of the caches that it is made for.
+            shares: who looks at which of their pictures.
         """
         steps = plan.steps
-        cells = self._cells(config, plan, index)
+        cells = self._cells(config, plan, index, shares)
         ranks = steps.rank_sums(cells)
         told = self.collectives(config)
         hidden = _BACKWARD * ranks.min(axis=1) / np.maximum(np.diff(steps.step_offsets) // steps.world_size, 1)
@@ -113,7 +116,7 @@ class ExpectedTime:
         except (KeyError, TypeError, ValueError):
             return ModelSizes.of_config(MODEL_PRESETS["8b"])
 
-    def _cells(self, config: TrainConfig, plan: EpochPlan, index: SplitIndex) -> Seconds:
+    def _cells(self, config: TrainConfig, plan: EpochPlan, index: SplitIndex, shares: MediaShares) -> Seconds:
         """Seconds of each micro-batch on each data-parallel rank, (C,)."""
         sequence_parallel_size = config.sequence_parallel_ranks
         cost, sizes = RunCosts.of(config, self.model).hardware, self._sizes
@@ -138,8 +141,13 @@ class ExpectedTime:
             return steps.cell_sums(np.add.reduceat(per_sample[packs.samples], packs.offsets[:-1]))
 
         flops = cells(sample_costs(cost, index, index.target_tokens) + slower)
+        looked = towers = cells(tower_work(cost, index).flops.astype(np.float64))
+        if sequence_parallel_size > 1:  # and no sounds, which cannot be shared
+            towers = shares.most(cost.towers(shares.media.tokens, shares.media.squares))
         speed = times.flops_per_second
         attention = cells(times.attention_flops * lengths**2 + slower) / sequence_parallel_size / speed
-        busy = (flops / sequence_parallel_size + np.where(flops > 0, times.batch_flops, 0.0)) / speed
+        busy = (
+            (flops - looked) / sequence_parallel_size + towers + np.where(flops > 0, times.batch_flops, 0.0)
+        ) / speed
         busy += times.waited(cells(lengths), np.zeros(len(flops)), attention)
         return np.maximum(busy, max(times.launch_seconds, self.collectives(config).each))

@@ -58,6 +58,7 @@ class SampleFigures:
     Args:
         target_tokens: labels that carry loss.
         media_tokens: placeholder tokens of each sample's media.
+        audio_tokens: those of them that stand for sounds.
         units: what each sample adds to the loss's denominator.
         flops: float (N,), of each; None if nobody knows.
         hardware_flops: the same with activations that are computed again.
@@ -67,6 +68,7 @@ class SampleFigures:
 
     target_tokens: npt.NDArray[np.integer[Any]]
     media_tokens: npt.NDArray[np.integer[Any]]
+    audio_tokens: npt.NDArray[np.integer[Any]]
     units: npt.NDArray[np.integer[Any]]
     flops: Costs | None = None
     hardware_flops: Costs | None = None
@@ -93,7 +95,7 @@ def figures_of_steps(plan: EpochPlan, samples: SampleFigures, *, is_dynamic: boo
         computed = _padded(plan)
     columns: tuple[npt.NDArray[Any], ...] = (
         steps.target_tokens_per_step,
-        steps.sums_per_step(packs.sums_per_pack(samples.units[packs.samples])),
+        units_per_step(plan, samples),
         steps.sums_per_step(tokens),
         computed,
         steps.sums_per_step(packs.sum_squares_per_pack()),
@@ -103,6 +105,13 @@ def figures_of_steps(plan: EpochPlan, samples: SampleFigures, *, is_dynamic: boo
     )
     for numbers in zip(*(column.tolist() for column in columns), strict=True):
         yield StepFigures(*numbers)
+
+
+def units_per_step(plan: EpochPlan, samples: SampleFigures) -> npt.NDArray[np.int64]:
+    """What the loss of each step is divided by, over all ranks, (S,)."""
+    packs = plan.packs
+    found: npt.NDArray[np.int64] = plan.steps.sums_per_step(packs.sums_per_pack(samples.units[packs.samples]))
+    return found
 
 
 def _flops_of(packs: PackPlan, flops: Costs | None) -> Costs:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from packtool.attention.parallel.axes import Axes
 from packtool.config.plan import PlanConfig
 from packtool.config.settings import part_of
 from packtool.config.train import TrainConfig
@@ -22,12 +23,15 @@ from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, DataError, UnsupportedModelError
 from packtool.launch.world import World
 from packtool.plan.epoch import EpochPlan, assign_packs, plan_epoch
+from packtool.plan.media_shares import MediaShares
 from packtool.plan.pack_plan import PackPlan
 from packtool.simulate.run import read_hardware
 from packtool.train.prepare.check import open_caches
 from packtool.train.prepare.costs import tower_work, with_model
 from packtool.train.prepare.expected_time import ExpectedTime
+from packtool.train.prepare.heaviest import heaviest_tokens, seen_media, share_media
 from packtool.train.prepare.planner import plan_options
+from packtool.train.prepare.rank_tokens import RankTokens
 from packtool.train.prepare.result import option_words
 from packtool.train.prepare.sequence_parallel import axes_of
 
@@ -45,7 +49,8 @@ class Expected:
     Args:
         run: its settings.
         world_size: ranks.
-        most_media_tokens: of a micro-batch on a rank.
+        micro_batches: of a rank, those that may need most memory.
+        axes: how ranks share sequences.
         fill: of the packs.
         num_steps: of an epoch.
         tokens: of an epoch.
@@ -55,7 +60,8 @@ class Expected:
 
     run: TrainConfig
     world_size: int
-    most_media_tokens: int
+    micro_batches: tuple[RankTokens, ...]
+    axes: Axes
     fill: float
     num_steps: int
     tokens: int
@@ -119,6 +125,9 @@ class Search:
         self.max_length = config.max_length or max(manifest.max_length for manifest in self.reader.manifests)
         self._packs: dict[int, PackPlan] = {}
         self._plans: dict[tuple[int, int], EpochPlan] = {}
+        self._shares: dict[tuple[int, int], MediaShares] = {}
+        self._axes: dict[int, Axes] = {}
+        self._media = seen_media(self.reader.index, self.files.config)
 
     def settings(self) -> list[TrainConfig]:
         """All settings that training takes, in groups of rising packing lengths.
@@ -166,16 +175,24 @@ class Search:
 
     def expected(self, run: TrainConfig, time: ExpectedTime) -> Expected:
         """What a run is expected to take."""
-        plan, index = self.plan(run), self.reader.index
-        media = plan.packs.sums_per_pack(index.media_tokens[plan.packs.samples])
+        plan, index, size = self.plan(run), self.reader.index, run.sequence_parallel_ranks
+        assert run.packing_length is not None
+        key = run.packing_length, size
+        if key not in self._shares:
+            self._shares[key] = share_media(self._media, self.files.config, plan, size)
+        shares = self._shares[key]
+        micro_batches = heaviest_tokens(
+            run, plan, self.files.config, index.media_tokens, index.audio_tokens, shares if size > 1 else None
+        )
         return Expected(
             run=run,
             world_size=self.config.world_size,
-            most_media_tokens=int(media.max(initial=0)) * run.per_device_train_batch_size,
+            micro_batches=micro_batches,
+            axes=self._axes_of(size),
             fill=plan.summary.fill,
             num_steps=plan.steps.num_steps,
             tokens=plan.packs.num_tokens,
-            seconds=float(time.steps(run, plan, index).sum()),
+            seconds=float(time.steps(run, plan, index, shares).sum()),
             num_epochs=self.config.num_train_epochs,
         )
 
@@ -203,22 +220,30 @@ class Search:
         config = self.config
         asked = config.sequence_parallel_size or config.ulysses_size or config.ring_size
         if asked is not None:
-            self._check_sharing(config.sequence_parallel_ranks)
+            self._axes_of(config.sequence_parallel_ranks)
             return [config.sequence_parallel_size]
         sizes: list[int | None] = [None]
         size = 2
         while config.world_size % size == 0 and size <= self.hardware.gpus_per_node:
             try:
-                self._check_sharing(size)
+                self._axes_of(size)
             except (ConfigError, UnsupportedModelError):
                 break
             sizes.append(size)
             size *= 2
         return sizes
 
-    def _check_sharing(self, size: int) -> None:
-        run = dataclasses.replace(self.base, sequence_parallel_size=size)
-        axes_of(run, World(0, self.config.world_size, size), self.files, self.reader.index.length, trained=True)
+    def _axes_of(self, size: int) -> Axes:
+        """How so many ranks share a sequence.
+
+        Raises:
+            ConfigError, UnsupportedModelError: if they cannot.
+        """
+        if size not in self._axes:
+            run = dataclasses.replace(self.base, sequence_parallel_size=size)
+            world, lengths = World(0, self.config.world_size, size), self.reader.index.length
+            self._axes[size] = axes_of(run, world, self.files, lengths, trained=True)
+        return self._axes[size]
 
     def _packing_lengths(self, sequence_parallel_size: int) -> list[int]:
         """The longest sample's, and powers of two above it as long as an epoch fills a step."""

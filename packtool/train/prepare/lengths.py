@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from packtool.encode.families import family_of
+from packtool.config.train import TrainConfig
+from packtool.encode.families import MediaKind, family_of
 from packtool.train.prepare.prepared import PreparedRun
 
 NUM_LENGTHS = 8
@@ -13,29 +14,52 @@ NUM_LENGTHS = 8
 _ALIGNED = 16
 """Lengths are multiples of it, as matrix products on GPUs want them."""
 
-_FILLERS = {"image": 3, "audio": 1}
+_FILLERS: dict[MediaKind, int] = {"image": 3, "audio": 1}
 """Tokens of the documents that let a tower run where no sample brings something for it; see ``batch.collate``."""
 
 
 def length_step(run: PreparedRun) -> int:
     """What the lengths of this run's micro-batches are multiples of; 1 without ``--torch-compile``."""
-    return -(-_most_tokens(run) // (NUM_LENGTHS * _ALIGNED)) * _ALIGNED if run.config.torch_compile else 1
+    return _step(_most_tokens(run)) if run.config.torch_compile else 1
+
+
+def _step(tokens: int) -> int:
+    return -(-tokens // (NUM_LENGTHS * _ALIGNED)) * _ALIGNED
 
 
 def _most_tokens(run: PreparedRun) -> int:
-    """Tokens that one process holds in a micro-batch at most, beside fillers."""
-    config = run.config
+    return most_tokens(run.sized, run.world.sequence_parallel_size)
+
+
+def most_tokens(config: TrainConfig, sequence_parallel_size: int) -> int:
+    """Tokens that one process holds in a micro-batch at most, beside fillers, by the packing length of ``config``."""
     if config.bucket_tokens is not None:
         return config.bucket_tokens
-    tokens = config.dynamic_batch_tokens or run.state.packing_length * config.per_device_train_batch_size
-    return -(-tokens // run.world.sequence_parallel_size)
+    packs = (config.packing_length or config.max_length or 0) * config.per_device_train_batch_size
+    return -(-(config.dynamic_batch_tokens or packs) // sequence_parallel_size)
+
+
+def longest_micro_batches(config: TrainConfig, kinds: Sequence[MediaKind]) -> tuple[int, int]:
+    """Tokens that one process computes at most: with media of its own, and with fillers in their place.
+
+    Args:
+        kinds: of media that the model takes.
+    """
+    tokens = most_tokens(config, config.sequence_parallel_ranks)
+    if not config.torch_compile:
+        return tokens, tokens
+    step, fillers = _step(tokens), _fillers(kinds)
+    return -(-tokens // step) * step, -(-(tokens + fillers) // step) * step
+
+
+def _fillers(kinds: Sequence[MediaKind]) -> int:
+    return sum(number for kind, number in _FILLERS.items() if kind in kinds)
 
 
 def length_lines(run: PreparedRun) -> Iterator[str]:
     """What compiling means for a run's micro-batches, if it compiles."""
     if run.config.torch_compile:
-        step, kinds = length_step(run), family_of(run.files.config).kinds
-        fillers = sum(number for kind, number in _FILLERS.items() if kind in kinds)
+        step, fillers = length_step(run), _fillers(family_of(run.files.config).kinds)
         num_lengths = -(-(_most_tokens(run) + fillers) // step)
         yield (
             f"torch.compile ({run.config.torch_compile_backend}): micro-batches are padded to multiples of {step:,} "

@@ -21,6 +21,7 @@ from packtool.plan.evaluation import EvaluationPlan
 from packtool.train.prepare.checkpoint import RunState, read_run_state
 from packtool.train.prepare.figures import StepFigures
 from packtool.train.prepare.place import checkpoint_of
+from packtool.train.prepare.rank_tokens import RankTokens
 from packtool.train.prepare.result import TrainResult
 from packtool.train.prepare.schedule import Schedule
 from packtool.train.prepare.whole import check_resumable
@@ -178,8 +179,8 @@ class PreparedRun(ABC):
         """Media tokens of one rank's micro-batch, about as many as there will be."""
 
     @abstractmethod
-    def most_media_tokens(self) -> int:
-        """Media tokens of the micro-batch of one rank that has most of them."""
+    def heaviest(self) -> tuple[RankTokens, ...]:
+        """The micro-batches of one rank that may need most memory."""
 
     @abstractmethod
     def first_samples(self, most: int) -> list[EncodedSample]:
@@ -201,6 +202,11 @@ class PreparedRun(ABC):
     @abstractmethod
     def steps(self, exchange: NumberExchange) -> Steps:
         """The steps of this rank from ``start`` on."""
+
+    @property
+    def sized(self) -> TrainConfig:
+        """The settings with the packing length that was decided."""
+        return dataclasses.replace(self.config, packing_length=self.state.packing_length)
 
     def with_config(self, **changes: Any) -> PreparedRun:
         """The same run with other settings that its plan does not depend on."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from packtool.cache.evaluation_file import plain_json
+from packtool.config.plan import PlanConfig
 from packtool.config.settings import flag
 from packtool.config.train import TrainConfig
 from packtool.plan.summary import SkrullFigures
@@ -81,7 +82,7 @@ def settings_lines(config: TrainConfig) -> Iterator[str]:
     yield f"settings: {shlex.join(option_words(config))}"
 
 
-def option_words(config: TrainConfig) -> list[str]:
+def option_words(config: TrainConfig | PlanConfig) -> list[str]:
     """The settings that are not their defaults as words of a command line."""
     words: list[str] = []
     for setting in dataclasses.fields(config):

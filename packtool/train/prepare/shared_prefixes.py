@@ -58,6 +58,11 @@ class SharedPrefixes:
         """Media tokens that each sample adds; int64 (N,)."""
         return self.trees.added(self.index.media_tokens, self.prefixes.prefixes.media_tokens)
 
+    @property
+    def audio_tokens(self) -> Int64Array:
+        """Those of them that stand for sounds; int64 (N,)."""
+        return self.trees.added(self.index.audio_tokens, self.prefixes.prefixes.audio_tokens)
+
     def logits(self, target_tokens: npt.NDArray[np.integer[Any]]) -> Int64Array:
         """Targets that each sample adds: tokens of which logits are made; int64 (N,).
 

@@ -29,8 +29,10 @@ from packtool.stream.state import StreamState, read_stream_state
 from packtool.train.prepare.checkpoint import RunState
 from packtool.train.prepare.costs import RunCosts
 from packtool.train.prepare.from_rows import length_of_rows, rows_fingerprint
+from packtool.train.prepare.heaviest import with_longest
 from packtool.train.prepare.place import with_resumed_version
 from packtool.train.prepare.prepared import Beginning, NumberExchange, PreparedRun, Steps
+from packtool.train.prepare.rank_tokens import RankTokens
 from packtool.train.prepare.result import TrainResult
 from packtool.train.prepare.schedule import OpenSchedule
 from packtool.train.prepare.sequence_parallel import axes_of
@@ -99,9 +101,14 @@ class StreamedRun(PreparedRun):
         sees = self.media_limits.image is not None
         return float(self.options.packing_length * self.config.per_device_train_batch_size * sees)
 
-    def most_media_tokens(self) -> int:
-        """See ``PreparedRun``; all tokens, for nobody knows."""
-        return int(self.media_tokens())
+    def heaviest(self) -> tuple[RankTokens, ...]:
+        """See ``PreparedRun``; all tokens are a picture's, for nobody knows."""
+        most, limits = int(self.media_tokens()), self.media_limits.image
+        looked_at = None
+        if limits is not None and self.world.sequence_parallel_size > 1:
+            largest = min(limits.max_pixels // limits.pixels_per_token, most)
+            looked_at = max(largest, -(-most // self.world.sequence_parallel_size))
+        return with_longest(self.sized, self.files.config, RankTokens(computed=1, vision=most, looked_at=looked_at))
 
     def first_samples(self, most: int) -> list[EncodedSample]:
         """See ``PreparedRun``; the shortest ones of the first block of the first file."""

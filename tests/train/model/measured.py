@@ -8,17 +8,25 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
-from packtool.attention.features import towers_of_media
-from packtool.attention.register import set_attention, set_text_attention
-from packtool.batch.spec import auto_class
-from packtool.train.model import trace
+from packtool.attention.parallel.axes import Axes
+from packtool.attention.parallel.mesh import SequenceParallel
+from packtool.batch.batch import Batch
+from packtool.batch.spec import InputSpec, auto_class
+from packtool.encode.families import MediaLimits
 from packtool.train.model.head_loss import HeadLoss
-from packtool.train.model.trace import PassBytes, run_pass, trace_pass
+from packtool.train.model.trace import PassBytes, route_through_traced, run_pass, trace_pass, traced_batch
+from packtool.train.prepare.rank_tokens import RankTokens
 from tests.train.model.test_no_sync import ADAPTED
 
-TOKENS, MEDIA_TOKENS = 160, 60
+TOKENS = RankTokens(computed=160, vision=60)
+HEARD = RankTokens(computed=160, vision=30, audio=60)
+"""Those of a model that hears."""
+
+
+def tokens_of(config: Any) -> RankTokens:
+    """The micro-batch that a model is measured with."""
+    return HEARD if InputSpec("", config, MediaLimits()).hears else TOKENS
 
 
 def made(config: Any, *, adapters: bool, recomputes: bool) -> nn.Module:
@@ -31,40 +39,47 @@ def made(config: Any, *, adapters: bool, recomputes: bool) -> nn.Module:
     return model
 
 
-def traced_bytes(config: Any, *, adapters: bool = False, recomputes: bool = False) -> PassBytes:
+def traced_bytes(
+    config: Any,
+    *,
+    adapters: bool = False,
+    recomputes: bool = False,
+    tokens: RankTokens | None = None,
+    axes: Axes | None = None,
+) -> PassBytes:
     """Without computing anything."""
     with torch.device("meta"):
         model = made(config, adapters=adapters, recomputes=recomputes)
-    return trace_pass(model, config, num_tokens=TOKENS, num_media_tokens=MEDIA_TOKENS)
+    return trace_pass(model, config, tokens or tokens_of(config), axes)
 
 
-def computed_bytes(config: Any, *, adapters: bool = False, recomputes: bool = False) -> PassBytes:
+def computed_bytes(
+    config: Any,
+    *,
+    adapters: bool = False,
+    recomputes: bool = False,
+    batch: Batch | None = None,
+    parallel: SequenceParallel | None = None,
+) -> PassBytes:
     """Of a real pass on the CPU, whose attention keeps what flash attention does: the CPU's keeps copies of its own."""
     real: Any = made(config, adapters=False, recomputes=recomputes)
-    AttentionInterface.register("packtool_traced", trace._traced_attention)
-    set_attention(real)
-    set_text_attention(real, "packtool_traced")
     if adapters:
         real = get_peft_model(real, LoraConfig(target_modules=ADAPTED, r=4))
+    route_through_traced(real, parallel)
     real.train()
     for parameter in real.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    return run_pass(real, _real_batch(config))
+    return run_pass(real, batch or _real_batch(config))
 
 
-def saved_bytes(config: Any) -> int:
+def saved_bytes(config: Any, batch: Batch | None = None, parallel: SequenceParallel | None = None) -> int:
     """What autograd keeps of a real forward pass, by the hooks of saved tensors."""
     real: Any = made(config, adapters=False, recomputes=False)
-    AttentionInterface.register("packtool_traced", trace._traced_attention)
-    AttentionInterface.register("packtool_flash_traced", trace._traced_attention)
-    set_attention(real)
-    set_text_attention(real, "packtool_traced")
-    for tower in towers_of_media(real):
-        tower.config._attn_implementation = "packtool_flash_traced"
+    route_through_traced(real, parallel)
     real.train()
-    batch = _real_batch(config)
+    batch = batch or _real_batch(config)
     own = {tensor.untyped_storage().data_ptr() for tensor in (*real.parameters(), *real.buffers())}
-    own |= {tensor.untyped_storage().data_ptr() for tensor in (batch.input_ids, batch.cu_seqlens)}
+    own |= {value.untyped_storage().data_ptr() for value in vars(batch).values() if isinstance(value, Tensor)}
     saved: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -77,5 +92,5 @@ def saved_bytes(config: Any) -> int:
 
 
 def _real_batch(config: Any) -> Any:
-    batch = trace._batch(trace.InputSpec("", config, trace.MediaLimits()), TOKENS, MEDIA_TOKENS)
+    batch = traced_batch(InputSpec("", config, MediaLimits()), tokens_of(config), Axes())
     return batch.map(lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from packtool.attention.parallel.axes import Axes
 from packtool.cli.main import run
 from packtool.config.plan import PlanConfig
 from packtool.errors import ConfigError, UnsupportedModelError
@@ -22,6 +23,7 @@ from packtool.train.model import memory
 from packtool.train.model.fit import SHOWN, Fit, find_fit
 from packtool.train.model.memory import MemoryEstimate, TracedOnce
 from packtool.train.prepare.fit import Expected
+from packtool.train.prepare.rank_tokens import RankTokens
 from tests.train.tiny import TinyWorld
 
 GIB = 2**30
@@ -33,9 +35,10 @@ def plan_config(tiny: TinyWorld, fit: int, **given: Any) -> PlanConfig:
     return PlanConfig(fit=fit, hardware="h100", **settings | given)
 
 
-def told_bytes(config: Any, _model: Any, _dtype: Any, num_tokens: int, num_media: int) -> int:
+def told_bytes(config: Any, _model: Any, _dtype: Any, tokens: RankTokens, axes: Axes) -> int:
     """A stand-in for the trace, which rises with the tokens as it does."""
-    return (1000 if config.gradient_checkpointing else 4000) * num_tokens + 100 * num_media + 50_000
+    each = (1000 if config.gradient_checkpointing else 4000) + 10 * axes.ring_size * axes.ulysses_size
+    return each * tokens.computed + 100 * tokens.num_seen + 50_000
 
 
 @pytest.fixture
@@ -167,7 +170,7 @@ def test_as_json_and_as_a_table(tiny: TinyWorld, without_traces: None, capsys: p
         (["--fit", "80"], "--fit 80: that many bytes hold no model"),
         (["--fit", "1GB", "--sweep", "200"], "--sweep is not for --fit"),
         (["--fit", "1GB", "--schedule", "skrull", "--bucket-size", "200"], "--fit searches packs"),
-        (["--gradient-checkpointing", "true"], "--gradient-checkpointing goes with --fit"),
+        (["--gradient-checkpointing", "true"], "--gradient-checkpointing goes with --model or --fit"),
         (["--fit", "1GB", "--fsdp", "sharded"], "--fsdp sharded: known are"),
         (["--fit", "little"], "write it as in 200GB"),
     ],
@@ -189,24 +192,27 @@ def test_a_model_that_cannot_be_traced_is_refused(tiny: TinyWorld, monkeypatch: 
 
 
 def test_a_pass_is_traced_once(tiny: TinyWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[int, int]] = []
+    calls: list[tuple[RankTokens, Axes]] = []
 
-    def counted(config: Any, model: Any, dtype: Any, num_tokens: int, num_media: int) -> int:
-        calls.append((num_tokens, num_media))
-        return told_bytes(config, model, dtype, num_tokens, num_media)
+    def counted(config: Any, model: Any, dtype: Any, tokens: RankTokens, axes: Axes) -> int:
+        calls.append((tokens, axes))
+        return told_bytes(config, model, dtype, tokens, axes)
 
     monkeypatch.setattr(memory, "traced_pass_bytes", counted)
     trace, config = TracedOnce(), tiny.config("out")
     none: Any = None
+    tokens, alone = RankTokens(computed=100, vision=10), Axes()
+    known = told_bytes(config, none, none, tokens, alone)
     for way in ((), ("full_shard",), ("shard_grad_op",)):
         sharded = dataclasses.replace(config, fsdp=way, packing_length=300)
-        assert trace(sharded, none, none, 100, 10) == told_bytes(config, none, none, 100, 10)
-    assert calls == [(100, 10)] * 2, "with sharding and without"
-    assert (
-        trace.at_least(config, none, 200, 10) == trace.at_least(config, none, 1 << 20, 1 << 19) == calls_bytes(config)
-    )
-    assert trace.at_least(config, none, 99, 10) == trace.at_least(config, none, 200, 9) == 0
+        assert trace(sharded, none, none, tokens, Axes(reason="so it is")) == known
+    assert [called for called, _ in calls] == [tokens] * 2, "with sharding and without"
 
+    def at_least(axes: Axes = alone, **given: int) -> int:
+        return trace.at_least(config, none, RankTokens(**given), axes)
 
-def calls_bytes(config: Any) -> int:
-    return told_bytes(config, None, None, 100, 10)
+    assert at_least(computed=200, vision=10) == at_least(computed=1 << 20, vision=1 << 19) == known
+    assert at_least(Axes(1, 2), computed=200, vision=10) == known, "sharing a sequence needs no less"
+    assert at_least(computed=99, vision=10) == at_least(computed=200, vision=9) == 0
+    trace(config, none, none, RankTokens(computed=50), Axes(1, 2))
+    assert not at_least(computed=60)

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from packtool.train.model.trace import PassBytes
+from packtool.attention.parallel.axes import Axes
+from packtool.attention.parallel.mesh import SequenceParallel
+from packtool.batch.batch import B, TreeBatch
+from packtool.batch.collate_shard import collate_shard
+from packtool.batch.collate_tree import collate_tree
+from packtool.batch.spec import InputSpec
+from packtool.batch.tower_inputs import tower_inputs
+from packtool.encode.families import MediaLimits
+from packtool.encode.families.qwen_omni import num_sound_tokens
+from packtool.train.model.trace import PassBytes, traced_batch
+from packtool.train.prepare.rank_tokens import RankTokens
+from tests.batch.reduced import going_on, make_sample, reduced_config, reduced_spec, save_image_processor
+from tests.forked import run_ranks
 from tests.train.model.measured import computed_bytes, saved_bytes, traced_bytes
 from tests.train.model.test_no_sync import ON_TEXT, THAT_HEAR, THAT_SEE, config_of
 
+SHARED = {"ring": Axes(2, 1, "ring"), "allgather": Axes(2, 1, "allgather"), "ulysses": Axes(1, 2)}
 # Text alone, with linear attention and experts, with DeepStack, and with sounds.
 OTHERWISE = ("qwen3", "qwen3_5_moe", "qwen3_vl", "qwen2.5-omni")
 
@@ -33,3 +50,100 @@ def test_with_adapters_or_recomputed(name: str, how: dict[str, bool], realdata: 
 def check_same(told: PassBytes, found: PassBytes) -> None:
     assert told.kept == pytest.approx(found.kept, rel=0.05)
     assert told.peak == pytest.approx(found.peak, rel=0.05)
+
+
+@pytest.mark.parametrize("name", THAT_HEAR)
+def test_sounds_are_traced_as_sounds(name: str, realdata: Path, tmp_path: Path) -> None:
+    """Two sounds of 2.0 and 1.3 seconds against the one that is traced for them: what they add to text alone."""
+    config = config_of(name, realdata, tmp_path)
+    spec, frames = InputSpec("", config, MediaLimits()), (200, 132)
+    is_qwen3 = name.startswith("qwen3")
+    heard = RankTokens(computed=160, audio=sum(num_sound_tokens(number, is_qwen3=is_qwen3) for number in frames))
+    text = traced_batch(spec, RankTokens(computed=160), Axes())
+    mask = torch.stack([torch.arange(max(frames)) < number for number in frames]).to(torch.int64)
+    media = {"input_features": torch.zeros(2, spec.num_mel_bins, max(frames)), "feature_attention_mask": mask}
+    ids = text.input_ids.clone()
+    ids[0, : heard.audio] = spec.pad_ids["audio"]
+    batch = dataclasses.replace(text, input_ids=ids, media=media, towers=tower_inputs(spec, media, ids))
+    alone = traced_bytes(config, tokens=RankTokens(computed=160))
+    told, found = traced_bytes(config, tokens=heard), computed_bytes(config, batch=batch)
+    assert told.kept - alone.kept == pytest.approx(found.kept - alone.kept, rel=0.05)
+    assert told.peak - alone.peak == pytest.approx(found.peak - alone.peak, rel=0.05)
+    picture = traced_bytes(config, tokens=RankTokens(computed=160, vision=heard.audio))
+    assert abs(picture.kept - alone.kept) > 1.2 * (told.kept - alone.kept), "a sound is no picture"
+
+
+def test_sequences_that_ranks_share_are_traced(tmp_path: Path) -> None:
+    """Each way's own exchanges on two ranks, with pictures of which one is larger than all of the others."""
+    run_ranks(2, _measure_shared, tmp_path, scratch=tmp_path)
+    ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    assert [rank["ring False"]["looked_at"] for rank in ranks] == [16, 3]
+    peaks = {}
+    for key in ranks[0]:
+        way, recomputes = key.split()
+        heaviest = max((rank[key] for rank in ranks), key=lambda found: int(found["peak"]))
+        tokens = RankTokens(**{name: heaviest[name] for name in ("computed", "vision", "looked_at")})
+        config = reduced_config("qwen3_vl")
+        told = traced_bytes(config, recomputes=recomputes == "True", tokens=tokens, axes=SHARED[way])
+        assert told.kept == pytest.approx(heaviest["kept"], rel=0.01), key
+        assert told.peak == pytest.approx(heaviest["peak"], rel=0.01), key
+        if recomputes == "False":
+            assert told.kept == pytest.approx(heaviest["saved"], rel=0.01), key
+        peaks[key] = told.peak
+    assert len(set(peaks.values())) == len(peaks), "no way is another one's"
+
+
+def _measure_shared(folder: Path) -> None:
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        save_image_processor("qwen3_vl", str(folder))
+    dist.barrier()
+    spec = reduced_spec("qwen3_vl", str(folder))
+    sides = {0: (64, 64), 1: (16, 16), 2: (16, 32)}
+    samples = [make_sample(96, (side,), seed=number, limits=spec.limits.image) for number, side in sides.items()]
+    found = {}
+    for way, axes in SHARED.items():
+        parallel = SequenceParallel.on_mesh(axes, "cpu")
+        batch = collate_shard(samples, spec, parallel.cut)
+        batch, count = _with_targets(batch), batch.input_ids.shape[1]
+        for recomputes in (False, True):
+            held = computed_bytes(spec.config, recomputes=recomputes, batch=batch, parallel=parallel)
+            found[f"{way} {recomputes}"] = {
+                "kept": held.kept,
+                "peak": held.peak,
+                "saved": saved_bytes(spec.config, batch, parallel),
+                "computed": count,
+                "vision": int((batch.input_ids == spec.pad_ids["image"]).sum()),
+                "looked_at": len(batch.media["pixel_values"]) // 4,
+            }
+    (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_keys_of_shared_prefixes_are_traced(recomputes: bool, tmp_path: Path) -> None:
+    """A picture and a long question with five answers."""
+    save_image_processor("qwen3_vl", str(tmp_path))
+    spec = reduced_spec("qwen3_vl", str(tmp_path))
+    trunk = make_sample(120, ((64, 64),), seed=1, limits=spec.limits.image)
+    batch = collate_tree([going_on(trunk, make_sample(9, seed=number)) for number in range(2, 7)], spec)
+    assert isinstance(batch, TreeBatch)
+    batch, count = _with_targets(batch), batch.input_ids.shape[1]
+    tokens = RankTokens(computed=count, vision=16, keys=len(batch.key_index))
+    assert tokens.keys > 4 * count
+    told = traced_bytes(spec.config, recomputes=recomputes, tokens=tokens)
+    found = computed_bytes(spec.config, recomputes=recomputes, batch=batch)
+    whole = traced_bytes(spec.config, recomputes=recomputes, tokens=dataclasses.replace(tokens, keys=0))
+    assert told.kept == pytest.approx(found.kept, rel=0.01)
+    assert told.peak == pytest.approx(found.peak, rel=0.01)
+    assert told.peak > 1.1 * whole.peak, "gathered keys are seen"
+    if not recomputes:
+        assert told.kept == pytest.approx(saved_bytes(spec.config, batch), rel=0.01)
+
+
+def _with_targets(batch: B) -> B:
+    """As a trace has them: the last half of the tokens."""
+    count = batch.input_ids.shape[1]
+    targets = torch.arange(count - count // 2, count)
+    return dataclasses.replace(
+        batch, labels=torch.zeros_like(batch.labels), target_positions=targets, loss_weights=None
+    )

@@ -8,13 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from packtool.cache.reader import CacheReader
+from packtool.cache.reader import CacheReader, SplitIndex
 from packtool.config.train import TrainConfig
+from packtool.encode.model_files import ModelFiles
 from packtool.plan.epoch import EpochPlan, plan_epoch
+from packtool.plan.media_shares import MediaShares
 from packtool.simulate.hardware import HARDWARE_PRESETS
 from packtool.simulate.model_sizes import MODEL_PRESETS
 from packtool.train.prepare.costs import RunCosts, sample_costs, with_model
 from packtool.train.prepare.expected_time import ExpectedTime
+from packtool.train.prepare.heaviest import seen_media, share_media
 from packtool.train.prepare.planner import plan_options
 from tests.train.tiny import TinyWorld
 
@@ -34,11 +37,13 @@ def run_config(**settings: Any) -> TrainConfig:
     return TrainConfig(model="m", cached_dataset=("c",), output_dir="o", **given | settings)
 
 
-def planned(tiny: TinyWorld, config: TrainConfig) -> tuple[EpochPlan, Any]:
+def planned(tiny: TinyWorld, config: TrainConfig) -> tuple[EpochPlan, SplitIndex, MediaShares]:
     index = CacheReader.open((tiny.cache,)).index
     options = plan_options(config, max_length=256, world_size=WORLD_SIZE // config.sequence_parallel_ranks)
     options = with_model(options, TIME.model, config, TIME.hardware)
-    return plan_epoch(index.length, index.target_tokens, options, seed=0, media_tokens=index.media_tokens), index
+    plan = plan_epoch(index.length, index.target_tokens, options, seed=0, media_tokens=index.media_tokens)
+    media = seen_media(index, TIME.model)
+    return plan, index, share_media(media, TIME.model, plan, config.sequence_parallel_ranks)
 
 
 def seconds(tiny: TinyWorld, time: ExpectedTime = TIME, **settings: Any) -> float:
@@ -48,18 +53,20 @@ def seconds(tiny: TinyWorld, time: ExpectedTime = TIME, **settings: Any) -> floa
 
 def test_short_packs_take_what_their_launches_take(tiny: TinyWorld) -> None:
     fast = dataclasses.replace(TIME, hardware=dataclasses.replace(TIME.hardware, peak_tflops=1e5))
-    plan, index = planned(tiny, config := run_config())
+    plan, index, shares = planned(tiny, config := run_config())
     launches = 36 * 150 * 5e-6
     # Gradients travel behind the backward pass, and these take longer.
-    assert fast.steps(config, plan, index) == pytest.approx(launches + fast.collectives(config).last - 2 / 3 * launches)
+    assert fast.steps(config, plan, index, shares) == pytest.approx(
+        launches + fast.collectives(config).last - 2 / 3 * launches
+    )
 
 
 def test_a_slow_device_takes_the_time_of_its_slowest_rank(tiny: TinyWorld) -> None:
     slow = dataclasses.replace(TIME.hardware, peak_tflops=0.5, matmul_share=1.0, attention_share=1.0)
     config = run_config(train_type="lora")
     time = dataclasses.replace(TIME, hardware=slow, gradient_bytes=0, model=MODEL_PRESETS["qwen2.5-0.5b"])
-    plan, index = planned(tiny, config)
-    found = time.steps(config, plan, index)
+    plan, index, shares = planned(tiny, config)
+    found = time.steps(config, plan, index, shares)
     cost = RunCosts.of(config, time.model).hardware
     packs = np.add.reduceat(sample_costs(cost, index, index.target_tokens)[plan.packs.samples], plan.packs.offsets[:-1])
     slowest = plan.steps.rank_costs(packs).max(axis=1) / slow.peak
@@ -81,7 +88,7 @@ def test_weights_that_are_gathered_bound_a_micro_batch(tiny: TinyWorld) -> None:
     each = {way: slow.collectives(run_config(fsdp=(way,))).each for way in ("full_shard", "shard_grad_op")}
     gathered, reduced = (num_bytes * 3 / 4 / 8e9 for num_bytes in (TIME.weight_bytes, TIME.gradient_bytes))
     assert list(each.values()) == pytest.approx([2 * gathered + reduced, gathered + reduced])
-    plan, _ = planned(tiny, run_config())
+    plan, _, _ = planned(tiny, run_config())
     assert seconds(tiny, slow, fsdp=("full_shard",)) >= plan.steps.num_steps * each["full_shard"]
     stages = [slow.collectives(run_config(deepspeed=f"zero{stage}")) for stage in range(4)]
     assert [stage.each > 0 for stage in stages] == [False, False, True, True]
@@ -92,3 +99,25 @@ def test_weights_that_are_gathered_bound_a_micro_batch(tiny: TinyWorld) -> None:
 def test_one_process_tells_nobody(tiny: TinyWorld) -> None:
     alone = dataclasses.replace(TIME, world_size=1).collectives(run_config())
     assert (alone.each, alone.last, alone.open) == (0, 0, 0)
+
+
+def test_a_picture_is_looked_at_by_one_rank(tiny: TinyWorld) -> None:
+    """One picture of 160 tokens takes its rank what it takes; four of 40 are shared out."""
+    peak = dataclasses.replace(TIME.hardware, peak_tflops=1e-4, matmul_share=1.0, attention_share=1.0)
+    model = ModelFiles.load(tiny.model).config
+    time = dataclasses.replace(TIME, model=model, hardware=peak, weight_bytes=0, gradient_bytes=0, trained_bytes=0)
+    config = run_config(sequence_parallel_size=4)
+    cost, found, towers = RunCosts.of(config, model).hardware, [], []
+    for number in (1, 4):
+        column = {name: np.zeros(1, np.int32) for name in ("num_videos", "num_audios", "audio_tokens", "channel")}
+        column |= {"length": np.array([200]), "target_tokens": np.array([10]), "media_tokens": np.array([160])}
+        squares = np.array([number * (4 * 160 // number) ** 2])
+        index = SplitIndex(**column, num_images=np.array([number]), patch_squares=squares, channels=())
+        options = dataclasses.replace(plan_options(config, max_length=256, world_size=1), balance="none")
+        plan = plan_epoch(index.length, index.target_tokens, options, seed=0)
+        shares = share_media(seen_media(index, model), model, plan, 4)
+        found.append(float(time.steps(config, plan, index, shares).sum()))
+        towers.append(float(cost.towers(index.vision_tokens, squares)[0]))
+    one, four = found
+    assert one - four == pytest.approx((towers[0] - towers[1] / 4) / peak.peak, rel=1e-6)
+    assert one > 1.5 * four

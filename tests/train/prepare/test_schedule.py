@@ -61,7 +61,7 @@ def load(schedule: PlannedSchedule, start: int, world: World | None = None) -> l
         axes=Axes(),
         reader=nothing,
         samples=READER,
-        figures=SampleFigures(TARGETS, np.zeros_like(TARGETS), TARGETS, None),
+        figures=SampleFigures(TARGETS, np.zeros_like(TARGETS), np.zeros_like(TARGETS), TARGETS, None),
     )
     loader = StepLoader(run, reduced_spec("qwen3"))
     assert len(loader) == schedule.num_steps
@@ -226,7 +226,7 @@ def test_figures_count_the_padding_of_what_is_sharded() -> None:
     )
     plan = plan_epoch(np.array(LENGTHS, np.int32), TARGETS, options, seed=0)
     flops = np.arange(len(TARGETS), dtype=np.float64)
-    samples = SampleFigures(TARGETS, np.zeros_like(TARGETS), TARGETS, flops, 2 * flops)
+    samples = SampleFigures(TARGETS, np.zeros_like(TARGETS), np.zeros_like(TARGETS), TARGETS, flops, 2 * flops)
     figures = list(figures_of_steps(plan, samples, is_dynamic=False))
     assert sum(step.tokens for step in figures) == sum(LENGTHS)
     assert sum(step.flops for step in figures) == flops.sum()

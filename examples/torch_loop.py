@@ -1,0 +1,58 @@
+"""A plain torch loop over a plan that goes on where it was stopped; under torchrun every rank has its own packs (DDP).
+
+usage: python examples/torch_loop.py MODEL CACHE      or: torchrun --nproc-per-node 8 examples/torch_loop.py MODEL CACHE
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+
+import packtool
+
+
+def main(model_dir: str, cache: str, state: str = "state.pt", most: int | None = None, **options: Any) -> list[float]:
+    """Train with options of ``packtool.plan``, from the file ``state`` on if it is there; returns each step's loss."""
+    world_size, device = int(os.environ.get("WORLD_SIZE", 1)), "cpu"
+    if torch.cuda.is_available():
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    plan = packtool.plan(cache, world_size=world_size, **options)
+    batches = packtool.Batches(plan, model=model_dir, device=device)
+    model: Any = packtool.prepare_model(transformers.AutoModelForImageTextToText.from_pretrained(model_dir)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    saved = {"model": model, "optimizer": optimizer, "batches": batches}
+    if os.path.exists(state):
+        found = torch.load(state, map_location=device)
+        for name, part in saved.items():
+            part.load_state_dict(found[name])
+    if world_size > 1:
+        dist.init_process_group()
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    model.train()
+    losses, total = [], torch.zeros((), device=device)
+    for batch in batches:
+        loss = packtool.loss(model(**batch), batch)
+        loss.backward()
+        total += loss.detach()
+        if batch["targets"].ends_step:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if world_size > 1:
+                dist.all_reduce(total.div_(world_size))
+            losses.append(total.item())
+            total.zero_()
+            if len(losses) == most:
+                break
+    if batches.rank == 0:
+        torch.save({name: part.state_dict() for name, part in saved.items()}, state)
+    return losses
+
+
+if __name__ == "__main__":
+    print(main(*sys.argv[1:3], packing_length=4096))

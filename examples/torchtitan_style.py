@@ -1,0 +1,60 @@
+"""A trainer in torchtitan's style: stateful parts, steps of micro-batches, FSDP2 by hand, distributed checkpoints.
+
+usage: torchrun --nproc-per-node 8 examples/torchtitan_style.py MODEL CACHE
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForImageTextToText
+
+import packtool
+
+
+class Trainer:
+    """Builds model, optimizer and batches; ``train`` runs the steps, of as many micro-batches as the plan gave each."""
+
+    def __init__(self, model_dir: str, plan: packtool.Plan) -> None:
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model: Any = packtool.prepare_model(AutoModelForImageTextToText.from_pretrained(model_dir)).train()
+        self.model.to(self.device)
+        if plan.world_size > 1:
+            for part in (*self.model.model.language_model.layers, self.model):
+                fully_shard(part)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, weight_decay=0.0)
+        self.batches = packtool.Batches(plan, model=model_dir, device=self.device)
+
+    def train_step(self, data: Any) -> float:
+        total = torch.zeros((), device=self.device)
+        for batch in data:
+            loss = packtool.loss(self.model(**batch).logits, batch)
+            loss.backward()
+            total += loss.detach()
+            if batch["targets"].ends_step:
+                break
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if dist.is_initialized():
+            dist.all_reduce(total.div_(dist.get_world_size()))
+        return total.item()
+
+    def train(self, checkpoint: str) -> list[float]:
+        data = iter(self.batches)
+        losses = [self.train_step(data) for _ in range(self.batches.num_steps)]
+        states = dict(zip(("model", "optimizer"), get_state_dict(self.model, self.optimizer), strict=True))
+        dcp.save(states | {"data": self.batches}, checkpoint_id=checkpoint)
+        return losses
+
+
+if __name__ == "__main__":
+    dist.init_process_group()
+    plan = packtool.plan(sys.argv[2], packing_length=4096, world_size=dist.get_world_size())
+    print(Trainer(sys.argv[1], plan).train("checkpoint"))

@@ -1,0 +1,1 @@
+"""The library: what ``import packtool`` offers, over what the commands call."""

@@ -1,0 +1,105 @@
+"""A cache to look into."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from packtool.cache.reader import CacheReader
+from packtool.encode.encoded import EncodedSample
+from packtool.report.inspect import cache_figures, figure_lines, sample_view
+from packtool.report.markup import render
+from packtool.report.names import named
+
+
+class Cache:
+    """The samples of a cache that ``export`` made, by number.
+
+        cache = packtool.Cache("cache")
+        len(cache), cache.lengths.max(), cache[7].input_ids, print(cache.text(7))
+
+    Args:
+        path: its directory, here or in a bucket.
+        split: ``train`` or ``val``.
+
+    Raises:
+        MismatchError: if it is unfinished, damaged, or has no such split.
+        StorageError: if it cannot be read.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], split: str = "train") -> None:
+        self.path, self.split = os.fspath(path), split
+        self._reader = CacheReader.open([self.path], split)
+
+    def __len__(self) -> int:
+        """Samples of the split."""
+        return len(self._reader)
+
+    def __getitem__(self, number: int) -> EncodedSample:
+        """A sample: ``input_ids``, ``labels`` (-100 where nothing is trained), media, ``source`` and ``row``.
+
+        Its arrays are views of the mapped file and must not be written to.
+
+        Raises:
+            IndexError: if there is no such sample.
+        """
+        return self._reader.sample(number + len(self) if number < 0 else number)
+
+    def __iter__(self) -> Iterator[EncodedSample]:
+        """All samples in order."""
+        return (self._reader.sample(number) for number in range(len(self)))
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """Tokens of each sample, int32 (N,)."""
+        return self._reader.index.length
+
+    @property
+    def target_tokens(self) -> npt.NDArray[np.int32]:
+        """Tokens of each sample that carry loss, int32 (N,)."""
+        return self._reader.index.target_tokens
+
+    @property
+    def media_tokens(self) -> npt.NDArray[np.int32]:
+        """Placeholder tokens of each sample's media, int32 (N,)."""
+        return self._reader.index.media_tokens
+
+    @property
+    def fingerprint(self) -> str:
+        """The cache's name for its content; a plan and a checkpoint keep it."""
+        return self._reader.fingerprint
+
+    @property
+    def statistics(self) -> dict[str, Any]:
+        """What ``packtool inspect CACHE --json`` prints: settings, sources, drops by reason, figures of each split."""
+        return named(self._figures)
+
+    @cached_property
+    def _figures(self) -> dict[str, Any]:
+        return cache_figures(self._reader.directories[0])
+
+    def text(self, number: int, model: str | None = None) -> str:
+        """A sample as a person reads it: media named in brackets, what is trained between « and ».
+
+        Args:
+            model: directory of the tokenizer; by default that of the export.
+
+        Raises:
+            ConfigError: if there is no such sample, or no such model.
+        """
+        return sample_view(self.path, self.split, number, model).text
+
+    def __fspath__(self) -> str:
+        """Its directory: where a path of a cache is taken, the cache may be given."""
+        return self.path
+
+    def __repr__(self) -> str:
+        return f"Cache({self.path!r}, {self.split!r}): {len(self):,} samples, {int(self.lengths.sum()):,} tokens"
+
+    def _repr_html_(self) -> str:
+        return render("figures.html", title=self.path, lines=figure_lines(self._figures))

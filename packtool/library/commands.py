@@ -1,0 +1,78 @@
+"""What the commands of the same names do, as functions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Unpack
+
+from packtool.config.evaluate import EvalConfig
+from packtool.config.export import ExportConfig
+from packtool.config.verify import VerifyConfig
+from packtool.library.settings import settings_of
+from packtool.progress import Progress, SilentProgress
+
+if TYPE_CHECKING:
+    from packtool.cache.summary import ExportSummary
+    from packtool.library.options import EvalKeywords, ExportKeywords, VerifyKeywords
+    from packtool.train.evaluate.run import EvalResult
+    from packtool.train.verify.run import VerifyReport
+
+
+def export(*, progress: Progress | None = None, **options: Unpack[ExportKeywords]) -> ExportSummary:
+    """Tokenize rows into a cache: ``packtool export``.
+
+        packtool.export(model="model", dataset="rows.json", output_dir="cache", max_length=2048)
+
+    Args:
+        progress: told of every shard; by default nobody.
+        options: those of ``packtool export``; ``model``, ``dataset`` and ``output_dir`` are needed.
+
+    Returns:
+        what was kept, cut and dropped, in numbers: ``rows``, ``kept``, ``dropped`` by reason, ``tokens``, ...
+
+    Raises:
+        ConfigError, DataError, RowError, StorageError: as the command; a finished cache is left as it is.
+    """
+    from packtool.cache.export import export as export_rows
+    from packtool.rows.modelscope import with_local_copies
+
+    return export_rows(with_local_copies(settings_of(ExportConfig, options)), progress or SilentProgress())
+
+
+def verify(*, progress: Progress | None = None, **options: Unpack[VerifyKeywords]) -> VerifyReport:
+    """Compare packed samples with the same samples alone, with a model and a cache: ``packtool verify``.
+
+        packtool.verify(model="model", cached_dataset="cache").raise_if_failed()
+
+    Args:
+        progress: told of every check; by default nobody.
+        options: those of ``packtool verify``; ``model`` and ``cached_dataset`` are needed.
+
+    Returns:
+        the report, whether or not it ``passed``: each of its ``checks`` with its error and what rounding explains.
+
+    Raises:
+        ConfigError, DataError, MismatchError: if nothing can be compared.
+    """
+    from packtool.train.verify.run import verify as verify_caches
+
+    return verify_caches(settings_of(VerifyConfig, options), progress)
+
+
+def evaluate(*, progress: Progress | None = None, **options: Unpack[EvalKeywords]) -> EvalResult:
+    """Measure a model on every sample for itself: ``packtool eval``. Every process of a torchrun job calls this.
+
+        packtool.evaluate(model="output/last", cached_dataset="cache", output="eval.parquet").evaluation.total.loss
+
+    Args:
+        progress: told of every micro-batch; by default nobody.
+        options: those of ``packtool eval``; ``model``, ``cached_dataset`` and ``output`` are needed.
+
+    Returns:
+        the figures of all samples (``evaluation.total``, ``evaluation.channel_totals``) and where they were written.
+
+    Raises:
+        ConfigError, DataError, MismatchError, StorageError: before the model is loaded, as far as can be told.
+    """
+    from packtool.train.evaluate.run import evaluate_caches
+
+    return evaluate_caches(settings_of(EvalConfig, options), progress or SilentProgress())

@@ -1,0 +1,191 @@
+"""A plan: every step of an epoch, before anything of it is paid for."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Unpack, overload
+
+from packtool import storage
+from packtool.config.plan import PlanConfig
+from packtool.errors import ConfigError
+from packtool.library.settings import settings_of
+from packtool.plan.epoch import EpochPlan
+from packtool.report.markup import framed
+from packtool.report.names import named
+from packtool.report.plan import page_content, plan_lines
+from packtool.report.plan_page import page
+from packtool.report.tables import aligned
+from packtool.simulate.lengths import names_of
+from packtool.train.prepare.preview import Preview, preview, save_plan
+from packtool.train.prepare.result import option_words
+
+if TYPE_CHECKING:
+    from packtool.library.cache import Cache
+    from packtool.library.options import PlanKeywords
+
+ELSEWHERE = {
+    "save": "Plan.save(path) does it",
+    "html": "Plan.page(path) does it",
+    "sweep": "packtool plan --sweep compares several",
+    "fit": "packtool plan --fit searches among several",
+}
+"""Options of the command that a single plan is not made with, and what there is instead."""
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """One optimizer step of a plan.
+
+    Args:
+        number: 0-based, of the epoch.
+        target_tokens: labels that carry loss, over all ranks and micro-batches.
+        micro_batches: of each rank its micro-batches, of each micro-batch its packs, of each pack its samples: numbers
+            as ``Cache`` has them, of several caches counted through.
+    """
+
+    number: int
+    target_tokens: int
+    micro_batches: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
+
+
+class PlannedSteps(Sequence[PlannedStep]):
+    """The optimizer steps of an epoch; each is looked up when it is asked for."""
+
+    def __init__(self, plan: EpochPlan) -> None:
+        self._plan = plan
+
+    def __len__(self) -> int:
+        return self._plan.steps.num_steps
+
+    @overload
+    def __getitem__(self, number: int) -> PlannedStep: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> list[PlannedStep]: ...
+
+    def __getitem__(self, number: int | slice) -> PlannedStep | list[PlannedStep]:
+        if isinstance(number, slice):
+            return [self[each] for each in range(*number.indices(len(self)))]
+        steps, step = self._plan.steps, number + len(self) if number < 0 else number
+        ranks, micro_batches = range(steps.world_size), range(steps.num_micro_batches(step))
+        found = tuple(tuple(self._packs(step, rank, micro) for micro in micro_batches) for rank in ranks)
+        return PlannedStep(step, steps.target_tokens(step), found)
+
+    def _packs(self, *place: int) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(pack.tolist()) for pack in self._plan.samples(*place))
+
+
+class Plan:
+    """Which samples share a pack, and which pack is trained when and where; made by ``packtool.plan``.
+
+    In a notebook it shows its page.
+
+    Attributes:
+        config: the options that it was made with.
+    """
+
+    def __init__(self, config: PlanConfig) -> None:
+        self.config = config
+        # For the package itself; no part of what is stable.
+        self.preview: Preview = preview(config)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What ``packtool plan --json`` prints, but for memory: packs, fill, steps, balance, FLOPs, fingerprints."""
+        return named(self._figures)
+
+    @property
+    def lines(self) -> list[tuple[str, str]]:
+        """What ``packtool plan`` prints: (what, figure)."""
+        return plan_lines(self._figures)
+
+    @cached_property
+    def _figures(self) -> dict[str, Any]:
+        return self.preview.figures(self.config.tflops, self.config.mfu)
+
+    @property
+    def steps(self) -> Sequence[PlannedStep]:
+        """The optimizer steps of the first epoch, each with the samples of every rank, micro-batch and pack."""
+        return PlannedSteps(self.preview.plan)
+
+    @property
+    def world_size(self) -> int:
+        """Data-parallel ranks: processes, or groups of them that share packs."""
+        return self.preview.options.world_size
+
+    @property
+    def fingerprint(self) -> str:
+        """The plan's name for its packs and steps; equal ones train the same."""
+        return self.preview.plan.fingerprint
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the packs as an Arrow file, for ``packtool train --plan`` and other readers.
+
+        Raises:
+            ConfigError: for a plan of a file of lengths, which belongs to no cache.
+            StorageError: if it cannot be written.
+        """
+        if self.preview.reader is None:
+            raise ConfigError("a plan of --lengths belongs to no cache, so there is nothing to save it for")
+        save_plan(self.preview, dataclasses.replace(self.config, save=os.fspath(path)))
+
+    def page(self, path: str | os.PathLike[str], command: str | None = None) -> None:
+        """Write a page that draws the plan: one HTML file that loads nothing from elsewhere.
+
+        Args:
+            command: that the page says it was made by; by default the command line of these options.
+
+        Raises:
+            StorageError: if it cannot be written.
+        """
+        storage.publish(os.fspath(path), self._page(command).encode())
+
+    def _page(self, command: str | None = None) -> str:
+        made_by = command or shlex.join(["packtool", "plan", *option_words(self.config)])
+        return page(page_content(self.preview, self._figures, made_by, self._title))
+
+    @property
+    def _title(self) -> str:
+        return names_of(self.config.cached_dataset or (str(self.config.lengths),))
+
+    def __str__(self) -> str:
+        return "\n".join(aligned(self.lines))
+
+    def __repr__(self) -> str:
+        packs, steps = self._figures["packs"], self._figures["steps_per_epoch"]
+        return f"Plan of {self._title}: {packs:,} packs in {steps:,} steps of {self.world_size} ranks"
+
+    def _repr_html_(self) -> str:
+        return framed(self._page(), self._title)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process makes it anew from its options: the same plan."""
+        return Plan, (self.config,)
+
+
+def plan(
+    caches: str | os.PathLike[str] | Cache | Sequence[str | os.PathLike[str] | Cache] = (),
+    **options: Unpack[PlanKeywords],
+) -> Plan:
+    """Plan an epoch: ``packtool plan``.
+
+        plan = packtool.plan("cache", packing_length=4096, world_size=8, gradient_accumulation_steps=2)
+        print(plan), plan.summary["fill"], plan.steps[0].micro_batches, plan.page("plan.html")
+
+    Args:
+        caches: one or several, by directory or as ``Cache``.
+        options: those of ``packtool plan``; ``lengths`` plans for a file of lengths instead.
+
+    Raises:
+        ConfigError, DataError, MismatchError, StorageError: as the command.
+    """
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    problems = [f"{name} is no option here: {instead}" for name, instead in ELSEWHERE.items() if name in given]
+    if problems:
+        raise ConfigError.from_problems(problems)
+    return Plan(settings_of(PlanConfig, {**given, "cached_dataset": caches}))

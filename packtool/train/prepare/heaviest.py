@@ -1,0 +1,95 @@
+"""The micro-batch of a run that needs most of a rank's memory, as far as its plan tells. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from packtool.cache.reader import SplitIndex
+from packtool.config.adapters import LearningOptions
+from packtool.config.train import TrainConfig
+from packtool.encode.families import family_of, thinker_of
+from packtool.plan.epoch import EpochPlan
+from packtool.plan.media_shares import Media, MediaShares
+from packtool.plan.pack_plan import Int64Array, PackPlan
+from packtool.train.prepare.costs import cost_of
+from packtool.train.prepare.lengths import longest_micro_batches
+from packtool.train.prepare.rank_tokens import RankTokens
+
+
+def seen_media(index: SplitIndex, model: Mapping[str, Any]) -> Media:
+    """The pictures and videos of caches.
+
+    Args:
+        model: its ``config.json``.
+    """
+    vision = thinker_of(model).get("vision_config") or {}
+    return Media.of_samples(
+        index.vision_tokens,
+        index.patch_squares,
+        index.num_images,
+        index.num_videos,
+        patches_per_token=int(vision.get("spatial_merge_size", 2)) ** 2,
+    )
+
+
+def share_media(media: Media, model: Mapping[str, Any], plan: EpochPlan, size: int) -> MediaShares:
+    """Who of ``size`` ranks looks at which of the media that an epoch trains: by what they cost forward."""
+    work = cost_of(model, LearningOptions()).towers(media.tokens, media.squares)
+    return MediaShares.of_plan(media, work, plan.packs, plan.steps, size, plan.places)
+
+
+def heaviest_tokens(
+    config: TrainConfig,
+    plan: EpochPlan,
+    model: Mapping[str, Any],
+    media_tokens: npt.NDArray[np.integer[Any]],
+    audio_tokens: npt.NDArray[np.integer[Any]],
+    shares: MediaShares | None = None,
+) -> tuple[RankTokens, ...]:
+    """The micro-batches of a rank that may need most memory: one with the most tokens of each kind that any has.
+
+    Args:
+        config: with its packing length.
+        plan: of an epoch.
+        model: its ``config.json``.
+        media_tokens, audio_tokens: (N,), of each sample of the cache, or what it adds to what others share.
+        shares: where ranks share sequences.
+
+    Returns:
+        it, and where layers are compiled also the longest one that has fillers in place of media.
+    """
+    packs, steps = plan.packs, plan.steps
+
+    def most(values: npt.NDArray[Any]) -> int:
+        return int(steps.cell_sums(packs.sums_per_pack(values[packs.samples])).max(initial=0))
+
+    found = RankTokens(
+        computed=1,
+        vision=most(media_tokens - audio_tokens),
+        audio=most(audio_tokens),
+        looked_at=None if shares is None else math.ceil(shares.most(shares.media.tokens).max(initial=0) - 1e-6),
+        keys=int(steps.cell_sums(keys_per_pack(packs)).max(initial=0)) if packs.shared is not None else 0,
+    )
+    return with_longest(config, model, found)
+
+
+def with_longest(config: TrainConfig, model: Mapping[str, Any], found: RankTokens) -> tuple[RankTokens, ...]:
+    """The longest micro-batch with so many tokens of media; see ``heaviest_tokens``."""
+    longest, with_fillers = (max(number, 2) for number in longest_micro_batches(config, family_of(model).kinds))
+    tokens = found.within(longest)
+    return (tokens,) if with_fillers == longest else (tokens, RankTokens(computed=with_fillers, keys=tokens.keys))
+
+
+def keys_per_pack(packs: PackPlan) -> Int64Array:
+    """Keys that the documents of each pack see, at most; int64 (K,).
+
+    A document is a node of a tree, and its keys go from the root to its end. Each sample is one, and where n samples
+    begin alike there may be n - 1 forks: the plan knows of fewer than collation finds, which compares tokens.
+    """
+    assert packs.shared is not None, "without trees a document sees its own"
+    return packs.sums_per_pack(packs.whole_lengths) + packs.sums_per_pack(packs.shared)

@@ -1,0 +1,147 @@
+"""The batches of a plan are those of ``packtool train``, in whatever way one goes through them."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import send_to_device
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import packtool
+from packtool.errors import ConfigError, MismatchError
+from packtool.launch.world import World
+from packtool.train.loop.loader import StepLoader, input_spec
+from packtool.train.prepare.cached import prepare_cached
+from tests.library.conftest import HERE, PLAN
+from tests.train.tiny import TinyWorld, export_rows
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def batches(plan: packtool.Plan) -> packtool.Batches:
+    return packtool.Batches(plan, **HERE)
+
+
+def ids(batch: dict[str, Any]) -> list[int]:
+    return list(batch["input_ids"].flatten().tolist())
+
+
+def test_they_are_those_of_a_training(batches: packtool.Batches, tiny: TinyWorld, tmp_path: Any) -> None:
+    config = tiny.config(tmp_path, gradient_accumulation_steps=2, num_train_epochs=2)
+    run = prepare_cached(config, World())
+    steps = StepLoader(run, input_spec(run))
+    found = iter(batches)
+    for number, step in enumerate(steps):
+        for place, expected in enumerate(step.micro_batches, 1):
+            batch = next(found)
+            for name, value in expected.model_inputs().items():
+                same = torch.equal(batch[name], value) if isinstance(value, Tensor) else True
+                assert same, name
+            targets = batch["targets"]
+            assert torch.equal(targets.labels, expected.labels)
+            assert torch.equal(batch["shift_labels"], expected.labels)
+            assert torch.equal(batch["labels"][:, 1:], expected.labels[:, :-1])
+            assert (targets.step, targets.num_items) == (number, step.figures.units)
+            assert targets.ends_step == (place == step.num_micro_batches)
+    assert next(found, None) is None
+    assert batches.num_steps == len(steps) == number + 1
+
+
+def test_by_number_and_in_turn(batches: packtool.Batches) -> None:
+    in_turn = [ids(batch) for batch in batches]
+    assert [ids(batches[number]) for number in range(len(batches))] == in_turn
+    assert ids(batches[-1]) == in_turn[-1]
+    assert [ids(batch) for batch in DataLoader(batches, batch_size=None, num_workers=1)] == in_turn
+    with pytest.raises(IndexError, match="micro-batch 16 of 16"):
+        batches[len(batches)]
+    # Another process makes them anew.
+    assert ids(pickle.loads(pickle.dumps(batches))[3]) == in_turn[3]
+
+
+def test_ranks_of_one_plan(tiny: TinyWorld) -> None:
+    plan = packtool.plan(tiny.cache, world_size=2, **PLAN)
+    ranks = [packtool.Batches(plan, rank, **HERE) for rank in range(2)]
+    together = packtool.Batches(plan, "all", **HERE)
+    assert len(together) == 2 * len(ranks[0])
+    assert [ids(batch) for batch in together] == [ids(rank[n]) for n in range(len(ranks[0])) for rank in ranks]
+    assert {batch["targets"].world_size for batch in together} == {2}
+    with pytest.raises(ConfigError, match="torchrun has started 1"):
+        packtool.Batches(plan)
+    with pytest.raises(ConfigError, match="ranks 0 to 1"):
+        packtool.Batches(plan, 2)
+
+
+def test_steps_alike_for_trainers_that_count(tiny: TinyWorld) -> None:
+    """Smaller steps, at the end of each epoch, are filled up with empty micro-batches."""
+    plan = packtool.plan(tiny.cache, packing_length=200, gradient_accumulation_steps=4, num_train_epochs=2)
+    one, every = packtool.Batches(plan, 0, **HERE), packtool.Batches(plan, "all", **HERE)
+    assert (one.micro_batches_per_step, one.num_steps) == (4, 6)
+    assert len(one) < len(every) == 24
+    assert [number for number, batch in enumerate(every) if batch["targets"].ends_step] == [3, 7, 11, 15, 19, 23]
+    few = packtool.Batches(plan, 0, max_steps=4, **HERE)
+    assert (few.num_steps, len(few)) == (4, len(one) - 6)
+    full = [batch for batch in every if batch["targets"].num_targets]
+    assert [ids(batch) for batch in full] == [ids(batch) for batch in one]
+    assert [batch["targets"].num_items for batch in full] == [batch["targets"].num_items for batch in one]
+
+
+def test_a_state_goes_on_with_the_very_next(plan: packtool.Plan, batches: packtool.Batches) -> None:
+    whole = [ids(batch) for batch in batches]
+    for num_given in (0, 3, len(whole)):
+        first, other = packtool.Batches(plan, **HERE), packtool.Batches(plan, **HERE)
+        given = [ids(batch) for batch in islice(first, num_given)]
+        state = json.loads(json.dumps(first.state_dict()))
+        # A look at the first one does not use it up.
+        assert ids(next(iter(first))) == whole[0]
+        other.load_state_dict(state)
+        assert given + [ids(batch) for batch in other] == whole
+        assert [ids(batch) for batch in other] == whole
+    elsewhere = packtool.Batches(plan, loss_reduction="sample", **HERE)
+    with pytest.raises(MismatchError, match="loss_reduction: token there, sample here"):
+        elsewhere.load_state_dict(batches.state_dict())
+
+
+def test_torchdatas_loader(batches: packtool.Batches) -> None:
+    loading = pytest.importorskip("torchdata.stateful_dataloader")
+    whole = [ids(batch) for batch in batches]
+    loader = loading.StatefulDataLoader(batches, batch_size=None)
+    given = [ids(batch) for batch in islice(loader, 5)]
+    again = loading.StatefulDataLoader(batches, batch_size=None)
+    again.load_state_dict(loader.state_dict())
+    assert given + [ids(batch) for batch in again] == whole
+
+
+def test_moved_batches_are_whole(batches: packtool.Batches, plan: packtool.Plan) -> None:
+    """Everything that holds tensors goes along, whoever moves it."""
+    batch = next(batch for batch in batches if batch["towers"])
+    for moved in (send_to_device(batch, "meta"), next(iter(packtool.Batches(plan, device="meta", **HERE)))):
+        parts = [moved, vars(moved["targets"])]
+        for inputs in moved["towers"].values():
+            parts += [inputs.arguments, inputs.positions]
+        tensors = [value for part in parts for value in part.values() if isinstance(value, Tensor)]
+        assert len(tensors) > 12
+        assert {tensor.device.type for tensor in tensors} == {"meta"}
+
+
+def test_what_is_refused(tiny: TinyWorld, plan: packtool.Plan, tmp_path: Any) -> None:
+    with pytest.raises(ConfigError, match="loss_reductoin is no option here; did you mean 'loss_reduction'"):
+        packtool.Batches(plan, loss_reductoin="sample")  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="learning_rate is no option here"):
+        packtool.Batches(plan, learning_rate=1.0)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="2 processes share each"):
+        packtool.Batches(packtool.plan(tiny.cache, packing_length=256, world_size=2, sequence_parallel_size=2))
+    (tmp_path / "lengths.txt").write_text("3 4 5")
+    with pytest.raises(ConfigError, match="a plan of lengths has no samples"):
+        packtool.Batches(packtool.plan(lengths=tmp_path / "lengths.txt", packing_length=8))
+    export_rows(tiny, tmp_path / "cache")
+    planned = packtool.plan(tmp_path / "cache", packing_length=256)
+    export_rows(tiny, tmp_path / "cache", overwrite=True, max_length=60)
+    with pytest.raises(MismatchError, match="not what they were when the plan was made"):
+        packtool.Batches(planned)

@@ -1,0 +1,76 @@
+"""The public surface: what it is, and that it costs nothing until it is used.
+
+A change of ``surface.txt`` is a change for users: it goes into CHANGELOG.md, and what it breaks into a new version.
+``python -m tests.library.test_surface`` prints what is there now.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import packtool
+from packtool.library.planned import plan as planning
+from scripts._api_docs import home_of, public_members, signature
+
+LISTING = Path(__file__).parent / "surface.txt"
+HEAVY = ("torch", "transformers", "pyarrow", "datasets", "numpy", "tokenizers", "accelerate", "fsspec", "yaml")
+
+
+def surface() -> Iterator[str]:
+    """A line for each name, and for each member of a class."""
+    for name in packtool.__all__:
+        found = home_of(name)
+        if not callable(found):
+            yield f"packtool.{name}"
+            continue
+        for line in [signature(name, found)] if name != "Plan" else [name]:
+            yield "packtool." + "".join(part.strip() + " " * part.endswith(",") for part in line.splitlines())
+        for member, value in public_members(found) if inspect.isclass(found) else ():
+            yield f"packtool.{name}.{signature(member, value)}"
+
+
+def test_names_and_signatures() -> None:
+    assert list(surface()) == LISTING.read_text().splitlines()
+
+
+def test_importing_it_imports_nothing_else() -> None:
+    """In a process of its own; an error class is no reason to import more, and a misspelt name neither."""
+    code = (
+        "import json, sys, packtool; packtool.errors.ConfigError; assert not hasattr(packtool, 'exprot'); "
+        "from packtool import errors; print(json.dumps([*sys.modules]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    imported = json.loads(done.stdout)
+    assert not {name.split(".")[0] for name in imported} & set(HEAVY)
+    assert not any(name.startswith("packtool.library") for name in imported)
+
+
+def test_every_name_is_there() -> None:
+    for name in packtool.__all__:
+        assert getattr(packtool, name) is not None
+    assert set(packtool.__all__) < set(dir(packtool))
+    with pytest.raises(AttributeError, match="no attribute 'exprot'"):
+        packtool.exprot  # noqa: B018
+
+
+def test_plan_is_a_function_and_a_room(tmp_path: Path) -> None:
+    """However it was imported: Python makes subpackages attributes of their package."""
+    import packtool.plan.epoch
+    from packtool import plan
+
+    assert plan is packtool.plan is sys.modules["packtool.plan"]  # type: ignore[comparison-overlap]
+    assert callable(packtool.plan.epoch.plan_epoch)  # type: ignore[attr-defined]
+    (tmp_path / "lengths.txt").write_text("3 4 5")
+    for function in (plan, planning):
+        assert function(lengths=tmp_path / "lengths.txt", packing_length=8).summary["num_packs"] == 2
+
+
+if __name__ == "__main__":
+    print("\n".join(surface()))

@@ -1,0 +1,103 @@
+"""The micro-batch that needs most memory, against what collation makes of the rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from packtool.batch.collate_shard import with_own_media
+from packtool.batch.collate_tree import collate_tree
+from packtool.batch.shard import Cut
+from packtool.batch.spec import InputSpec
+from packtool.launch.world import World
+from packtool.plan.skrull import SHARDED
+from packtool.train.prepare.cached import CachedRun, prepare_cached
+from packtool.train.prepare.heaviest import keys_per_pack
+from packtool.train.prepare.rank_tokens import RankTokens
+from packtool.train.prepare.streamed import prepare_stream
+from tests.train.alike import make_alike_world
+from tests.train.tiny import TinyWorld
+
+
+def samples_of_micro_batches(run: CachedRun) -> list[tuple[list[Any], list[int]]]:
+    """Samples of each micro-batch of each data-parallel rank of the first epoch, and their places."""
+    plan, found = run.schedule.first, []
+    for step in range(plan.steps.num_steps):
+        for rank in range(plan.steps.world_size):
+            for number in range(plan.steps.num_micro_batches(step)):
+                positions = [int(p) for pack in plan.samples(step, rank, number) for p in pack]
+                places = plan.places_of(step, rank, number)
+                found.append(
+                    (
+                        [run.reader.sample(position) for position in positions],
+                        [SHARDED] * len(positions) if places is None else places.tolist(),
+                    )
+                )
+    return found
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"per_device_train_batch_size": 2}, {"schedule": "skrull", "bucket_size": "128"}],
+    ids=["packs", "two packs", "skrull"],
+)
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_looks_at_whole_pictures(size: int, settings: dict[str, Any], tiny: TinyWorld) -> None:
+    config = tiny.config("unused", sequence_parallel_size=size, **settings)
+    run = prepare_cached(config, World(0, size, size))
+    (told,) = run.heaviest()
+    spec = InputSpec.load(run.files.directory, run.media_limits, config)
+    most = largest = held = 0
+    for samples, places in samples_of_micro_batches(run):
+        for rank in range(size):
+            own = with_own_media(samples, places, spec, Cut(size, 1, rank))
+            most = max(most, sum(sample.num_media_tokens for sample in own if sample.images))
+        pictures = [image.num_tokens for sample in samples for image in sample.images]
+        largest, held = max([largest, *pictures]), max(held, sum(pictures))
+    assert told.looked_at is not None
+    assert max(largest, held // size) <= most
+    assert most <= told.looked_at <= 1.15 * most
+    assert told.computed == (128 if "schedule" in settings else 256 * config.per_device_train_batch_size // size)
+    assert told.vision == min(held, told.computed - 1)
+    if not settings:
+        assert told.looked_at > held / size + 1, "an even part would be too little"
+
+
+def test_keys_of_trees(tiny: TinyWorld, tmp_path: Path) -> None:
+    """Tokens from the root to the end of each node, at most, of every pack as it is collated."""
+    world = make_alike_world(tiny, tmp_path / "alike")
+    run = prepare_cached(world.config(tmp_path / "out"), World())
+    packs = run.schedule.first.packs
+    assert packs.shared is not None
+    spec = InputSpec.load(run.files.directory, run.media_limits, run.config)
+    told, found = keys_per_pack(packs), []
+    for number in range(packs.num_packs):
+        samples = [run.reader.sample(int(position)) for position in packs.pack(number)]
+        batch = collate_tree(samples, spec, frozenset())
+        found.append(len(getattr(batch, "key_index", batch.input_ids[0])))
+    assert (told >= found).all()
+    assert (told <= 1.5 * np.array(found)).all()
+    (heaviest,) = run.heaviest()
+    assert heaviest.keys == told.max() > heaviest.computed
+
+
+def test_compiled_lengths_are_padded(tiny: TinyWorld) -> None:
+    full, between = (
+        prepare_cached(tiny.config("unused", torch_compile=True, packing_length=length), World()).heaviest()
+        for length in (256, 240)
+    )
+    assert [tokens.computed for tokens in full] == [256, 288], "with a filler for a picture it is one length more"
+    assert full[0].vision > full[1].vision == 0
+    assert [tokens.computed for tokens in between] == [256]
+
+
+def test_nobody_knows_the_media_of_a_stream(tiny: TinyWorld) -> None:
+    (alone,) = prepare_stream(tiny.config("unused", **tiny.streamed()), World()).heaviest()
+    assert alone == RankTokens(computed=256, vision=255)
+    config = tiny.config("unused", **tiny.streamed(), sequence_parallel_size=4)
+    (shared,) = prepare_stream(config, World(0, 4, 4)).heaviest()
+    assert (shared.computed, shared.vision) == (64, 63)
+    assert shared.looked_at == 64
