@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -25,6 +24,7 @@ from packtool.config.imported import ImportConfig
 from packtool.encode.encoded import EncodedSample
 from packtool.plan.packing import pack_best_fit
 from tests.cache.conftest import Told
+from tests.rows.megatron import megatron
 
 Export = Callable[..., ExportSummary]
 START, END, PAD = 258, 259, 260
@@ -290,18 +290,6 @@ def test_ms_swifts_rows_are_tokenized_and_that_is_said(imported: Imported, tmp_p
     samples, dropped, notes = imported(saved(rows, tmp_path / "prepared"))
     assert (len(samples), dropped) == (1, {})
     assert any("without tokens, as ms-swift's cached datasets are; they are tokenized now" in note for note in notes)
-
-
-def megatron(path: Path, sequences: list[list[int]], borders: list[int], code: int = 8, kind: str = "<u2") -> Path:
-    """Megatron's two files, byte by byte."""
-    data = b"".join(np.array(sequence, kind).tobytes() for sequence in sequences)
-    sizes = [len(sequence) for sequence in sequences]
-    places = (np.cumsum([0, *sizes[:-1]]) * np.dtype(kind).itemsize).astype("<i8")
-    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(sizes), len(borders))
-    index = head + np.array(sizes, "<i4").tobytes() + places.tobytes() + np.array(borders, "<i8").tobytes()
-    path.with_suffix(".idx").write_bytes(index)
-    path.with_suffix(".bin").write_bytes(data)
-    return path.with_suffix(".idx")
 
 
 @pytest.mark.parametrize(("code", "kind"), [(8, "<u2"), (4, "<i4"), (5, "<i8")])
