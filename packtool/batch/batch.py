@@ -155,6 +155,7 @@ class TreeBatch(PackedBatch):
         key_lengths: the same as S lengths, on the host.
         target_counts: int64 (N,), labels of samples that each target stands for.
         num_sample_targets: their sum: what the samples have alone.
+        sample_ends: of each sample the document that it ends in.
     """
 
     key_index: Tensor
@@ -162,11 +163,17 @@ class TreeBatch(PackedBatch):
     key_lengths: tuple[int, ...]
     target_counts: Tensor
     num_sample_targets: int
+    sample_ends: tuple[int, ...]
 
     @property
     def num_target_tokens(self) -> int:
         """Labels of the samples, those of a prefix as often as samples begin with it."""
         return self.num_sample_targets
+
+    def sample_index(self) -> Tensor:
+        """int64 (T',): where the tokens of the samples lie, each sample whole, one after the other, in their order."""
+        keys = torch.split(self.key_index, list(self.key_lengths))
+        return torch.cat([keys[document] for document in self.sample_ends])
 
     def model_inputs(self) -> dict[str, Any]:
         """See ``Batch``; the keys beside the boundaries."""

@@ -61,7 +61,7 @@ def collate_tree(
     """
     check_pads(samples, spec)
     nodes = find_tree(samples, spec, least_shared=least_shared)
-    if all(len(node.samples) == 1 for node in nodes):
+    if not any(node.is_shared for node in nodes):
         return collate_packs(samples, spec, towers, multiple_of=multiple_of)
     parts = [stretch_of(samples[node.samples[0]], node.start, node.stop, spec) for node in nodes]
     documents, media = with_fillers(parts, spec, towers)
@@ -94,7 +94,14 @@ def collate_tree(
         key_lengths=key_lengths,
         target_counts=torch.from_numpy(counts),
         num_sample_targets=int(counts.sum()),
+        sample_ends=_ends(nodes, len(samples)),
     )
+
+
+def _ends(nodes: Sequence[Node], num_samples: int) -> tuple[int, ...]:
+    """The last node of each sample; nodes come behind those that they go on from."""
+    found = {number: document for document, node in enumerate(nodes) for number in node.samples}
+    return tuple(found[number] for number in range(num_samples))
 
 
 def _targets(

@@ -56,6 +56,11 @@ class Node:
         """Its tokens."""
         return self.stop - self.start
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether more than one sample contains it."""
+        return len(self.samples) > 1
+
 
 def find_tree(samples: Sequence[EncodedSample], spec: InputSpec, *, least_shared: int) -> list[Node]:
     """Every token of some samples once, where these begin alike; samples of two channels share nothing.

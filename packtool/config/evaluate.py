@@ -7,6 +7,7 @@ from typing import Literal
 
 from packtool.config.caches import CacheOptions
 from packtool.config.model import ATTN_IMPL_HELP, AttnImpl, DType
+from packtool.config.packing import SEQUENCE_PARALLELISM, SharingOptions, sharing_problems
 from packtool.config.parallel import ParallelOptions, parallel_problems
 from packtool.config.rows import AccessOptions, access_problems
 from packtool.config.settings import REQUIRED, option
@@ -22,7 +23,7 @@ _SUFFIX = ".parquet"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig(CacheOptions, AccessOptions, ParallelOptions):
+class EvalConfig(CacheOptions, AccessOptions, ParallelOptions, SharingOptions):
     """What ``packtool eval`` needs to know."""
 
     model: str = option(REQUIRED, "Directory (or hub id) of a model, or of an adapter whose base model is there.")
@@ -46,9 +47,15 @@ class EvalConfig(CacheOptions, AccessOptions, ParallelOptions):
         """Directories of caches that were named."""
         return self.cached_dataset
 
+    @property
+    def not_shared_with(self) -> list[str]:
+        """Options, as they are given, with which no prefixes are shared."""
+        bounds = ["--max-samples-per-micro-batch"] if self.max_samples_per_micro_batch is not None else []
+        return bounds + ([SEQUENCE_PARALLELISM] if self.sequence_parallel_ranks > 1 else [])
+
     def problems(self) -> list[str]:
         """Mistakes that only show when settings are seen together."""
-        found = [*parallel_problems(self, attn_impl=self.attn_impl), *access_problems(self)]
+        found = [*parallel_problems(self, attn_impl=self.attn_impl), *access_problems(self), *sharing_problems(self)]
         if not self.output.endswith(_SUFFIX):
             found.append(f"--output {self.output}: the file's name must end in {_SUFFIX}, for that is what is written")
         return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -13,6 +12,8 @@ Balance = Literal["none", "within-step", "window"]
 ScheduleName = Literal["packs", "skrull"]
 PackingAlgorithm = Literal["best_fit", "binpacking", "sequential"]
 SharePrefix = Annotated[Literal["auto", "true", "false"], YES_OR_NO]
+SEQUENCE_PARALLELISM = "sequence parallelism (--sequence-parallel-size)"
+"""What ``not_shared_with`` calls it where several processes share a sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +108,24 @@ class StepOptions(PackOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackingOptions(StepOptions):
+class SharingOptions:
+    """Whether prefixes that samples have in common are computed once: of plan, train, eval and verify."""
+
+    share_prefix: SharePrefix = option(
+        "auto",
+        "Compute what samples begin with in common, such as a picture that several ask about, once: true, false, or "
+        "auto for true where it saves more than 5 % of the tokens and nothing stands in the way.",
+        panel="Packing",
+    )
+
+    @property
+    def not_shared_with(self) -> list[str]:
+        """Options, as they are given, with which no prefixes are shared."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingOptions(SharingOptions, StepOptions):
     """Everything that plan and train are told of packs and steps."""
 
     schedule: ScheduleName = option(
@@ -120,12 +138,6 @@ class PackingOptions(StepOptions):
         None,
         "Most tokens that a process holds in a micro-batch of --schedule skrull: a number, as in 8192 or 26K "
         "(K is 1024), or auto.",
-        panel="Packing",
-    )
-    share_prefix: SharePrefix = option(
-        "auto",
-        "Compute what samples of a pack begin with in common, such as a picture that several ask about, once: true, "
-        "false, or auto for true where it saves more than 5 % of the tokens and nothing stands in the way.",
         panel="Packing",
     )
     max_rows_per_tree: int | None = option(
@@ -180,20 +192,16 @@ def no_sharing_with(options: PackingOptions, packing: bool, processes: int) -> l
         found.append("--schedule skrull")
     if options.max_samples_per_pack is not None:
         found.append("--max-samples-per-pack")
-    if processes > 1:
-        found.append("sequence parallelism (--sequence-parallel-size)")
-    return found
+    return found + ([SEQUENCE_PARALLELISM] if processes > 1 else [])
 
 
-def sharing_problems(options: PackingOptions, not_with: Sequence[str]) -> list[str]:
-    """Options that do not go with ``--share-prefix``.
-
-    Args:
-        not_with: options that are given and with which no prefixes are shared.
-    """
+def sharing_problems(options: SharingOptions) -> list[str]:
+    """Options that do not go with ``--share-prefix``."""
     if options.share_prefix == "true":
+        not_with = options.not_shared_with
         return [f"--share-prefix true does not go with {name}: leave out one of them" for name in not_with]
-    if options.share_prefix == "false" and options.max_rows_per_tree is not None:
+    bounds = isinstance(options, PackingOptions) and options.max_rows_per_tree is not None
+    if options.share_prefix == "false" and bounds:
         return ["--max-rows-per-tree bounds what --share-prefix shares: leave out one of them"]
     return []
 

@@ -89,7 +89,7 @@ class PlanConfig(CacheOptions, PackingOptions, ParallelOptions, MemoryOptions, A
             found.append("--save needs caches: a plan belongs to the cache it was made for")
         if self.lengths is not None and self.share_prefix == "true":
             found.append("--share-prefix true needs caches: lengths do not tell what samples begin with")
-        found += sharing_problems(self, self.not_shared_with)
+        found += sharing_problems(self)
         found += sharding_problems(self) + adapter_problems(self) + self._fit_problems()
         try:
             self.sweep_lengths()

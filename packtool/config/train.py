@@ -217,7 +217,7 @@ class TrainConfig(
             *self._row_problems(),
         ]
         found += parallel_problems(self, removes_padding=self.removes_padding, attn_impl=self.attn_impl)
-        found += sharing_problems(self, self.not_shared_with)
+        found += sharing_problems(self)
         if self.padding_free and not self.removes_padding:
             found.append("--padding-free true goes with --packing true, or with --dynamic-batch-tokens N")
         if self.padding_free is False and self.removes_padding:
@@ -340,8 +340,6 @@ class TrainConfig(
             found.append("--save-strategy epoch needs a cache: --streaming true does not know where an epoch ends")
         if self.schedule != "packs":
             found.append(f"--schedule {self.schedule} needs a cache: leave out --streaming true")
-        if self.share_prefix == "true" or self.max_rows_per_tree is not None:
-            found.append("--share-prefix needs a cache: --streaming true computes every sample whole")
         if self.plan is not None:
             found.append("--plan needs a cache: --streaming true plans while it reads")
         if self.val_dataset or self.split_dataset_ratio:

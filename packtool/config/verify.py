@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from packtool.config.caches import CacheOptions
 from packtool.config.model import ATTN_IMPL_HELP, AttnImpl, DType
+from packtool.config.packing import SEQUENCE_PARALLELISM, SharingOptions, sharing_problems
 from packtool.config.parallel import ParallelOptions, parallel_problems
 from packtool.config.rows import AccessOptions, access_problems
 from packtool.config.settings import REQUIRED, option
@@ -13,7 +14,7 @@ from packtool.config.sizes import Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyConfig(CacheOptions, AccessOptions, ParallelOptions):
+class VerifyConfig(CacheOptions, AccessOptions, ParallelOptions, SharingOptions):
     """What ``packtool verify`` needs to know."""
 
     model: str = option(REQUIRED, "Directory (or hub id) of the model.")
@@ -35,6 +36,11 @@ class VerifyConfig(CacheOptions, AccessOptions, ParallelOptions):
         """Directories of caches that were named."""
         return self.cached_dataset
 
+    @property
+    def not_shared_with(self) -> list[str]:
+        """Options, as they are given, with which no prefixes are shared."""
+        return [SEQUENCE_PARALLELISM] if self.sequence_parallel_ranks > 1 else []
+
     def problems(self) -> list[str]:
         """Mistakes that only show when settings are seen together."""
-        return [*parallel_problems(self, attn_impl=self.attn_impl), *access_problems(self)]
+        return [*parallel_problems(self, attn_impl=self.attn_impl), *access_problems(self), *sharing_problems(self)]

@@ -115,9 +115,9 @@ class PlanKeywords(TypedDict, total=False):
     dynamic_max_batch_size: int | None
     per_device_train_batch_size: int | None
     gradient_accumulation_steps: int | None
+    share_prefix: Literal["auto", "true", "false"] | None
     schedule: Literal["packs", "skrull"] | None
     bucket_size: Text | None
-    share_prefix: Literal["auto", "true", "false"] | None
     max_rows_per_tree: int | None
     seed: int | None
     cache_dir: Text | None
@@ -148,6 +148,7 @@ class BatchKeywords(TypedDict, total=False):
 class VerifyKeywords(TypedDict, total=False):
     """See ``packtool.config.verify.VerifyConfig``."""
 
+    share_prefix: Literal["auto", "true", "false"] | None
     sequence_parallel_size: int | None
     sequence_parallel_type: Literal["auto", "ulysses", "ring", "allgather"] | None
     ulysses_size: int | None
@@ -169,6 +170,7 @@ class VerifyKeywords(TypedDict, total=False):
 class EvalKeywords(TypedDict, total=False):
     """See ``packtool.config.evaluate.EvalConfig``."""
 
+    share_prefix: Literal["auto", "true", "false"] | None
     sequence_parallel_size: int | None
     sequence_parallel_type: Literal["auto", "ulysses", "ring", "allgather"] | None
     ulysses_size: int | None

@@ -15,7 +15,7 @@ from packtool.plan.balance import imbalance
 from packtool.plan.dynamic import rearrange
 from packtool.plan.options import PlanOptions
 from packtool.plan.pack_plan import Int64Array, PackPlan, digest_arrays, with_each_alone, with_packs_in_order
-from packtool.plan.packing import pack, pack_singletons
+from packtool.plan.packing import pack, pack_singletons, pack_trees
 from packtool.plan.prefix_trees import PrefixTrees
 from packtool.plan.shuffle import RandomStream, seeded_order
 from packtool.plan.skrull_steps import assign_skrull
@@ -119,7 +119,9 @@ def plan_epoch(
             "Raise it, or export other rows.",
         )
     if trees is not None:
-        packs = _pack_groups(trees, lengths, media_tokens, options, seed, epoch)
+        assert options.packing, "rows that are padded share nothing"
+        capacity = options.packing_length
+        packs = pack_trees(trees, lengths, capacity, options, seed=seed, epoch=epoch, media_tokens=media_tokens)
     elif len(kept) == len(lengths):
         packs = _pack(lengths, media_tokens, options, seed, epoch)
     else:
@@ -258,22 +260,6 @@ def _pack(
         return pack(lengths, options.packing_length, options, seed=seed, epoch=epoch, media_tokens=media_tokens)
     rows = pack_singletons(lengths, options.packing_length, seed=seed, epoch=epoch, shuffle=options.shuffle)
     return group_by_length(rows, options.packs_per_step) if options.group_by_length else rows
-
-
-def _pack_groups(
-    trees: PrefixTrees,
-    lengths: npt.NDArray[np.integer[Any]],
-    media_tokens: npt.NDArray[np.integer[Any]] | None,
-    options: PlanOptions,
-    seed: int,
-    epoch: int,
-) -> PackPlan:
-    """Pack groups of samples by the tokens that are computed of them."""
-    assert options.packing, "rows that are padded share nothing"
-    assert options.max_samples_per_pack is None, "a group is packed as one, however many samples it has"
-    media = None if media_tokens is None else trees.sums_per_group(media_tokens[trees.samples])
-    groups = _pack(trees.sums_per_group(trees.new_tokens(lengths)), media, options, seed, epoch)
-    return trees.unfolded(groups, lengths)
 
 
 def group_by_length(rows: PackPlan, rows_per_step: int) -> PackPlan:

@@ -8,7 +8,8 @@ The samples are cut into windows of a thousand or more that follow one another, 
     rank 1     [1 1 5] [2 4]         its results: 1 1 5 2 4
     order      7 3 4 1 1 5 2 4       all results, rank by rank; results[inverse] have the samples' own order
 
-The cap holds for what a forward pass really sees: tokens with the padding that aligns each sample.
+The cap holds for what a forward pass really sees: tokens with the padding that aligns each sample. Samples that share
+prefixes are placed tree by tree, by the tokens that are computed of each.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.plan.dynamic import DynamicBatches, Int64Array, rearrange
+from packtool.plan.pack_plan import PackPlan, offsets_of
+from packtool.plan.prefix_trees import PrefixTrees
 
 DEFAULT_MAX_TOKENS = 8192
 """Tokens of a micro-batch where nobody sets a cap; a longer sample raises it."""
@@ -43,6 +46,7 @@ class EvaluationPlan:
         num_ranks: data-parallel ranks that share the work.
         alignment: each sample is padded to a multiple of it.
         max_samples: of a micro-batch, or None.
+        trees: groups of samples that begin alike, of which each is in one micro-batch; None has all computed whole.
     """
 
     lengths: npt.NDArray[np.integer[Any]]
@@ -50,17 +54,33 @@ class EvaluationPlan:
     num_ranks: int
     alignment: int = 1
     max_samples: int | None = None
+    trees: PrefixTrees | None = None
 
     @cached_property
     def batches(self) -> DynamicBatches:
         """The micro-batches: samples of similar lengths together, as many as the token cap allows."""
-        return rearrange(
-            aligned_lengths(self.lengths, self.alignment),
-            samples_per_step=self._window,
+        trees = self.trees
+        tokens = aligned_lengths(self.lengths, self.alignment)
+        if trees is not None:
+            tokens = trees.sums_per_group(trees.new_tokens(self.lengths))
+        found = rearrange(
+            tokens,
+            samples_per_step=self._window(tokens),
             num_ranks=self.num_ranks,
             max_tokens=self.max_tokens,
             max_samples=self.max_samples,
         )
+        if trees is None:
+            return found
+        in_cells = tokens[found.order].astype(np.int32)
+        groups = PackPlan(found.order, offsets_of(found.cell_sizes), in_cells, self.max_tokens)
+        cells = trees.unfolded(groups, self.lengths)
+        return DynamicBatches(cells.samples, np.diff(cells.offsets), found.cells_per_step)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are computed, without padding."""
+        return int(self.lengths.sum()) - (0 if self.trees is None else self.trees.num_shared_tokens)
 
     @property
     def fingerprint(self) -> str:
@@ -82,13 +102,16 @@ class EvaluationPlan:
 
     def alone(self) -> EvaluationPlan:
         """The same samples, each in a micro-batch of its own."""
-        return dataclasses.replace(self, max_samples=1)
+        return dataclasses.replace(self, max_samples=1, trees=None)
 
-    @property
-    def _window(self) -> int:
-        """Samples of a window."""
+    def _window(self, tokens: npt.NDArray[np.integer[Any]]) -> int:
+        """Samples, or groups of them, of a window.
+
+        Args:
+            tokens: of each.
+        """
         num_batches = min(_BATCHES_A_RANK * self.num_ranks, _MOST_BATCHES)
-        mean = float(self.lengths.mean()) if len(self.lengths) else 1.0
+        mean = float(tokens.mean()) if len(tokens) else 1.0
         samples_of_a_batch = min(self.max_tokens / mean, self.max_samples or self.max_tokens)
         return min(max(int(num_batches * samples_of_a_batch), _LEAST_SAMPLES), _MOST_SAMPLES)
 

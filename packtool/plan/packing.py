@@ -25,6 +25,7 @@ from packtool.plan.pack_plan import (
     plan_of,
     with_packs_in_order,
 )
+from packtool.plan.prefix_trees import PrefixTrees
 from packtool.plan.sequential import place_sequential
 from packtool.plan.shuffle import RandomStream, of_window, seeded_order
 from packtool.plan.windows import contiguous_windows, draw_windows, map_on_processes
@@ -78,6 +79,33 @@ def pack(
     if options.packing_window is None or len(checked) <= options.packing_window:
         return _pack_window(_Window(checked, media, capacity, options, seed, epoch))
     return _pack_windows(_Window(checked, media, capacity, options, seed, epoch), options.packing_window)
+
+
+def pack_trees(
+    trees: PrefixTrees,
+    lengths: npt.NDArray[np.integer[Any]],
+    capacity: int,
+    options: PackOptions = _AS_DECLARED,
+    *,
+    seed: int,
+    epoch: int = 0,
+    media_tokens: npt.NDArray[np.integer[Any]] | None = None,
+) -> PackPlan:
+    """``pack`` for samples that share prefixes: each group is packed as one, by the tokens that are computed of it.
+
+    Args:
+        trees: groups of samples, each of at most ``capacity`` tokens.
+        lengths: (N,), tokens of each sample, whole.
+        media_tokens: (N,), that each sample adds to its group.
+
+    Raises:
+        ConfigError, DataError: as ``pack``.
+    """
+    assert options.max_samples_per_pack is None, "a group is packed as one, however many samples it has"
+    media = None if media_tokens is None else trees.sums_per_group(media_tokens[trees.samples])
+    tokens = trees.sums_per_group(trees.new_tokens(lengths))
+    groups = pack(tokens, capacity, options, seed=seed, epoch=epoch, media_tokens=media)
+    return trees.unfolded(groups, lengths)
 
 
 def pack_best_fit(lengths: Lengths, capacity: int, *, seed: int, epoch: int = 0, shuffle: bool = True) -> PackPlan:

@@ -18,6 +18,7 @@ packed and counted as a run of numbers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,21 @@ class Prefixes:
     def num_samples(self) -> int:
         """The number N of samples."""
         return len(self.offsets) - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Budget:
+    """What a group may hold beside its tokens, such as media tokens.
+
+    Args:
+        values: (N,), of each sample, whole.
+        of_prefixes: (M,), of each prefix.
+        most: sum of what a group's samples add; a sample that alone has more is a group of its own.
+    """
+
+    values: npt.NDArray[np.integer[Any]]
+    of_prefixes: npt.NDArray[np.integer[Any]]
+    most: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,6 +145,7 @@ def plan_trees(
     least_shared: int,
     max_length: int | None = None,
     max_samples: int | None = None,
+    budget: Budget | None = None,
 ) -> PrefixTrees:
     """Find the trees, and cut those that do not fit into a pack: a pure function, the same on every machine.
 
@@ -144,6 +161,7 @@ def plan_trees(
         least_shared: tokens that a prefix must have to be shared.
         max_length: longer samples are in no group; at most ``capacity``, which is the default.
         max_samples: most samples of a group.
+        budget: what else bounds a group.
     """
     assert len(lengths) == prefixes.num_samples
     forest = _Forest.of(prefixes, least_shared)
@@ -159,7 +177,11 @@ def plan_trees(
     found[has] = forest.entries[common[has]]
     by_first = _by_first_samples(order, shared)
     order, shared, found = order[by_first], shared[by_first], found[by_first]
-    starts = _cut(lengths[order].astype(np.int64), shared, capacity, max_samples or max(len(order), 1))
+    bounds = [(lengths[order].astype(np.int64), shared, capacity)]
+    if budget is not None:
+        before = np.append(budget.of_prefixes, 0)[found]  # the last one where nothing is shared
+        bounds.append((budget.values[order].astype(np.int64), before, budget.most))
+    starts = _cut(shared, bounds, max_samples or max(len(order), 1))
     shared[starts], found[starts] = 0, NOTHING
     return PrefixTrees(order.astype(np.int64), np.append(starts, len(order)), shared, found)
 
@@ -328,26 +350,32 @@ class _Forest:
         return one
 
 
-def _cut(lengths: Int64Array, shared: Int32Array, capacity: int, most: int) -> Int64Array:
-    """Where groups begin: at each tree, and wherever one would hold too many tokens or samples.
+def _cut(
+    shared: Int32Array, bounds: Sequence[tuple[Int64Array, npt.NDArray[np.integer[Any]], int]], most: int
+) -> Int64Array:
+    """Where groups begin: at each tree, and wherever one would hold too much or too many samples.
 
     Args:
-        lengths: (N,), tokens of the samples in order.
-        shared: (N,), with the one before.
-        capacity: tokens that a group may hold.
-        most: samples that it may.
+        shared: (N,), tokens that each sample shares with the one before.
+        bounds: of tokens, and of what else is bounded: of each sample, (N,); of what it shares with the one before,
+            (N,); and what a group may hold.
+        most: samples that a group may hold.
     """
     trees = np.flatnonzero(shared == 0)
-    stops = np.append(trees, len(lengths))[1:]
-    sums = np.cumsum(lengths - shared)
-    tokens = sums[stops - 1] - sums[trees] + lengths[trees]
-    whole = (tokens <= capacity) & (stops - trees <= most)
+    stops = np.append(trees, len(shared))[1:]
+    whole = stops - trees <= most
+    sums = [np.cumsum(values - before) for values, before, _ in bounds]
+    for (values, _, capacity), each in zip(bounds, sums, strict=True):
+        whole &= each[stops - 1] - each[trees] + values[trees] <= capacity
     starts = [trees[whole]]
     for start, stop in zip(trees[~whole].tolist(), stops[~whole].tolist(), strict=True):
         cuts = []
         while start < stop:
             cuts.append(start)
-            room = capacity - int(lengths[start]) + int(sums[start])
-            start = min(int(np.searchsorted(sums, room, side="right")), start + most, stop)
+            ends = [
+                int(np.searchsorted(each, capacity - int(values[start]) + int(each[start]), side="right"))
+                for (values, _, capacity), each in zip(bounds, sums, strict=True)
+            ]
+            start = min(max(min(ends), start + 1), start + most, stop)
         starts.append(np.array(cuts, np.int64))
     return np.sort(np.concatenate(starts)).astype(np.int64)

@@ -77,6 +77,7 @@ def train_lines(result: TrainResult) -> list[Line]:
         ("packs" if result.packing else "padded rows", f"{result.num_packs:,}"),
         ("  samples per pack" if result.packing else "  samples per row", f"{result.samples_per_pack:.2f}"),
         ("  fill", percent(result.fill)),
+        *([("tokens saved by shared prefixes", f"{result.num_shared_tokens:,}")] if result.num_shared_tokens else []),
         ("optimizer steps", f"{result.steps:,}"),
         ("  without packing, one sample a row", f"{result.steps_without_packing:,}"),
     ]

@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # the command line must not wait for torch
 
 _WHAT = {
     "isolation": "a changed sample moves no other",
+    "prefixes": "a changed prefix does what it does alone",
     "logits": "logits are those of each sample alone",
     "loss": "the loss is that of the samples alone",
     "gradients": "gradients are those of the samples alone",
@@ -39,8 +40,9 @@ def print_report(report: VerifyReport) -> None:
         (_WHAT[check.name], f"{check.error:.1e}", f"{check.allowed:.1e}", "ok" if check.passed else "FAILED")
         for check in report.checks
     ]
+    shared = f", {report.num_shared_tokens:,} of them shared prefixes" if report.num_shared_tokens else ""
     facts = (
-        f"{report.num_packs:,} packs, {report.num_samples:,} samples, {report.num_tokens:,} tokens; on {report.device} "
-        f"in {report.dtype}, attention by {report.attention}; {report.seconds:.1f} s"
+        f"{report.num_packs:,} packs, {report.num_samples:,} samples, {report.num_tokens:,} tokens{shared}; on "
+        f"{report.device} in {report.dtype}, attention by {report.attention}; {report.seconds:.1f} s"
     )
     print_table(facts, [("", "largest error", "allowed", ""), *rows], "lrrl")

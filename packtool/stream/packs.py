@@ -1,4 +1,4 @@
-"""Samples that come by are packed, so many at a time.
+"""Samples that come by are packed, so many at a time, and what those of one time begin with in common is packed once.
 
 An interval takes up to ``interval`` samples, packs them, and trains the packs in an order drawn from the seed. The one
 or two packs that are far from full are held back, and their samples packed once more with the next interval's. Memory
@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -21,11 +22,12 @@ from packtool.config.packing import IntervalOptions, PackOptions
 from packtool.encode.encoded import EncodedSample
 from packtool.errors import RowError
 from packtool.plan.pack_plan import PackPlan
-from packtool.plan.packing import pack
+from packtool.plan.packing import pack, pack_trees
 from packtool.plan.shuffle import RandomStream
 from packtool.rows.sample import Dropped
 from packtool.rows.source import BLOCK_ROWS, SourceSpec
 from packtool.stream.reading import blocks_of_rank
+from packtool.stream.sharing import Added, IntervalSharing
 from packtool.stream.state import StreamState
 from packtool.stream.workers import EncodedBlock, encoded_blocks
 
@@ -59,14 +61,21 @@ class StreamedPack:
 
     Args:
         state: from which a stream goes on with the next pack.
+        added: what each sample adds to it.
     """
 
     samples: list[EncodedSample]
     state: StreamState
+    added: Added
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all samples."""
+        """Tokens that are computed of the samples."""
+        return self.num_whole_tokens - int(self.added.shared.sum())
+
+    @property
+    def num_whole_tokens(self) -> int:
+        """Tokens of all samples, each whole."""
         return sum(sample.length for sample in self.samples)
 
     @property
@@ -93,6 +102,7 @@ class PackStream:
         spec: how they are encoded.
         rank, world_size: which of the rows are this rank's.
         start: a state of an earlier stream with the same arguments, to go on from.
+        sharing: how samples of an interval share prefixes; None has each computed whole.
         log: told of every row that is dropped, once.
 
     Raises (while packs are taken):
@@ -109,11 +119,12 @@ class PackStream:
         rank: int,
         world_size: int,
         start: StreamState | None = None,
+        sharing: IntervalSharing | None = None,
         log: Callable[[Dropped], None],
     ) -> None:
         self._specs, self._spec, self._options = specs, spec, options
         self._rank, self._world_size = rank, world_size
-        self._log = log
+        self._sharing, self._log = sharing, log
         self._start = start or StreamState()
         self._held = _Held(
             self._start.interval,
@@ -142,21 +153,27 @@ class PackStream:
             ended = len(waiting) < self._options.packing_interval
             if not waiting:
                 return
-            plan = self._packed(waiting)
+            plan, added = self._packed(waiting)
             held_back = [] if ended else _held_back(plan, self._options)
             self._held.carried = [waiting[i] for number in held_back for i in plan.pack(number)]
             self._held.interval += 1
             given = [number for number in range(plan.num_packs) if number not in held_back]
             for done, number in enumerate(given[packs_done:], packs_done + 1):
                 state = replace(before, packs_done=done) if done < len(given) else self._state()
-                yield StreamedPack([waiting[i] for i in plan.pack(number)], state)
+                chosen = plan.pack(number)
+                yield StreamedPack([waiting[i] for i in chosen], state, added.taken(chosen))
             packs_done = 0
 
-    def _packed(self, samples: Sequence[EncodedSample]) -> PackPlan:
+    def _packed(self, samples: Sequence[EncodedSample]) -> tuple[PackPlan, Added]:
+        """The packs of an interval, and what each of its samples adds to its pack."""
+        options, capacity = self._options, self._options.packing_length
         lengths = np.array([sample.length for sample in samples], np.int32)
-        media = np.array([sample.num_media_tokens for sample in samples], np.int32)
-        options, interval = self._options, self._held.interval
-        return pack(lengths, options.packing_length, options, seed=options.seed, epoch=interval, media_tokens=media)
+        found = None if self._sharing is None else self._sharing.found(samples, capacity)
+        added = Added.of(samples, found)
+        way: Any = {"seed": options.seed, "epoch": self._held.interval, "media_tokens": added.media_tokens}
+        if found is None:
+            return pack(lengths, capacity, options, **way), added
+        return pack_trees(found.trees, lengths, capacity, options, **way), added
 
     def _state(self) -> StreamState:
         held = self._held

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from packtool.errors import ConfigError
 from packtool.plan.evaluation import DEFAULT_MAX_TOKENS, plan_evaluation
+from packtool.plan.prefix_trees import Prefixes, plan_trees
 
 
 @settings(max_examples=80, deadline=None)
@@ -34,6 +37,38 @@ def test_every_sample_once_and_back_in_order(
         found = np.concatenate([np.zeros(0, np.int64), *share])
         results[plan.places(rank)] = array[found]
     assert results[plan.batches.inverse].tolist() == lengths
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=6), max_size=12),
+    num_ranks=st.integers(1, 3),
+)
+def test_a_tree_is_in_one_micro_batch(sizes: list[list[int]], num_ranks: int) -> None:
+    """Each tree has a prefix of 20 tokens, and the cap holds for what is computed of it."""
+    lengths = np.array([20 + own for tree in sizes for own in tree], np.int64)
+    offsets = np.cumsum([0, *(1 for tree in sizes for _ in tree)]).astype(np.int64)
+    hashes = np.repeat(np.arange(len(sizes)), [len(tree) for tree in sizes]).astype(np.uint64)
+    prefixes = Prefixes(offsets, np.full(len(lengths), 20, np.int32), hashes)
+    trees = plan_trees(lengths, prefixes, capacity=64, least_shared=8)
+    whole = plan_evaluation(lengths, num_ranks=num_ranks, max_tokens=64)
+    plan = dataclasses.replace(whole, trees=trees)
+    shared = np.zeros(len(lengths), np.int64)
+    shared[trees.samples] = trees.shared
+    found = [batch for rank in range(num_ranks) for batch in plan.micro_batches(rank)]
+    assert len({len(plan.micro_batches(rank)) for rank in range(num_ranks)}) == 1
+    assert sorted(sample for batch in found for sample in batch) == list(range(len(lengths)))
+    for batch in found:
+        assert (lengths[batch] - shared[batch]).sum() <= 64
+    of_batch = {int(sample): number for number, batch in enumerate(found) for sample in batch}
+    for group in np.split(trees.samples, trees.offsets[1:-1]):
+        assert len({of_batch[int(sample)] for sample in group}) <= 1
+    assert plan.num_tokens == sum(int((lengths[batch] - shared[batch]).sum()) for batch in found)
+    places = np.concatenate([plan.places(rank) for rank in range(num_ranks)])
+    results = np.zeros(len(lengths), np.int64)
+    results[places] = np.concatenate([np.zeros(0, np.int64), *(lengths[batch] for batch in found)])
+    assert results[plan.batches.inverse].tolist() == lengths.tolist()
+    assert plan.alone().fingerprint == whole.alone().fingerprint
 
 
 def test_windows_follow_one_another_and_fill_well() -> None:

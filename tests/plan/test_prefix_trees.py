@@ -16,7 +16,7 @@ from packtool.plan.cost import CostModel
 from packtool.plan.epoch import assign_packs, plan_epoch
 from packtool.plan.options import PlanOptions
 from packtool.plan.packing import pack
-from packtool.plan.prefix_trees import NOTHING, Branch, Prefixes, PrefixTrees, branches_of, plan_trees, trees_of
+from packtool.plan.prefix_trees import NOTHING, Branch, Budget, Prefixes, PrefixTrees, branches_of, plan_trees, trees_of
 from packtool.plan.summary import pack_costs
 from packtool.plan.towers import TowerWork
 
@@ -94,6 +94,24 @@ def test_a_tree_that_does_not_fit_is_cut_and_pays_for_its_prefix_again() -> None
     trees, lengths = planned(rows, ends, capacity=13)
     assert trees.num_shared_tokens == 0
     assert trees.offsets.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@settings(max_examples=60, deadline=None)
+@given(media=st.lists(st.integers(0, 9), min_size=1, max_size=12), of_prefix=st.integers(0, 5), most=st.integers(3, 20))
+def test_a_group_keeps_a_second_budget(media: list[int], of_prefix: int, most: int) -> None:
+    """Ten tokens that all samples begin with, and media of each behind those of the prefix."""
+    rows = [[1] * 10 + [2 + number] * 3 for number in range(len(media))]
+    prefixes = prefixes_of(rows, [[10]] * len(rows))
+    values, of = np.array(media) + of_prefix, np.full(len(rows), of_prefix)
+    lengths = np.array([len(row) for row in rows], np.int32)
+    given = {"capacity": 40, "least_shared": 1}
+    trees = plan_trees(lengths, prefixes, **given, budget=Budget(values, of, most))
+    assert sorted(trees.samples.tolist()) == list(range(len(rows)))
+    sums = trees.sums_per_group(trees.added(values, of)[trees.samples])
+    assert ((sums <= most) | (np.diff(trees.offsets) == 1)).all()
+    assert (trees.sums_per_group(trees.new_tokens(lengths)) <= 40).all()
+    ample = plan_trees(lengths, prefixes, **given, budget=Budget(values, of, 1000))
+    assert ample.offsets.tolist() == plan_trees(lengths, prefixes, **given).offsets.tolist()
 
 
 def test_short_prefixes_are_not_shared() -> None:

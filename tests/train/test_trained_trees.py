@@ -1,4 +1,4 @@
-"""Runs that compute shared prefixes once: the steps of whole samples, resumed, evaluated, on processes."""
+"""Runs that compute shared prefixes once: the steps of whole samples, resumed, evaluated, streamed, on processes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from packtool.cli.main import run
 from packtool.config.plan import PlanConfig
+from packtool.errors import EXIT_USAGE, MismatchError
 from packtool.progress import SilentProgress
 from packtool.train.prepare.preview import preview, save_plan
 from packtool.train.run import train
@@ -37,6 +40,7 @@ TWO_PROCESSES: dict[str, dict[str, Any]] = {
     "ddp": {"gradient_accumulation_steps": 8},
     "fsdp": {"gradient_accumulation_steps": 8, "fsdp": ["full_shard"]},
 }
+COUNTED = ("sample", "source", "row", "channel", "tokens", "target_tokens", "token_accuracy", "first_wrong")
 RESUMED: dict[str, Any] = {"num_train_epochs": 2.0, "save_steps": 1, "gradient_accumulation_steps": 1}
 
 
@@ -60,6 +64,35 @@ def test_a_step_is_that_of_whole_samples(name: str, alike: TinyWorld, reference:
     check_same_step(tmp_path, reference)
     (line,), (padded,) = read_metrics(tmp_path), read_metrics(reference)
     assert line["tokens"] < 0.75 * padded["tokens"]
+
+
+def streamed(world: TinyWorld, **settings: Any) -> dict[str, Any]:
+    return world.streamed() | {"max_length": 160, "packing_interval": 40} | settings
+
+
+def test_a_stream_shares_within_an_interval(alike: TinyWorld, reference: Path, tmp_path: Path) -> None:
+    given = streamed(alike, **DESCENT, gradient_accumulation_steps=16)
+    result = train(alike.config(tmp_path, **given), SilentProgress())
+    assert (result.steps, result.num_samples) == (1, 36)
+    check_same_step(tmp_path, reference)
+    (line,), (padded,) = read_metrics(tmp_path), read_metrics(reference)
+    assert result.num_shared_tokens > 0.4 * padded["tokens"]
+    assert line["tokens"] == padded["tokens"] - result.num_shared_tokens
+
+
+def test_a_stream_resumes_exactly(alike: TinyWorld, tmp_path: Path) -> None:
+    """With prefixes shared in each interval of eleven rows, in the middle of one."""
+    given = streamed(alike, **RESUMED | {"packing_interval": 11, "shuffle_buffer_size": 3})
+    result = train(alike.config(tmp_path / "whole", **given), SilentProgress())
+    assert result.num_shared_tokens > 0
+    checkpoint = str(tmp_path / "whole" / "checkpoint-4")
+    train(alike.config(tmp_path / "resumed", **given, resume_from_checkpoint=checkpoint), SilentProgress())
+    check_same_rest(tmp_path / "whole", tmp_path / "resumed", 4)
+    with pytest.raises(MismatchError, match="shares_prefixes: True there, False now"):
+        train(
+            alike.config(tmp_path / "other", **given, resume_from_checkpoint=checkpoint, share_prefix="false"),
+            SilentProgress(),
+        )
 
 
 def test_every_sample_counts_once(alike: TinyWorld, tmp_path: Path) -> None:
@@ -94,13 +127,24 @@ def two_processes(alike: TinyWorld, tmp_path_factory: pytest.TempPathFactory) ->
     whole = root / "whole"
     jobs.append(("train", whole, RESUMED))
     jobs.append(("train", root / "resumed", RESUMED | {"resume_from_checkpoint": f"{whole}/checkpoint-2"}))
-    run_ranks(2, run_jobs, alike, [check_before(job, ("ddp",)) for job in jobs], scratch=root)
+    jobs = [check_before(job, ("ddp",)) for job in jobs]
+    jobs.append(("eval", root / "evaluated", {"max_tokens_per_micro_batch": 300}))
+    run_ranks(2, run_jobs, alike, jobs, scratch=root)
     return root
 
 
 @pytest.mark.parametrize("name", TWO_PROCESSES)
 def test_two_processes(name: str, two_processes: Path, reference: Path) -> None:
     check_same_step(two_processes / name, reference)
+
+
+def test_two_processes_evaluate_each_sample_as_alone(alike: TinyWorld, two_processes: Path, tmp_path: Path) -> None:
+    run_jobs(alike, [("eval", tmp_path, {"share_prefix": "false", "max_samples_per_micro_batch": 1})])
+    tree, alone = (
+        pq.read_table(folder / "eval.parquet").to_pydict() for folder in (two_processes / "evaluated", tmp_path)
+    )
+    assert {name: tree[name] for name in COUNTED} == {name: alone[name] for name in COUNTED}
+    assert tree["loss"] == pytest.approx(alone["loss"], abs=1e-5)
 
 
 def test_two_processes_resume_exactly(two_processes: Path) -> None:
@@ -119,7 +163,9 @@ def test_a_run_resumes_exactly_with_other_processes(alike: TinyWorld, two_proces
         assert line["loss"] == pytest.approx(expected["loss"], rel=1e-4)
 
 
-def test_a_run_resumes_exactly_and_evaluates(alike: TinyWorld, tmp_path: Path) -> None:
+def test_a_run_resumes_exactly_and_evaluates(
+    alike: TinyWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     world = dataclasses.replace(alike, cache=str(tmp_path / "cache"))
     export_rows(world, world.cache, max_length=160, val_dataset=(world.rows,))
     given = RESUMED | {"gradient_accumulation_steps": 2, "eval_strategy": "epoch"}
@@ -129,8 +175,27 @@ def test_a_run_resumes_exactly_and_evaluates(alike: TinyWorld, tmp_path: Path) -
     check_same_rest_of_steps(tmp_path / "whole", tmp_path / "resumed", 2)
     evaluations = [line for line in read_metrics(tmp_path / "whole") if "eval_loss" in line]
     assert len(evaluations) == 2
-    # The val split is evaluated whole, sample by sample.
     assert len({line["eval_target_tokens"] for line in evaluations}) == 1
+    # The val split begins alike, too: what it says is what it says of whole samples, and of each alone.
+    last = tmp_path / "whole" / f"checkpoint-{evaluations[-1]['step']}"
+    words = ["eval", "--model", str(last), "--cached-dataset", world.cache]
+    words += ["--dataloader-num-workers", "0", "--output", str(tmp_path / "found.parquet")]
+    tables = []
+    for further in ("", "--share-prefix false", "--share-prefix true", "--max-samples-per-micro-batch 1"):
+        assert run([*words, *further.split()]) == 0
+        tables.append((pq.read_table(tmp_path / "found.parquet").to_pydict(), capsys.readouterr().err))
+    (tree, said), (whole, nothing), (asked, _), (alone, why) = tables
+    assert "shared prefixes: computed once" in said
+    assert "shared prefixes" not in nothing
+    assert "could be saved, but each sample is computed whole: that does not go with --max-samples-per-micro" in why
+    assert tree == asked
+    for other in (whole, alone):
+        assert {name: tree[name] for name in COUNTED} == {name: other[name] for name in COUNTED}
+        assert tree["loss"] == pytest.approx(other["loss"], abs=1e-5)
+    targets = np.array(alone["target_tokens"])
+    assert evaluations[-1]["eval_loss"] == pytest.approx(targets @ alone["loss"] / targets.sum(), abs=1e-5)
+    assert run([*words, "--share-prefix", "true", "--max-samples-per-micro-batch", "1"]) == EXIT_USAGE
+    assert "--share-prefix true does not go with --max-samples-per-micro-batch" in capsys.readouterr().err
 
 
 def check_same_rest_of_steps(whole: Path, resumed: Path, step: int) -> None:

@@ -4,7 +4,8 @@
                 (plan.evaluation)                   (no padding)       (batch.padding)   (of all ranks' results)
 
 Nothing is drawn at random, and every rank has equally many forward passes. The padding is never made in the first
-place: ``collate_packs`` of aligned samples is what ``remove_padding`` makes of the padded rows.
+place: ``collate_packs`` of aligned samples is what ``remove_padding`` makes of the padded rows. Prefixes that samples
+share are computed once, and scored for each of them.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from packtool.attention.parallel.mesh import SequenceParallel
-from packtool.batch.batch import Batch, ShardedBatch
-from packtool.batch.collate import collate_packs, collate_padded
+from packtool.batch.batch import Batch, ShardedBatch, TreeBatch
+from packtool.batch.collate import collate_packs, collate_padded, shifted_labels
 from packtool.batch.collate_shard import collate_shard
+from packtool.batch.collate_tree import collate_tree
 from packtool.batch.dataset import load_micro_batches
 from packtool.batch.padding import align_sample
 from packtool.batch.shard import Cut
@@ -61,12 +63,14 @@ class EvaluationBatch:
     Args:
         batch: packed, or padded with a single sample.
         places: where its samples lie.
+        labels: of samples that share prefixes, end to end and shifted, int64 (1, T'); None where the batch has them.
         tokens: of each sample.
         origins: (source, row) of each.
     """
 
     batch: Batch
     places: SamplePlaces
+    labels: Tensor | None
     tokens: tuple[int, ...]
     origins: tuple[tuple[str, int], ...]
 
@@ -81,6 +85,7 @@ class EvaluationMicroBatches(Dataset["EvaluationBatch | PacktoolError"]):
         alignment: samples are padded to a multiple of it.
         packed: False for micro-batches of single samples, for models that cannot keep several apart.
         cut: of sequences that several ranks share, and this rank's part.
+        shares: compute prefixes that samples have in common once.
     """
 
     def __init__(
@@ -92,13 +97,16 @@ class EvaluationMicroBatches(Dataset["EvaluationBatch | PacktoolError"]):
         alignment: int = 1,
         packed: bool = True,
         cut: Cut | None = None,
+        shares: bool = False,
     ) -> None:
+        assert not shares or (packed and cut is None and alignment == 1), "trees are of one rank, without padding"
         self.reader = reader
         self.spec = spec
         self.micro_batches = micro_batches
         self.alignment = alignment
         self.packed = packed
         self.cut = cut
+        self.shares = shares
 
     def __len__(self) -> int:
         return len(self.micro_batches)
@@ -112,7 +120,7 @@ class EvaluationMicroBatches(Dataset["EvaluationBatch | PacktoolError"]):
             if self.cut is not None:
                 batch = collate_shard(aligned, self.spec, self.cut)
             else:
-                batch = (collate_packs if self.packed else collate_padded)(aligned, self.spec)
+                batch = self._collate(aligned, self.spec)
         except PacktoolError as error:
             return error
         places = SamplePlaces(
@@ -120,8 +128,19 @@ class EvaluationMicroBatches(Dataset["EvaluationBatch | PacktoolError"]):
             cu_seqlens=torch.tensor(np.cumsum([0, *(sample.length for sample in aligned)]), dtype=torch.int64),
             prompts=torch.tensor([_prompt_length(sample) for sample in samples], dtype=torch.int64),
         )
+        labels = None
+        if isinstance(batch, TreeBatch):
+            wanted = np.concatenate([shifted_labels(sample) for sample in samples], dtype=np.int64)
+            labels = torch.from_numpy(wanted).unsqueeze(0)
         tokens = tuple(sample.length for sample in samples)
-        return EvaluationBatch(batch, places, tokens, tuple((sample.source, sample.row) for sample in samples))
+        origins = tuple((sample.source, sample.row) for sample in samples)
+        return EvaluationBatch(batch, places, labels, tokens, origins)
+
+    @property
+    def _collate(self) -> Callable[[Sequence[EncodedSample], InputSpec], Batch]:
+        if self.shares:
+            return collate_tree
+        return collate_packs if self.packed else collate_padded
 
 
 def _prompt_length(sample: EncodedSample) -> int:
@@ -177,6 +196,7 @@ def evaluate(
         alignment=plan.alignment,
         packed=packed,
         cut=parallel.cut if parallel is not None else None,
+        shares=plan.trees is not None,
     )
     with evaluating(bare, packed=packed) as scorer:
         score = partial(_scores, scorer) if parallel is None else partial(_shared_scores, scorer, parallel)
@@ -232,6 +252,14 @@ def _scores(scorer: Scorer, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     return batch.labels[:1], *scorer(batch)
 
 
+def _whole_scores(batch: Batch, labels: Tensor, losses: Tensor, correct: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores of a tree for its samples, each whole, (1, T'): what several share was scored once, and is each one's."""
+    assert isinstance(batch, TreeBatch), "only trees have labels apart from them"
+    index = batch.sample_index()
+    # A target of a prefix is not one of every sample that begins with it: a run may train other turns of them.
+    return labels, losses[:, index].where(labels != IGNORE_INDEX, 0), correct[:, index]
+
+
 def _shared_scores(scorer: Scorer, parallel: SequenceParallel, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """Scores of a whole sequence that ranks share, on each of them."""
     assert isinstance(batch, ShardedBatch), "collated with a cut"
@@ -257,7 +285,10 @@ def _score_all(
     with deaths_told(_REMEDY):
         for item in cast(Iterator[EvaluationBatch], loaded):
             batch = item.batch.to(device)
-            scores.append(sample_scores(item.places.to(device), *score(batch)).cpu().numpy())
+            found = score(batch)
+            if item.labels is not None:
+                found = _whole_scores(batch, item.labels.to(device), *found[1:])
+            scores.append(sample_scores(item.places.to(device), *found).cpu().numpy())
             origins += [
                 (tokens, names.setdefault(source, len(names)), row)
                 for tokens, (source, row) in zip(item.tokens, item.origins, strict=True)

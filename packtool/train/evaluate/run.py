@@ -57,7 +57,7 @@ def evaluate_caches(config: EvalConfig, progress: Progress, world: World | None 
     num_tokens = int(plan.lengths.sum())
     progress.note(f"{reader.split} split: {len(plan.lengths):,} of {len(reader):,} samples, {num_tokens:,} tokens")
     progress.note(f"micro-batches: {num_micro_batches:,} of at most {plan.max_tokens:,} tokens, {_processes(world)}")
-    for line in sequence_parallel_lines(world, prepared.axes):
+    for line in (*sequence_parallel_lines(world, prepared.axes), *prepared.notes):
         progress.note(line)
     evaluation, seconds = _evaluate(prepared, progress)
     if world.is_first:

@@ -30,7 +30,7 @@ from packtool.simulate.run import read_hardware
 from packtool.train.prepare.check import check_plan, choice_of_targets, open_caches, packs_of, with_template_of
 from packtool.train.prepare.checkpoint import RunState
 from packtool.train.prepare.costs import RunCosts, sample_costs, tower_work, with_model
-from packtool.train.prepare.evaluation import plan_of_samples, with_evaluation
+from packtool.train.prepare.evaluation import plan_of_samples, shared_of_evaluation, with_evaluation
 from packtool.train.prepare.figures import SampleFigures, StepFigures, figures_of_steps
 from packtool.train.prepare.heaviest import heaviest_tokens, seen_media, share_media
 from packtool.train.prepare.place import with_resumed_version
@@ -40,7 +40,7 @@ from packtool.train.prepare.rank_tokens import RankTokens
 from packtool.train.prepare.result import TrainResult, schedule_lines
 from packtool.train.prepare.schedule import PlannedSchedule
 from packtool.train.prepare.sequence_parallel import axes_of
-from packtool.train.prepare.shared_prefixes import SharedPrefixes, find_shared, shared_of_plan
+from packtool.train.prepare.shared_prefixes import SharedPrefixes, first_pair, shared_in_packs, shared_of_plan
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -114,11 +114,9 @@ class CachedRun(PreparedRun):
         epoch, step = self.schedule.locate(self.start)
         plan = self.schedule.plan_of(epoch)
         if self.shared is not None:
-            mine = with_packs_in_order(plan.packs, plan.steps.packs(step, self.world.data.rank, 0))
-            pairs = np.flatnonzero(mine.whole_lengths - mine.lengths)  # with the sample before
-            if len(pairs):
-                at = int(pairs[np.argmin(mine.whole_lengths[pairs] + mine.whole_lengths[pairs - 1])])
-                return [self.reader.sample(int(position)) for position in mine.samples[at - 1 : at + 1]]
+            pair = first_pair(with_packs_in_order(plan.packs, plan.steps.packs(step, self.world.data.rank, 0)))
+            if pair is not None:
+                return [self.reader.sample(int(position)) for position in pair]
         packs = plan.samples(step, self.world.data.rank, 0)
         positions = [int(position) for pack in packs for position in pack]
         lengths = self.reader.index.length
@@ -211,7 +209,7 @@ def prepare_cached(config: TrainConfig, world: World, beginning: Beginning | Non
         axes=axes,
         notes=(*not_shared, *_access_notes(config, reader), *evaluated, *beginning.notes, *notes),
         least_shared=None if planner.shared is None else LEAST_SHARED,
-        validation=_validation(config, world, reader, choice, axes),
+        validation=_validation(config, world, files, reader, choice, axes),
         reader=reader,
         samples=samples,
         figures=_figures(config, files, reader, targets, planner.shared),
@@ -294,19 +292,22 @@ def _planner(
     if packs is not None:
         shared = shared_of_plan(packs, files.config, reader)
     else:
-        shared, told = find_shared(config, options, files.config, reader)
+        shared, told = shared_in_packs(config, options, files.config, reader)
     towers = tower_work(options.cost, reader.index) if shared is None else shared.towers(options.cost, targets)
     planner = Planner(config, options, reader.index, targets, towers, packs, shared)
     return planner, [] if told is None else [told]
 
 
 def _validation(
-    config: TrainConfig, world: World, reader: CacheReader, choice: TargetChoice | None, axes: Axes
+    config: TrainConfig, world: World, files: ModelFiles, reader: CacheReader, choice: TargetChoice | None, axes: Axes
 ) -> Validation | None:
     if config.eval_strategy == "no":
         return None
     val = CacheReader.open(reader.directories, VAL_SPLIT, reader.copies)
     plan = plan_of_samples(val, world.data, max_tokens=config.max_tokens_per_micro_batch, alignment=axes.multiple)
+    shared, _ = shared_of_evaluation(config, files, val, plan)
+    if shared is not None:
+        plan = dataclasses.replace(plan, trees=shared.trees)
     return Validation(val, val if choice is None else ChosenTargets(val, choice), plan)
 
 

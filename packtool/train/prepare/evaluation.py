@@ -12,14 +12,18 @@ from packtool.attention.parallel.axes import Axes
 from packtool.cache.local import LocalCopies
 from packtool.cache.reader import CacheReader, common_splits
 from packtool.config.evaluate import MAX_TOKENS_OPTION, EvalConfig
+from packtool.config.packing import SharingOptions
 from packtool.config.train import EvalStrategy, TrainConfig
 from packtool.constants import TRAIN_SPLIT, VAL_SPLIT
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, DataError
 from packtool.launch.world import World
+from packtool.plan.cost import ALL_WEIGHTS
 from packtool.plan.evaluation import EvaluationPlan, aligned_lengths, plan_evaluation
 from packtool.train.prepare.check import check_model
+from packtool.train.prepare.costs import cost_of
 from packtool.train.prepare.sequence_parallel import axes_of
+from packtool.train.prepare.shared_prefixes import SharedPrefixes, find_shared
 from packtool.train.prepare.trained import TrainedModel
 
 
@@ -32,6 +36,7 @@ class PreparedEvaluation:
         reader: of all caches.
         plan: of all ranks.
         axes: how sequences are shared.
+        notes: what is to be said of prefixes that samples share.
     """
 
     config: EvalConfig
@@ -40,6 +45,7 @@ class PreparedEvaluation:
     reader: CacheReader
     plan: EvaluationPlan
     axes: Axes
+    notes: tuple[str, ...] = ()
 
 
 def prepare_evaluation(config: EvalConfig, world: World) -> PreparedEvaluation:
@@ -67,9 +73,20 @@ def prepare_evaluation(config: EvalConfig, world: World) -> PreparedEvaluation:
         max_samples=config.max_samples_per_micro_batch,
         limit=config.limit,
     )
+    shared, told = shared_of_evaluation(config, files, reader, plan)
+    if shared is not None:
+        plan = dataclasses.replace(plan, trees=shared.trees)
+        told = shared.line(cost_of(files.config, ALL_WEIGHTS))
     if world.is_first:
         _check_writable(config.output)
-    return PreparedEvaluation(config, world, trained, reader, plan, axes)
+    return PreparedEvaluation(config, world, trained, reader, plan, axes, () if told is None else (told,))
+
+
+def shared_of_evaluation(
+    config: SharingOptions, files: ModelFiles, reader: CacheReader, plan: EvaluationPlan
+) -> tuple[SharedPrefixes | None, str | None]:
+    """The prefixes that the samples of an evaluation share within its micro-batches; see ``find_shared``."""
+    return find_shared(config, files.config, reader, capacity=plan.max_tokens, limit=len(plan.lengths))
 
 
 def with_evaluation(config: TrainConfig, reader: CacheReader) -> tuple[TrainConfig, list[str]]:

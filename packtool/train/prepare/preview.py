@@ -28,7 +28,7 @@ from packtool.simulate.model_sizes import MODEL_PRESETS
 from packtool.simulate.run import read_hardware
 from packtool.train.prepare.costs import tower_work, with_model
 from packtool.train.prepare.planner import plan_options
-from packtool.train.prepare.shared_prefixes import SharedPrefixes, find_shared
+from packtool.train.prepare.shared_prefixes import SharedPrefixes, shared_in_packs
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
     # mypy knows no calls that give an argument of a partial anew.
     plan_with: Any = partial(plan_epoch, lengths, targets, options, seed=config.seed, media_tokens=media, towers=towers)
     begin = time.perf_counter()
-    shared, unshared = find_shared(config, options, model_config, reader) if reader is not None else (None, None)
+    shared, unshared = shared_in_packs(config, options, model_config, reader) if reader is not None else (None, None)
     if shared is not None:
         towers = shared.towers(options.cost, targets)
         plan = plan_with(media_tokens=shared.media_tokens, towers=towers, trees=shared.trees)

@@ -40,6 +40,7 @@ class TrainResult:
         num_trainable_parameters, num_parameters: of the model with its adapters.
         output_dir: as given.
         streaming: nothing was known of the samples beforehand; their figures are of those that were trained.
+        num_shared_tokens: of a streaming run, tokens that were not computed again, for samples that share a prefix.
         num_skipped: samples of the steps of this run that ``--on-bad-media skip`` left out.
         dropped: rows that could not be used, by reason; of a streaming run.
     """
@@ -66,6 +67,7 @@ class TrainResult:
     resumed_from: str | None = None
     num_trainable_parameters: int | None = None
     num_parameters: int | None = None
+    num_shared_tokens: int = 0
     num_skipped: int = 0
     streaming: bool = False
     dropped: Mapping[str, int] = field(default_factory=dict)

@@ -11,17 +11,20 @@ import numpy.typing as npt
 
 from packtool.cache.prefixes import SplitPrefixes
 from packtool.cache.reader import CacheReader, SplitIndex
+from packtool.config.packing import SharingOptions
 from packtool.config.plan import PlanConfig
 from packtool.config.train import TrainConfig
 from packtool.constants import LEAST_SHARED
 from packtool.encode.families import family_of, text_config_of
+from packtool.encode.placed_media import MediaTokens
 from packtool.errors import MismatchError, UnsupportedModelError
 from packtool.plan.balance import Costs
 from packtool.plan.cost import CostModel
 from packtool.plan.options import PlanOptions
 from packtool.plan.pack_plan import Int64Array, PackPlan
-from packtool.plan.prefix_trees import NOTHING, Prefixes, PrefixTrees, plan_trees, trees_of
+from packtool.plan.prefix_trees import NOTHING, Budget, Prefixes, PrefixTrees, plan_trees, trees_of
 from packtool.plan.towers import TowerWork
+from packtool.stream.sharing import IntervalSharing
 from packtool.train.prepare.check import export_command
 from packtool.train.prepare.costs import tower_work
 
@@ -108,32 +111,64 @@ class SharedPrefixes:
         shared[self.trees.samples] = self.trees.shared
         return cost(whole - shared, cost.attention(whole, shared), towers.logits, towers.flops)
 
-    def line(self, cost: CostModel, num_steps: int, num_steps_whole: int) -> str:
+    def line(self, cost: CostModel, num_steps: int = 0, num_steps_whole: int = 0) -> str:
         """What is saved, in a sentence.
 
         Args:
-            num_steps, num_steps_whole: of an epoch, and of one in which every sample is computed whole.
+            num_steps, num_steps_whole: of an epoch, and of one in which every sample is computed whole; 0 where nothing
+                is trained.
         """
         whole, seen = self.num_whole_tokens, self.tower_work_saved(cost)
         saved = [
             f"{self.trees.num_shared_tokens:,} of {whole:,} tokens ({self.saved:.0%})",
             *([f"{seen:.0%} of the work of the towers"] if seen else []),
-            f"{num_steps_whole - num_steps:,} of {num_steps_whole:,} optimizer steps of an epoch",
         ]
-        return (
-            f"shared prefixes: computed once (--share-prefix false computes each sample whole), which saves "
-            f"{', '.join(saved[:-1])} and {saved[-1]}"
-        )
+        if num_steps_whole:
+            saved.append(f"{num_steps_whole - num_steps:,} of {num_steps_whole:,} optimizer steps of an epoch")
+        listed = " and ".join([", ".join(saved[:-1]), saved[-1]] if len(saved) > 1 else saved)
+        return f"shared prefixes: computed once (--share-prefix false computes each sample whole), which saves {listed}"
 
 
-def find_shared(
+def shared_in_packs(
     config: TrainConfig | PlanConfig, options: PlanOptions, model: Mapping[str, Any], reader: CacheReader
 ) -> tuple[SharedPrefixes | None, str | None]:
-    """The prefixes that a run shares, as ``--share-prefix`` says, and a remark where it does not share what it could.
+    """The prefixes that a run shares in its packs, and a remark; as ``find_shared``.
 
     Args:
         options: of the plan.
         model: its ``config.json``.
+    """
+    return find_shared(
+        config,
+        model,
+        reader,
+        capacity=options.packing_length,
+        max_length=options.max_length,
+        max_samples=config.max_rows_per_tree,
+        max_media_tokens=config.max_media_tokens_per_pack,
+    )
+
+
+def find_shared(
+    config: SharingOptions,
+    model: Mapping[str, Any],
+    reader: CacheReader,
+    *,
+    capacity: int,
+    max_length: int | None = None,
+    max_samples: int | None = None,
+    max_media_tokens: int | None = None,
+    limit: int | None = None,
+) -> tuple[SharedPrefixes | None, str | None]:
+    """The prefixes that samples share, as ``--share-prefix`` says, and a remark where they share less than they could.
+
+    Args:
+        model: its ``config.json``.
+        capacity: tokens of a pack.
+        max_length: longer samples are left out.
+        max_samples: most samples of a tree.
+        max_media_tokens: most media tokens of a tree.
+        limit: take only so many samples, the first ones.
 
     Raises:
         MismatchError: if sharing is asked for, and a cache does not tell what its samples begin with.
@@ -146,17 +181,18 @@ def find_shared(
     if asked and problem:
         raise UnsupportedModelError(f"--share-prefix true: {problem}", "Leave --share-prefix out.")
     prefixes = _prefixes(reader, asked=asked)
-    lengths = reader.index.length
-    kept = lengths[lengths <= options.max_length]
-    if prefixes is None or not len(kept) or kept.max() > options.packing_length:
+    lengths = reader.index.length[:limit]
+    kept = lengths if max_length is None else lengths[lengths <= max_length]
+    if prefixes is None or not len(kept) or kept.max() > capacity:
         return None, None  # the planner tells of samples that are longer than a pack
     trees = plan_trees(
         lengths,
-        _as_planned(prefixes),
-        capacity=options.packing_length,
+        _as_planned(prefixes, len(lengths)),
+        capacity=capacity,
         least_shared=LEAST_SHARED,
-        max_length=options.max_length,
-        max_samples=config.max_rows_per_tree,
+        max_length=max_length,
+        max_samples=max_samples,
+        budget=_media_budget(reader.index, prefixes, len(lengths), max_media_tokens),
     )
     found = SharedPrefixes(reader.index, prefixes, trees)
     if not trees.num_shared_tokens:
@@ -170,6 +206,36 @@ def find_shared(
         told = f"shared prefixes: {found.saved:.0%} of the tokens could be saved, but each sample is computed whole"
         return None, f"{told}: {_reason(reasons[0])}"
     return found, None
+
+
+def sharing_of_stream(config: TrainConfig, model: Mapping[str, Any]) -> tuple[IntervalSharing | None, str | None]:
+    """How a stream shares prefixes, as ``--share-prefix`` says, and a remark where something stands in the way.
+
+    Args:
+        model: its ``config.json``.
+
+    Raises:
+        UnsupportedModelError: if sharing is asked for, and the model cannot begin where a prefix ends.
+    """
+    if config.share_prefix == "false":
+        return None, None
+    asked, problem = config.share_prefix == "true", _problem_of_model(model)
+    if asked and problem:
+        raise UnsupportedModelError(f"--share-prefix true: {problem}", "Leave --share-prefix out.")
+    if reasons := [*config.not_shared_with, *([problem] if problem else [])]:
+        return None, f"shared prefixes: each sample is computed whole: {_reason(reasons[0])}"
+    worth = 0.0 if asked else WORTH_SHARING
+    media = MediaTokens.of(model)
+    return IntervalSharing(media, worth, config.max_rows_per_tree, config.max_media_tokens_per_pack), None
+
+
+def first_pair(packs: PackPlan) -> Int64Array | None:
+    """The two shortest neighbours of some packs that share a prefix, int64 (2,); None if none do."""
+    pairs = np.flatnonzero(packs.whole_lengths - packs.lengths)  # with the sample before
+    if not len(pairs):
+        return None
+    at = int(pairs[np.argmin(packs.whole_lengths[pairs] + packs.whole_lengths[pairs - 1])])
+    return packs.samples[at - 1 : at + 1]
 
 
 def shared_of_plan(packs: PackPlan, model: Mapping[str, Any], reader: CacheReader) -> SharedPrefixes | None:
@@ -187,7 +253,7 @@ def shared_of_plan(packs: PackPlan, model: Mapping[str, Any], reader: CacheReade
         )
     prefixes = _prefixes(reader, asked=True)
     assert prefixes is not None, "asked for"
-    trees = trees_of(packs, _as_planned(prefixes))
+    trees = trees_of(packs, _as_planned(prefixes, len(reader)))
     if trees is None:
         raise MismatchError(
             "--plan shares prefixes that the caches do not tell of", "Make it again with packtool plan --save."
@@ -195,8 +261,16 @@ def shared_of_plan(packs: PackPlan, model: Mapping[str, Any], reader: CacheReade
     return SharedPrefixes(reader.index, prefixes, trees)
 
 
-def _as_planned(prefixes: SplitPrefixes) -> Prefixes:
-    return Prefixes(prefixes.offsets, prefixes.prefixes.lengths, prefixes.prefixes.hashes)
+def _media_budget(index: SplitIndex, prefixes: SplitPrefixes, num_samples: int, most: int | None) -> Budget | None:
+    """What bounds the media of a tree of the first samples."""
+    of_prefixes = prefixes.prefixes.media_tokens[: prefixes.offsets[num_samples]]
+    return None if most is None else Budget(index.media_tokens[:num_samples], of_prefixes, most)
+
+
+def _as_planned(prefixes: SplitPrefixes, num_samples: int) -> Prefixes:
+    """Those of the first samples."""
+    offsets = prefixes.offsets[: num_samples + 1]
+    return Prefixes(offsets, prefixes.prefixes.lengths[: offsets[-1]], prefixes.prefixes.hashes[: offsets[-1]])
 
 
 def _prefixes(reader: CacheReader, *, asked: bool) -> SplitPrefixes | None:

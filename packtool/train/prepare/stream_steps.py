@@ -23,6 +23,7 @@ from packtool.launch.world import World
 from packtool.plan.cost import CostModel
 from packtool.rows.sample import Dropped
 from packtool.stream.packs import PackStream, StreamedPack
+from packtool.stream.sharing import Added
 from packtool.stream.state import StreamState, write_stream_state
 from packtool.train.prepare.costs import RunCosts
 from packtool.train.prepare.figures import StepFigures
@@ -31,14 +32,8 @@ from packtool.train.prepare.result import TrainResult
 
 _TOWER_SUMS = ("vision_tokens", "patch_squares", "audio_tokens")
 _SUMS = (
-    "target_tokens",
-    "tokens",
-    "packs",
-    "samples",
-    "attended",
-    "in_windows",
-    "attended_dense",
-    *_TOWER_SUMS,
+    *("target_tokens", "logits", "whole_tokens", "tokens", "packs", "samples"),
+    *("attended", "in_windows", "attended_dense", *_TOWER_SUMS),
     "more",
 )
 
@@ -92,21 +87,19 @@ class StreamedSteps(Steps):
 
     def _counts(self, packs: list[StreamedPack], *, is_last: bool) -> list[int]:
         """What one rank's packs of a step hold, as in ``_SUMS``."""
-        samples = [sample for pack in packs for sample in pack.samples]
-        lengths = np.array([sample.length for sample in samples], np.int64)
-        return [
-            sum(pack.num_targets for pack in packs),
-            sum(pack.num_tokens for pack in packs),
-            len(packs),
-            len(samples),
-            int(np.square(lengths).sum()),
-            int(self._costs.model.seen_in_windows(lengths).sum()),
+        whole = np.array([sample.length for pack in packs for sample in pack.samples], np.int64)
+        added = Added.joined([pack.added for pack in packs])
+        num_tokens = whole.sum() - added.shared.sum()
+        counts = [
+            *(sum(pack.num_targets for pack in packs), added.targets.sum(), whole.sum(), num_tokens),
+            *(len(packs), len(whole)),
+            np.square(whole).sum() - np.square(added.shared).sum(),
+            self._costs.model.seen_in_windows(whole, added.shared).sum(),
             sum(pack.num_tokens**2 for pack in packs),
-            sum(sample.num_media_tokens - sample.num_audio_tokens for sample in samples),
-            sum(sample.patch_squares for sample in samples),
-            sum(sample.num_audio_tokens for sample in samples),
-            int(not is_last),
+            *((added.media_tokens - added.audio_tokens).sum(), added.patch_squares.sum(), added.audio_tokens.sum()),
+            not is_last,
         ]
+        return [int(count) for count in counts]
 
     def _begun(self, counts: list[int], after: StreamState) -> StepFigures:
         """The step is next: what it holds over all ranks.
@@ -155,6 +148,7 @@ class StreamedSteps(Steps):
             samples_per_pack=totals["samples"] / max(totals["packs"], 1),
             fill=totals["tokens"] / max(totals["packs"] * self._capacity, 1),
             target_tokens=totals["target_tokens"],
+            num_shared_tokens=totals["whole_tokens"] - totals["tokens"],
             steps_without_packing=-(-totals["samples"] // each),
             dropped=dict(sorted(dropped.items())),
         )
@@ -163,7 +157,7 @@ class StreamedSteps(Steps):
 def _flops(cost: CostModel, sums: Mapping[str, int]) -> float:
     towers = cost.towers(*(np.array(sums[name]) for name in _TOWER_SUMS))
     attention = cost.attention_of(np.array(sums["attended"]), np.array(sums["in_windows"]))
-    return float(cost(np.array(sums["tokens"]), attention, sums["target_tokens"], towers))
+    return float(cost(np.array(sums["tokens"]), attention, sums["logits"], towers))
 
 
 class DropLog:

@@ -14,17 +14,20 @@ from packtool.config.export import EncodeSpec
 from packtool.config.packing import PackOptions
 from packtool.config.settings import part_of
 from packtool.config.train import TrainConfig
+from packtool.constants import LEAST_SHARED
 from packtool.encode.blocks import check_template, encode_samples, refused_at_first, samples_of
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
 from packtool.encode.model_files import ModelFiles
 from packtool.launch.world import World
+from packtool.plan.packing import pack_trees
 from packtool.rows.sample import Dropped
 from packtool.rows.scan import follow
 from packtool.rows.source import SourceSpec
 from packtool.rows.sources import sources_of
 from packtool.stream.packs import PackStream, StreamOptions
 from packtool.stream.reading import MOST_OPEN
+from packtool.stream.sharing import IntervalSharing
 from packtool.stream.state import StreamState, read_stream_state
 from packtool.train.prepare.checkpoint import RunState
 from packtool.train.prepare.costs import RunCosts
@@ -36,6 +39,7 @@ from packtool.train.prepare.rank_tokens import RankTokens
 from packtool.train.prepare.result import TrainResult
 from packtool.train.prepare.schedule import OpenSchedule
 from packtool.train.prepare.sequence_parallel import axes_of
+from packtool.train.prepare.shared_prefixes import WORTH_SHARING, first_pair, sharing_of_stream
 from packtool.train.prepare.stream_steps import DropLog, StreamedSteps
 
 # Any number of processes makes the same packs, and a stream has no windows: an interval is one.
@@ -52,6 +56,7 @@ class StreamedRun(PreparedRun):
         options: how they are packed.
         costs: FLOPs of packs.
         stream: where this rank's packs go on; None for the beginning.
+        sharing: how samples of an interval share prefixes; None where all are computed whole.
     """
 
     specs: Sequence[SourceSpec]
@@ -59,6 +64,7 @@ class StreamedRun(PreparedRun):
     options: StreamOptions
     costs: RunCosts
     stream: StreamState | None
+    sharing: IntervalSharing | None
 
     def expected(self) -> TrainResult:
         """See ``PreparedRun``; next to nothing."""
@@ -94,6 +100,9 @@ class StreamedRun(PreparedRun):
             f"{world.size} process{'es' if world.size > 1 else ''} with "
             f"{options.dataset_num_proc} worker{'s' if options.dataset_num_proc > 1 else ''} each"
         )
+        if self.sharing is not None:
+            where = f", where that saves more than {WORTH_SHARING:.0%} of its tokens" if self.sharing.worth else ""
+            yield f"shared prefixes: computed once within each interval{where} (--share-prefix false: never)"
         yield f"optimizer steps: at most {expected.steps:,}"
 
     def media_tokens(self) -> float:
@@ -111,7 +120,7 @@ class StreamedRun(PreparedRun):
         return with_longest(self.sized, self.files.config, RankTokens(computed=1, vision=most, looked_at=looked_at))
 
     def first_samples(self, most: int) -> list[EncodedSample]:
-        """See ``PreparedRun``; the shortest ones of the first block of the first file."""
+        """See ``PreparedRun``; the shortest ones of the first block of the first file, or two that share a prefix."""
         source, blocks = follow(self.specs[0])
         block = next(iter(blocks), None)
         if block is None:
@@ -120,7 +129,14 @@ class StreamedRun(PreparedRun):
         found = [
             item for item in encode_samples(group, Encoder(self.spec, self.files)) if not isinstance(item, Dropped)
         ]
-        return sorted((sample for samples in found for sample in samples), key=lambda sample: sample.length)[:most]
+        alike = [sample for samples in found for sample in samples]
+        trees = self.sharing.found(alike, self.options.packing_length) if self.sharing is not None and alike else None
+        if trees is not None:
+            lengths = np.array([sample.length for sample in alike], np.int32)
+            pair = first_pair(pack_trees(trees.trees, lengths, self.options.packing_length, seed=self.options.seed))
+            if pair is not None:
+                return [alike[number] for number in pair]
+        return sorted(alike, key=lambda sample: sample.length)[:most]
 
     @property
     def read(self) -> Callable[[Any], EncodedSample]:
@@ -146,6 +162,7 @@ class StreamedRun(PreparedRun):
             rank=data.rank,
             world_size=data.size,
             start=self.stream,
+            sharing=self.sharing,
             log=log,
         )
         return StreamedSteps(self, stream, self.stream or StreamState(), log, self.costs, exchange)
@@ -171,6 +188,7 @@ def prepare_stream(config: TrainConfig, world: World) -> StreamedRun:
     check_template(config.model, files, (follow(spec) for spec in specs[:MOST_OPEN]))
     refusals = [refused_at_first(*follow(spec)) for spec in specs[:MOST_OPEN]]
     packing_length = config.packing_length or max_length
+    sharing, not_shared = sharing_of_stream(config, files.config)
     state = RunState.of(
         config,
         plan="stream",
@@ -178,7 +196,8 @@ def prepare_stream(config: TrainConfig, world: World) -> StreamedRun:
         max_length=max_length,
         packing_length=packing_length,
         world_size=world.data.size,
-        streaming=_settings(config),
+        streaming=_settings(config, sharing),
+        shares_prefixes=sharing is not None,
     )
     beginning = Beginning.of(config)
     beginning.check(state, world)
@@ -191,12 +210,19 @@ def prepare_stream(config: TrainConfig, world: World) -> StreamedRun:
         state=state,
         beginning=beginning,
         axes=axes_of(config, world, files, np.array([max_length]), trained=True),
-        notes=(*encoder.remarks, *[line for line in refusals if line is not None][:1], *beginning.notes),
+        notes=(
+            *([] if not_shared is None else [not_shared]),
+            *encoder.remarks,
+            *[line for line in refusals if line is not None][:1],
+            *beginning.notes,
+        ),
+        least_shared=None if sharing is None else LEAST_SHARED,
         specs=specs,
         spec=asked.encode_spec,
         options=_options(config, packing_length),
         costs=RunCosts.of(config, files.config),
         stream=read_stream_state(beginning.checkpoint, world.data.rank) if beginning.checkpoint is not None else None,
+        sharing=sharing,
     )
 
 
@@ -210,8 +236,9 @@ def _options(config: TrainConfig, packing_length: int) -> StreamOptions:
     )
 
 
-def _settings(config: TrainConfig) -> str:
+def _settings(config: TrainConfig, sharing: IntervalSharing | None) -> str:
     """What else decides the packs of a stream, in one line, which a checkpoint keeps."""
     pack_names = [field.name for field in dataclasses.fields(PackOptions) if field.name not in _CHANGES_NO_PACK]
     names = ("packing_interval", "shuffle_buffer_size", *pack_names, "num_train_epochs", "loss_reduction")
+    names += ("share_prefix", "max_rows_per_tree") if sharing is not None else ()
     return ", ".join(f"{name} {getattr(config, name)}" for name in names)

@@ -1,6 +1,8 @@
-"""Whether a packed sample computes what it computes alone: four comparisons on one pack.
+"""Whether a packed sample computes what it computes alone: four comparisons on one pack, and a fifth on a tree.
 
 *isolation*: one sample's tokens and media are changed, in place; no other sample's logits may move.
+*prefixes*: what several samples begin with is changed; the logits of these are those of each sample alone with the same
+change.
 *logits*, *loss*, *gradients*: those of the pack against those of each sample alone, which transformers computes by
 itself: its own attention, its own recurrent layers, no boundaries.
 
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from packtool.attention.register import own_attention
+from packtool.batch.prefix_tree import Node
 from packtool.errors import MismatchError
 from packtool.train.verify.pack_under_test import PackUnderTest
 
@@ -34,7 +37,7 @@ class Check:
     """One comparison.
 
     Args:
-        name: ``isolation``, ``logits``, ``loss`` or ``gradients``.
+        name: ``isolation``, ``prefixes``, ``logits``, ``loss`` or ``gradients``.
         error: the largest that was found.
         allowed: the largest that rounding explains.
         where: it was found.
@@ -60,13 +63,15 @@ class Check:
         size = f"{self.error:.2g}, and rounding explains {self.allowed:.2g}"
         if self.name == "isolation":
             return f"packed samples leak: {self.where} by {size}"
+        if self.name == "prefixes":
+            return f"a shared prefix does not do what it does alone: {self.where} the difference is {size}"
         thing = "the loss of a pack is" if self.name == "loss" else f"the {self.name} of a pack are"
         return f"{thing} not that of its samples alone: {self.where} the difference is {size}"
 
 
 @torch.no_grad()
 def check_isolation(pack: PackUnderTest, most: int = 8) -> Check:
-    """Change one sample after the other, and see which move.
+    """Change one sample after the other, of a tree one node after the other, and see which others move.
 
     Args:
         most: samples to change, spread over the pack, the first among them: what comes first is what can leak.
@@ -77,20 +82,42 @@ def check_isolation(pack: PackUnderTest, most: int = 8) -> Check:
     before = pack.packed_logits(pack.batch)
     allowed = pack.tolerances.isolation * _unit(before)
     worst, was_felt = Check("isolation", 0.0, allowed, "no change moved another sample"), False
-    count = min(most, len(pack.samples))
-    for changed in np.linspace(0, len(pack.samples) - 1, count).round().astype(int).tolist():
+    # What all samples have moves all of them.
+    told = [node for node in pack.nodes if len(node.samples) < len(pack.samples)]
+    for changed in _spread(told, most):
         after = pack.packed_logits(pack.with_change(changed))
         moved = [_difference(a, b) for a, b in zip(after, before, strict=True)]
-        was_felt |= not moved[changed] <= allowed
+        was_felt |= not all(moved[number] <= allowed for number in changed.samples)
         for number, error in enumerate(moved):
-            if number != changed and not error <= worst.error:
-                where = f"a change of {pack.name(changed)} moved {pack.name(number)}"
+            if number not in changed.samples and not error <= worst.error:
+                where = f"a change of {pack.node_name(changed)} moved {pack.name(number)}"
                 worst = Check("isolation", error, allowed, where)
-    if not was_felt:
+    if told and not was_felt:
         raise MismatchError(
             "changing a sample's tokens does not change what the model says of it: nothing can be verified",
             "Check that --model is a trained model, and not one of zeros.",
         )
+    return worst
+
+
+@torch.no_grad()
+def check_prefixes(pack: PackUnderTest, most: int = 4) -> Check:
+    """Change one shared prefix after the other: its samples' logits are then those of the samples alone, so changed.
+
+    Args:
+        most: prefixes to change, spread over the pack.
+    """
+    worst = Check("prefixes", 0.0, pack.tolerances.logits, "no prefix did anything else")
+    for changed in _spread([node for node in pack.nodes if node.is_shared], most):
+        packed = pack.packed_logits(pack.with_change(changed))
+        with _as_transformers_does(pack.model):
+            alone = {number: pack.logits_alone(number, changed) for number in changed.samples}
+        allowed = pack.tolerances.logits * _unit(list(alone.values()))
+        for number, logits in alone.items():
+            error = _difference(packed[number], logits)
+            if not error / allowed <= worst.error / worst.allowed:
+                where = f"after a change of {pack.node_name(changed)} in {pack.name(number)}"
+                worst = Check("prefixes", error, allowed, where)
     return worst
 
 
@@ -163,6 +190,12 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
 def _as_transformers_does(model: Any) -> Iterator[None]:
     with own_attention(model.get_base_model() if hasattr(model, "get_base_model") else model):
         yield
+
+
+def _spread(nodes: Sequence[Node], most: int) -> list[Node]:
+    """At most so many of some nodes, the first and the last among them."""
+    chosen = np.linspace(0, len(nodes) - 1, min(most, len(nodes))).round().astype(int)
+    return [nodes[number] for number in chosen.tolist()]
 
 
 def _unit(logits: Sequence[Tensor]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,14 +112,25 @@ class PackUnderTest:
         self.starts = [0, *np.cumsum(self.batch.lengths).tolist()][: len(self.nodes)]
         self.num_targets = max(sum(batch.num_target_tokens for batch in alone), 1)
 
+    @property
+    def is_tree(self) -> bool:
+        """Whether some samples share a prefix that is there once."""
+        return any(node.is_shared for node in self.nodes)
+
+    @property
+    def num_shared_tokens(self) -> int:
+        """Tokens of the samples that are not computed again."""
+        return sum(self.lengths) - sum(node.length for node in self.nodes)
+
     def first(self, most: int) -> PackUnderTest:
-        """A pack of its first samples."""
+        """A pack of its first samples; of a tree, of those that share something."""
         if len(self.samples) <= most:
             return self
-        some = self.samples[:most]
+        sharing = {number for node in self.nodes if node.is_shared for number in node.samples}
+        numbers = sorted(range(len(self.samples)), key=lambda number: bool(sharing) and number not in sharing)
         return PackUnderTest(
             self.model,
-            some,
+            [self.samples[number] for number in numbers[:most]],
             self.spec,
             self.dtype,
             self.parallel,
@@ -131,6 +142,12 @@ class PackUnderTest:
         """A sample of the pack, as a person finds it."""
         sample = self.samples[number]
         return f"sample {number} ({sample.source}, row {sample.row})"
+
+    def node_name(self, node: Node) -> str:
+        """A sample's own tokens, or what several begin with, as a person finds them."""
+        if not node.is_shared:
+            return self.name(node.samples[0])
+        return f"what {len(node.samples)} samples begin with, {self.name(node.samples[0])} among them,"
 
     def packed_logits(self, batch: PackedBatch | ShardedBatch) -> list[Tensor]:
         """Logits at some positions of every sample: float32 (P, vocabulary) each; the same on all ranks."""
@@ -157,9 +174,21 @@ class PackUnderTest:
             whole[torch.tensor([number for number, _ in mine])] = logits
         return self.parallel.summed(whole.to(batch.input_ids.device)).cpu()
 
-    def logits_alone(self, number: int) -> Tensor:
-        """Logits of one sample at its checked positions, (positions, vocabulary), computed alone."""
-        return _logits(self.model, self.alone[number], _positions(self.lengths[number]))
+    def logits_alone(self, number: int, changed: Node | None = None) -> Tensor:
+        """Logits of one sample at its checked positions, (positions, vocabulary), computed alone.
+
+        Args:
+            changed: a node of the sample, in whose place it has what ``with_change`` puts there.
+        """
+        batch = self.alone[number]
+        if changed is not None:
+            sample, own = self.samples[number], [node for node in self.nodes if number in node.samples]
+            ids = batch.input_ids.clone()
+            ids[0, changed.start : changed.stop] = self._other_tokens(changed).to(ids.device)
+            parts = [stretch_of(sample, node.start, node.stop, self.spec) for node in own]
+            media = self._flipped(batch.media, parts, own.index(changed))
+            batch = dataclasses.replace(batch, input_ids=ids, media=media)
+        return _logits(self.model, batch, _positions(self.lengths[number]))
 
     def loss(self, batch: Batch) -> Tensor:
         """A batch's share of the pack's mean loss, 0-d; of a sequence that ranks share, this rank's part."""
@@ -189,42 +218,46 @@ class PackUnderTest:
                 dist.all_reduce(total, group=self.parallel.whole)
                 parameter.grad = total
 
-    def with_change(self, number: int) -> PackedBatch | ShardedBatch:
-        """The pack with other tokens and media in one sample, in the same places; what others share stays as it is."""
+    def with_change(self, changed: Node) -> PackedBatch | ShardedBatch:
+        """The pack with other tokens and media in the place of a node; all that is not in it stays as it is."""
+        number = self.nodes.index(changed)
+        start = self.starts[number]
+        others = torch.full((sum(self.batch.lengths),), _AS_BEFORE)
+        others[start : start + changed.length] = self._other_tokens(changed)
+        ids = self.batch.input_ids.clone()
+        held = others.to(ids.device)[self.batch.index]
+        ids[0] = torch.where(held == _AS_BEFORE, ids[0], held)
+        parts: Sequence[EncodedSample] = self.samples
+        if self.parallel is not None:
+            parts = with_own_media(parts, self.places, self.spec, self.parallel.cut)
+        elif self.least_shared is not None:
+            parts = [stretch_of(parts[node.samples[0]], node.start, node.stop, self.spec) for node in self.nodes]
+        return dataclasses.replace(self.batch, input_ids=ids, media=self._flipped(self.batch.media, parts, number))
+
+    def _other_tokens(self, node: Node) -> Tensor:
+        """What ``with_change`` puts in the place of a node's tokens, int64 (L,)."""
         kept = torch.tensor(sorted(_token_ids(self.spec.config)))
         whole = torch.from_numpy(np.concatenate([sample.input_ids for sample in self.samples], dtype=np.int64))
         # Every token becomes the next larger one of the pack: tokens that the model knows, and none of the media's.
         known = torch.unique(whole[~torch.isin(whole, kept)])
         if len(known) == 1:
             known = torch.unique(torch.cat([known, torch.where(known > 0, known - 1, known + 1)]))
-        own = torch.from_numpy(self.samples[number].input_ids.astype(np.int64))
+        own = torch.from_numpy(self.samples[node.samples[0]].input_ids[node.start : node.stop].astype(np.int64))
         words = own[~torch.isin(own, kept)]
         own[~torch.isin(own, kept)] = known[(torch.searchsorted(known, words) + 1) % len(known)]
-        changed = torch.full((sum(self.batch.lengths),), _AS_BEFORE)
-        for start, node in zip(self.starts, self.nodes, strict=True):
-            if node.samples == (number,):
-                changed[start : start + node.length] = own[node.start : node.stop]
-        ids = self.batch.input_ids.clone()
-        held = changed.to(ids.device)[self.batch.index]
-        ids[0] = torch.where(held == _AS_BEFORE, ids[0], held)
-        media = {name: self._flipped(tensor, name, number) for name, tensor in self.batch.media.items()}
-        return dataclasses.replace(self.batch, input_ids=ids, media=media)
+        return own
 
-    def _flipped(self, tensor: Tensor, name: str, number: int) -> Tensor:
-        """What a tower takes, with the rows of one sample's media negated."""
-        parts: Sequence[EncodedSample] = self.samples
-        if self.parallel is not None:
-            parts = with_own_media(parts, self.places, self.spec, self.parallel.cut)
-        elif self.least_shared is not None:
-            parts = [stretch_of(parts[node.samples[0]], node.start, node.stop, self.spec) for node in self.nodes]
-        counts = [_num_rows(part, name, self.spec) for part in parts]
-        if not sum(counts):
-            return tensor
-        signs = torch.ones(len(tensor), device=tensor.device)
-        for start, count, node in zip(np.cumsum([0, *counts[:-1]]).tolist(), counts, self.nodes, strict=True):
-            if node.samples == (number,):
-                signs[start : start + count] = -1
-        return tensor * signs.to(tensor.dtype).reshape(-1, *[1] * (tensor.ndim - 1))
+    def _flipped(self, media: Mapping[str, Tensor], parts: Sequence[EncodedSample], number: int) -> dict[str, Tensor]:
+        """What towers take of some stretches, end to end, with the media of one of them negated."""
+        found = {}
+        for name, tensor in media.items():
+            counts = [_num_rows(part, name, self.spec) for part in parts]
+            start = sum(counts[:number])
+            signs = torch.ones(len(tensor), device=tensor.device)
+            signs[start : start + counts[number]] = -1
+            signs = signs.to(tensor.dtype).reshape(-1, *[1] * (tensor.ndim - 1))
+            found[name] = tensor * signs if sum(counts) else tensor
+        return found
 
 
 def _without_boundaries(batch: PackedBatch) -> Batch:

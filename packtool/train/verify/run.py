@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,27 +21,32 @@ from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.register import set_attention
 from packtool.attention.support import refuse_leaky_inputs, refuse_unsupported
 from packtool.batch.collate import collate_packs
+from packtool.batch.collate_tree import collate_tree
 from packtool.batch.spec import InputSpec
 from packtool.cache.reader import CacheReader
 from packtool.config.settings import part_of
 from packtool.config.train import TrainConfig
 from packtool.config.verify import VerifyConfig
+from packtool.constants import LEAST_SHARED
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, DataError, MismatchError
 from packtool.launch.world import World
-from packtool.plan.packing import pack
+from packtool.plan.packing import pack, pack_trees
+from packtool.plan.prefix_trees import PrefixTrees
 from packtool.progress import Progress, SilentProgress
 from packtool.train.model.load import load_model, resolve_dtype
 from packtool.train.model.quiet import quiet_transformers
 from packtool.train.prepare.check import open_caches
 from packtool.train.prepare.sequence_parallel import axes_of
+from packtool.train.prepare.shared_prefixes import find_shared
 from packtool.train.verify.checks import (
     Check,
     check_gradients,
     check_isolation,
     check_logits,
     check_loss,
+    check_prefixes,
     without_dropout,
     worst_of,
 )
@@ -57,7 +64,8 @@ class VerifyReport:
         model: directory.
         device, dtype: that it ran on and in.
         attention: the kernel.
-        num_packs, num_samples, num_tokens: that were compared; samples and tokens of all packs.
+        num_packs, num_samples, num_tokens: that were compared; samples and tokens of all packs, each sample whole.
+        num_shared_tokens: of these, tokens that were not computed again, for samples that share a prefix.
         checks: the worst of each kind.
         seconds: of all of it.
     """
@@ -69,6 +77,7 @@ class VerifyReport:
     num_packs: int
     num_samples: int
     num_tokens: int
+    num_shared_tokens: int
     checks: tuple[Check, ...]
     seconds: float
 
@@ -79,7 +88,7 @@ class VerifyReport:
 
     def raise_if_failed(self) -> None:
         """Raise a MismatchError, exit code 4, that names every check that failed."""
-        raise_if_failed(self.checks)
+        raise_if_failed(self.checks, shares=self.num_shared_tokens > 0)
 
 
 def raise_if_failed(checks: Sequence[Check], *, shares: bool = False) -> None:
@@ -121,15 +130,17 @@ def verify(config: VerifyConfig, progress: Progress | None = None, world: World 
     files = ModelFiles.load(config.model)
     run = _as_training(config)
     reader = open_caches(run, files)
-    packs = choose_packs(reader, config)
+    trees = _trees(config, files, reader, progress)
+    packs = choose_packs(reader, config, trees)
     spec = InputSpec.load(files.directory, reader.manifests[0].identity.media_limits, config)
     refuse_unsupported(spec.config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = resolve_dtype(spec.config, run, on_gpu=device.type == "cuda")
     kernel = choose(config.attn_impl, device, dtype).name
     samples = [[reader.sample(position) for position in positions] for positions in packs]
+    collate, least_shared = (collate_packs, None) if trees is None else (collate_tree, LEAST_SHARED)
     for pack_samples in samples:
-        refuse_leaky_inputs(collate_packs(pack_samples, spec).model_inputs())
+        refuse_leaky_inputs(collate(pack_samples, spec).model_inputs())
     parallel = None
     if world.sequence_parallel_size > 1:
         device = PartialState(cpu=device.type == "cpu").device  # which starts the process group, too
@@ -143,10 +154,8 @@ def verify(config: VerifyConfig, progress: Progress | None = None, world: World 
         model: PreTrainedModel = load_model(config.model, spec.config, dtype=dtype, packing=False)
         model = model.to(device)  # type: ignore[arg-type]  # to is overloaded
         set_attention(model, config.attn_impl, parallel)
-        tests = [
-            PackUnderTest(model, pack_samples, spec, dtype, parallel, some_local=number % 2 == 1)
-            for number, pack_samples in enumerate(samples)
-        ]
+        under_test = partial(PackUnderTest, model, spec=spec, dtype=dtype, parallel=parallel, least_shared=least_shared)
+        tests = [under_test(some, some_local=number % 2 == 1) for number, some in enumerate(samples)]
         checks = _check_all(model, tests, progress)
     return VerifyReport(
         model=config.model,
@@ -155,7 +164,8 @@ def verify(config: VerifyConfig, progress: Progress | None = None, world: World 
         attention=kernel,
         num_packs=len(packs),
         num_samples=sum(map(len, packs)),
-        num_tokens=sum(sample.length for pack_samples in samples for sample in pack_samples),
+        num_tokens=sum(sum(test.lengths) for test in tests),
+        num_shared_tokens=sum(test.num_shared_tokens for test in tests),
         checks=tuple(worst_of(checks)),
         seconds=time.perf_counter() - begin,
     )
@@ -172,8 +182,8 @@ def verify_cheaply(
 ) -> list[Check]:
     """The part that costs a few forward passes, for a run that is about to begin.
 
-    Two samples are changed and the loss is compared, without gradients; neither the model's mode nor random numbers
-    are touched. ``raise_if_failed`` turns the answer into an error.
+    Two samples are changed, and what they share, and the loss is compared, without gradients; neither the model's mode
+    nor random numbers are touched. ``raise_if_failed`` turns the answer into an error.
 
     Args:
         model: that ``set_attention`` was called on; bare or in an adapter, not yet wrapped for several processes.
@@ -185,7 +195,7 @@ def verify_cheaply(
         least_shared: tokens that a prefix must have to be computed once; None has all samples whole.
 
     Returns:
-        the checks ``isolation`` and ``loss``.
+        the checks ``isolation``, ``loss`` and, of a tree, ``prefixes``.
 
     Raises:
         MismatchError: if the inputs could leak, or changes have no effect.
@@ -201,7 +211,8 @@ def verify_cheaply(
         )
         packed = pack_under_test.batch if parallel is None else collate_packs(pack_under_test.samples, spec)
         refuse_leaky_inputs(packed.model_inputs())
-        return [check_isolation(pack_under_test, _CHANGES_BEFORE_TRAINING), check_loss(pack_under_test)]
+        checks = [check_isolation(pack_under_test, _CHANGES_BEFORE_TRAINING), check_loss(pack_under_test)]
+        return [*checks, check_prefixes(pack_under_test, 1)] if pack_under_test.is_tree else checks
 
 
 def fewer_tokens(samples: Sequence[EncodedSample], most: int = _FEW_TOKENS) -> list[EncodedSample]:
@@ -212,48 +223,68 @@ def fewer_tokens(samples: Sequence[EncodedSample], most: int = _FEW_TOKENS) -> l
     return [sample for number, sample in enumerate(samples) if number in kept]
 
 
-def choose_packs(reader: CacheReader, config: VerifyConfig) -> list[list[int]]:
+def _trees(config: VerifyConfig, files: ModelFiles, reader: CacheReader, progress: Progress) -> PrefixTrees | None:
+    """The samples that share prefixes within packs; None if all are compared whole."""
+    capacity = _capacity(config, reader)
+    shared, told = find_shared(config, files.config, reader, capacity=capacity, max_length=capacity)
+    if told is not None:
+        progress.note(told)
+    return None if shared is None else shared.trees
+
+
+def _capacity(config: VerifyConfig, reader: CacheReader) -> int:
+    return config.packing_length or max(manifest.max_length for manifest in reader.manifests)
+
+
+def choose_packs(reader: CacheReader, config: VerifyConfig, trees: PrefixTrees | None = None) -> list[list[int]]:
     """Packs of at least two samples as training would make them: positions in the cache.
 
-    Where samples have media, the first pack has some.
+    Packs in which prefixes are shared come first, and of these, or else of all, one with media.
+
+    Args:
+        trees: of samples that share prefixes.
 
     Raises:
         ConfigError: if no two samples share a pack.
         DataError: if no sample fits into one.
     """
-    capacity = config.packing_length or max(manifest.max_length for manifest in reader.manifests)
-    index = reader.index
+    capacity, index = _capacity(config, reader), reader.index
     fitting = np.flatnonzero(index.length <= capacity)
     if not len(fitting):
         raise DataError(
             f"none of the {len(reader):,} samples fits into {capacity:,} tokens",
             f"Raise --packing-length; the shortest sample has {int(index.length.min(initial=0)):,}.",
         )
-    plan = pack(index.length[fitting], capacity, seed=config.seed)
-    sizes = np.diff(plan.offsets)
-    shared = np.flatnonzero(sizes > 1)
-    if not len(shared):
+    if trees is not None:
+        plan = pack_trees(trees, index.length, capacity, seed=config.seed)
+    else:
+        plan = pack(index.length[fitting], capacity, seed=config.seed)
+        plan = dataclasses.replace(plan, samples=fitting[plan.samples])
+    several = np.flatnonzero(np.diff(plan.offsets) > 1)
+    if not len(several):
         raise ConfigError(
             f"--packing-length {capacity}: no two samples share a pack, so there is nothing to compare",
             "Raise it: the two shortest samples should fit.",
         )
-    media = plan.sums_per_pack(index.media_tokens[fitting][plan.samples])[shared]
-    # Stable: those with media first, else in the plan's order, which is drawn.
-    first = shared[np.argsort(media == 0, kind="stable")][:1]
-    chosen = [*first.tolist(), *(number for number in shared.tolist() if number != first[0])][: config.num_packs]
-    return [fitting[plan.pack(number)].tolist() for number in chosen]
+    shared = np.zeros(plan.num_packs, np.int64) if plan.shared is None else plan.sums_per_pack(plan.shared)
+    has_media, shares = plan.sums_per_pack(index.media_tokens[plan.samples])[several] > 0, shared[several] > 0
+    # Else in the plan's order, which is drawn.
+    first = several[np.lexsort((~has_media, ~shares))[0]]
+    in_order = several[np.argsort(~shares, kind="stable")]
+    chosen = [first, *in_order[in_order != first]][: config.num_packs]
+    return [plan.pack(number).tolist() for number in chosen]
 
 
 def _check_all(model: PreTrainedModel, tests: Sequence[PackUnderTest], progress: Progress) -> list[Check]:
     """Every check on every pack."""
     checks: list[Check] = []
-    functions = (check_isolation, check_logits, check_loss, check_gradients)
-    progress.start("verify", len(tests) * len(functions))
+    functions = (check_isolation, check_prefixes, check_logits, check_loss, check_gradients)
+    todo = [(check, test) for test in tests for check in functions if check is not check_prefixes or test.is_tree]
+    progress.start("verify", len(todo))
     with without_dropout(model):
-        for under_test in tests:
-            for check in functions:
-                checks.append(check(under_test))
-                progress.advance(1)
+        for check, under_test in todo:
+            checks.append(check(under_test))
+            progress.advance(1)
     progress.finish()
     return checks
 

@@ -20,6 +20,7 @@ from packtool.attention.register import ATTENTION_NAME
 from packtool.batch.collate import collate_packs
 from packtool.batch.spec import InputSpec
 from packtool.cache.reader import CacheReader
+from packtool.encode.encoded import EncodedSample
 from packtool.errors import DataError
 from packtool.launch.world import World
 from packtool.progress import SilentProgress
@@ -29,7 +30,9 @@ from packtool.train.evaluate.totals import Evaluation
 from packtool.train.model.head_loss import HeadLoss, head_of
 from packtool.train.model.load import load_model, make_trainable
 from packtool.train.prepare.evaluation import plan_of_samples
+from packtool.train.prepare.shared_prefixes import find_shared
 from packtool.train.run import train
+from tests.train.alike import make_alike_world
 from tests.train.tiny import TinyWorld, export_rows, make_tiny_text_world
 from tests.train.two_evaluations import run_two_processes
 
@@ -73,6 +76,13 @@ def case(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Case:
     export_rows(channels, channels.cache, media_root=str(folder))
     limits = CacheReader.open([channels.cache]).manifests[0].identity.media_limits
     return Case(checkpoint, channels.cache, channels.rows, InputSpec.load(checkpoint, limits))
+
+
+@pytest.fixture(scope="module")
+def alike(case: Case, tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """The same model, and rows of which most begin alike."""
+    world = make_alike_world(tiny, tmp_path_factory.mktemp("alike"))
+    return dataclasses.replace(case, cache=world.cache, rows=world.rows)
 
 
 @torch.no_grad()
@@ -162,6 +172,41 @@ def test_logits_where_a_head_allows_no_losses(
     monkeypatch.setattr("packtool.train.evaluate.scorer._TARGETS_AT_ONCE", 7)
     monkeypatch.setattr("packtool.train.evaluate.scorer._CELLS_AT_ONCE", 30)
     assert largest_error(case.evaluate(max_tokens=400), reference) <= 1e-5
+
+
+class WithGaps:
+    """Of every second sample, the second target is none: of a prefix, it is then one of some samples only."""
+
+    def __init__(self, reader: CacheReader) -> None:
+        self.reader = reader
+
+    def sample(self, position: int) -> EncodedSample:
+        sample = self.reader.sample(position)
+        labels = sample.labels.copy()
+        labels[np.flatnonzero(labels != -100)[1 : 1 + position % 2]] = -100
+        return dataclasses.replace(sample, labels=labels)
+
+
+@pytest.mark.parametrize("chosen", [False, True], ids=["all targets", "of some samples"])
+def test_samples_that_share_prefixes_are_what_they_are_alone(
+    chosen: bool, case: Case, alike: Case, tiny: TinyWorld
+) -> None:
+    """Questions about one picture, one of which is asked on."""
+    reader = alike.reader
+    samples = WithGaps(reader) if chosen else reader
+    plan = plan_of_samples(reader, World(), max_tokens=400)
+    shared, _ = find_shared(tiny.config("unused"), alike.spec.config.to_dict(), reader, capacity=400)
+    assert shared is not None
+    model = case.load()
+    rows: list[int] = []
+    model.register_forward_pre_hook(lambda *given: rows.append(given[-1]["input_ids"].shape[1]), with_kwargs=True)
+    tree = evaluate(model, reader, alike.spec, dataclasses.replace(plan, trees=shared.trees), samples=samples)
+    assert sum(rows) <= dataclasses.replace(plan, trees=shared.trees).num_tokens < 0.75 * plan.num_tokens
+    alone = evaluate(model, reader, alike.spec, plan.alone(), samples=samples)
+    assert tree.loss == pytest.approx(alone.loss, abs=1e-5)
+    for name in ("tokens", "target_tokens", "num_correct", "first_wrong", "row", "channel"):
+        assert getattr(tree, name).tolist() == getattr(alone, name).tolist()
+    assert len(set(alone.first_wrong.tolist())) > 2
 
 
 def test_a_model_of_text_alone(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.forked import run_ranks
+from tests.train.alike import make_alike_world
 from tests.train.jobs import Job, run_jobs
 from tests.train.tiny import TinyWorld, check_same_rest, read_metrics
 
@@ -21,6 +22,7 @@ pytestmark = [
 ]
 
 STAGES = ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
+TREE_STAGES = ("zero2", "zero3")
 # Pictures are loaded by another process, which makes the model that tells their positions.
 STEPS: dict[str, Any] = {"max_steps": 3, "gradient_accumulation_steps": 2, "dataloader_num_workers": 1, "save_steps": 2}
 
@@ -41,15 +43,33 @@ def runs(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_stage_learns_what_ddp_learns(stage: str, runs: Path) -> None:
-    lines, expected = read_metrics(runs / stage), read_metrics(runs / "ddp")
+    check_learns_the_same(runs / stage, runs / "ddp")
+
+
+def check_learns_the_same(stage: Path, ddp: Path) -> None:
+    lines, expected = read_metrics(stage), read_metrics(ddp)
     assert len(lines) == len(expected) == STEPS["max_steps"]
     for line, wanted in zip(lines, expected, strict=True):
         assert line["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
         assert line["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5)
-    weights, others = (load_file(runs / name / "checkpoint-3" / "model.safetensors") for name in (stage, "ddp"))
+        assert line["tokens"] == wanted["tokens"]
+    weights, others = (load_file(run / "checkpoint-3" / "model.safetensors") for run in (stage, ddp))
     assert weights.keys() - {"lm_head.weight"} == others.keys()
     for name in others:
         torch.testing.assert_close(weights[name], others[name], rtol=0, atol=1e-5)
+
+
+def test_trees_learn_what_ddp_learns(tiny: TinyWorld, tmp_path: Path) -> None:
+    """Samples that begin alike, with what they begin with once; with DDP, it is what whole samples learn."""
+    alike = make_alike_world(tiny, tmp_path)
+    given = STEPS | {"share_prefix": "true", "num_train_epochs": 3.0}
+    jobs: list[Job] = [("train", tmp_path / "ddp", given)]
+    jobs += [("train", tmp_path / stage, given | {"deepspeed": stage}) for stage in TREE_STAGES]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DS_ACCELERATOR", "cpu")
+        run_ranks(2, run_jobs, alike, jobs, scratch=tmp_path)
+    for stage in TREE_STAGES:
+        check_learns_the_same(tmp_path / stage, tmp_path / "ddp")
 
 
 @pytest.mark.parametrize("stage", STAGES)

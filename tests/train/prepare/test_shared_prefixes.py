@@ -161,9 +161,7 @@ def test_what_does_not_go_with_it(
 
 
 def test_other_contradictions(alike: TinyWorld, tmp_path: Path) -> None:
-    streamed = alike.config(tmp_path, share_prefix="true", **alike.streamed())
-    assert any("--streaming true computes every sample whole" in problem for problem in streamed.problems())
-    assert not alike.config(tmp_path, **alike.streamed()).problems()
+    assert not alike.config(tmp_path, share_prefix="true", **alike.streamed()).problems()
     off = alike.config(tmp_path, share_prefix="false", max_rows_per_tree=4)
     assert any("--max-rows-per-tree bounds" in problem for problem in off.problems())
     lengths = PlanConfig(lengths="lengths.npy", packing_length=256, share_prefix="true")
@@ -176,14 +174,13 @@ def test_a_model_with_recurrent_layers(alike: TinyWorld, tmp_path: Path) -> None
     run = prepared(alike, tmp_path)
     model = {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}, "vision_config": {}}
     config = alike.config(tmp_path)
-    options = preview(PlanConfig(cached_dataset=(alike.cache,), packing_length=256)).options
-    shared, note = find_shared(config, options, model, run.reader)
+    shared, note = find_shared(config, model, run.reader, capacity=256)
     assert shared is None
     assert note is not None
     assert "recurrent layers" in note
     asked = alike.config(tmp_path, share_prefix="true")
     with pytest.raises(UnsupportedModelError, match="recurrent layers"):
-        find_shared(asked, options, model, run.reader)
+        find_shared(asked, model, run.reader, capacity=256)
 
 
 def test_a_cache_of_an_older_packtool(alike: TinyWorld, tmp_path: Path) -> None:

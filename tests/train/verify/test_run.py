@@ -36,6 +36,7 @@ from packtool.train.verify.checks import (
     check_isolation,
     check_logits,
     check_loss,
+    check_prefixes,
     worst_of,
 )
 from packtool.train.verify.pack_under_test import PackUnderTest
@@ -57,6 +58,7 @@ from tests.batch.reduced import (
     samples_alike,
     save_image_processor,
 )
+from tests.train.alike import make_alike_world
 from tests.train.tiny import TinyWorld
 
 torch.set_num_threads(1)
@@ -222,11 +224,40 @@ def tree(request: pytest.FixtureRequest, tmp_path: Any) -> PackUnderTest:
 
 def test_a_tree_is_compared_with_each_of_its_samples(tree: PackUnderTest) -> None:
     assert isinstance(tree.batch, TreeBatch)
-    checks = [check(tree, 7) for check in (check_isolation, check_gradients)] + [check_logits(tree), check_loss(tree)]
+    checks = [check(tree, 7) for check in (check_isolation, check_prefixes, check_gradients)]
+    checks += [check_logits(tree), check_loss(tree)]
     raise_if_failed(checks)
     assert checks[0].error == 0.0
-    changed = tree.with_change(0)
-    assert 0 < int((changed.input_ids != tree.batch.input_ids).sum()) < tree.samples[0].length
+    assert checks[1].error < 1e-5
+    for node in tree.nodes:
+        changed = tree.with_change(node)
+        assert 0 < int((changed.input_ids != tree.batch.input_ids).sum()) <= node.length
+
+
+def test_samples_that_are_the_same_are_no_reason_to_stop() -> None:
+    """Nothing could leak between them, and what they share is compared with each alone."""
+    model, spec, sample = reduced_model("qwen3"), reduced_spec("qwen3"), make_sample(20, seed=1)
+    checks = verify_cheaply(model, [sample, sample], spec, least_shared=1)
+    assert [check.name for check in checks] == ["isolation", "loss", "prefixes"]
+    raise_if_failed(checks, shares=True)
+
+
+def test_packs_that_share_prefixes_are_verified(tiny: TinyWorld, tmp_path: Path, monkeypatch: Any) -> None:
+    alike = make_alike_world(tiny, tmp_path)
+    found = verify(config(alike, num_packs=1))
+    assert [check.name for check in found.checks] == ["isolation", "prefixes", "logits", "loss", "gradients"]
+    assert found.passed
+    assert found.checks[0].error == 0
+    assert found.checks[1].error < 1e-5
+    assert 0 < found.num_shared_tokens < found.num_tokens
+    whole = verify(config(alike, num_packs=1, share_prefix="false"))
+    assert whole.num_shared_tokens == 0
+    assert [check.name for check in whole.checks] == ["isolation", "logits", "loss", "gradients"]
+    monkeypatch.setattr("packtool.batch.collate_tree.key_index", _with_the_node_before)
+    monkeypatch.setattr("packtool.train.verify.run.refuse_leaky_inputs", lambda inputs: None)
+    with pytest.raises(MismatchError, match="packed samples leak") as error:
+        verify(config(alike, num_packs=1)).raise_if_failed()
+    assert "--share-prefix false" in str(error.value)
 
 
 def test_samples_that_share_nothing_lie_in_their_order() -> None:
@@ -245,7 +276,8 @@ def test_a_branch_that_sees_another_is_found(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("packtool.batch.collate_tree.key_index", _with_the_node_before)
     spec = reduced_spec("qwen3")
     tree = PackUnderTest(reduced_model("qwen3"), samples_alike("qwen3"), spec, torch.float32, least_shared=1)
-    assert not any(check(tree).passed for check in (check_isolation, check_logits, check_loss, check_gradients))
+    functions = (check_isolation, check_prefixes, check_logits, check_loss, check_gradients)
+    assert not any(check(tree).passed for check in functions)
     with pytest.raises(MismatchError, match="do not count from 0"):
         refuse_leaky_inputs(tree.batch.model_inputs())
 

@@ -1,0 +1,104 @@
+"""Packs of a stream whose samples begin alike: each prefix once in a pack, every sample once, resumed at any pack."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from packtool.constants import LEAST_SHARED
+from packtool.encode.model_files import ModelFiles
+from packtool.encode.placed_media import MediaTokens
+from packtool.rows.source import SourceSpec
+from packtool.stream.packs import StreamedPack
+from packtool.stream.sharing import Added, IntervalSharing
+from packtool.stream.state import read_stream_state, write_stream_state
+from tests.cache.conftest import model as model
+from tests.stream.test_packs import CAPACITY, contents, options, stream
+
+NUM_TEXTS, QUESTIONS, NUM_ALONE = 40, 5, 60
+
+
+@pytest.fixture(scope="module")
+def specs(tmp_path_factory: pytest.TempPathFactory) -> list[SourceSpec]:
+    """Five questions about each of 40 texts, one after the other, and 60 rows that share nothing."""
+    random = np.random.default_rng(0)
+    rows = []
+    for _ in range(NUM_TEXTS):
+        text = " ".join(map(str, random.integers(1000, 9999, 25)))
+        for question in range(QUESTIONS):
+            asked = [{"role": "user", "content": text}, {"role": "assistant", "content": "read"}]
+            asked += [{"role": "user", "content": f"{question}?"}, {"role": "assistant", "content": "x" * question}]
+            rows.append({"messages": asked})
+    for _ in range(NUM_ALONE):
+        alone = "".join(map(chr, random.integers(97, 122, int(random.integers(5, 150)))))
+        rows.append({"messages": [{"role": "user", "content": alone}, {"role": "assistant", "content": "y"}]})
+    path = tmp_path_factory.mktemp("alike") / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [SourceSpec(str(path))]
+
+
+def sharing(model: Path, **given: Any) -> IntervalSharing:
+    return IntervalSharing(MediaTokens.of(ModelFiles.load(str(model)).config), **{"worth": 0.05} | given)
+
+
+def tokens_once(pack: StreamedPack) -> int:
+    """Tokens of a pack if everything that two samples begin with is there once, whatever was planned."""
+    trie: set[bytes] = set()
+    for sample in pack.samples:
+        ids = np.ascontiguousarray(sample.input_ids, "<i4")
+        trie |= {ids[:stop].tobytes() for stop in range(1, len(ids) + 1)}
+    return len(trie)
+
+
+def test_prefixes_are_once_in_a_pack(specs: Any, model: Path) -> None:
+    chosen = options(shuffle_buffer_size=1, packing_interval=100)
+    packs, whole = (list(stream(specs, model, chosen, sharing=way)) for way in (sharing(model), None))
+    names = [name for pack in contents(packs) for name in pack]
+    assert Counter(names) == Counter(name for pack in contents(whole) for name in pack)
+    assert len(names) == len(set(names)) == NUM_TEXTS * QUESTIONS + NUM_ALONE
+    assert sum(pack.num_whole_tokens for pack in packs) == sum(pack.num_tokens for pack in whole)
+    assert sum(pack.num_tokens for pack in packs) < 0.6 * sum(pack.num_tokens for pack in whole)
+    assert len(packs) < 0.7 * len(whole)
+    for pack in packs:
+        assert sum(pack.added.targets) < pack.num_targets or not pack.added.shared.any()
+        assert tokens_once(pack) <= pack.num_tokens <= CAPACITY
+    for pack in whole:
+        assert pack.num_tokens == pack.num_whole_tokens
+        assert pack.added.targets.sum() == pack.num_targets
+
+
+def test_intervals_that_save_little_are_packed_whole(specs: Any, model: Path) -> None:
+    """An interval of ten rows drawn from all has few that are alike."""
+    chosen = options(packing_interval=10, shuffle_buffer_size=300)
+    whole = contents(list(stream(specs, model, chosen)))
+    assert contents(list(stream(specs, model, chosen, sharing=sharing(model, worth=0.9)))) == whole
+    asked = list(stream(specs, model, chosen, sharing=sharing(model, worth=0.0)))
+    assert sum(pack.num_tokens for pack in asked) < sum(pack.num_whole_tokens for pack in asked)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 0.8])
+def test_the_rest_is_the_same_from_any_pack_on(share: float, specs: Any, model: Path, tmp_path: Path) -> None:
+    chosen = options(packing_interval=60, shuffle_buffer_size=20, num_epochs=2)
+    packs = list(stream(specs, model, chosen, sharing=sharing(model)))
+    at = int(share * len(packs))
+    write_stream_state(str(tmp_path), 0, packs[at].state)
+    state = read_stream_state(str(tmp_path), 0)
+    rest = list(stream(specs, model, chosen, sharing=sharing(model), start=state))
+    assert contents(rest) == contents(packs[at + 1 :])
+    for one, other in zip(rest, packs[at + 1 :], strict=True):
+        assert all(np.array_equal(*columns) for columns in zip(one.added, other.added, strict=True))
+
+
+def test_a_tree_has_no_more_rows_than_asked(specs: Any, model: Path) -> None:
+    samples = [sample for pack in stream(specs, model, options()) for sample in pack.samples]
+    for most in (None, 2):
+        found = sharing(model, max_rows=most).found(samples, CAPACITY)
+        assert found is not None
+        assert np.diff(found.trees.offsets).max() == (most or QUESTIONS)
+        assert found.trees.shared[found.trees.shared > 0].min() >= LEAST_SHARED
+        assert Added.of(samples, found).media_tokens.sum() == 0
