@@ -50,9 +50,10 @@ from packtool.errors import ConfigError, DataError, MismatchError, StorageError,
 from packtool.progress import Progress
 from packtool.rows.boundary import unforeseen_note
 from packtool.rows.opened import close_readers
+from packtool.rows.prepared_notes import prepared_notes
 from packtool.rows.scan import scan_sources
 from packtool.rows.source import ScannedSource, SourceSpec
-from packtool.rows.sources import sources_of
+from packtool.rows.sources import sources_of, splits_left_out
 
 _LOOKED_AT = 8  # sources whose first rows are looked at before the work begins
 # Sources that each get a line of their own; of more it is told how far they are, for so many at once.
@@ -103,6 +104,9 @@ def _export(config: ExportConfig, progress: Progress, workers: Workers, collect:
         SourceInfo(storage.absolute(s.source.label), s.size, s.modified, s.digest, s.num_rows, s.spec.settings)
         for s in scanned
     )
+    left_out = splits_left_out(config) if config.TAKES_TOKENS else []
+    for note in (*left_out, *prepared_notes(scanned, config.TAKES_TOKENS)):
+        progress.note(note)
     check_template(config.model, files, ((found.source, found.blocks) for found in scanned))
     tasks = make_tasks(scanned, config)
     if not tasks:
