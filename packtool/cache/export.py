@@ -15,6 +15,7 @@ import numpy as np
 from packtool import storage
 from packtool.cache.finish import build_manifest, length_counts, merge_dropped, publish_cache
 from packtool.cache.garbage import collecting_later
+from packtool.cache.identity import identity_of
 from packtool.cache.index import read_index
 from packtool.cache.lock import DirectoryLock, refuse_if_busy
 from packtool.cache.manifest import Identity, Manifest, SourceInfo
@@ -41,18 +42,17 @@ from packtool.config.export import ExportConfig
 from packtool.constants import DROPPED_NAME, MANIFEST_NAME
 from packtool.encode.blocks import check_template, refused_at_first
 from packtool.encode.encoder import Encoder
-from packtool.encode.families import MediaLimits, media_encoding
-from packtool.encode.loss_scale import is_hybrid_thinking, loss_scale_of
-from packtool.encode.model_files import ModelFiles, place_of
+from packtool.encode.families import media_encoding
+from packtool.encode.model_files import ModelFiles
 from packtool.encode.remarks import remarks_on
-from packtool.encode.row_parts import expansion_of
 from packtool.errors import ConfigError, DataError, MismatchError, StorageError, StoreDownError
 from packtool.progress import Progress
 from packtool.rows.boundary import unforeseen_note
 from packtool.rows.opened import close_readers
+from packtool.rows.prepared_notes import prepared_notes
 from packtool.rows.scan import scan_sources
 from packtool.rows.source import ScannedSource, SourceSpec
-from packtool.rows.sources import sources_of
+from packtool.rows.sources import sources_of, splits_left_out
 
 _LOOKED_AT = 8  # sources whose first rows are looked at before the work begins
 # Sources that each get a line of their own; of more it is told how far they are, for so many at once.
@@ -103,6 +103,9 @@ def _export(config: ExportConfig, progress: Progress, workers: Workers, collect:
         SourceInfo(storage.absolute(s.source.label), s.size, s.modified, s.digest, s.num_rows, s.spec.settings)
         for s in scanned
     )
+    left_out = splits_left_out(config) if config.TAKES_TOKENS else []
+    for note in (*left_out, *prepared_notes(scanned, config.TAKES_TOKENS)):
+        progress.note(note)
     check_template(config.model, files, ((found.source, found.blocks) for found in scanned))
     tasks = make_tasks(scanned, config)
     if not tasks:
@@ -365,31 +368,6 @@ def _part(
         pieces_added=sum(split.pieces_added for split in splits),
         parts_left_out=dict(sorted(left_out.items())),
         rows_made=sum(result.rows for result in mine),
-    )
-
-
-def identity_of(config: ExportConfig, files: ModelFiles, limits: MediaLimits) -> Identity:
-    """What decides the content of the cache that an export makes.
-
-    Args:
-        limits: on media, of the model with the user's options.
-    """
-    return Identity(
-        # What is looked up later must be found from any directory; the fingerprint leaves the model's place out.
-        spec=replace(config.encode_spec, expand_turns=expansion_of(config.expand_turns, files)).recorded()
-        | {
-            "model": place_of(config.model),
-            # As it is meant, so that a cache whose empty thinking blocks are targets is not taken for one without.
-            "loss_scale": loss_scale_of(config.loss_scale, is_hybrid_thinking(files)),
-        },
-        model_type=files.model_type,
-        tokenizer_hash=files.tokenizer_hash,
-        template_hash=files.template_hash,
-        processor_hash=files.processor_hash,
-        media_limits=limits,
-        seed=config.seed,
-        split_dataset_ratio=config.split_dataset_ratio,
-        rows_per_shard=config.rows_per_shard,
     )
 
 

@@ -66,6 +66,8 @@ class EncodeSpec(MediaOptions):
 class ExportConfig(RowOptions, EncodeSpec):
     """What ``packtool export`` needs to know."""
 
+    TAKES_TOKENS: ClassVar[bool] = False
+    """Whether rows that have tokens and what these were made of are taken as tokens."""
     NEEDED_FIRST: ClassVar[tuple[str, ...]] = (
         "model",
         "dataset",

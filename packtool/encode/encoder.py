@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,13 +15,14 @@ from packtool.encode.assemble import MediaLayout, TokenizedLayout, join_pieces, 
 from packtool.encode.control import ControlVocabulary, Piece, Shield
 from packtool.encode.encoded import EncodedSample, IntArray
 from packtool.encode.families import MediaEncoding, MediaKind, Medium, media_encoding
-from packtool.encode.fit import Tokenized, fit, over_long
+from packtool.encode.fit import Tokenized, fit, fit_all, over_long
 from packtool.encode.left_out import LeftOut
 from packtool.encode.loss_scale import LossScale, Weights, is_hybrid_thinking, loss_scale_of, parse_loss_scale
 from packtool.encode.messages import CannotRender, message_of, strings_of
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.pieces import PieceTokenizer
 from packtool.encode.placed_media import MediaTokens
+from packtool.encode.prepared import PreparedRows
 from packtool.encode.remarks import remarks_on
 from packtool.encode.row_parts import RowParts, expansion_of, joined
 from packtool.encode.targets import TurnFinder, TurnPieces, turn_finder
@@ -83,6 +85,7 @@ class Encoder:
                 "Tokenizer and config.json belong to different models: take both from one.",
             )
         self._pieces = PieceTokenizer(tokenizer, self._vocabulary)
+        self._tokenizer = tokenizer
         self._is_hybrid_thinking = is_hybrid_thinking(files)
         expansion = replace(spec, expand_turns=expansion_of(spec.expand_turns, files))
         self._parts = RowParts(expansion, self._template, self._finder, self._cut_or_none)
@@ -101,6 +104,8 @@ class Encoder:
         Raises:
             RowError: for a sample that does not fit when the strategy is ``raise``.
         """
+        if any(sample.tokens is not None for sample in samples):
+            return [self._as_prepared(s) if s.tokens is not None else self.encode([s])[0] for s in samples]
         parts = [self._parts.of(sample) for sample in samples]
         found = iter(self._encode([part for of_row in parts for part in of_row]))
         return [next(found) if len(of_row) == 1 else joined(of_row, [next(found) for _ in of_row]) for of_row in parts]
@@ -151,13 +156,34 @@ class Encoder:
             at += len(units)
         return found
 
+    @cached_property
+    def _prepared(self) -> PreparedRows:
+        num_ids = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        return PreparedRows(self.spec, self._media, self.media_tokens, self._vocabulary.ids, num_ids)
+
+    def _as_prepared(self, sample: Sample) -> list[EncodedSample] | Dropped:
+        """What becomes of a row that another tool has tokenized."""
+        try:
+            parts = self._prepared.tokenized(sample, self._media_of(sample))
+        except MediaProblem as problem:
+            return Dropped(sample.source, sample.row, problem.reason, problem.detail)
+        return parts if isinstance(parts, Dropped) else fit_all(parts, self.spec)
+
+    def _media_of(self, sample: Sample) -> dict[str, list[Medium]]:
+        """The media of a row by kind.
+
+        Raises:
+            MediaProblem: if one cannot be used.
+        """
+        return {
+            "image": [self._measure("image", ref) for ref in sample.images],
+            "video": [self._measure("video", ref) for ref in sample.videos],
+            "audio": [self._measure("audio", ref) for ref in sample.audios],
+        }
+
     def _render(self, sample: Sample) -> _Rendered | Dropped:
         try:
-            media = {
-                "image": [self._measure("image", ref) for ref in sample.images],
-                "video": [self._measure("video", ref) for ref in sample.videos],
-                "audio": [self._measure("audio", ref) for ref in sample.audios],
-            }
+            media = self._media_of(sample)
         except MediaProblem as problem:
             return Dropped(sample.source, sample.row, problem.reason, problem.detail)
         if self._media.control_tokens and sample.lone_mark:

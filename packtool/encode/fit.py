@@ -17,6 +17,8 @@ from packtool.encode.truncate import Side, kept_positions, moved_borders, moved_
 from packtool.errors import RowError
 from packtool.rows.sample import Dropped, Sample
 
+_NO_TARGET = "no_target_tokens"
+
 Positions = npt.NDArray[np.int64]
 
 
@@ -107,8 +109,33 @@ def fit(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped:
     found = _labelled(item)
     if found is None:
         detail = "truncation left no target" if item.num_removed else "no assistant turn has tokens to learn"
-        return Dropped(sample.source, sample.row, "no_target_tokens", detail)
+        return Dropped(sample.source, sample.row, _NO_TARGET, detail)
     return [found]
+
+
+def fit_all(parts: Sequence[Tokenized], spec: EncodeSpec) -> list[EncodedSample] | Dropped:
+    """Hold the samples that a row is packed of to ``spec.max_length``, as ``fit`` does with one.
+
+    Those without a target are left out, for they teach nothing, unless all are. One that is too long costs the row: of
+    every row that goes in it is known whether it is kept.
+
+    Raises:
+        RowError: as ``fit``.
+    """
+    kept: list[EncodedSample] = []
+    for number, part in enumerate(parts, 1):
+        found = fit(part, spec)
+        if not isinstance(found, Dropped):
+            kept += found
+        elif len(parts) == 1:
+            return found
+        elif found.reason != _NO_TARGET:
+            return replace(found, detail=f"sample {number} of the {len(parts)} in the row: {found.detail}")
+    if not kept:
+        sample = parts[0].sample
+        detail = f"none of the {len(parts)} samples in the row has tokens to learn"
+        return Dropped(sample.source, sample.row, _NO_TARGET, detail)
+    return kept
 
 
 def over_long(sample: Sample, spec: EncodeSpec, length: str) -> Dropped:
@@ -148,7 +175,7 @@ def _split(item: Tokenized, limit: int) -> list[EncodedSample] | Dropped:
     ]
     # A piece of one token alone has no target.
     kept = [piece for piece in pieces if piece is not None]
-    return kept or Dropped(sample.source, sample.row, "no_target_tokens", "the text has fewer than two tokens")
+    return kept or Dropped(sample.source, sample.row, _NO_TARGET, "the text has fewer than two tokens")
 
 
 def _labelled(item: Tokenized) -> EncodedSample | None:

@@ -6,6 +6,9 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from packtool.errors import RowError
 from packtool.rows.rights import MediaRights
 
@@ -90,6 +93,23 @@ class MediaRef:
         return self.path if self.path is not None else f"<{len(self.data or b'')} bytes>"
 
 
+@dataclass(frozen=True, eq=False)
+class PreparedTokens:
+    """The tokens of a row that another tool has made, without padding.
+
+    Args:
+        ids: int64 (L,).
+        trained: bool (L,), which of them are targets; None where nothing says it, and all are.
+        weights: float32 (L,), of the targets; None where all weigh 1.
+        starts: int64 (D,), ascending from 0: where the D samples begin that the row is packed of.
+    """
+
+    ids: npt.NDArray[np.int64]
+    trained: npt.NDArray[np.bool_] | None
+    weights: npt.NDArray[np.float32] | None
+    starts: npt.NDArray[np.int64]
+
+
 @dataclass(frozen=True)
 class Sample:
     """A conversation, its media in the order of their marks, and where it came from.
@@ -103,6 +123,7 @@ class Sample:
         lone_mark: kind of medium that a question has a mark of and the row has none of; "" for none.
         responses: accepted answers to what the turns ask; none where the turns have the answer.
         part: of the row, where it becomes several samples and this is to be one of them.
+        tokens: of a row that another tool has tokenized, which has no turns; None for all others.
     """
 
     turns: tuple[Turn, ...]
@@ -119,6 +140,7 @@ class Sample:
     lone_mark: str = ""
     responses: tuple[Response, ...] = ()
     part: RowPart | None = None
+    tokens: PreparedTokens | None = None
 
 
 _LONGEST_DETAIL, _MOST_SHOWN = 1000, 300

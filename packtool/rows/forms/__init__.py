@@ -21,7 +21,7 @@ from packtool.rows.forms.media import Found, media_of
 from packtool.rows.forms.problem import RowProblem
 from packtool.rows.forms.responses import responses_of
 from packtool.rows.forms.text import TEXT
-from packtool.rows.sample import Sample, Turn
+from packtool.rows.sample import PreparedTokens, Sample, Turn
 from packtool.rows.source import Pairs, Source
 
 __all__ = ["RowProblem", "check_first_rows", "to_sample"]
@@ -45,6 +45,8 @@ def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
     if form is None:
         form, columns = _form_of(row, source)
     fields, found = Fields(row, columns), Found(source)
+    if (tokens_of := KNOWN[form].tokens) is not None:
+        return _prepared(tokens_of(fields), fields, found, number)
     turns = KNOWN[form].read(fields, found)
     tools = _tools(fields)
     is_text = form == TEXT.name or (_is_text(turns) and tools is None and fields.get("system") is None)
@@ -72,6 +74,23 @@ def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
         loss_scale=source.loss_scale,
         lone_mark=asked,
         responses=responses,
+    )
+
+
+def _prepared(tokens: PreparedTokens, fields: Fields, found: Found, number: int) -> Sample:
+    """The sample of a row that another tool has tokenized."""
+    media = media_of(fields, found)
+    return Sample(
+        turns=(),
+        images=media["image"],
+        source=found.source.label,
+        row=number,
+        channel=_channel(fields),
+        videos=media["video"],
+        audios=media["audio"],
+        is_text=tokens.trained is None,
+        loss_scale=found.source.loss_scale,
+        tokens=tokens,
     )
 
 
