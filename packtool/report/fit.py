@@ -52,4 +52,14 @@ def fit_advice(figures: Mapping[str, Any], hardware: str | None) -> list[str]:
         f"--dry-run --hardware {hardware or 'h100'} behind it checks it on any machine. --json has every row with its "
         "command;",
         "what is given beside --fit (--packing-length, --gradient-checkpointing, --fsdp, ...) is kept.",
+        *_what_sharing_saves(figures["shareable"]),
+    ]
+
+
+def _what_sharing_saves(share: float) -> list[str]:
+    if not share:
+        return []
+    return [
+        f"shared prefixes could save {share:.0%} of the tokens beyond that: --fit computes every sample whole, and "
+        "packtool plan --share-prefix true tells what they do to a plan."
     ]

@@ -29,6 +29,7 @@ from packtool.train.model.quiet import quiet_transformers
 from packtool.train.prepare.expected_time import ExpectedTime
 from packtool.train.prepare.fit import Expected, Search, cheapest_first
 from packtool.train.prepare.rank_tokens import RankTokens
+from packtool.train.prepare.shared_prefixes import find_shared
 
 SHOWN = 12
 """Proposals that are made, at most."""
@@ -62,6 +63,8 @@ class Fit:
         budget: bytes of them that a run may fill.
         hardware: whose speed was taken.
         gpus_per_node: of such machines.
+        shareable: part of the tokens that shared prefixes would save, which the search leaves out; 0 where
+            ``--share-prefix auto`` would share none.
     """
 
     proposals: list[Proposal]
@@ -71,6 +74,7 @@ class Fit:
     budget: float
     hardware: str
     gpus_per_node: int
+    shareable: float
 
     def figures(self) -> dict[str, Any]:
         """All of it by name, as JSON has it."""
@@ -81,6 +85,7 @@ class Fit:
             "num_settings": self.num_settings,
             "num_tried": self.num_tried,
             "num_too_large": self.num_tried - len(self.proposals),
+            "shareable": self.shareable,
             "proposals": [
                 {
                     **found.expected.figures(),
@@ -124,6 +129,8 @@ def find_fit(config: PlanConfig, progress: Progress) -> Fit:
     progress.finish()
     if not proposals:
         raise _nothing_fits(config, expected, memory, budget)
+    capacity = proposals[0].expected.run.packing_length or search.max_length
+    shared, _ = find_shared(config, search.files.config, search.reader, capacity=capacity, max_length=search.max_length)
     return Fit(
         proposals=proposals,
         num_settings=len(expected),
@@ -132,6 +139,7 @@ def find_fit(config: PlanConfig, progress: Progress) -> Fit:
         budget=budget,
         hardware=search.hardware.name,
         gpus_per_node=search.hardware.gpus_per_node,
+        shareable=0.0 if shared is None else shared.saved,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -33,6 +34,7 @@ CHECKED_POSITIONS = 32
 PassBytesOf = Callable[[TrainConfig, PreTrainedConfig, torch.dtype, RankTokens, Axes], int]
 """Bytes of a pass, by the run's settings, the model's, the precision, the tokens, and how ranks share sequences."""
 
+_LOG = logging.getLogger("packtool.train.memory")
 _GIB = 2**30
 _LONG = 1 << 17
 
@@ -185,7 +187,8 @@ def traced_bytes(
         # What is held is linear in tokens, and positions of a billion would be held on this machine.
         few, more = (told(config, model_config, dtype, tokens.scaled(number), axes) for number in (_LONG, 2 * _LONG))
         return few + int((more - few) / _LONG * (tokens.computed - _LONG))
-    except (NotImplementedError, RuntimeError, TypeError, ValueError):
+    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        _LOG.debug("the memory of a pass cannot be traced: %r", error)
         return None  # a model that asks for numbers on its way, or does not take what batches have
 
 
