@@ -80,11 +80,11 @@ class CallableRoom(ModuleType):
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """The function's, for ``help`` and notebooks."""
+        """What the function takes and returns, for ``help`` and notebooks."""
         import inspect
 
         return inspect.signature(importlib.import_module("packtool.library.planned").plan)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As a function can be given to another process, so can this."""
+        """How another process finds it: a function can be given to workers, and so can this."""
         return importlib.import_module, (self.__name__,)
