@@ -96,8 +96,12 @@ class Work:
     kept: Sequence[int]
 
 
-def export_rows(world: World, work: Path, name: str, rows: Sequence[Mapping[str, Any]]) -> Rows:
-    """Export rows to a cache of this name, and plan."""
+def export_rows(world: World, work: Path, name: str, rows: Sequence[Mapping[str, Any]], **settings: Any) -> Rows:
+    """Export rows to a cache of this name, and plan.
+
+    Args:
+        settings: further ones of the export.
+    """
     lines, cache = work / f"{name}.jsonl", work / f"cache-{name}"
     lines.write_text("\n".join(map(json.dumps, rows)))
     config = ExportConfig(
@@ -108,6 +112,7 @@ def export_rows(world: World, work: Path, name: str, rows: Sequence[Mapping[str,
         image_max_token_num=world.picture_tokens,
         image_min_token_num=world.picture_tokens * 7 // 8,
         media_root=str(Path(world.pictures[0]).parent),
+        **settings,
     )
     export(config, SilentProgress())
     reader = CacheReader.open([str(cache)])
@@ -187,7 +192,7 @@ def count(rows: Rows, way: str, model: Any, head: HeadLoss) -> Work:
                 found = head.losses(model, batch).sum(batch.loss_weights)
             torch.autograd.backward(found)
         tokens += batch.input_ids.numel()
-        patches += len(batch.media[rows.spec.family.image_inputs[0]])
+        patches += len(batch.media.get(rows.spec.family.image_inputs[0], ()))
         flops += counter.get_total_flops()
         kept.append(seen.num_bytes)
     return Work(tokens, patches, flops, kept)

@@ -5,12 +5,14 @@
   rows too, and exported. The same rows are packed with their common prefixes once (``plan.prefix_trees`` and
   ``batch.collate_tree``), packed whole, and padded, and every way collates and trains the same epoch of them, forward
   and backward without an optimizer, round after round in an order that turns.
+- ``turns``: real conversations of several questions with tools and thoughts, of which each turn is trained with its
+  thoughts (``--expand-turns auto``), as texts and about pictures, in the same three ways.
 - ``alone``: rows that share nothing, prepared and trained as ``packtool train`` does it, with ``--share-prefix auto``
   and with ``false``: what looking for prefixes costs.
 - ``planning``: caches of a million rows, of which planning reads what it always reads: seconds with and without trees.
 
-    python scripts/bench_prefix.py [questions] [alone] [planning] [--realdata DIR] [--pictures 1]
-        [--questions 1 2 4 8 16] [--rounds 3] [--planning-rows 1000000] [--quick]
+    python scripts/bench_prefix.py [questions] [turns] [alone] [planning] [--realdata DIR] [--pictures 1]
+        [--questions 1 2 4 8 16] [--conversations 4] [--rounds 3] [--planning-rows 1000000] [--quick]
 
 Times are of the processor, on one thread: other work on the machine changes them little. FLOPs are those that torch
 counts, with the whole square of causal attention. What is kept are the tensors that autograd holds for the backward
@@ -42,6 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 
 from packtool.batch.dataset import MicroBatches
 from packtool.batch.micro_batch import planned_steps
+from packtool.cache.shard import num_targets
 from packtool.config.plan import PlanConfig
 from packtool.config.train import TrainConfig
 from packtool.demo.model import make_model as make_demo_model
@@ -51,6 +54,7 @@ from packtool.train.model.head_loss import HeadLoss
 from packtool.train.prepare.cached import CachedRun, prepare_cached
 from packtool.train.prepare.preview import preview
 from scripts._prefix_planning import make_large_cache
+from scripts._prefix_turns import TEMPLATE, small_thinking_rows, thinking_rows
 from scripts._prefix_ways import WHOLE, World, export_rows, measure, models_of, print_rows, step
 from scripts._reduced_model import reduce_model
 
@@ -58,7 +62,7 @@ ROWS = "mm_mathvision_a.jsonl"
 PICTURE_TOKENS = 512
 NUM_QUESTIONS = 16  # the shortest
 NUM_PICTURES = 6
-PARTS = ("questions", "alone", "planning")
+PARTS = ("questions", "turns", "alone", "planning")
 ROWS_PER_PICTURE = 5.4  # VQAv2's
 
 
@@ -98,6 +102,27 @@ def bench_questions(world: World, work: Path, questions: Sequence[int], rounds: 
     for num_questions in questions:
         rows = export_rows(world, work, f"questions-{num_questions}", questions_about(world, num_questions))
         print_rows(f"{num_questions} questions a picture", rows, *measure(rows, world, rounds))
+
+
+def bench_turns(world: World, work: Path, realdata: Path | None, conversations: int, rounds: int) -> None:
+    """Turns that are samples of their own, beside the conversations as one sample each.
+
+    Args:
+        realdata: folder of the real data; None makes conversations up.
+    """
+    template = work / "thinking.jinja"
+    template.write_text(TEMPLATE)
+    for name, pictures in (("of text", ()), ("about pictures", world.pictures)):
+        rows = thinking_rows(realdata, conversations, pictures) if realdata else small_thinking_rows(2, pictures)
+        whole, turns = (
+            export_rows(world, work, f"{name}-{way}", rows, chat_template=str(template), expand_turns=way)
+            for way in ("false", "auto")
+        )
+        print_rows(f"turns of {len(rows)} conversations {name}", turns, *measure(turns, world, rounds))
+        for what, found in (("a sample each", whole), ("expanded", turns)):
+            tokens = sum(sample.length for sample in found.samples)
+            targets = sum(num_targets(sample) for sample in found.samples)
+            print(f"{what}: {tokens:,} tokens, of which {targets:,} are trained", flush=True)
 
 
 def bench_alone(world: World, work: Path, rounds: int) -> None:
@@ -189,6 +214,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all by default")
     parser.add_argument("--pictures", type=int, default=1, help="pictures that are asked about")
     parser.add_argument("--questions", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="of each picture")
+    parser.add_argument("--conversations", type=int, default=4, help="of which the turns are trained")
     parser.add_argument("--rounds", type=int, default=3, help="epochs each way")
     parser.add_argument("--planning-rows", type=int, default=1_000_000, help="rows of the caches that are only planned")
     parser.add_argument("--quick", action="store_true", help="the demo's pictures and model, one round")
@@ -212,6 +238,8 @@ def main(arguments: list[str] | None = None) -> None:
             bench_questions(
                 replace(world, pictures=world.pictures[: options.pictures]), work, options.questions, options.rounds
             )
+        if "turns" in parts:
+            bench_turns(world, work, None if options.quick else options.realdata, options.conversations, options.rounds)
         if "alone" in parts:
             bench_alone(world, work, options.rounds)
         if "planning" in parts:

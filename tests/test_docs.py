@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import datasets
 import pytest
 import yaml
 
@@ -43,6 +44,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model(str(folder / "model"), 0)
     make_rows(str(folder), 40, 0)
     (folder / "train.json").rename(folder / "rows.json")
+    tokens = {"input_ids": [[5, 6, 7, 8]] * 3, "labels": [[-100, -100, 7, 8]] * 3, "attention_mask": [[1] * 4] * 3}
+    datasets.Dataset.from_dict(tokens).save_to_disk(str(folder / "tokenized"))
     return folder
 
 

@@ -16,26 +16,27 @@ _BYTES_AT_ONCE = 64 << 20
 
 
 def embedded(
-    samples: Sequence[EncodedSample], rights_of: Mapping[str, MediaRights], lose: Callable[[Dropped], None]
-) -> Iterator[list[EncodedSample]]:
-    """The samples with their media's bytes, in groups of bounded size; paths stay, for messages.
+    rows: Sequence[list[EncodedSample]], rights_of: Mapping[str, MediaRights], lose: Callable[[Dropped], None]
+) -> Iterator[list[list[EncodedSample]]]:
+    """Rows with the bytes of their samples' media, in groups of bounded size; paths stay, for messages.
 
     Args:
+        rows: the samples of each.
         rights_of: what the rows of a source may reach, by the source's label.
-        lose: told of a sample with a medium that cannot be read although it was measured a moment ago.
+        lose: told of a row with a medium that cannot be read although it was measured a moment ago.
 
     Raises:
         StorageError: if a store is down for everything.
     """
-    group: list[EncodedSample] = []
+    group: list[list[EncodedSample]] = []
     size = 0
-    for sample in samples:
+    for row in rows:
         try:
-            group.append(_with_bytes(sample, rights_of[sample.source]))
+            group.append([_with_bytes(sample, rights_of[sample.source]) for sample in row])
         except MediaProblem as problem:
-            lose(Dropped(sample.source, sample.row, problem.reason, problem.detail))
+            lose(Dropped(row[0].source, row[0].row, problem.reason, problem.detail))
             continue
-        size += _size(group[-1])
+        size += sum(map(_size, group[-1]))
         if size > _BYTES_AT_ONCE:
             yield group
             group, size = [], 0

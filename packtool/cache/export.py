@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import count
 
@@ -16,6 +15,7 @@ import numpy as np
 from packtool import storage
 from packtool.cache.finish import build_manifest, length_counts, merge_dropped, publish_cache
 from packtool.cache.garbage import collecting_later
+from packtool.cache.identity import identity_of
 from packtool.cache.index import read_index
 from packtool.cache.lock import DirectoryLock, refuse_if_busy
 from packtool.cache.manifest import Identity, Manifest, SourceInfo
@@ -41,17 +41,18 @@ from packtool.cache.tasks import LEAST_SHARD_ROWS, make_tasks
 from packtool.config.export import ExportConfig
 from packtool.constants import DROPPED_NAME, MANIFEST_NAME
 from packtool.encode.blocks import check_template, refused_at_first
-from packtool.encode.encoder import Encoder, remarks_on
-from packtool.encode.families import MediaLimits, media_encoding
-from packtool.encode.loss_scale import is_hybrid_thinking, loss_scale_of
-from packtool.encode.model_files import ModelFiles, place_of
+from packtool.encode.encoder import Encoder
+from packtool.encode.families import media_encoding
+from packtool.encode.model_files import ModelFiles
+from packtool.encode.remarks import remarks_on
 from packtool.errors import ConfigError, DataError, MismatchError, StorageError, StoreDownError
 from packtool.progress import Progress
 from packtool.rows.boundary import unforeseen_note
 from packtool.rows.opened import close_readers
+from packtool.rows.prepared_notes import prepared_notes
 from packtool.rows.scan import scan_sources
 from packtool.rows.source import ScannedSource, SourceSpec
-from packtool.rows.sources import sources_of
+from packtool.rows.sources import sources_of, splits_left_out
 
 _LOOKED_AT = 8  # sources whose first rows are looked at before the work begins
 # Sources that each get a line of their own; of more it is told how far they are, for so many at once.
@@ -102,6 +103,9 @@ def _export(config: ExportConfig, progress: Progress, workers: Workers, collect:
         SourceInfo(storage.absolute(s.source.label), s.size, s.modified, s.digest, s.num_rows, s.spec.settings)
         for s in scanned
     )
+    left_out = splits_left_out(config) if config.TAKES_TOKENS else []
+    for note in (*left_out, *prepared_notes(scanned, config.TAKES_TOKENS)):
+        progress.note(note)
     check_template(config.model, files, ((found.source, found.blocks) for found in scanned))
     tasks = make_tasks(scanned, config)
     if not tasks:
@@ -178,13 +182,19 @@ class _Job:
     workers: Workers
     progress: Progress
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether rows may become several samples, of which the cache tells which part of its row each is."""
+        columns = {name for task in self.tasks for source, _ in task.stretches for name, _ in source.columns}
+        return "expand_turns" in self.identity.spec or "responses" in columns
+
     def count(self, started: float) -> ExportSummary:
         """Encode all and write nothing.
 
         Raises:
             DataError: if nothing is left.
         """
-        results = self._run({}, Work(self.config.encode_spec, None, self.config.strict), lambda: None)
+        results = self._run({}, Work(self.config.encode_spec, None, self.config.strict, self.has_parts), lambda: None)
         ordered = [results[task.number] for task in self.tasks]
         manifest = build_manifest(self.identity, self.sources, ordered)
         if not _num_kept(manifest):
@@ -207,7 +217,7 @@ class _Job:
         claim = Claim.of(self.identity, self.sources)
         splits = {split for task in self.tasks for split in task.shards}
         done = begin(directory, claim, splits, is_part=config.is_part)
-        work = Work(config.encode_spec, directory, config.strict, claim.export, lock.stamp)
+        work = Work(config.encode_spec, directory, config.strict, self.has_parts, claim.export, lock.stamp)
         results = self._run(done, work, lock.check_soon)
         if config.is_part:
             results = finished_tasks(directory, claim.export)
@@ -241,8 +251,8 @@ class _Job:
             self.progress.note(f"{file} is damaged, and made again")
 
         def run(tasks: Sequence[Task], scratch: str) -> Mapping[int, TaskResult]:
-            work = Work(self.config.encode_spec, scratch, self.config.strict, lock=lock.stamp)
-            return dataclasses.replace(self, tasks=tasks)._run({}, work, lock.check_soon)
+            work = Work(self.config.encode_spec, scratch, self.config.strict, self.has_parts, lock=lock.stamp)
+            return replace(self, tasks=tasks)._run({}, work, lock.check_soon)
 
         if damaged:
             repair(directory, manifest, damaged, self.tasks, self.encoder().media_tokens, run)
@@ -254,7 +264,7 @@ class _Job:
 
     def _publish(self, directory: str, manifest: Manifest, results: Sequence[TaskResult], lock: DirectoryLock) -> None:
         try:
-            publish_cache(directory, manifest, results, lock.check)
+            publish_cache(directory, manifest, results, lock.check, self.has_parts)
         except (StorageError, MismatchError):
             # Two parts that finish last at the same time both publish the same; the slower one finds its work done.
             if not self.config.is_part or published(directory, self.identity, self.sources) is None:
@@ -337,9 +347,10 @@ def _part(
         )
     mine = [result for number, result in results.items() if _is_mine(number, config)]
     splits = [split for result in mine for split in result.splits.values()]
-    dropped: Counter[str] = Counter()
+    dropped, left_out = Counter[str](), Counter[str]()
     for result in mine:
         dropped.update(result.dropped)
+        left_out.update(result.parts_left_out)
     return ExportSummary(
         rows=sum(result.rows for result in mine),
         kept=sum(split.rows for split in splits),
@@ -354,32 +365,9 @@ def _part(
         seconds=seconds,
         output_dir=config.output_dir,
         num_missing=len(missing),
+        pieces_added=sum(split.pieces_added for split in splits),
+        parts_left_out=dict(sorted(left_out.items())),
         rows_made=sum(result.rows for result in mine),
-    )
-
-
-def identity_of(config: ExportConfig, files: ModelFiles, limits: MediaLimits) -> Identity:
-    """What decides the content of the cache that an export makes.
-
-    Args:
-        limits: on media, of the model with the user's options.
-    """
-    return Identity(
-        # What is looked up later must be found from any directory; the fingerprint leaves the model's place out.
-        spec=config.encode_spec.recorded()
-        | {
-            "model": place_of(config.model),
-            # As it is meant, so that a cache whose empty thinking blocks are targets is not taken for one without.
-            "loss_scale": loss_scale_of(config.loss_scale, is_hybrid_thinking(files)),
-        },
-        model_type=files.model_type,
-        tokenizer_hash=files.tokenizer_hash,
-        template_hash=files.template_hash,
-        processor_hash=files.processor_hash,
-        media_limits=limits,
-        seed=config.seed,
-        split_dataset_ratio=config.split_dataset_ratio,
-        rows_per_shard=config.rows_per_shard,
     )
 
 

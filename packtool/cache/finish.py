@@ -36,9 +36,10 @@ def build_manifest(identity: Identity, sources: tuple[SourceInfo, ...], results:
     """
     channels = list(dict.fromkeys(name for result in results for name in result.channels))
     names = sorted({name for result in results for name in result.splits})
-    dropped: Counter[str] = Counter()
+    dropped, left_out = Counter[str](), Counter[str]()
     for result in results:
         dropped.update(result.dropped)
+        left_out.update(result.parts_left_out)
     manifest = Manifest(
         packtool_version=__version__,
         identity=identity,
@@ -49,6 +50,7 @@ def build_manifest(identity: Identity, sources: tuple[SourceInfo, ...], results:
         channels=tuple(channels),
         splits={name: _split_info(name, results, int(identity.spec["max_length"])) for name in names},
         fingerprint=fingerprint_of(identity, sources),
+        parts_left_out=dict(sorted(left_out.items())),
     )
     kept = sum(split.rows - split.pieces_added for split in manifest.splits.values())
     if manifest.rows != kept + sum(dropped.values()):
@@ -90,12 +92,17 @@ def length_counts(results: Sequence[TaskResult], split: str | None = None) -> Co
 
 
 def publish_cache(
-    directory: str, manifest: Manifest, results: Sequence[TaskResult], check: Callable[[], None] = lambda: None
+    directory: str,
+    manifest: Manifest,
+    results: Sequence[TaskResult],
+    check: Callable[[], None] = lambda: None,
+    has_parts: bool = False,
 ) -> None:
     """Write what is left to write, the manifest last, and clear away the tasks' parts.
 
     Args:
         check: raises if this run may no longer write there.
+        has_parts: whether rows may become several samples.
 
     Raises:
         MismatchError: if the shards are not those that were written, or another cache was published meanwhile.
@@ -108,7 +115,7 @@ def publish_cache(
         digest = _merge_index(storage.join(folder, INDEX_NAME), directory, split, manifest.channels, results)
         prefixes = _merge_prefixes(storage.join(folder, PREFIXES_NAME), directory, split, results)
         splits[split] = replace(info, index_sha256=digest, prefixes_sha256=prefixes)
-        storage.publish(storage.join(folder, "dataset_info.json"), dataset_info())
+        storage.publish(storage.join(folder, "dataset_info.json"), dataset_info(has_parts))
         storage.publish(
             storage.join(folder, "state.json"), dataset_state(files, split, f"{manifest.fingerprint}-{split}")
         )
@@ -272,7 +279,7 @@ def merge_dropped(directory: str, results: Sequence[TaskResult]) -> None:
     file = AtomicFile(storage.join(directory, DROPPED_NAME))
     try:
         for result in results:
-            if result.dropped:
+            if result.dropped_sha256:
                 file.write(_part(dropped_path(directory, result.number), result.dropped_sha256))
         file.commit()
     except BaseException:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, get_type_hints
 
 from packtool import storage
@@ -56,7 +56,7 @@ class SplitInfo:
 
     Args:
         rows: samples.
-        pieces_added: samples beyond one a row, where texts were split.
+        pieces_added: samples beyond one a row: pieces of texts, turns, responses.
         length_histogram: samples by length, in equal bins of ``max_length / len`` tokens.
         index_sha256: of the index; empty in caches that were made before it was kept.
         prefixes_sha256: of ``prefixes.arrow``; empty in caches that were made before there was one.
@@ -113,6 +113,7 @@ class Manifest:
         marks_added: rows whose missing picture marks were added.
         channels: names in the order of the index's codes.
         splits: ``train`` and perhaps ``val``.
+        parts_left_out: turns and responses by reason, of rows of which others are kept.
     """
 
     packtool_version: str
@@ -124,6 +125,7 @@ class Manifest:
     channels: tuple[str, ...]
     splits: Mapping[str, SplitInfo]
     fingerprint: str
+    parts_left_out: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def max_length(self) -> int:
@@ -133,13 +135,16 @@ class Manifest:
     @property
     def num_shortened(self) -> int:
         """Rows that truncation changed or a length limit left out."""
+        lost = [*self.dropped.items(), *self.parts_left_out.items()]
         return sum(split.truncated for split in self.splits.values()) + sum(
-            count for reason, count in self.dropped.items() if reason in LENGTH_REASONS
+            count for reason, count in lost if reason in LENGTH_REASONS
         )
 
     def to_json(self) -> bytes:
         """The file's content: the same for the same export."""
         plain = dataclasses.asdict(dataclasses.replace(self, sources=()))
+        if not self.parts_left_out:
+            del plain["parts_left_out"]
         text = json.dumps(plain, indent=1, ensure_ascii=False) + "\n"
         if self.sources:
             # Of which there may be many thousand: without an indent, json is a few times faster.

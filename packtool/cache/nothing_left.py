@@ -40,6 +40,12 @@ _REMEDIES = {
     "role_order": "Conversations begin with a turn of the user, behind the system prompt.",
     "unknown_form": "Say which columns hold what with --columns, as in --columns messages=dialog.",
     "unknown_role": "Say how the rows name their roles in --dataset-info.",
+    "token_out_of_range": "Give the --model whose tokenizer made the tokens.",
+    "media_tokens": "Give the limits on media (--max-pixels, ...) and the model that the rows were prepared with.",
+    "labels_shifted": "Shift them back: a label stands at its own token, and the loss shifts.",
+    "labels_differ": "Labels are the token itself or -100: packtool trains no other targets.",
+    "labels_given": "Leave --loss-scale's rules out: rules look at text, and these rows are tokens.",
+    "invalid_tokens": "The columns of such rows are lists of integers, as many of each as there are tokens.",
     "invalid_json": "Is it a .jsonl file, with one JSON object a line?",
     "null_field": "Say which columns hold what with --columns, as in --columns messages=dialog.",
 }

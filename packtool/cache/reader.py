@@ -23,6 +23,7 @@ from packtool.cache.prefixes import SplitPrefixes, read_prefixes
 from packtool.constants import INDEX_NAME, PREFIXES_NAME, TRAIN_SPLIT
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray
 from packtool.errors import MismatchError, PacktoolError
+from packtool.rows.sample import RowPart
 
 # Each mapped shard holds a file descriptor.
 _OPEN_SHARDS = 128
@@ -134,8 +135,7 @@ class CacheReader:
 
     def describe(self, position: int) -> str:
         """Where a sample came from, for messages."""
-        sample = self.sample(position)
-        return f"{sample.source}, row {sample.row}"
+        return self.sample(position).place
 
     def _shard_of(self, position: int) -> tuple[int, int]:
         if not 0 <= position < len(self):
@@ -257,7 +257,17 @@ class ShardFile:
             source=batch.column("source")[i].as_py(),
             row=batch.column("row")[i].as_py(),
             num_truncated=batch.column("truncated")[i].as_py(),
+            **_part(batch, i),
         )
+
+
+def _part(batch: pa.RecordBatch, i: int) -> dict[str, Any]:
+    """Which part of its row a sample is, if the shard tells it."""
+    raw = batch.column("part")[i].as_py() if "part" in batch.schema.names else None
+    if raw is None:
+        return {}
+    borders = batch.column("borders")
+    return {"part": RowPart(**raw), "borders": _ints(borders, i) if borders[i].is_valid else None}
 
 
 def _ints(column: pa.ListArray, i: int) -> IntArray:

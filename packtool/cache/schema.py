@@ -50,6 +50,20 @@ SAMPLES = pa.schema(
 ``truncated``: tokens removed.
 """
 
+PARTS = pa.schema(
+    [
+        (
+            "part",
+            pa.struct([(name, pa.int32()) for name in ("turn", "num_turns", "response", "num_responses")]),
+        ),
+        ("borders", _INTS),
+    ]
+)
+"""Further columns where rows may become several samples, by ``--expand-turns`` or by their responses.
+
+``part``: which part of its row a sample is, null for a whole row. ``borders``: where its turns begin and end.
+"""
+
 INDEX = pa.schema(
     [
         ("shard", pa.int32()),
@@ -112,9 +126,18 @@ def _feature(kind: pa.DataType) -> dict[str, Any]:
     return {"dtype": str(kind), "_type": "Value"}
 
 
-def dataset_info() -> bytes:
+def samples_schema(has_parts: bool) -> pa.Schema:
+    """The columns of a shard.
+
+    Args:
+        has_parts: whether rows may become several samples.
+    """
+    return pa.schema([*SAMPLES, *PARTS]) if has_parts else SAMPLES
+
+
+def dataset_info(has_parts: bool) -> bytes:
     """``dataset_info.json``, which ``datasets.load_from_disk`` reads the columns' types from."""
-    features = {field.name: _feature(field.type) for field in SAMPLES}
+    features = {field.name: _feature(field.type) for field in samples_schema(has_parts)}
     info = {"citation": "", "description": "", "features": features, "homepage": "", "license": ""}
     return json.dumps(info, indent=1).encode()
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from packtool.cache.schema import INDEX, SAMPLES
+from packtool.cache.schema import INDEX, samples_schema
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray
 from packtool.storage import AtomicFile, FileState
 
@@ -23,17 +23,19 @@ class ShardWriter:
 
     Args:
         path: of the data file.
+        has_parts: whether rows may become several samples.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, has_parts: bool = False) -> None:
         self._file = AtomicFile(path)
         self._sink = HashingSink(self._file)
-        self._writer = pa.ipc.new_stream(pa.PythonFile(self._sink, mode="w"), SAMPLES)
+        self._schema = samples_schema(has_parts)
+        self._writer = pa.ipc.new_stream(pa.PythonFile(self._sink, mode="w"), self._schema)
 
     def write(self, samples: Sequence[EncodedSample]) -> None:
         """Append samples as one record batch."""
         if samples:
-            self._writer.write_batch(_batch(samples))
+            self._writer.write_batch(_batch(samples, self._schema))
 
     def close(self) -> tuple[str, FileState]:
         """Finish the file: its SHA-256, and size and time as the place has them."""
@@ -123,26 +125,28 @@ def media_columns(media: Mapping[str, Sequence[Any]]) -> dict[str, list[dict[str
     return {kind: [makers[kind](medium) for medium in found] for kind, found in media.items()}
 
 
-def _list(name: str, values: Sequence[object]) -> pa.Array:
-    return pa.array(values, SAMPLES.field(name).type)
+def _batch(samples: Sequence[EncodedSample], schema: pa.Schema) -> pa.RecordBatch:
+    def column(name: str, values: Sequence[object]) -> pa.Array:
+        return pa.array(values, schema.field(name).type)
 
-
-def _batch(samples: Sequence[EncodedSample]) -> pa.RecordBatch:
     columns = {
         "input_ids": _ints([sample.input_ids for sample in samples]),
         "labels": _ints([sample.labels for sample in samples]),
         "length": pa.array([sample.length for sample in samples], pa.int32()),
         "turns": _ints([sample.turns for sample in samples]),
-        "loss_scale": _list("loss_scale", [sample.loss_scale for sample in samples]),
-        "images": _list("images", [[_image(image) for image in sample.images] for sample in samples]),
-        "videos": _list("videos", [[_video(video) for video in sample.videos] for sample in samples]),
-        "audios": _list("audios", [[_audio(audio) for audio in sample.audios] for sample in samples]),
+        "loss_scale": column("loss_scale", [sample.loss_scale for sample in samples]),
+        "images": column("images", [[_image(image) for image in sample.images] for sample in samples]),
+        "videos": column("videos", [[_video(video) for video in sample.videos] for sample in samples]),
+        "audios": column("audios", [[_audio(audio) for audio in sample.audios] for sample in samples]),
         "channel": pa.array([sample.channel for sample in samples], pa.string()),
         "source": pa.array([sample.source for sample in samples], pa.string()),
         "row": pa.array([sample.row for sample in samples], pa.int64()),
         "truncated": pa.array([sample.num_truncated for sample in samples], pa.int32()),
     }
-    return pa.record_batch([columns[name] for name in SAMPLES.names], schema=SAMPLES)
+    if "part" in schema.names:
+        columns["part"] = column("part", [None if sample.part is None else vars(sample.part) for sample in samples])
+        columns["borders"] = column("borders", [sample.borders for sample in samples])
+    return pa.record_batch([columns[name] for name in schema.names], schema=schema)
 
 
 def num_targets(sample: EncodedSample) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -19,7 +19,8 @@ class ExportSummary:
         num_reused: shards that an earlier, interrupted run had finished.
         already_finished: nothing was done, because the cache was there.
         num_missing: shards that other parts of a job array have not finished; the counts are this part's then.
-        pieces_added: samples beyond one a row, where texts were split.
+        pieces_added: samples beyond one a row: pieces of texts, turns, responses.
+        parts_left_out: turns and responses by reason, of rows of which others are kept.
         rows_made: rows that this run encoded, without those of an earlier one's shards.
     """
 
@@ -39,6 +40,7 @@ class ExportSummary:
     already_finished: bool = False
     num_missing: int = 0
     pieces_added: int = 0
+    parts_left_out: Mapping[str, int] = field(default_factory=dict)
     rows_made: int = 0
 
 
@@ -78,4 +80,5 @@ def summary_of(
         already_finished=already_finished,
         rows_made=rows_made,
         pieces_added=sum(split.pieces_added for split in splits.values()),
+        parts_left_out=manifest.parts_left_out,
     )

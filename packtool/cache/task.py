@@ -26,11 +26,10 @@ from packtool.cache.shard import IndexPart, ShardWriter, index_batch, index_part
 from packtool.config.export import EncodeSpec
 from packtool.constants import LEAST_SHARED, TRAIN_SPLIT, VAL_SPLIT
 from packtool.encode.blocks import encode_samples, samples_of
-from packtool.encode.encoded import EncodedSample
+from packtool.encode.encoded import EncodedSample, left_out_of
 from packtool.encode.encoder import Encoder
 from packtool.encode.placed_media import MediaTokens
 from packtool.encode.prefix_hashes import prefix_hashes
-from packtool.errors import RowError
 from packtool.rows.sample import Dropped, Sample
 from packtool.rows.source import RowBlocks, Source
 
@@ -68,6 +67,7 @@ class Work:
     Args:
         directory: of the cache; None counts and writes nothing.
         strict: the first row that cannot be used is an error.
+        has_parts: whether rows may become several samples.
         export: names the export by settings and rows: ``restart.Claim``.
         lock: that must hold when a shard is put in its place; None where nobody else can write.
     """
@@ -75,6 +75,7 @@ class Work:
     spec: EncodeSpec
     directory: str | None
     strict: bool
+    has_parts: bool = False
     export: str = ""
     lock: LockStamp | None = None
 
@@ -88,7 +89,7 @@ class SplitCounts:
         bytes, sha256, modified: of the shard; the last is what the place said of the file that was written.
         index_sha256: of its part of the index.
         prefixes_sha256: of its part of the prefixes; empty where an older packtool wrote it.
-        pieces_added: samples beyond one a row, where texts were split.
+        pieces_added: samples beyond one a row: pieces of texts, turns, responses.
         lengths: samples by tokens.
     """
 
@@ -128,6 +129,7 @@ class TaskResult:
         export: that it belongs to.
         dropped_sha256: of its part of ``dropped.jsonl``.
         first_dropped: by reason, which row was the first and what is wrong with it.
+        parts_left_out: turns and responses by reason, of rows of which others are kept.
     """
 
     number: int
@@ -137,6 +139,7 @@ class TaskResult:
     marks_added: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
     first_dropped: dict[str, str] = field(default_factory=dict)
+    parts_left_out: dict[str, int] = field(default_factory=dict)
     splits: dict[str, SplitCounts] = field(default_factory=dict)
     channels: list[str] = field(default_factory=list)
 
@@ -201,19 +204,20 @@ def run_task(task: Task, encoder: Encoder, work: Work, report: Report = _to_nobo
     rows = chain.from_iterable(samples_of(*stretch, may_hold_secrets=embeds) for stretch in task.stretches)
     try:
         for group in _groups(rows):
-            kept: dict[str, list[EncodedSample]] = {name: [] for name in task.shards}
+            kept: dict[str, list[list[EncodedSample]]] = {name: [] for name in task.shards}
             before = outputs.num_dropped
             for item in encode_samples(group, encoder):
                 split = VAL_SPLIT if position in val_rows or TRAIN_SPLIT not in task.shards else TRAIN_SPLIT
                 position += 1
-                if not isinstance(item, Dropped):
-                    kept[split] += item
-                    outputs.result.splits[split].pieces_added += len(item) - 1
-                else:
+                if isinstance(item, Dropped):
                     outputs.drop(item)
+                    continue
+                kept[split].append(item)
+                for part in left_out_of(item):
+                    outputs.leave_out(part)
             outputs.result.marks_added += sum(isinstance(s, Sample) and s.num_marks_added > 0 for s in group)
             outputs.write(kept)
-            tokens = sum(sample.length for samples in kept.values() for sample in samples)
+            tokens = sum(sample.length for of_split in kept.values() for row in of_split for sample in row)
             report(len(group), outputs.num_dropped - before, tokens)
         return outputs.commit(position)
     except BaseException:
@@ -242,12 +246,12 @@ class _Outputs:
         for split, (shard, name) in task.shards.items():
             self.result.splits[split] = SplitCounts(shard=shard, file=name)
             if work.directory is not None:
-                self._writers[split] = ShardWriter(storage.join(work.directory, split, name))
+                self._writers[split] = ShardWriter(storage.join(work.directory, split, name), work.has_parts)
 
     @property
     def num_dropped(self) -> int:
         """Rows that were dropped so far."""
-        return len(self._drops)
+        return sum(self.result.dropped.values())
 
     def drop(self, item: Dropped) -> None:
         """Count and write down a row that is left out.
@@ -255,17 +259,30 @@ class _Outputs:
         Raises:
             RowError: in strict mode.
         """
-        if self._strict:
-            raise RowError(item.source, item.row, item.reason, item.detail)
-        self.result.dropped[item.reason] = self.result.dropped.get(item.reason, 0) + 1
         self.result.first_dropped.setdefault(item.reason, item.shown)
-        self._drops.append(json.dumps(asdict(item), ensure_ascii=False) + "\n")
+        self._note(item, self.result.dropped)
 
-    def write(self, kept: Mapping[str, list[EncodedSample]]) -> None:
-        for split, samples in kept.items():
+    def leave_out(self, item: Dropped) -> None:
+        """Count and write down a turn or a response of a row that is kept without it.
+
+        Raises:
+            RowError: in strict mode.
+        """
+        self._note(item, self.result.parts_left_out)
+
+    def _note(self, item: Dropped, counts: dict[str, int]) -> None:
+        if self._strict:
+            raise item.as_error()
+        counts[item.reason] = counts.get(item.reason, 0) + 1
+        self._drops.append(item.to_json())
+
+    def write(self, kept: Mapping[str, list[list[EncodedSample]]]) -> None:
+        for split, of_split in kept.items():
             counts = self.result.splits[split]
             embeds = self._embed and self._directory is not None
-            for part in embedded(samples, self._rights, self.drop) if embeds else (samples,):
+            for rows in embedded(of_split, self._rights, self.drop) if embeds else (of_split,):
+                counts.pieces_added += sum(len(row) - 1 for row in rows)
+                part = [sample for row in rows for sample in row]
                 index = index_part(part, counts.shard, counts.rows, self._codes)
                 counts.add(part, index)
                 if self._directory is not None:

@@ -23,6 +23,7 @@ from packtool.cli.debug import asks_for_debug, show_debug
 from packtool.cli.demo import run_demo_command
 from packtool.cli.eval import run_eval
 from packtool.cli.export import run_export
+from packtool.cli.imported import run_import
 from packtool.cli.inspect import run_inspect
 from packtool.cli.invocation import Invocation
 from packtool.cli.merge import run_merge
@@ -36,6 +37,7 @@ from packtool.cli.verify import run_verify
 from packtool.config.demo import DemoConfig
 from packtool.config.evaluate import EvalConfig
 from packtool.config.export import ExportConfig
+from packtool.config.imported import ImportConfig
 from packtool.config.inspect import InspectConfig
 from packtool.config.merge import MergeConfig
 from packtool.config.pack import PackConfig
@@ -75,6 +77,7 @@ app = typer.Typer(
 # Each command's settings, what runs it, and what its --help begins with.
 _COMMANDS: dict[str, tuple[type, Callable[[Any, Invocation], None], str]] = {
     "export": (ExportConfig, run_export, "Tokenize rows into a cache."),
+    "import": (ImportConfig, run_import, "Make a cache of what another tool has tokenized."),
     "train": (
         TrainConfig,
         run_train,
@@ -97,6 +100,7 @@ _COMMANDS: dict[str, tuple[type, Callable[[Any, Invocation], None], str]] = {
 _SETTINGS = {name: settings for name, (settings, _, _) in _COMMANDS.items()}
 # The option that words without a name are values of, and how the usage line shows them.
 _NAMELESS = {
+    "import": ("--dataset", "PREPARED..."),
     "inspect": ("--directory", "CACHE"),
     "pack": ("--cached-dataset", "CACHE..."),
     "plan": ("--cached-dataset", "[CACHE]..."),

@@ -9,15 +9,18 @@ from typing import Any, ClassVar, Literal
 
 from packtool.config.rows import (
     DATASET_HELP,
+    EXPAND_HELP,
     LOSS_SCALE_HELP,
     OVERFLOW_HELP,
     TEMPLATE_HELP,
     TRUNCATION_HELP,
+    ExpandTurns,
     MediaOptions,
     MediaOverflow,
     RowOptions,
     TruncationStrategy,
     access_problems,
+    expand_problems,
     image_limit_problems,
 )
 from packtool.config.settings import REQUIRED, option, part_of
@@ -38,6 +41,7 @@ class EncodeSpec(MediaOptions):
     truncation_strategy: TruncationStrategy = option("delete", TRUNCATION_HELP)
     media_overflow: MediaOverflow = option("drop", OVERFLOW_HELP, panel="Rows")
     loss_scale: str = option("default", LOSS_SCALE_HELP, panel="Rows")
+    expand_turns: ExpandTurns = option("false", EXPAND_HELP, panel="Rows")
     chat_template: str | None = option(None, TEMPLATE_HELP, panel="Rows")
     media: MediaStorage = option(
         "reference", "Keep the media's paths, or embed the encoded files' bytes into the cache.", panel="Rows"
@@ -49,6 +53,8 @@ class EncodeSpec(MediaOptions):
         A later option that is not given leaves no trace, so that the identity of caches that need none of it stays.
         """
         values = dataclasses.asdict(self)
+        if self.expand_turns == "false":
+            del values["expand_turns"]
         if self.chat_template is None:
             del values["chat_template"]
         else:
@@ -60,6 +66,8 @@ class EncodeSpec(MediaOptions):
 class ExportConfig(RowOptions, EncodeSpec):
     """What ``packtool export`` needs to know."""
 
+    TAKES_TOKENS: ClassVar[bool] = False
+    """Whether rows that have tokens and what these were made of are taken as tokens."""
     NEEDED_FIRST: ClassVar[tuple[str, ...]] = (
         "model",
         "dataset",
@@ -114,6 +122,7 @@ class ExportConfig(RowOptions, EncodeSpec):
     def problems(self) -> list[str]:
         """Mistakes that only show when settings are seen together."""
         found = [*image_limit_problems(self), *access_problems(self)]
+        found += expand_problems(self.expand_turns, self.loss_scale)
         if (self.task_index is None) != (self.num_tasks is None):
             found.append("--task-index and --num-tasks go together: part i of n")
         elif self.task_index is not None and self.num_tasks is not None and self.task_index >= self.num_tasks:

@@ -11,6 +11,7 @@ from packtool.config.sizes import Bytes, Tokens
 TruncationStrategy = Literal["delete", "left", "right", "split", "raise"]
 MediaOverflow = Literal["drop", "trim", "raise"]
 MediaAccess = Literal["root", "local", "any"]
+ExpandTurns = Literal["true", "false", "auto"]
 
 MAX_ROW_BYTES = 64_000_000
 
@@ -33,6 +34,11 @@ LOSS_SCALE_HELP = (
     "Which tokens are trained, and how much: default (assistant turns), last_round or all, and further rules "
     "behind a +, as in last_round+hermes. Models for hybrid thinking: ignore_empty_think is added, unless "
     "keep_empty_think is there."
+)
+EXPAND_HELP = (
+    "Make a sample of every turn of the assistant, the conversation up to it as the model will see it, so that its "
+    "thinking is trained where the chat template leaves out what earlier turns thought: true, false, or auto for "
+    "those turns alone of which the template leaves something out."
 )
 
 
@@ -173,6 +179,24 @@ class MediaOptions(ImageOptions):
     sampling_rate: int | None = option(
         None, "Samples a second of sound.", panel="Video and audio", env="SAMPLING_RATE", minimum=1
     )
+
+
+def expand_problems(expand_turns: ExpandTurns | None, loss_scale: str | None) -> list[str]:
+    """Loss scales that do not go with turns that are samples of their own."""
+    bases = (loss_scale or "").split("+")
+    if expand_turns in (None, "false"):
+        return []
+    if "all" in bases:
+        return [
+            f"--expand-turns {expand_turns} and --loss-scale {loss_scale}: each sample would train all that it begins "
+            "with once more; leave out one of them"
+        ]
+    if expand_turns == "true" and bases[0].startswith("last_round"):
+        return [
+            f"--expand-turns true and --loss-scale {loss_scale}: only the last turn is trained, and that is whole "
+            "anyway; leave out one of them"
+        ]
+    return []
 
 
 def access_problems(options: AccessOptions) -> list[str]:

@@ -23,16 +23,19 @@ from packtool.config.packing import (
 )
 from packtool.config.parallel import ParallelOptions, parallel_problems
 from packtool.config.rows import (
+    EXPAND_HELP,
     LOSS_SCALE_HELP,
     MAX_ROW_BYTES,
     OVERFLOW_HELP,
     TEMPLATE_HELP,
     TRUNCATION_HELP,
+    ExpandTurns,
     MediaOptions,
     MediaOverflow,
     RowOptions,
     TruncationStrategy,
     access_problems,
+    expand_problems,
     image_limit_problems,
 )
 from packtool.config.settings import NOT_AT_ALL, REQUIRED, flag, option, part_of
@@ -94,6 +97,7 @@ class TrainConfig(
     truncation_strategy: TruncationStrategy | None = option(None, TRUNCATION_HELP, panel="Rows")
     media_overflow: MediaOverflow | None = option(None, OVERFLOW_HELP, panel="Rows")
     loss_scale: str | None = option(None, LOSS_SCALE_HELP, panel="Rows")
+    expand_turns: ExpandTurns | None = option(None, EXPAND_HELP, panel="Rows")
     chat_template: str | None = option(None, TEMPLATE_HELP, panel="Rows")
     streaming: bool = option(
         False,
@@ -213,6 +217,7 @@ class TrainConfig(
         found = [
             *image_limit_problems(self),
             *access_problems(self),
+            *expand_problems(self.expand_turns, self.loss_scale),
             *packing_problems(self, self.packing),
             *self._row_problems(),
         ]

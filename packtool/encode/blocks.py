@@ -53,7 +53,7 @@ def check_template(model: str, files: ModelFiles, sources: Iterable[tuple[Source
     for source, blocks in sources:
         rows = samples_of(source, islice(blocks, 1), may_hold_secrets=True)
         first = next((row for row in rows if isinstance(row, Sample)), None)
-        if first is not None and not first.is_text:
+        if first is not None and not first.is_text and first.tokens is None:
             raise ConfigError(
                 f"--model {model} has no chat template (base models have none), and {source.label} holds conversations",
                 "Give a template with --chat-template FILE.jinja, or take the instruct model; base models are trained "

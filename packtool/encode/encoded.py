@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from packtool.rows.sample import Dropped, RowPart
+
 IntArray = npt.NDArray[np.int32]
 
 
@@ -96,6 +98,9 @@ class EncodedSample:
         num_truncated: tokens that truncation removed, those of removed media among them.
         videos, audios: in the order of their placeholder tokens.
         loss_scale: float32 (L,), the weight of each label, or None when all labels weigh 1.
+        part: of its row, where the row became several samples.
+        borders: int32 (B,), ascending: where the turns of such a sample begin and end, those that are not trained in it
+            too, since other samples of the row go on from there.
     """
 
     input_ids: IntArray
@@ -109,6 +114,13 @@ class EncodedSample:
     videos: tuple[EncodedVideo, ...] = ()
     audios: tuple[EncodedAudio, ...] = ()
     loss_scale: npt.NDArray[np.float32] | None = None
+    part: RowPart | None = None
+    borders: IntArray | None = None
+
+    @property
+    def place(self) -> str:
+        """Where it came from, for messages."""
+        return f"{self.source}, row {self.row}" + ("" if self.part is None else f", {self.part}")
 
     @property
     def length(self) -> int:
@@ -138,6 +150,21 @@ class EncodedSample:
         """Sum over the frames of its pictures and videos of (patches of the frame)^2; 0 without grids."""
         grids = [image.grid for image in self.images] + [video.grid for video in self.videos]
         return sum(map(patch_squares, grids))
+
+
+class EncodedRow(list[EncodedSample]):
+    """The samples of a row whose turns or responses are samples.
+
+    Attributes:
+        left_out: turns or responses that are none, and why, each with its ``part``.
+    """
+
+    left_out: tuple[Dropped, ...] = ()
+
+
+def left_out_of(samples: list[EncodedSample]) -> tuple[Dropped, ...]:
+    """Turns or responses that were left out of a row, where that became these samples."""
+    return samples.left_out if isinstance(samples, EncodedRow) else ()
 
 
 def patch_squares(grid: tuple[int, ...]) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,14 +13,18 @@ from tokenizers import Tokenizer
 from packtool.config.export import EncodeSpec
 from packtool.encode.assemble import MediaLayout, TokenizedLayout, join_pieces, lay_out, num_common
 from packtool.encode.control import ControlVocabulary, Piece, Shield
-from packtool.encode.encoded import EncodedSample
+from packtool.encode.encoded import EncodedSample, IntArray
 from packtool.encode.families import MediaEncoding, MediaKind, Medium, media_encoding
-from packtool.encode.fit import Tokenized, fit, over_long
+from packtool.encode.fit import Tokenized, fit, fit_all, over_long
 from packtool.encode.left_out import LeftOut
 from packtool.encode.loss_scale import LossScale, Weights, is_hybrid_thinking, loss_scale_of, parse_loss_scale
+from packtool.encode.messages import CannotRender, message_of, strings_of
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.pieces import PieceTokenizer
 from packtool.encode.placed_media import MediaTokens
+from packtool.encode.prepared import PreparedRows
+from packtool.encode.remarks import remarks_on
+from packtool.encode.row_parts import RowParts, expansion_of, joined
 from packtool.encode.targets import TurnFinder, TurnPieces, turn_finder
 from packtool.encode.template import ChatTemplate, TemplateFailure
 from packtool.errors import ConfigError
@@ -81,7 +85,10 @@ class Encoder:
                 "Tokenizer and config.json belong to different models: take both from one.",
             )
         self._pieces = PieceTokenizer(tokenizer, self._vocabulary)
+        self._tokenizer = tokenizer
         self._is_hybrid_thinking = is_hybrid_thinking(files)
+        expansion = replace(spec, expand_turns=expansion_of(spec.expand_turns, files))
+        self._parts = RowParts(expansion, self._template, self._finder, self._cut_or_none)
         self.remarks = remarks_on(spec, files, self._media)
         self._end_of_text = files.template_variables.get("eos_token", "")
         self._measured: dict[tuple[str, str, MediaRights], Medium] = {}
@@ -91,11 +98,19 @@ class Encoder:
         """Encode many samples; each becomes exactly one result, in order.
 
         Returns:
-            for each sample why it was dropped, or what it became: one EncodedSample, several with ``split``.
+            for each sample why it was dropped, or what it became: one EncodedSample, several with ``split``, or an
+            ``EncodedRow`` where its turns or responses are samples.
 
         Raises:
             RowError: for a sample that does not fit when the strategy is ``raise``.
         """
+        if any(sample.tokens is not None for sample in samples):
+            return [self._as_prepared(s) if s.tokens is not None else self.encode([s])[0] for s in samples]
+        parts = [self._parts.of(sample) for sample in samples]
+        found = iter(self._encode([part for of_row in parts for part in of_row]))
+        return [next(found) if len(of_row) == 1 else joined(of_row, [next(found) for _ in of_row]) for of_row in parts]
+
+    def _encode(self, samples: Sequence[Sample]) -> list[list[EncodedSample] | Dropped]:
         prepared = [self._render(sample) for sample in samples]
         flat = [unit for item in prepared if isinstance(item, _Rendered) for unit in item.layout.units]
         ends = self._ends(prepared)
@@ -141,13 +156,34 @@ class Encoder:
             at += len(units)
         return found
 
+    @cached_property
+    def _prepared(self) -> PreparedRows:
+        num_ids = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        return PreparedRows(self.spec, self._media, self.media_tokens, self._vocabulary.ids, num_ids)
+
+    def _as_prepared(self, sample: Sample) -> list[EncodedSample] | Dropped:
+        """What becomes of a row that another tool has tokenized."""
+        try:
+            parts = self._prepared.tokenized(sample, self._media_of(sample))
+        except MediaProblem as problem:
+            return Dropped(sample.source, sample.row, problem.reason, problem.detail)
+        return parts if isinstance(parts, Dropped) else fit_all(parts, self.spec)
+
+    def _media_of(self, sample: Sample) -> dict[str, list[Medium]]:
+        """The media of a row by kind.
+
+        Raises:
+            MediaProblem: if one cannot be used.
+        """
+        return {
+            "image": [self._measure("image", ref) for ref in sample.images],
+            "video": [self._measure("video", ref) for ref in sample.videos],
+            "audio": [self._measure("audio", ref) for ref in sample.audios],
+        }
+
     def _render(self, sample: Sample) -> _Rendered | Dropped:
         try:
-            media = {
-                "image": [self._measure("image", ref) for ref in sample.images],
-                "video": [self._measure("video", ref) for ref in sample.videos],
-                "audio": [self._measure("audio", ref) for ref in sample.audios],
-            }
+            media = self._media_of(sample)
         except MediaProblem as problem:
             return Dropped(sample.source, sample.row, problem.reason, problem.detail)
         if self._media.control_tokens and sample.lone_mark:
@@ -158,7 +194,7 @@ class Encoder:
             return Dropped(sample.source, sample.row, "media_unsupported", detail)
         try:
             pieces = self._cut(sample, [kind for kind, found in media.items() if found])
-        except _CannotRender as problem:
+        except CannotRender as problem:
             return Dropped(sample.source, sample.row, problem.reason, str(problem))
         marks = [piece.media for piece in pieces]
         for kind, found in media.items():
@@ -195,35 +231,42 @@ class Encoder:
         """The rendered conversation (a text for pretraining: the text itself) in pieces.
 
         Raises:
-            _CannotRender: if the template refuses it.
+            CannotRender: if the template refuses it.
         """
         try:
-            shield = Shield(self._vocabulary, _strings(sample))
-        except _CannotRender:
+            shield = Shield(self._vocabulary, strings_of(sample))
+        except CannotRender:
             raise
         except ValueError as error:
-            raise _CannotRender("private_characters", str(error)) from error
+            raise CannotRender("private_characters", str(error)) from error
         if sample.is_text:
             text = "".join(shield.text(shield.media(turn.content, kinds)) for turn in sample.turns)
             return [*shield.cut(text), *([Piece(self._end_of_text, "", "")] if self._end_of_text else [])]
         if self._template is None:
-            raise _CannotRender(
+            raise CannotRender(
                 "no_chat_template",
                 "the row is a conversation, and the model has no chat template: --chat-template FILE gives one",
             )
         as_list = self._media.content_as_list
         try:
-            messages = [_message(turn, shield, kinds, as_list) for turn in sample.turns]
+            messages = [message_of(turn, shield, kinds, as_list) for turn in sample.turns]
             tools = shield.value(sample.tools)
             rendered = self._template.render(messages, tools)
         except TemplateFailure as failure:
-            raise _CannotRender("template_refused", str(failure)) from failure
+            raise CannotRender("template_refused", str(failure)) from failure
         except RecursionError as error:
-            raise _CannotRender("template_refused", "the row's values nest too deep") from error
+            raise CannotRender("template_refused", "the row's values nest too deep") from error
         if (number := self._left_out.first(sample.turns, messages, tools)) is not None:
             detail = f"the chat template leaves out turn {number}, of the {sample.turns[number].role}"
-            raise _CannotRender("turn_left_out", detail)
+            raise CannotRender("turn_left_out", detail)
         return shield.cut(rendered, self._media.placeholders)
+
+    def _cut_or_none(self, sample: Sample) -> list[Piece] | None:
+        media = {"image": sample.images, "video": sample.videos, "audio": sample.audios}
+        try:
+            return self._cut(sample, [kind for kind, refs in media.items() if refs])
+        except CannotRender:
+            return None
 
     def _measure(self, kind: MediaKind, ref: MediaRef) -> Medium:
         if ref.path is None:
@@ -249,6 +292,7 @@ class Encoder:
             videos=media["video"],
             audios=media["audio"],
             weights=self._weights(item, tokens, turns),
+            borders=_borders(turns) if item.sample.part is not None else None,
         )
 
     def _weights(self, item: _Rendered, tokens: TokenizedLayout, turns: Sequence[_TrainedTurn]) -> Weights | None:
@@ -308,56 +352,45 @@ class Encoder:
         for number, turn in enumerate(item.turns):
             # A blank that the answer begins with may merge with the header's last: the merged token is the answer's.
             first = firsts[turn.first]
-            opening = pieces[turn.first].control, turn.header
-            header = self._header_ids.get(opening)
-            if header is None:  # of which a template has one, or two
-                header = self._header_ids[opening] = self._encode_one(Piece(opening[0], "", opening[1]))
-            start = tokens.text_starts[first] + num_common(header, unit_ids[first])
+            starts = tokens.text_starts[first], unit_ids[first]
+            start = self._behind(pieces[turn.first].control, turn.header, *starts)
+            opening: tuple[int, ...] = ()
+            if sample.part is not None and self._finder is not None:
+                # A line that the answer begins with may merge with the header's.
+                opening = starts[0], self._behind(*self._finder.header[-1], *starts)
             ends = turn.last < len(pieces)
             last = firsts[turn.last] if ends else len(item.layout.units) - 1
             end = tokens.text_starts[last] if ends else len(tokens.ids)
             if end > start:
                 message = said[number] if len(said) == len(item.turns) else Turn("assistant", "")
-                turns.append(_TrainedTurn(message, (start, end), first, last))
+                turns.append(_TrainedTurn(message, (start, end), first, last, opening))
         return turns
 
-
-def remarks_on(spec: EncodeSpec, files: ModelFiles, media: MediaEncoding) -> tuple[str, ...]:
-    """What a user should know of how a model is encoded for, a line each.
-
-    Raises:
-        ConfigError: if the loss scale cannot be understood.
-    """
-    asked, meant = spec.loss_scale, loss_scale_of(spec.loss_scale, is_hybrid_thinking(files))
-    if meant == asked:
-        return media.remarks
-    return (
-        *media.remarks,
-        f"--loss-scale {asked} means {meant} here: the chat template is one for hybrid thinking, whose prompt "
-        f"writes the empty thinking block itself, so it carries no loss; {asked}+keep_empty_think trains it",
-    )
+    def _behind(self, control: str, header: str, start: int, ids: Sequence[int]) -> int:
+        """The token behind a header, where the text behind a control token begins with it: ``ids``, from ``start``."""
+        known = self._header_ids.get((control, header))
+        if known is None:  # of which a template has one, or two
+            known = self._header_ids[control, header] = self._encode_one(Piece(control, "", header))
+        return start + num_common(known, ids)
 
 
 class _TrainedTurn(NamedTuple):
-    """An assistant's turn: its message, tokens [start, end), and the first and last unit they lie in."""
+    """An assistant's turn: its message, tokens [start, end), and the first and last unit they lie in.
+
+    Args:
+        opening: where its header begins and ends, without what the generation prompt writes of thoughts.
+    """
 
     turn: Turn
     span: tuple[int, int]
     first_unit: int
     last_unit: int
+    opening: tuple[int, ...] = ()
 
 
-class _CannotRender(ValueError):
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(detail)
-        self.reason = reason
-
-
-def _message(turn: Turn, shield: Shield, kinds: Sequence[str], as_list: bool) -> dict[str, Any]:
-    """A turn as the template gets it."""
-    text = shield.text(shield.media(turn.content, kinds))
-    content = shield.as_list(text) if as_list else text
-    return {"role": turn.role, "content": content, **shield.value(turn.extra)}
+def _borders(turns: Sequence[_TrainedTurn]) -> IntArray:
+    """Where other samples of a row may go on from this one, int32, ascending."""
+    return np.array(sorted({place for turn in turns for place in (*turn.opening, *turn.span)}), np.int32)
 
 
 def _tokenizer(files: ModelFiles) -> Tokenizer:
@@ -365,25 +398,3 @@ def _tokenizer(files: ModelFiles) -> Tokenizer:
         return Tokenizer.from_str(files.tokenizer_json)
     except Exception as error:  # the tokenizers library raises nothing more special
         raise ConfigError(f"{files.directory}: tokenizer.json cannot be used: {error}") from error
-
-
-def _strings(sample: Sample) -> list[str]:
-    """Every string of a sample that a template may print.
-
-    Raises:
-        _CannotRender: if a template might print NaN or an infinite number, which no JSON has.
-    """
-    found = [turn.content for turn in sample.turns]
-    stack: list[object] = [turn.extra for turn in sample.turns if turn.extra]
-    stack += list(sample.tools or ())
-    while stack:
-        value = stack.pop()
-        if isinstance(value, str):
-            found.append(value)
-        elif isinstance(value, dict):
-            stack += [*value.keys(), *value.values()]
-        elif isinstance(value, (list, tuple)):
-            stack += value
-        elif isinstance(value, float) and not math.isfinite(value):
-            raise _CannotRender("invalid_content", f"the number {value} stands in tools or in a tool call")
-    return found

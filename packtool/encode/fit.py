@@ -13,9 +13,11 @@ from packtool.config.export import EncodeSpec
 from packtool.constants import IGNORE_INDEX
 from packtool.encode.assemble import Span
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray
-from packtool.encode.truncate import Side, kept_positions, moved_turns, oldest_to_remove
+from packtool.encode.truncate import Side, kept_positions, moved_borders, moved_turns, oldest_to_remove
 from packtool.errors import RowError
 from packtool.rows.sample import Dropped, Sample
+
+_NO_TARGET = "no_target_tokens"
 
 Positions = npt.NDArray[np.int64]
 
@@ -31,6 +33,7 @@ class Tokenized:
         images, videos, audios: in the order of their spans.
         weights: float32 (L,), of each token as a target, 0 for none; None if the tokens of ``turns`` weigh 1.
         num_removed: tokens that went before the sample is held to a length: with media, or the middle of a long text.
+        borders: as those of ``EncodedSample``.
     """
 
     sample: Sample
@@ -42,6 +45,7 @@ class Tokenized:
     audios: tuple[EncodedAudio, ...] = ()
     weights: npt.NDArray[np.float32] | None = None
     num_removed: int = 0
+    borders: IntArray | None = None
 
     def in_media(self) -> npt.NDArray[np.bool_]:
         """Which tokens are a medium's, bool (L,)."""
@@ -69,6 +73,7 @@ class Tokenized:
             audios=tuple(lists["audio"]),
             weights=self.weights[kept] if self.weights is not None else None,
             num_removed=self.num_removed + len(self.ids) - len(kept),
+            borders=None if self.borders is None else moved_borders(self.borders, kept),
         )
 
 
@@ -104,8 +109,33 @@ def fit(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped:
     found = _labelled(item)
     if found is None:
         detail = "truncation left no target" if item.num_removed else "no assistant turn has tokens to learn"
-        return Dropped(sample.source, sample.row, "no_target_tokens", detail)
+        return Dropped(sample.source, sample.row, _NO_TARGET, detail)
     return [found]
+
+
+def fit_all(parts: Sequence[Tokenized], spec: EncodeSpec) -> list[EncodedSample] | Dropped:
+    """Hold the samples that a row is packed of to ``spec.max_length``, as ``fit`` does with one.
+
+    Those without a target are left out, for they teach nothing, unless all are. One that is too long costs the row: of
+    every row that goes in it is known whether it is kept.
+
+    Raises:
+        RowError: as ``fit``.
+    """
+    kept: list[EncodedSample] = []
+    for number, part in enumerate(parts, 1):
+        found = fit(part, spec)
+        if not isinstance(found, Dropped):
+            kept += found
+        elif len(parts) == 1:
+            return found
+        elif found.reason != _NO_TARGET:
+            return replace(found, detail=f"sample {number} of the {len(parts)} in the row: {found.detail}")
+    if not kept:
+        sample = parts[0].sample
+        detail = f"none of the {len(parts)} samples in the row has tokens to learn"
+        return Dropped(sample.source, sample.row, _NO_TARGET, detail)
+    return kept
 
 
 def over_long(sample: Sample, spec: EncodeSpec, length: str) -> Dropped:
@@ -145,7 +175,7 @@ def _split(item: Tokenized, limit: int) -> list[EncodedSample] | Dropped:
     ]
     # A piece of one token alone has no target.
     kept = [piece for piece in pieces if piece is not None]
-    return kept or Dropped(sample.source, sample.row, "no_target_tokens", "the text has fewer than two tokens")
+    return kept or Dropped(sample.source, sample.row, _NO_TARGET, "the text has fewer than two tokens")
 
 
 def _labelled(item: Tokenized) -> EncodedSample | None:
@@ -181,6 +211,8 @@ def _labelled(item: Tokenized) -> EncodedSample | None:
         videos=item.videos,
         audios=item.audios,
         loss_scale=loss_scale,
+        part=sample.part,
+        borders=item.borders,
     )
 
 
@@ -189,7 +221,7 @@ def _too_long(sample: Sample, detail: str) -> RowError:
         sample.source,
         sample.row,
         "over_max_length",
-        detail,
+        detail if sample.part is None else f"{sample.part}: {detail}",
         "Raise --max-length, lower the media's limits, or use --truncation-strategy delete, left or right "
         "(and --media-overflow drop or trim).",
     )

@@ -57,12 +57,15 @@ _KEYWORDS: dict[str, dict[str, tuple[float, float]]] = {
     "agentflan": {**_REACT, **dict.fromkeys(_TOOL_NAMES, (1.0, 3.0))},
 }
 # Without the opening mark where the generation prompt has written it. The marks of Gemma 4 and MiniMax are others.
-_EMPTY_THINKING = r"\s*(?:(?:<think>)?\s*</think>|<\|channel>thought\n<channel\|>|</mm:think>)\s*"
-_IGNORE, _KEEP = "ignore_empty_think", "keep_empty_think"
+EMPTY_THINKING = r"\s*(?:(?:<think>)?\s*</think>|<\|channel>thought\n<channel\|>|</mm:think>)\s*"
+"""An empty thinking block, as a regular expression."""
+KEEP_EMPTY_THINK = "keep_empty_think"
+"""The rule with which empty thinking blocks are trained, too."""
+_IGNORE = "ignore_empty_think"
 _PATTERNS: dict[str, dict[str, float]] = {
     "hermes": {r"<tool_call>.+?</tool_call>": 2.0},
-    _IGNORE: {rf"\A{_EMPTY_THINKING}": 0.0},
-    _KEEP: {},
+    _IGNORE: {rf"\A{EMPTY_THINKING}": 0.0},
+    KEEP_EMPTY_THINK: {},
     "ignore_think_prefix": {r"\A\s*<think>\n?": 0.0},
 }
 _ALIASES = {"last_round_with_ignore_empty_think": "last_round+ignore_empty_think"}
@@ -109,8 +112,8 @@ def parse_loss_scale(text: str) -> LossScale:
     bases = [base for base in BASES if base in names]
     if len(bases) > 1:
         raise ConfigError(f"loss scale {text!r}: {bases[0]} and {bases[1]} exclude each other")
-    if _IGNORE in names and _KEEP in names:
-        raise ConfigError(f"loss scale {text!r}: {_IGNORE} and {_KEEP} exclude each other")
+    if _IGNORE in names and KEEP_EMPTY_THINK in names:
+        raise ConfigError(f"loss scale {text!r}: {_IGNORE} and {KEEP_EMPTY_THINK} exclude each other")
     return LossScale(bases[0] if bases else "default", tuple(name for name in names if name not in BASES))
 
 
@@ -129,7 +132,7 @@ def loss_scale_of(text: str, is_hybrid_thinking: bool) -> str:
         ConfigError: if the text cannot be understood.
     """
     rules = parse_loss_scale(text).rules
-    return text if not is_hybrid_thinking or _IGNORE in rules or _KEEP in rules else f"{text}+{_IGNORE}"
+    return text if not is_hybrid_thinking or _IGNORE in rules or KEEP_EMPTY_THINK in rules else f"{text}+{_IGNORE}"
 
 
 @lru_cache(maxsize=8)
@@ -143,7 +146,7 @@ def _switches_thinking(text: str, variables: tuple[tuple[str, str], ...]) -> boo
             )
         except (TemplateFailure, ConfigError):
             continue  # what is wrong with the template is told where it is used
-        return on != off and re.search(rf"{_EMPTY_THINKING}\Z", off) is not None
+        return on != off and re.search(rf"{EMPTY_THINKING}\Z", off) is not None
     return False
 
 

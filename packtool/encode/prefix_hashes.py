@@ -71,9 +71,10 @@ def _prefixes(sample: EncodedSample, tokens: MediaTokens, longer_than: int) -> l
     """Tokens, digest, pads, pads of sound, squares of patches and targets of each prefix of a sample."""
     media = placed_media(sample, tokens)
     if len(media) < len(sample.images) + len(sample.videos) + len(sample.audios):
-        media, sample = [], dataclasses.replace(sample, turns=sample.turns[:0])
+        media, sample = [], dataclasses.replace(sample, turns=sample.turns[:0], borders=None)
     inside = {end for placed in media for end in range(placed.start + 1, placed.stop + 1)}
-    told_at = {placed.stop + 1 for placed in media} | (set(sample.turns.tolist()) - inside)
+    turns = {*sample.turns.tolist(), *(() if sample.borders is None else sample.borders.tolist())}
+    told_at = {placed.stop + 1 for placed in media} | (turns - inside)
     found: list[_Prefix] = []
     targets = np.cumsum(sample.labels != IGNORE_INDEX)
     sums = 0, 0, 0

@@ -32,7 +32,7 @@ _MOST_CHARS = 1 << 28
 _DICT_NAMES = frozenset(dir(dict))
 _OF_LOOPS = frozenset(("_loop_vars", "_block_vars"))
 """What a compiled template gives to the calls in its loops and blocks, besides what stands there."""
-_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 
@@ -238,9 +238,9 @@ class ChatTemplate:
 
 
 def _with_reasoning_names(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    if message.keys().isdisjoint(_REASONING_NAMES):
+    if message.keys().isdisjoint(REASONING_NAMES):
         return message
-    reasoning = next((message[name] for name in _REASONING_NAMES if message.get(name) is not None), None)
+    reasoning = next((message[name] for name in REASONING_NAMES if message.get(name) is not None), None)
     if reasoning is None:
         return message
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}

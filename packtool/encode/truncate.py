@@ -56,3 +56,13 @@ def moved_turns(turns: IntArray, kept: npt.NDArray[np.int64]) -> IntArray:
     # Nothing comes before the first token, so it cannot be a target.
     moved = np.maximum(moved, 1)
     return np.ascontiguousarray(moved[moved[:, 0] < moved[:, 1]].reshape(-1))
+
+
+def moved_borders(borders: IntArray, kept: npt.NDArray[np.int64]) -> IntArray:
+    """Places between tokens after truncation, int32 (B,), ascending.
+
+    Args:
+        borders: int32, ascending.
+        kept: positions that stayed, ascending.
+    """
+    return np.unique(np.searchsorted(kept, borders)).astype(np.int32)

@@ -54,7 +54,7 @@ def media_error(problem: MediaProblem) -> MediaError:
     return MediaError(
         f"{problem.detail} ({problem.reason})",
         "The export looked at its header and end only: restore the file, or export again without it; "
-        "--on-bad-media skip trains without its sample.",
+        "packtool train --on-bad-media skip trains without its sample.",
     )
 
 

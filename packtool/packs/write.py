@@ -213,8 +213,9 @@ def _write_file(part: _Part) -> WrittenFile:
 
 def _embedded(samples: list[EncodedSample], config: PackConfig) -> Iterator[EncodedSample]:
     rights = rights_of_cache(config)
-    for group in embedded(samples, {sample.source: rights for sample in samples}, _refuse):
-        yield from group
+    alone = [[sample] for sample in samples]
+    for group in embedded(alone, {sample.source: rights for sample in samples}, _refuse):
+        yield from (sample for row in group for sample in row)
 
 
 def _refuse(lost: Dropped) -> None:

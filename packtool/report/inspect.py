@@ -64,6 +64,7 @@ def cache_figures(directory: str) -> dict[str, Any]:
         "marks_added": manifest.marks_added,
         "channels": list(manifest.channels),
         "dropped": dict(manifest.dropped),
+        "parts_left_out": dict(manifest.parts_left_out),
         "dropped_examples": _examples(storage.join(directory, DROPPED_NAME)),
         "splits": {
             name: {**dataclasses.asdict(split), "shards": len(split.shards)} for name, split in manifest.splits.items()
@@ -78,6 +79,8 @@ def _examples(path: str) -> dict[str, list[dict[str, Any]]]:
     with storage.open_read(path) as file:
         for line in file:
             row = json.loads(line)
+            if "part" in row:
+                continue  # its row is kept
             examples = found.setdefault(row["reason"], [])
             if len(examples) < _EXAMPLES:
                 examples.append(row)
@@ -97,18 +100,25 @@ def figure_lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
     for name, split in figures["splits"].items():
         share = split["target_tokens"] / max(split["tokens"], 1)
         lines += [
-            (name, f"{split['rows']:,} samples in {split['shards']} shards"),
+            (name, f"{split['rows']:,} samples{_of_rows(split)} in {split['shards']} shards"),
             ("  tokens", f"{split['tokens']:,}"),
             ("  target tokens", f"{split['target_tokens']:,} ({share:.1%})"),
             ("  media tokens", f"{split['media_tokens']:,}"),
             ("  truncated", f"{split['truncated']:,} samples, {split['truncated_tokens']:,} tokens"),
         ]
+    if figures["parts_left_out"]:
+        told = ", ".join(f"{count:,} {reason}" for reason, count in figures["parts_left_out"].items())
+        lines.append(("turns and responses left out", told))
     lines.append(("dropped", f"{sum(figures['dropped'].values()):,}"))
     for reason, count in figures["dropped"].items():
         lines.append((f"  {reason}", f"{count:,}"))
         for row in figures["dropped_examples"].get(reason, ()):
             lines.append((f"    {row['source']}, row {row['row']}", row["detail"]))
     return lines
+
+
+def _of_rows(split: Mapping[str, Any]) -> str:
+    return f" of {split['rows'] - split['pieces_added']:,} rows" if split["pieces_added"] else ""
 
 
 @dataclass(frozen=True)
@@ -154,6 +164,8 @@ def sample_view(directory: str, split: str, row: int, model: str | None = None) 
         ("channel", sample.channel or "none"),
         ("tokens", f"{sample.length:,}, of them {int((sample.labels != IGNORE_INDEX).sum()):,} trained"),
     ]
+    if sample.part is not None:
+        facts.insert(1, ("part of its row", str(sample.part)))
     if sample.num_truncated:
         facts.append(("truncated", f"{sample.num_truncated:,} tokens"))
     return SampleView(facts, [(part.look, part.text, part.weight) for part in decoder.parts(sample)])

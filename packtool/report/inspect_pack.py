@@ -86,7 +86,9 @@ def _laid_out(
             places[number] = len(prefixes)
             prefixes.append({"samples": list(positions[branch.first : branch.last]), **figures})
         else:
-            name = {"sample": positions[branch.first], "source": members[0].source, "row": members[0].row}
+            sample = members[0]
+            name = {"sample": positions[branch.first], "source": sample.source, "row": sample.row}
+            name["part"] = "" if sample.part is None else str(sample.part)
             own.append({**name, **figures})
         at += branch.num_tokens
     return prefixes, own
@@ -117,6 +119,7 @@ def pack_lines(pack: Mapping[str, Any]) -> Iterator[str]:
             name = f"a prefix of {num} samples, {own:,} tokens once instead of {num * own:,}"
         else:
             name = f"sample {part['sample']}: {visible_line(part['source'])}, row {part['row']}"
+            name += f", {part['part']}" if part["part"] else ""
             if part["prefix"] is not None:
                 name += f", adds {own:,} of its {stop + 1:,} tokens"
         here, below = _guides(part, pack["prefixes"], last)

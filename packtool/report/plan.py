@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -233,11 +234,11 @@ def _rows(found: Preview, figures: Mapping[str, Any]) -> list[tuple[str, int]]:
     rows = [("in the plan", int(figures["samples"]))]
     if figures["filtered"]:
         rows.append(("longer than --max-length", int(figures["filtered"])))
-    dropped: dict[str, int] = {}
+    lost = Counter[str]()
     for manifest in found.reader.manifests if found.reader is not None else ():
-        for reason, count in manifest.dropped.items():
-            dropped[reason] = dropped.get(reason, 0) + count
-    return [*rows, *((f"dropped at export: {reason}", count) for reason, count in dropped.items())]
+        lost.update({f"dropped at export: {reason}": count for reason, count in manifest.dropped.items()})
+        lost.update({f"turns left out at export: {reason}": n for reason, n in manifest.parts_left_out.items()})
+    return [*rows, *lost.items()]
 
 
 def _fingerprints(figures: Mapping[str, Any]) -> list[Line]:

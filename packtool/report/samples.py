@@ -166,6 +166,7 @@ class Pages:
             "number": number,
             "source": storage.masked(sample.source),
             "row": sample.row,
+            "part": "" if sample.part is None else f", {sample.part}",
             "channel": sample.channel,
             "tokens": sample.length,
             "trained": int((sample.labels != IGNORE_INDEX).sum()),
@@ -271,6 +272,8 @@ def _dropped(path: str) -> list[dict[str, Any]]:
     with storage.open_read(path) as file:
         for line in file:
             row = json.loads(line)
+            if "part" in row:
+                continue  # its row is kept
             found.append({key: row[key] for key in ("source", "row", "reason", "detail")})
             if len(found) == _MOST_DROPPED:
                 break

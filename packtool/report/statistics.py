@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # export must not wait for torch
@@ -34,6 +35,7 @@ def export_json(summary: ExportSummary) -> dict[str, Any]:
         "seconds": round(summary.seconds, 3),
         "already_finished": summary.already_finished,
         "pieces_added": summary.pieces_added,
+        "parts_left_out": dict(summary.parts_left_out),
         "missing_shards": summary.num_missing,
         "output_dir": summary.output_dir,
     }
@@ -45,9 +47,12 @@ def export_lines(summary: ExportSummary) -> list[Line]:
     if summary.marks_added:
         lines.append(("  media marks added", f"{summary.marks_added:,} rows"))
     if summary.pieces_added:
-        lines.append(("  samples added by splitting texts", f"{summary.pieces_added:,}"))
-    lines += [("  of them truncated", f"{summary.truncated:,}"), ("dropped", f"{sum(summary.dropped.values()):,}")]
-    lines += [(f"  {reason}", f"{count:,}") for reason, count in summary.dropped.items()]
+        lines.append(("  samples beyond one a row", f"{summary.pieces_added:,}"))
+    lines += [("  of them truncated", f"{summary.truncated:,}")]
+    lines += (
+        _counted("  turns and responses left out of them", summary.parts_left_out) if summary.parts_left_out else []
+    )
+    lines += _counted("dropped", summary.dropped)
     lines += [
         ("tokens", f"{summary.tokens:,}"),
         ("  target tokens", f"{summary.target_tokens:,} ({summary.target_tokens / summary.tokens:.1%})"),
@@ -69,8 +74,8 @@ def train_lines(result: TrainResult) -> list[Line]:
         return [("optimizer steps, at most", f"{result.steps:,}"), ("packing length", f"{result.packing_length:,}")]
     lines = [("samples", f"{result.num_samples:,}")]
     if result.streaming:
-        lines.append(("rows dropped", f"{sum(result.dropped.values()):,}"))
-        lines += [(f"  {reason}", f"{count:,}") for reason, count in result.dropped.items()]
+        lines += _counted("rows dropped", result.dropped)
+        lines += _counted("turns and responses left out", result.parts_left_out) if result.parts_left_out else []
     else:
         lines.append(("  filtered by length", f"{result.filtered:,}"))
     lines += [
@@ -91,8 +96,17 @@ def train_lines(result: TrainResult) -> list[Line]:
     return lines
 
 
+def _counted(name: str, counts: Mapping[str, int]) -> list[Line]:
+    """A sum, and what it is made of."""
+    indent = " " * (len(name) - len(name.lstrip()) + 2)
+    return [(name, f"{sum(counts.values()):,}"), *((f"{indent}{of}", f"{count:,}") for of, count in counts.items())]
+
+
 def _kept(summary: ExportSummary) -> str:
-    if len(summary.kept_by_split) == 1:
-        return f"{summary.kept:,}"
-    parts = ", ".join(f"{name} {count:,}" for name, count in summary.kept_by_split.items())
-    return f"{summary.kept:,} ({parts})"
+    kept = f"{summary.kept:,}"
+    if len(summary.kept_by_split) > 1:
+        parts = ", ".join(f"{name} {count:,}" for name, count in summary.kept_by_split.items())
+        kept = f"{kept} ({parts})"
+    if not summary.pieces_added:
+        return kept
+    return f"{kept} samples of {summary.kept - summary.pieces_added:,} rows"

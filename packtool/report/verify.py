@@ -40,7 +40,7 @@ def print_report(report: VerifyReport) -> None:
         (_WHAT[check.name], f"{check.error:.1e}", f"{check.allowed:.1e}", "ok" if check.passed else "FAILED")
         for check in report.checks
     ]
-    shared = f", {report.num_shared_tokens:,} of them shared prefixes" if report.num_shared_tokens else ""
+    shared = f", {report.num_shared_tokens:,} of them saved by shared prefixes" if report.num_shared_tokens else ""
     facts = (
         f"{report.num_packs:,} packs, {report.num_samples:,} samples, {report.num_tokens:,} tokens{shared}; on "
         f"{report.device} in {report.dtype}, attention by {report.attention}; {report.seconds:.1f} s"

@@ -14,16 +14,22 @@ _KINDS: dict[str, FileFormat] = {
     ".txt": "txt",
     ".parquet": "parquet",
     ".arrow": "arrow",
+    ".idx": "megatron",
 }
 _COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
 
-KNOWN_FORMATS = f"{', '.join(_KINDS)}, each also with {' or '.join(_COMPRESSIONS)}"
+KNOWN_FORMATS = (
+    f"{', '.join(suffix for suffix in _KINDS if suffix != '.idx')}, each also with {' or '.join(_COMPRESSIONS)}, and "
+    ".idx with Megatron's .bin beside it"
+)
 """What messages call each kind."""
 
 
 def format_of(path: str) -> tuple[FileFormat, Compression | None] | None:
     """FileFormat and compression of a file, None if its name says neither."""
     stem, dot, suffix = storage.name(path).lower().rpartition(".")
+    if suffix == "idx" and stem.endswith(".tar"):  # where the members of a tar file begin
+        return None
     compression = _COMPRESSIONS.get(dot + suffix)
     if compression is not None:
         _, dot, suffix = stem.rpartition(".")

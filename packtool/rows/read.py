@@ -26,6 +26,10 @@ def read_block(source: Source, block: RowBlock) -> Iterator[NumberedRow]:
     """
     if source.kind in _PARSE:
         rows = parse_block(source, block, block_text(source, block))
+    elif source.kind == "megatron":
+        from packtool.rows.megatron import read_documents
+
+        rows = read_documents(source, block)
     else:
         from packtool.rows.tables import read_table_rows  # here, because text needs no pyarrow
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from packtool.errors import RowError
 from packtool.rows.rights import MediaRights
 
 
@@ -25,6 +30,41 @@ class Turn:
     extra: dict[str, Any] = field(default_factory=dict)
     loss: bool | None = None
     loss_scale: float | None = None
+
+
+@dataclass(frozen=True)
+class Response:
+    """One of several accepted answers to what a row asks.
+
+    Args:
+        turns: of the assistant, and of tools between them.
+        weight: that the loss scale of its tokens is multiplied by, above 0.
+    """
+
+    turns: tuple[Turn, ...]
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class RowPart:
+    """Which part of its row a sample is, where a row becomes several samples.
+
+    Args:
+        turn: number, from 1 on, of the row's last assistant turn that it has; 0 where turns are no samples.
+        num_turns: assistant turns of the row.
+        response: number, from 1 on, of its response; 0 for a row with one answer.
+        num_responses: of the row.
+    """
+
+    turn: int = 0
+    num_turns: int = 0
+    response: int = 0
+    num_responses: int = 0
+
+    def __str__(self) -> str:
+        turn = f"turn {self.turn} of {self.num_turns}" if self.turn else ""
+        response = f"response {self.response} of {self.num_responses}" if self.response else ""
+        return ", ".join(filter(None, (turn, response)))
 
 
 @dataclass(frozen=True)
@@ -53,6 +93,23 @@ class MediaRef:
         return self.path if self.path is not None else f"<{len(self.data or b'')} bytes>"
 
 
+@dataclass(frozen=True, eq=False)
+class PreparedTokens:
+    """The tokens of a row that another tool has made, without padding.
+
+    Args:
+        ids: int64 (L,).
+        trained: bool (L,), which of them are targets; None where nothing says it, and all are.
+        weights: float32 (L,), of the targets; None where all weigh 1.
+        starts: int64 (D,), ascending from 0: where the D samples begin that the row is packed of.
+    """
+
+    ids: npt.NDArray[np.int64]
+    trained: npt.NDArray[np.bool_] | None
+    weights: npt.NDArray[np.float32] | None
+    starts: npt.NDArray[np.int64]
+
+
 @dataclass(frozen=True)
 class Sample:
     """A conversation, its media in the order of their marks, and where it came from.
@@ -64,6 +121,9 @@ class Sample:
         is_text: a text for pretraining: one assistant turn, encoded without a chat template, every token a target.
         loss_scale: the dataset's own loss scale (``--dataset-info``), None for the export's.
         lone_mark: kind of medium that a question has a mark of and the row has none of; "" for none.
+        responses: accepted answers to what the turns ask; none where the turns have the answer.
+        part: of the row, where it becomes several samples and this is to be one of them.
+        tokens: of a row that another tool has tokenized, which has no turns; None for all others.
     """
 
     turns: tuple[Turn, ...]
@@ -78,6 +138,9 @@ class Sample:
     is_text: bool = False
     loss_scale: str | None = None
     lone_mark: str = ""
+    responses: tuple[Response, ...] = ()
+    part: RowPart | None = None
+    tokens: PreparedTokens | None = None
 
 
 _LONGEST_DETAIL, _MOST_SHOWN = 1000, 300
@@ -88,6 +151,7 @@ class Dropped:
     """A row that was left out, and why. Every row that goes in comes out encoded or as one of these.
 
     Args:
+        part: what was left out of a row of which other parts are kept; None for a whole row.
         detail: explanation for the user; what it quotes of the row ends after 1,000 characters, and can be written.
     """
 
@@ -95,6 +159,7 @@ class Dropped:
     row: int
     reason: str
     detail: str
+    part: RowPart | None = None
 
     def __post_init__(self) -> None:
         detail = self.detail
@@ -105,4 +170,17 @@ class Dropped:
     @property
     def shown(self) -> str:
         """Which row, and what is wrong with it, in a line or so."""
-        return f"{self.source}, row {self.row}: {self.detail[:_MOST_SHOWN]}"
+        part = "" if self.part is None else f", {self.part}"
+        return f"{self.source}, row {self.row}{part}: {self.detail[:_MOST_SHOWN]}"
+
+    def as_error(self) -> RowError:
+        """What ``--strict`` raises."""
+        part = "" if self.part is None else f"{self.part}: "
+        return RowError(self.source, self.row, self.reason, part + self.detail)
+
+    def to_json(self) -> str:
+        """A line of ``dropped.jsonl``."""
+        told = {name: getattr(self, name) for name in ("source", "row", "reason", "detail")}
+        if self.part is not None:
+            told["part"] = str(self.part)
+        return json.dumps(told, ensure_ascii=False) + "\n"

@@ -166,6 +166,11 @@ class _Finder(NamedTuple):
 
     @classmethod
     def of(cls, source: Source) -> _Finder:
+        if source.kind == "megatron":
+            from packtool.rows.megatron import find_documents  # here, because text needs no numbers
+
+            digest, rows = find_documents(source)
+            return cls(source, rows, lambda: digest, bytes, lambda: None)
         if source.kind in ("parquet", "arrow"):
             from packtool.rows.tables import find_table_rows  # here, because text needs no pyarrow
 

@@ -19,7 +19,7 @@ from packtool.constants import TRAIN_SPLIT
 from packtool.rows.rights import MediaRights, rights_of_rows
 from packtool.rows.sample import Dropped
 
-FileFormat = Literal["json", "jsonl", "csv", "tsv", "txt", "parquet", "arrow"]
+FileFormat = Literal["json", "jsonl", "csv", "tsv", "txt", "parquet", "arrow", "megatron"]
 Compression = Literal["gzip", "zstd"]
 Pairs = tuple[tuple[str, str], ...]
 NumberedRow = tuple[int, dict[str, Any] | Dropped]
@@ -42,7 +42,7 @@ class SourceSpec:
         num_sampled: rows to draw from the group's files, None for all of them.
         columns: (this project's name, the file's name) of columns that the user named.
         tags: (name in ``dataset_info.json``, value) of roles and keys of messages that the user named.
-        formatting: ``alpaca`` or ``sharegpt`` where ``dataset_info.json`` says it.
+        formatting: ``alpaca`` or ``sharegpt`` where ``dataset_info.json`` says it; ``tokens`` for ``packtool import``.
         media_root: folder in which relative paths of media are looked for first.
         system: system prompt of conversations that have none.
         loss_scale: the dataset's own, None for the export's.
@@ -149,7 +149,7 @@ class RowBlock(NamedTuple):
     """Neighbouring rows of one source.
 
     Args:
-        start, stop: [start, stop) in bytes of the (decompressed) text, or in rows of a parquet or Arrow file.
+        start, stop: [start, stop) in bytes of the (decompressed) text, or in rows of a parquet, Arrow or Megatron file.
         first_row: number of the first row, 0-based: the line of a .jsonl or .txt file, the element of a .json array,
             the record behind a .csv file's header.
         num_rows: rows that come out of it; blank lines are none.

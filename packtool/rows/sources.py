@@ -14,6 +14,7 @@ from packtool.constants import MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT
 from packtool.errors import ConfigError, DataError, did_you_mean
 from packtool.rows.dataset_info import DatasetInfo, Entry
 from packtool.rows.file_formats import KNOWN_FORMATS, format_of
+from packtool.rows.forms.prepared import TOKENS
 from packtool.rows.hub import HUB_PREFIX, hub_files, hub_id
 from packtool.rows.modelscope import copy_of_rows
 from packtool.rows.source import Pairs, SourceSpec
@@ -41,6 +42,7 @@ def sources_of(config: ExportConfig) -> list[SourceSpec]:
     plain = SourceSpec(
         "",
         columns=_columns(config.columns),
+        formatting=TOKENS if config.TAKES_TOKENS else None,
         media_root=config.media_root,
         system=config.system or None,
         media_access=config.media_access,
@@ -55,6 +57,25 @@ def sources_of(config: ExportConfig) -> list[SourceSpec]:
         paths, own = _paths(name, option, info, plain)
         specs += map(replace(plain, name=name, split=split, group=group, **own).at, paths)
     return specs
+
+
+def splits_left_out(config: ExportConfig) -> list[str]:
+    """A line for each saved ``DatasetDict`` among ``--dataset`` of which only one split is read."""
+    lines = []
+    for name in config.dataset:
+        path = name if _exists(name) else (_SAMPLE.fullmatch(name) or [name, name])[1]
+        if not _exists(storage.join(path, _DICT_NAME)):
+            continue
+        splits = _json(storage.join(path, _DICT_NAME), "--dataset").get("splits") or []
+        read = _split_of(path, "--dataset")
+        inside = {storage.normalize(storage.join(path, split)): split for split in splits if split != read}
+        named = {storage.normalize(given) for given in (*config.dataset, *config.val_dataset)}
+        if others := [split for place, split in inside.items() if place not in named]:
+            lines.append(
+                f"{storage.masked(path)}: its split {read} is read, and {', '.join(others)} is not; "
+                f"--val-dataset {storage.masked(storage.join(path, others[0]))} would read it"
+            )
+    return lines
 
 
 def _paths(given: str, option: str, info: DatasetInfo | None, plain: SourceSpec) -> tuple[list[str], dict[str, Any]]:
@@ -73,7 +94,7 @@ def _paths(given: str, option: str, info: DatasetInfo | None, plain: SourceSpec)
         "num_sampled": entry.num_samples,
         "columns": plain.columns or entry.columns,
         "tags": entry.tags,
-        "formatting": entry.formatting,
+        "formatting": entry.formatting or plain.formatting,
         "loss_scale": entry.loss_scale,
         "system": entry.system or plain.system,
         **own,

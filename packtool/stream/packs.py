@@ -20,7 +20,6 @@ from packtool.cache.shard import num_targets
 from packtool.config.export import EncodeSpec
 from packtool.config.packing import IntervalOptions, PackOptions
 from packtool.encode.encoded import EncodedSample
-from packtool.errors import RowError
 from packtool.plan.pack_plan import PackPlan
 from packtool.plan.packing import pack, pack_trees
 from packtool.plan.shuffle import RandomStream
@@ -92,6 +91,7 @@ class _Held:
     carried: list[EncodedSample] = field(default_factory=list)
     shuffled: list[EncodedSample] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
+    parts_left_out: Counter[str] = field(default_factory=Counter)
 
 
 class PackStream:
@@ -131,6 +131,7 @@ class PackStream:
             list(self._start.carried),
             list(self._start.shuffled),
             Counter(self._start.dropped),
+            Counter(self._start.parts_left_out),
         )
         self._random = np.random.default_rng((options.seed, rank, RandomStream.SHUFFLE_BUFFER))
         if self._start.random is not None:
@@ -142,6 +143,11 @@ class PackStream:
     def dropped(self) -> Counter[str]:
         """Rows that were dropped so far, by reason."""
         return self._held.dropped
+
+    @property
+    def parts_left_out(self) -> Counter[str]:
+        """Turns and responses that were left out so far, by reason, of rows of which others are kept."""
+        return self._held.parts_left_out
 
     def __iter__(self) -> Iterator[StreamedPack]:
         samples = self._shuffled(self._samples())
@@ -186,6 +192,7 @@ class PackStream:
             carried=tuple(held.carried),
             shuffled=tuple(held.shuffled),
             dropped=dict(held.dropped),
+            parts_left_out=dict(held.parts_left_out),
         )
 
     def _shuffled(self, samples: Iterator[EncodedSample]) -> Iterator[EncodedSample]:
@@ -221,7 +228,7 @@ class PackStream:
                 self._num_taken = number
                 if most is not None and sample.num_media_tokens > most:
                     detail = f"{sample.num_media_tokens} media tokens, --max-media-tokens-per-pack allows {most}"
-                    self._note([Dropped(sample.source, sample.row, "media_budget", detail)])
+                    self._note([Dropped(sample.source, sample.row, "media_budget", detail, sample.part)])
                 else:
                     yield sample
             skipped = 0
@@ -245,8 +252,8 @@ class PackStream:
     def _note(self, dropped: Sequence[Dropped]) -> None:
         for item in dropped:
             if self._options.strict:
-                raise RowError(item.source, item.row, item.reason, item.detail)
-            self._held.dropped[item.reason] += 1
+                raise item.as_error()
+            (self._held.dropped if item.part is None else self._held.parts_left_out)[item.reason] += 1
             self._log(item)
 
 

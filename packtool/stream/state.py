@@ -37,6 +37,7 @@ class StreamState:
         carried: samples that were held back from the interval before.
         shuffled: the shuffle buffer.
         dropped: rows, by reason.
+        parts_left_out: turns and responses by reason, of rows of which others are kept.
     """
 
     place: Place | None = None
@@ -48,6 +49,7 @@ class StreamState:
     carried: Sequence[EncodedSample] = ()
     shuffled: Sequence[EncodedSample] = ()
     dropped: Mapping[str, int] = field(default_factory=dict)
+    parts_left_out: Mapping[str, int] = field(default_factory=dict)
 
 
 def write_stream_state(directory: str, rank: int, state: StreamState) -> None:
@@ -57,9 +59,10 @@ def write_stream_state(directory: str, rank: int, state: StreamState) -> None:
         StorageError: if it cannot be written.
     """
     samples, plain = _paths(directory, rank)
-    writer = ShardWriter(samples)
+    held = [*state.carried, *state.shuffled]
+    writer = ShardWriter(samples, has_parts=any(sample.part is not None for sample in held))
     try:
-        writer.write([*state.carried, *state.shuffled])
+        writer.write(held)
         writer.close()
     except BaseException:
         writer.discard()
@@ -67,7 +70,7 @@ def write_stream_state(directory: str, rank: int, state: StreamState) -> None:
     values = {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name not in _HELD}
     values |= {f"num_{name}": len(getattr(state, name)) for name in _HELD}
     values["place"] = dataclasses.asdict(state.place) if state.place is not None else None
-    storage.publish(plain, json.dumps(values | {"dropped": dict(state.dropped)}).encode())
+    storage.publish(plain, json.dumps(values).encode())
 
 
 def read_stream_state(directory: str, rank: int) -> StreamState:

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 
 from packtool.config.export import EncodeSpec
 from packtool.encode.blocks import encode_samples, samples_of
-from packtool.encode.encoded import EncodedSample
+from packtool.encode.encoded import EncodedSample, left_out_of
 from packtool.encode.encoder import Encoder
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import PacktoolError, StoreDownError
@@ -33,6 +33,7 @@ class EncodedBlock:
     Args:
         place: right before the block.
         samples: in the order of the rows.
+        dropped: rows, and turns or responses of rows of which others are kept.
     """
 
     place: Place
@@ -135,4 +136,5 @@ def _encode(encoder: Encoder, source: Source, block: RowBlock) -> _Encoded:
             dropped.append(item)
         else:
             samples += item
+            dropped += left_out_of(item)
     return samples, dropped

@@ -19,5 +19,6 @@ SOURCES = st.builds(SourceInfo, TEXTS, st.integers(-1, 2**60), TEXTS, TEXTS, st.
 def test_sources_are_written_as_json_writes_them(sources: list[SourceInfo], channel: str) -> None:
     identity = Identity({"sources": []}, "type", "a", "b", "c", MediaLimits(None, None), 42, 0.0, None)
     manifest = Manifest("1.0", identity, tuple(sources), 0, {}, 0, (channel, '\n "sources": []'), {}, "0" * 16)
-    plain = json.dumps(dataclasses.asdict(manifest), indent=1, ensure_ascii=False) + "\n"
-    assert manifest.to_json() == plain.encode()
+    plain = dataclasses.asdict(manifest)
+    del plain["parts_left_out"]  # there are none, as in caches that were made before they were counted
+    assert manifest.to_json() == (json.dumps(plain, indent=1, ensure_ascii=False) + "\n").encode()

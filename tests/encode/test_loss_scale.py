@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from packtool.cache.export import identity_of
+from packtool.cache.identity import identity_of
 from packtool.config.export import ExportConfig
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder

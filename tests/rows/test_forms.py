@@ -444,3 +444,60 @@ def test_no_row_does_more_harm_than_to_be_dropped(row: dict[str, Any], form: str
         return
     assert all(isinstance(turn.content, str) and turn.role in constants.ROLES for turn in sample.turns)
     pickle.dumps(sample)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [user("q")]},
+        {"query": "q"},
+        {"prompt": "q", "response": None},
+        {"instruction": "q", "output": ""},
+        {"messages": [user("q")], "weights": [1, 1, 0.5]},
+    ],
+)
+def test_responses_stand_for_the_answer_that_a_row_lacks(row: dict[str, Any]) -> None:
+    answer = {"content": "b", "reasoning_content": "r"}
+    loop = [assistant("", tool_calls=[{"function": {"name": "f", "arguments": {}}}]), {"role": "tool", "content": "t"}]
+    sample = read(row | {"responses": ["a", {"role": "assistant", **answer}, [*loop, assistant("c")]]})
+    assert said(sample) == [Q]
+    assert [[(turn.role, turn.content) for turn in each.turns] for each in sample.responses] == [
+        [A],
+        [("assistant", "b")],
+        [("assistant", ""), ("tool", "t"), ("assistant", "c")],
+    ]
+    assert sample.responses[1].turns[0].extra == {"reasoning_content": "r"}
+    assert [each.weight for each in sample.responses] == ([1, 1, 0.5] if "weights" in row else [1, 1, 1])
+
+
+def test_responses_that_weigh_nothing_are_left_out_and_those_beside_an_answer_are_not_read() -> None:
+    named = read({"query": "q", "all": '["a", "b"]', "score": "[0, 2]"}, form="query", columns=RENAMED)
+    assert [(each.turns[0].content, each.weight) for each in named.responses] == [("b", 2.0)]
+    for row in ({"messages": [user("q"), assistant("a")]}, {"query": "q", "answer": "a"}):
+        assert read(row | {"responses": ["b", "c"]}).responses == ()
+        assert said(read(row | {"responses": ["b", "c"]})) == [Q, A]
+
+
+RENAMED = (("query", "query"), ("responses", "all"), ("response_weights", "score"))
+
+
+@pytest.mark.parametrize(
+    ("given", "reason", "detail"),
+    [
+        ({"responses": "a"}, "invalid_row", "text and no JSON"),
+        ({"responses": {"a": 1}}, "invalid_row", "not a list of one or more answers"),
+        ({"responses": []}, "invalid_row", "not a list of one or more answers"),
+        ({"responses": [None]}, "invalid_content", "response 0"),
+        ({"responses": [[user("q")]]}, "role_order", "response 0"),
+        ({"responses": [[assistant("a"), user("q")]]}, "role_order", "response 0"),
+        ({"responses": ["a", [{"type": "image", "image": "x.png"}]]}, "invalid_media", "response 1"),
+        ({"responses": ["a", "b"], "weights": [1]}, "invalid_row", "one for each"),
+        ({"responses": ["a", "b"], "weights": [1, -1]}, "invalid_row", "from 0 to 10,000"),
+        ({"responses": ["a"], "weights": ["x"]}, "invalid_row", "weighs 'x'"),
+        ({"responses": ["a", "b"], "response_weights": [0, 0]}, "invalid_row", "weigh 0"),
+    ],
+)
+def test_responses_that_cannot_be_read(given: dict[str, Any], reason: str, detail: str) -> None:
+    problem = problem_of({"messages": [user("q")]} | given)
+    assert problem.reason == reason
+    assert detail in problem.detail

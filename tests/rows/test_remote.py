@@ -16,6 +16,7 @@ from packtool.rows.scan import scan, scan_sources
 from packtool.rows.source import SourceSpec
 from packtool.rows.sources import sources_of
 from tests.rows.conftest import COMPRESSIONS, KINDS, compress, rows_of, write_rows
+from tests.rows.megatron import megatron
 
 ROWS = [{"text": f"row {i}", "channel": str(i % 3)} for i in range(200)]
 Put = Callable[[Path, str], str]
@@ -40,6 +41,15 @@ def test_every_kind(tmp_path: Path, kind: str, compression: str, put: Put) -> No
     path = compress(tmp_path / f"rows.{kind}", compression)
     found = scan(SourceSpec(put(path, path.name)))
     assert [row["text"] for _, row in rows_of(found)] == [row["text"] for row in ROWS]
+    assert scan(found.spec).digest == found.digest
+
+
+def test_tokens_of_megatron(tmp_path: Path, put: Put) -> None:
+    documents = [[number, number + 1] for number in range(100)]
+    path = megatron(tmp_path / "text", documents, list(range(101)))
+    put(path.with_suffix(".bin"), "text.bin")
+    found = scan(SourceSpec(put(path, "text.idx")))
+    assert [row["input_ids"].tolist() for _, row in rows_of(found)] == documents
     assert scan(found.spec).digest == found.digest
 
 

@@ -212,7 +212,7 @@ const packtool = (() => {
   async function open(place) {
     const sample = await inBlock("samples", place);
     const detail = find("detail");
-    const facts = [["row", `${sample.source}, row ${sample.row}`], ["channel", sample.channel ?? "none"],
+    const facts = [["row", `${sample.source}, row ${sample.row}${sample.part}`], ["channel", sample.channel ?? "none"],
       ["tokens", `${sample.tokens.toLocaleString("en")}, of them ${sample.trained.toLocaleString("en")} trained`]];
     if (sample.truncated) facts.push(["truncated", `${count(sample.truncated, "token")} left out`]);
     const text = make("div", { id: "text" });

@@ -1,9 +1,9 @@
 """Forms of a row: whatever a file's rows look like, they become ``Sample``.
 
 A form is told once for a file (``known.detect``). What a row has beside its conversation is read alike in all forms:
-``system``, ``tools``, ``images``, ``videos``, ``audios``, ``channel``. Columns of preference data
-(``rejected_response``, ``rejected_messages``, ``label``, ``margin``) are no matter of supervised training: the
-conversation that is to be preferred is trained, as ms-swift's ``sft`` does with such rows.
+``system``, ``tools``, ``images``, ``videos``, ``audios``, ``channel``, and ``responses`` where the conversation has no
+answer. Columns of preference data (``rejected_response``, ``rejected_messages``, ``label``, ``margin``) are no matter
+of supervised training: the conversation that is to be preferred is trained, as ms-swift's ``sft`` does with such rows.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from packtool.rows.forms.known import KNOWN, detect
 from packtool.rows.forms.marks import LoneMark, check_marks, lone_mark, with_marks
 from packtool.rows.forms.media import Found, media_of
 from packtool.rows.forms.problem import RowProblem
+from packtool.rows.forms.responses import responses_of
 from packtool.rows.forms.text import TEXT
-from packtool.rows.sample import Sample, Turn
+from packtool.rows.sample import PreparedTokens, Sample, Turn
 from packtool.rows.source import Pairs, Source
 
 __all__ = ["RowProblem", "check_first_rows", "to_sample"]
@@ -44,16 +45,20 @@ def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
     if form is None:
         form, columns = _form_of(row, source)
     fields, found = Fields(row, columns), Found(source)
+    if (tokens_of := KNOWN[form].tokens) is not None:
+        return _prepared(tokens_of(fields), fields, found, number)
     turns = KNOWN[form].read(fields, found)
     tools = _tools(fields)
     is_text = form == TEXT.name or (_is_text(turns) and tools is None and fields.get("system") is None)
     if not is_text:
         _check_order(turns)
         turns = _with_system(turns, fields, source)
+    responses = () if is_text else responses_of(fields, turns, source)
     media = media_of(fields, found)
     turns, num_added = with_marks(turns, media)
     asked = lone_mark(turns, media, fields, is_text)
-    if fields.get("objects") and any(_OBJECT_MARKS.search(turn.content) for turn in turns):
+    said = [*turns, *(turn for response in responses for turn in response.turns)]
+    if fields.get("objects") and any(_OBJECT_MARKS.search(turn.content) for turn in said):
         raise RowProblem("objects_unsupported", "boxes and objects (<bbox>, <ref-object>) are not spelled out yet")
     return Sample(
         turns=tuple(turns),
@@ -68,6 +73,24 @@ def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
         is_text=is_text,
         loss_scale=source.loss_scale,
         lone_mark=asked,
+        responses=responses,
+    )
+
+
+def _prepared(tokens: PreparedTokens, fields: Fields, found: Found, number: int) -> Sample:
+    """The sample of a row that another tool has tokenized."""
+    media = media_of(fields, found)
+    return Sample(
+        turns=(),
+        images=media["image"],
+        source=found.source.label,
+        row=number,
+        channel=_channel(fields),
+        videos=media["video"],
+        audios=media["audio"],
+        is_text=tokens.trained is None,
+        loss_scale=found.source.loss_scale,
+        tokens=tokens,
     )
 
 

@@ -14,6 +14,12 @@ from packtool.rows.forms.values import listed
 from packtool.rows.parsing import JsonProblem, is_text, parse_json
 from packtool.rows.source import Pairs
 
+TOKEN_COLUMNS = (
+    *("input_ids", "labels", "attention_mask", "position_ids", "seq_lengths"),
+    *("completion_mask", "assistant_masks", "loss_scale"),
+)
+"""Columns of rows that another tool has tokenized."""
+
 # The names that other projects' rows have for the same thing, this project's own first.
 NAMES: Mapping[str, tuple[str, ...]] = {
     "messages": ("messages", "conversations", "conversation"),
@@ -35,6 +41,9 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "channel": ("channel",),
     "objects": ("objects",),
     "reasoning_content": ("reasoning_content",),
+    "responses": ("responses",),
+    "response_weights": ("response_weights", "weights"),
+    **{name: (name,) for name in TOKEN_COLUMNS},
 }
 # Read under any of their names, row by row: a file's first rows may lack them.
 _OPTIONAL = (
@@ -69,7 +78,7 @@ class Fields:
         """A value, or None if the row has none; text in which nothing stands is none."""
         for column in self._names[name]:
             value = self._row.get(column)
-            if value is not None and value != "":
+            if value is not None and not (isinstance(value, str) and value == ""):  # arrays have no truth value
                 return value
         return None
 

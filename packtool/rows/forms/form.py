@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from packtool.rows.forms.columns import Columns, Fields
 from packtool.rows.forms.media import Found
-from packtool.rows.sample import Turn
+from packtool.rows.sample import PreparedTokens, Turn
 
 
 @dataclass(frozen=True)
@@ -17,12 +17,14 @@ class RowForm:
     Args:
         name: of the form, in log lines.
         shown: its columns, for a message about rows of no known form.
-        fits: whether a file with these columns has it, by ``formatting`` of ``dataset_info.json`` too (``alpaca``,
-            ``sharegpt`` or None); finds the columns that it needs.
+        fits: whether a file with these columns has it, by ``formatting`` too (``alpaca`` or ``sharegpt`` of
+            ``dataset_info.json``, ``tokens`` of ``packtool import``, or None); finds the columns that it needs.
         read: the turns of a row.
+        tokens: what a row has instead of turns where another tool has tokenized it.
     """
 
     name: str
     shown: str
     fits: Callable[[Columns, str | None], bool]
     read: Callable[[Fields, Found], list[Turn]]
+    tokens: Callable[[Fields], PreparedTokens] | None = None

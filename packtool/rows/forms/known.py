@@ -11,6 +11,7 @@ from packtool.errors import DataError, did_you_mean
 from packtool.rows.forms.columns import NAMES, Columns
 from packtool.rows.forms.form import RowForm
 from packtool.rows.forms.messages import MESSAGES
+from packtool.rows.forms.prepared import PREPARED, TOKENS
 from packtool.rows.forms.queries import ALPACA, QUERY
 from packtool.rows.forms.text import TEXT
 from packtool.rows.forms.values import listed
@@ -18,7 +19,7 @@ from packtool.rows.source import Pairs
 
 _Keys = tuple[str, ...]
 
-KNOWN: Mapping[str, RowForm] = {form.name: form for form in (MESSAGES, ALPACA, QUERY, TEXT)}
+KNOWN: Mapping[str, RowForm] = {form.name: form for form in (MESSAGES, ALPACA, QUERY, TEXT, PREPARED)}
 """All forms by name; the first that fits a file is taken."""
 
 
@@ -41,7 +42,8 @@ def detect(rows: Sequence[Mapping[str, Any]], named: Pairs, formatting: str | No
     Args:
         named: columns that the user named, as (this project's name, the file's), or the other way round as ms-swift's
             ``--columns`` has it; "" as the file's name leaves out what would be found.
-        formatting: ``alpaca`` or ``sharegpt``, if ``dataset_info.json`` says it.
+        formatting: ``alpaca`` or ``sharegpt``, if ``dataset_info.json`` says it; ``tokens`` takes these where a row has
+            both tokens and what they were made of.
         where: the file, for messages.
 
     Raises:
@@ -64,6 +66,10 @@ def _layout_like_others(keys: _Keys, used: _Keys, named: Pairs, formatting: str 
 
 def _layout(keys: _Keys, used: _Keys, named: Pairs, formatting: str | None, where: str) -> RowLayout:
     columns = Columns(used, _resolve(named, keys, where), where)
+    if formatting == TOKENS:
+        if PREPARED.fits(columns, formatting):
+            return RowLayout(PREPARED.name, tuple(sorted(columns.columns.items())))
+        formatting = None
     form = next((form for form in KNOWN.values() if form.fits(columns, formatting)), None)
     if form is None:
         known = "\n".join(f"  - {form.shown}" for form in KNOWN.values())

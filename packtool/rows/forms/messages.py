@@ -41,8 +41,8 @@ _PAIR_KEYS = (
 # Keys of a message that chat templates read; others are the user's own business.
 _MESSAGE_KEYS = ("reasoning_content", "thinking", "reasoning", "name", "tool_call_id")
 
-# Labels weigh 1 without it; what is far above is a mistake, and a float32 loss ends in infinity.
-_MOST_LOSS_SCALE = 10_000
+MOST_LOSS_SCALE = 10_000
+"""Labels weigh 1 without it; what is far above is a mistake, and a float32 loss ends in infinity."""
 
 
 @dataclass(frozen=True)
@@ -242,14 +242,17 @@ def _loss_scale(who: str, message: Mapping[str, Any]) -> float | None:
     if value is None:
         return None
     number = finite(value)
-    if number is None or not 0 <= number <= _MOST_LOSS_SCALE:
-        known = f"it must be a number from 0 to {_MOST_LOSS_SCALE:,}"
+    if number is None or not 0 <= number <= MOST_LOSS_SCALE:
+        known = f"it must be a number from 0 to {MOST_LOSS_SCALE:,}"
         raise RowProblem("invalid_row", f"{who} has loss_scale {shown(value)}; {known}")
     return number
 
 
 def _fits(columns: Columns, formatting: str | None) -> bool:
-    return formatting != "alpaca" and columns.find("messages") is not None
+    if formatting == "alpaca" or columns.find("messages") is None:
+        return False
+    columns.find("responses")
+    return True
 
 
 def _turns_of_row(fields: Fields, found: Found) -> list[Turn]:

@@ -40,6 +40,9 @@ def _turns_of_alpaca(fields: Fields, found: Found) -> list[Turn]:
 
 
 def _answer(fields: Fields, name: str, found: Found) -> list[Turn]:
+    """The turns of the answer; none where several answers are the row's responses."""
+    if fields.get(name) is None and fields.get("responses") is not None:
+        return []
     value = fields.raw(name)
     if isinstance(value, Sequence) and not isinstance(value, str) and value and isinstance(value[0], str):
         value = value[0]  # answers of equal right: the first is trained, as ms-swift does
@@ -77,7 +80,7 @@ def _history(fields: Fields, found: Found) -> list[Turn]:
 def _is_query(columns: Columns, formatting: str | None) -> bool:
     if formatting == "sharegpt" or not columns.find("query"):
         return False
-    return bool(columns.find("response") or columns.find("text", "response"))
+    return bool(columns.find("response") or columns.find("text", "response") or columns.find("responses"))
 
 
 def _is_alpaca(columns: Columns, formatting: str | None) -> bool:
@@ -87,14 +90,16 @@ def _is_alpaca(columns: Columns, formatting: str | None) -> bool:
     asks = any(columns.has(name) for name in NAMES["query"] if name not in ("instruction", "input"))
     if not ("instruction" in named or formatting == "alpaca" or not (asks or "query" in named)):
         return False
-    return bool(columns.find("instruction") and (columns.find("output") or columns.find("response", "output")))
+    answers = columns.find("output") or columns.find("response", "output") or columns.find("responses")
+    return bool(columns.find("instruction") and answers)
 
 
 ALPACA = RowForm("alpaca", "instruction, input and output, perhaps history and system", _is_alpaca, _turns_of_alpaca)
 
 QUERY = RowForm(
     "query",
-    "query (or prompt, question, problem) and response (or answer, output, completion, ...), perhaps history",
+    "query (or prompt, question, problem) and response (or answer, output, completion, ...) or responses, perhaps "
+    "history",
     _is_query,
     _turns_of_query,
 )

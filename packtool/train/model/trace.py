@@ -164,6 +164,7 @@ def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
         key_lengths=(keys,),
         target_counts=torch.ones(count // 2, dtype=torch.int64),
         num_sample_targets=count // 2,
+        sample_ends=(0,),
     )
 
 

@@ -15,13 +15,14 @@ from packtool.cache.plan_file import SavedPlan
 from packtool.cache.reader import CacheReader
 from packtool.config.evaluate import EvalConfig
 from packtool.config.export import EncodeSpec
-from packtool.config.rows import MediaOptions
+from packtool.config.rows import MediaOptions, expand_problems
 from packtool.config.train import TrainConfig
 from packtool.constants import VAL_SPLIT
 from packtool.encode.families import ImageLimits, media_encoding
-from packtool.encode.loss_scale import is_hybrid_thinking, loss_scale_of, parse_loss_scale
+from packtool.encode.loss_scale import Base, is_hybrid_thinking, loss_scale_of, parse_loss_scale
 from packtool.encode.model_files import ModelFiles, given_template
 from packtool.encode.relabel import TargetChoice
+from packtool.encode.row_parts import expansion_of
 from packtool.errors import MismatchError
 from packtool.plan.pack_plan import PackPlan
 
@@ -43,7 +44,7 @@ def open_caches(config: TrainConfig, files: ModelFiles) -> CacheReader:
         check_limits(directory, manifest, config)
         check_video_and_audio(directory, manifest, config, files)
         check_length(directory, manifest, config)
-        check_policies(directory, manifest, config)
+        check_policies(directory, manifest, config, with_template_of(reader, files))
     return reader
 
 
@@ -125,10 +126,15 @@ def check_length(directory: str, manifest: Manifest, config: TrainConfig) -> Non
     )
 
 
-def check_policies(directory: str, manifest: Manifest, config: TrainConfig) -> None:
-    """What became of long rows was decided at export; given again, it must be the same."""
-    for name in ("truncation_strategy", "media_overflow"):
-        there, here = manifest.identity.spec.get(name), getattr(config, name)
+def check_policies(directory: str, manifest: Manifest, config: TrainConfig, files: ModelFiles) -> None:
+    """What became of long rows and of turns was decided at export; given again, it must be the same."""
+    there_and_here = {
+        name: (manifest.identity.spec.get(name), getattr(config, name))
+        for name in ("truncation_strategy", "media_overflow")
+    }
+    here = config.expand_turns and expansion_of(config.expand_turns, files)
+    there_and_here["expand_turns"] = (manifest.identity.spec.get("expand_turns", "false"), here)
+    for name, (there, here) in there_and_here.items():
         if here not in (None, there):
             raise MismatchError(
                 f"{directory} was exported with --{name.replace('_', '-')} {there}, and this run asks for {here}",
@@ -152,6 +158,12 @@ def choice_of_targets(config: TrainConfig, reader: CacheReader, files: ModelFile
     for directory, manifest, scale in zip(reader.directories, reader.manifests, there, strict=True):
         had = parse_loss_scale(scale)
         narrows = had.base == "default" and wanted.base == "last_round"
+        if _has_parts(manifest, wanted.base):
+            raise MismatchError(
+                f"{directory} has rows of which several samples were made: which tokens --loss-scale {meant} trains in "
+                "each of them, only the rows can tell",
+                _other_targets(config, directory, manifest),
+            )
         if (had.rules or wanted.rules) and not (had.rules == wanted.rules and narrows):
             raise MismatchError(
                 f"{directory} was exported with --loss-scale {scale}: {meant} gives parts of texts other "
@@ -160,6 +172,23 @@ def choice_of_targets(config: TrainConfig, reader: CacheReader, files: ModelFile
                 f"  {export_command(directory, manifest, loss_scale=config.loss_scale)}",
             )
     return TargetChoice.of_config(wanted.base, files.config, among_targets=bool(wanted.rules))
+
+
+def _other_targets(config: TrainConfig, directory: str, manifest: Manifest) -> str:
+    """What to do for another loss scale; where no export of turns has it, it takes one of whole rows."""
+    changes: dict[str, str | None] = {"loss_scale": config.loss_scale}
+    if expand_problems(manifest.identity.spec.get("expand_turns"), config.loss_scale):
+        changes["expand_turns"] = None
+    return f"Leave --loss-scale out, or export again:\n  {export_command(directory, manifest, **changes)}"
+
+
+def _has_parts(manifest: Manifest, wanted: Base) -> bool:
+    """Whether the samples of a row have tokens in common of which only one may train them."""
+    spec = manifest.identity.spec
+    has_responses = spec.get("truncation_strategy") != "split" and any(
+        split.pieces_added for split in manifest.splits.values()
+    )
+    return "expand_turns" in spec or (wanted == "all" and has_responses)
 
 
 def packs_of(saved: SavedPlan) -> PackPlan:

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from packtool import storage
-from packtool.cache.export import export, identity_of
+from packtool.cache.export import export
 from packtool.cache.files import locked
+from packtool.cache.identity import identity_of
 from packtool.cache.local import LocalCopies
 from packtool.cache.manifest import PATH_SETTINGS
 from packtool.config.export import ExportConfig

@@ -65,7 +65,7 @@ class Preview:
         cost_source: whose config.json told the costs.
         num_epochs: times that every sample is seen.
         sequence_parallel_size: processes that share each pack.
-        plain: what the same samples would be without packing, in batches of as many rows as packs hold samples.
+        plain: what the same samples would be without packing, in batches of as many rows as packs of whole ones hold.
     """
 
     plan: EpochPlan

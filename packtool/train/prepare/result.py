@@ -43,6 +43,7 @@ class TrainResult:
         num_shared_tokens: of a streaming run, tokens that were not computed again, for samples that share a prefix.
         num_skipped: samples of the steps of this run that ``--on-bad-media skip`` left out.
         dropped: rows that could not be used, by reason; of a streaming run.
+        parts_left_out: turns and responses of rows of which others were used, by reason; of a streaming run.
     """
 
     num_samples: int
@@ -71,6 +72,7 @@ class TrainResult:
     num_skipped: int = 0
     streaming: bool = False
     dropped: Mapping[str, int] = field(default_factory=dict)
+    parts_left_out: Mapping[str, int] = field(default_factory=dict)
 
     def write(self) -> None:
         """Write the result into the output directory, as JSON."""

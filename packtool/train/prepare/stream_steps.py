@@ -8,7 +8,6 @@ the true target tokens of the step.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -136,9 +135,10 @@ class StreamedSteps(Steps):
 
     def counted(self, result: TrainResult) -> TrainResult:
         """See ``Steps``; with what was read, over all ranks."""
-        dropped: Counter[str] = Counter()
-        for counts in self._exchange.gathered(dict(self._stream.dropped)):
-            dropped.update(counts)
+        dropped, left_out = Counter[str](), Counter[str]()
+        for rows, parts in self._exchange.gathered((dict(self._stream.dropped), dict(self._stream.parts_left_out))):
+            dropped.update(rows)
+            left_out.update(parts)
         totals, config = self.totals, self._run.config
         each = self._run.world.data.size * config.gradient_accumulation_steps * config.per_device_train_batch_size
         return dataclasses.replace(
@@ -151,6 +151,7 @@ class StreamedSteps(Steps):
             num_shared_tokens=totals["whole_tokens"] - totals["tokens"],
             steps_without_packing=-(-totals["samples"] // each),
             dropped=dict(sorted(dropped.items())),
+            parts_left_out=dict(sorted(left_out.items())),
         )
 
 
@@ -176,7 +177,8 @@ class DropLog:
         self.path = os.path.join(output_dir, f"dropped-{world.data.rank:05d}.jsonl")
         self.firsts: dict[str, str] = {}
         self._writes = world.share_rank == 0
-        self._kept = sum(start.dropped.values()) if start is not None else 0
+        noted = () if start is None else (start.dropped, start.parts_left_out)
+        self._kept = sum(sum(counts.values()) for counts in noted)
 
     def __call__(self, item: Dropped) -> None:
         """Append a line."""
@@ -184,7 +186,7 @@ class DropLog:
         if not self._writes:
             return
         with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(dataclasses.asdict(item), ensure_ascii=False) + "\n")
+            file.write(item.to_json())
 
     def begin(self) -> None:
         """Keep the lines of rows that this run does not meet again, and no others."""

@@ -61,6 +61,7 @@ def load(schedule: PlannedSchedule, start: int, world: World | None = None) -> l
         axes=Axes(),
         reader=nothing,
         samples=READER,
+        planner=nothing,
         figures=SampleFigures(TARGETS, np.zeros_like(TARGETS), np.zeros_like(TARGETS), TARGETS, None),
     )
     loader = StepLoader(run, reduced_spec("qwen3"))

@@ -1,0 +1,413 @@
+"""Caches made of what other tools have tokenized: their layouts, and the same cache as from the rows themselves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from packtool.cache.export import export
+from packtool.cache.reader import CacheReader
+from packtool.cache.summary import ExportSummary
+from packtool.cli.main import run
+from packtool.config.imported import ImportConfig
+from packtool.encode.encoded import EncodedSample
+from packtool.plan.packing import pack_best_fit
+from tests.cache.conftest import Told
+from tests.rows.megatron import megatron
+
+Export = Callable[..., ExportSummary]
+START, END, PAD = 258, 259, 260
+IGNORED = -100
+
+
+@pytest.fixture(scope="module")
+def model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, with a configuration that names the tokens of pictures, as real ones do."""
+    folder = tmp_path_factory.mktemp("model") / "model"
+    shutil.copytree(model, folder)
+    named = {"model_type": "qwen3_vl", "vision_config": {}, "image_token_id": PAD, "vision_start_token_id": START}
+    (folder / "config.json").write_text(json.dumps(named))
+    return folder
+
+
+@pytest.fixture
+def imported(model: Path, tmp_path: Path) -> Callable[..., tuple[list[EncodedSample], dict[str, int], list[str]]]:
+    """Samples of an import, rows dropped by reason, and what was said."""
+
+    def make(
+        *paths: Path, name: str = "imported", **given: Any
+    ) -> tuple[list[EncodedSample], dict[str, int], list[str]]:
+        told = Told()
+        options: dict[str, Any] = {"model": str(model), "max_length": 10_000, **given}
+        config = ImportConfig(dataset=tuple(map(str, paths)), output_dir=str(tmp_path / name), **options)
+        summary = export(config, told)
+        reader = CacheReader.open([str(tmp_path / name)])
+        return [reader.sample(i) for i in range(len(reader))], dict(summary.dropped), told.notes
+
+    return make
+
+
+Imported = Callable[..., tuple[list[EncodedSample], dict[str, int], list[str]]]
+
+
+def saved(rows: list[dict[str, Any]], path: Path) -> Path:
+    """Rows as a dataset saved to disk, as the tools save theirs."""
+    datasets.Dataset.from_list(rows).save_to_disk(str(path))
+    return path
+
+
+def exported_rows(folder: Path) -> list[dict[str, Any]]:
+    """The tokens of a cache as another tool would have them."""
+    reader = CacheReader.open([str(folder)])
+    rows = []
+    for i in range(len(reader)):
+        sample = reader.sample(i)
+        row = {
+            "input_ids": sample.input_ids.tolist(),
+            "attention_mask": [1] * sample.length,
+            "labels": sample.labels.tolist(),
+            "images": [image.path for image in sample.images],
+            "videos": [],
+            "audios": [],
+            "channel": sample.channel,
+        }
+        rows.append(row)
+    return rows
+
+
+def assert_same_caches(first: Path, second: Path) -> None:
+    one, other = CacheReader.open([str(first)]), CacheReader.open([str(second)])
+    assert len(one) == len(other) > 0
+    for i in range(len(one)):
+        a, b = one.sample(i), other.sample(i)
+        for name in ("input_ids", "labels", "turns"):
+            assert getattr(a, name).tolist() == getattr(b, name).tolist(), name
+        assert (a.images, a.channel, a.num_truncated) == (b.images, b.channel, b.num_truncated)
+    for name in ("length", "target_tokens", "media_tokens", "channel"):
+        assert getattr(one.index, name).tolist() == getattr(other.index, name).tolist(), name
+
+
+@pytest.mark.parametrize("scale", ["default", "last_round", "all"])
+def test_tokens_of_a_cache_make_the_same_cache(run_export: Export, model: Path, tmp_path: Path, scale: str) -> None:
+    run_export(loss_scale=scale)
+    run_export("whole")
+    prepared = saved(exported_rows(tmp_path / "whole"), tmp_path / "prepared")
+    options: dict[str, Any] = {"max_length": 200, "rows_per_shard": 50, "loss_scale": scale}
+    options["media_root"] = str(tmp_path)
+    config = ImportConfig(model=str(model), dataset=(str(prepared),), output_dir=str(tmp_path / "imported"), **options)
+    summary = export(config, Told())
+    assert not summary.dropped
+    assert_same_caches(tmp_path / "cache", tmp_path / "imported")
+    plans = [
+        pack_best_fit(CacheReader.open([str(tmp_path / name)]).index.length, 400, seed=0)
+        for name in ("cache", "imported")
+    ]
+    assert plans[0].samples.tolist() == plans[1].samples.tolist()
+
+
+@pytest.mark.parametrize("strategy", ["left", "right"])
+def test_truncation_of_tokens_is_that_of_rows(
+    run_export: Export, imported: Imported, tmp_path: Path, strategy: str
+) -> None:
+    run_export("whole")
+    prepared = saved(exported_rows(tmp_path / "whole"), tmp_path / "prepared")
+    limits = {"max_length": 60, "truncation_strategy": strategy, "rows_per_shard": 50}
+    run_export("short", **limits)
+    imported(prepared, media_root=str(tmp_path), **limits)
+    reader = CacheReader.open([str(tmp_path / "imported")])
+    by_ids = {tuple(sample.input_ids.tolist()) for sample in map(reader.sample, range(len(reader)))}
+    whole = {(row["channel"], tuple(row["input_ids"])) for row in exported_rows(tmp_path / "whole")}
+    short = CacheReader.open([str(tmp_path / "short")])
+    expected = [short.sample(i) for i in range(len(short))]
+    assert len(whole) > 100
+    assert by_ids <= {tuple(sample.input_ids.tolist()) for sample in expected}
+    assert any(sample.num_truncated and sample.images for sample in expected)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.lists(st.tuples(st.integers(0, 255), st.booleans()), min_size=2, max_size=12), min_size=1, max_size=6),
+    st.integers(0, 5),
+    st.sampled_from(["seq_lengths", "attention_mask", "position_ids"]),
+)
+def test_a_pack_is_its_samples(
+    make_encoder: Any, documents: list[list[tuple[int, bool]]], padding: int, told_by: str
+) -> None:
+    """Whatever says where samples begin, a packed row gives what its samples give as rows."""
+    ids = [[token for token, _ in document] for document in documents]
+    labels = [[token if trained else IGNORED for token, trained in document] for document in documents]
+    alone = [make_encoder({"input_ids": a, "labels": b}) for a, b in zip(ids, labels, strict=True)]
+    row: dict[str, Any] = {"input_ids": list(chain(*ids)), "labels": list(chain(*labels))}
+    lengths = [len(document) for document in documents]
+    if told_by == "seq_lengths":
+        row["seq_lengths"], padding = lengths, 0
+    elif told_by == "attention_mask":
+        row["attention_mask"] = [n for n, length in enumerate(lengths, 1) for _ in range(length)] + [0] * padding
+    else:
+        row["position_ids"] = [at for length in lengths for at in range(length)] + [0] * padding
+    row["input_ids"] += [0] * padding
+    row["labels"] += [IGNORED] * padding
+    packed = make_encoder(row)
+    assert (packed or []) == [sample for found in alone for sample in found or ()]
+
+
+@pytest.fixture(scope="module")
+def make_encoder(model: Path) -> Callable[[dict[str, Any]], list[tuple[list[int], list[int]]] | None]:
+    """Tokens and labels of what a row becomes; None if it is dropped."""
+    from packtool.config.export import EncodeSpec
+    from packtool.encode.encoder import Encoder
+    from packtool.encode.model_files import ModelFiles
+    from packtool.rows.forms import to_sample
+    from packtool.rows.sample import Dropped
+    from packtool.rows.source import Source
+
+    encoder = Encoder(EncodeSpec(model=str(model), max_length=1000), ModelFiles.load(str(model)))
+
+    def encode(row: dict[str, Any]) -> list[tuple[list[int], list[int]]] | None:
+        (found,) = encoder.encode([to_sample(row, Source("rows.jsonl", form="prepared"), 0)])
+        if isinstance(found, Dropped):
+            assert found.reason == "no_target_tokens"
+            return None
+        return [(sample.input_ids.tolist(), sample.labels.tolist()) for sample in found]
+
+    return encode
+
+
+def pictures(tmp_path: Path, imported: Imported) -> tuple[list[list[int]], list[str]]:
+    """Tokens of two rows with a picture each, as LLaMA-Factory would have them, and the pictures."""
+    sizes, found = [(40, 60), (100, 60)], []
+    names = []
+    for number, size in enumerate(sizes):
+        name = str(tmp_path / f"p{number}.png")
+        Image.new("RGB", size).save(name)
+        names.append(name)
+        # 32 pixels a side of a token, at least 1024 in all
+        pads = round(size[0] / 32) * round(size[1] / 32)
+        found.append([1, 2, START, *[PAD] * pads, END, 3, 4 + number])
+    return found, names
+
+
+def test_llama_factorys_packs_with_pictures(imported: Imported, tmp_path: Path) -> None:
+    (first, second), names = pictures(tmp_path, imported)
+    text = [7, 8, 9]
+    ids = [*first, *text, *second]
+    lengths = [len(first), len(text), len(second)]
+    labels = [IGNORED] * len(ids)
+    for end in np.cumsum(lengths):
+        labels[end - 1] = ids[end - 1]
+    row = {
+        "input_ids": [*ids, 0, 0],
+        "attention_mask": [n for n, length in enumerate(lengths, 1) for _ in range(length)] + [0, 0],
+        "position_ids": [at for length in lengths for at in range(length)] + [0, 0],
+        "labels": [*labels, IGNORED, IGNORED],
+        "images": names,
+        "videos": None,
+        "audios": None,
+    }
+    plain = {**row, "attention_mask": [1] * (len(ids) + 2)}
+    whole = datasets.DatasetDict(
+        {"train": datasets.Dataset.from_list([row, plain]), "validation": datasets.Dataset.from_list([row])}
+    )
+    whole.save_to_disk(str(tmp_path / "prepared"))
+    samples, dropped, notes = imported(tmp_path / "prepared", media_root=str(tmp_path))
+    assert not dropped
+    assert [sample.input_ids.tolist() for sample in samples] == [first, text, second] * 2
+    assert [[image.path for image in sample.images] for sample in samples] == [names[:1], [], names[1:]] * 2
+    assert all((sample.labels != IGNORED).sum() == 1 for sample in samples)
+    (note,) = [line for line in notes if "LLaMA-Factory" in line]
+    assert "input_ids, labels, attention_mask, position_ids, images" in note
+    assert "taken apart (up to 3 samples a row)" in note
+    assert any("no row says which tokenizer, chat template and truncation made it" in line for line in notes)
+    validation = str(tmp_path / "prepared" / "validation")
+    assert any(f"validation is not; --val-dataset {validation} would read it" in line for line in notes)
+    _, _, notes = imported(tmp_path / "prepared", name="both", media_root=str(tmp_path), val_dataset=(validation,))
+    assert len(CacheReader.open([str(tmp_path / "both")], "val")) == 3
+    assert not any("validation is not" in line for line in notes)
+
+
+def test_axolotls_rows(imported: Imported, tmp_path: Path) -> None:
+    rows = [
+        {
+            "input_ids": [1, 2, 3, 4],
+            "attention_mask": [1] * 4,
+            "labels": [IGNORED, IGNORED, 3, 4],
+            "position_ids": [0, 1, 2, 3],
+            "length": 4,
+        }
+    ]
+    samples, dropped, notes = imported(saved(rows, tmp_path / "prepared"))
+    assert not dropped
+    assert [sample.labels.tolist() for sample in samples] == [[IGNORED, IGNORED, 3, 4]]
+    assert any("as axolotl prepares them" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    "made_of",
+    [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+        {"prompt": "a", "completion": "b"},
+        {"text": "a text"},
+    ],
+)
+def test_trls_rows_are_tokens_to_import_and_rows_to_export(
+    imported: Imported, model: Path, tmp_path: Path, made_of: dict[str, Any]
+) -> None:
+    rows: list[dict[str, Any]] = [
+        {
+            **made_of,
+            "input_ids": [5, 6, 7, 8, 9, 10],
+            "completion_mask": [0, 1, 1, 0, 0, 1],
+            "assistant_masks": [1, 1, 0, 0, 1, 1],
+            "seq_lengths": [4, 2],
+        }
+    ]
+    path = tmp_path / "rows.parquet"
+    datasets.Dataset.from_list(rows).to_parquet(str(path))
+    samples, dropped, notes = imported(path)
+    assert not dropped
+    assert [sample.input_ids.tolist() for sample in samples] == [[5, 6, 7, 8], [9, 10]]
+    assert [sample.labels.tolist() for sample in samples] == [[IGNORED, 6, IGNORED, IGNORED], [IGNORED, 10]]
+    assert any("as TRL prepares them" in note for note in notes)
+    arguments = ["--model", str(model), "--max-length", "100", "--output-dir", str(tmp_path / "exported")]
+    assert run(["export", "--dataset", str(path), *arguments]) == 0
+    reader = CacheReader.open([str(tmp_path / "exported")])
+    assert reader.sample(0).input_ids.tolist() != rows[0]["input_ids"]
+
+
+def test_ms_swifts_rows_are_tokenized_and_that_is_said(imported: Imported, tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "lengths": [9]}]
+    samples, dropped, notes = imported(saved(rows, tmp_path / "prepared"))
+    assert (len(samples), dropped) == (1, {})
+    assert any("without tokens, as ms-swift's cached datasets are; they are tokenized now" in note for note in notes)
+
+
+@pytest.mark.parametrize(("code", "kind"), [(8, "<u2"), (4, "<i4"), (5, "<i8")])
+def test_megatrons_documents(imported: Imported, tmp_path: Path, code: int, kind: str) -> None:
+    sequences = [[1, 2, 3], [4, 5], [6, 7], *([n % 200, 9] for n in range(200))]
+    path = megatron(tmp_path / "text_document", sequences, [0, 1, 3, *range(4, 204)], code, kind)
+    samples, dropped, notes = imported(path)
+    assert not dropped
+    assert [sample.input_ids.tolist() for sample in samples] == [[1, 2, 3], [4, 5, 6, 7], *sequences[3:]]
+    assert all((sample.labels == sample.input_ids).all() for sample in samples)
+    (note,) = [line for line in notes if "Megatron" in line]
+    assert "no labels, so every token is a target" in note
+
+
+def test_a_broken_megatron_file_says_what_is_wrong(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = megatron(tmp_path / "text", [[1, 2, 3], [4, 5]], [0, 1, 2])
+    whole, tokens = path.read_bytes(), path.with_suffix(".bin")
+    arguments = ["import", str(path), "--model", str(model), "--max-length", "9", "--output-dir", str(tmp_path / "c")]
+    cases: list[tuple[Callable[[], object], str]] = [
+        (lambda: tokens.write_bytes(tokens.read_bytes()[:-1]), "ends before byte 10"),
+        (lambda: path.write_bytes(b"nothing"), "does not begin as Megatron's indexes do"),
+        (lambda: path.write_bytes(whole[:-1]), "bytes where its head tells of"),
+        (lambda: path.write_bytes(whole + b"\x00\x01"), "multimodal"),
+        (lambda: path.write_bytes(whole[:17] + b"\x06" + whole[18:]), "numbers of kind 6"),
+        (lambda: tokens.unlink(), "text.bin"),
+    ]
+    for spoil, said in cases:
+        spoil()
+        assert run(arguments) in (3, 5)
+        assert said in capsys.readouterr().err
+        if said != "text.bin":
+            megatron(tmp_path / "text", [[1, 2, 3], [4, 5]], [0, 1, 2])
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "reason", "said"),
+    [
+        ({"input_ids": [1, 2, 999]}, "token_out_of_range", "token 2 is 999, and the model's tokenizer ends at 260"),
+        ({"input_ids": [1, 2, 3], "labels": [2, 3, IGNORED]}, "labels_shifted", "shifted already"),
+        ({"input_ids": [1, 2, 3], "labels": [IGNORED, 9, 3]}, "labels_differ", "token 1 is 2 and its label 9"),
+        ({"input_ids": [1, 2, 3], "labels": [1, 2]}, "invalid_tokens", "'labels' has 2 values for 3 tokens"),
+        ({"input_ids": [1, 2], "labels": [IGNORED] * 2}, "no_target_tokens", ""),
+        (
+            {"input_ids": [1] * 10_003, "position_ids": [0, 1, *range(10_001)]},
+            "over_max_length",
+            "sample 2 of the 2 in the row: 10001 tokens",
+        ),
+        ({"input_ids": [1, 2, 3, 4], "labels": [IGNORED] * 4, "seq_lengths": [2, 2]}, "no_target_tokens", "of the 2"),
+        ({"input_ids": []}, "empty_tokens", ""),
+        ({"input_ids": [1, 2], "attention_mask": [0, 0]}, "empty_tokens", "padding"),
+        ({"input_ids": [[1, 2]]}, "invalid_tokens", "not a list of integers"),
+        ({"input_ids": [1.5, 2]}, "invalid_tokens", "not a list of integers"),
+        ({"input_ids": [1, 2, 3], "seq_lengths": [1, 1]}, "invalid_tokens", "tells of 2 tokens, and the row has 3"),
+        ({"input_ids": [1, START, PAD, END, 3]}, "media_tokens", "and the row has no images"),
+        ({"input_ids": [1, START, PAD, END, 3], "images": ["0.png"]}, "media_tokens", "need 2 here (2)"),
+        ({"input_ids": [1, PAD, 2, PAD, 3], "images": ["0.png"]}, "media_tokens", "in number or order"),
+        ({"input_ids": [1, 2, 3], "images": ["gone.png"]}, "media_missing", ""),
+    ],
+)
+def test_what_cannot_be_trusted_is_dropped(
+    imported: Imported, tmp_path: Path, row: dict[str, Any], reason: str, said: str
+) -> None:
+    Image.new("RGB", (40, 60)).save(tmp_path / "0.png")
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n" + json.dumps({"input_ids": [1, 2]}) + "\n")
+    samples, dropped, _ = imported(path)
+    assert (len(samples), dropped) == (1, {reason: 1})
+    (line,) = (tmp_path / "imported" / "dropped.jsonl").read_text().splitlines()
+    assert said in json.loads(line)["detail"]
+
+
+def test_tables_with_nulls_cost_these_rows_only(imported: Imported, tmp_path: Path) -> None:
+    """Lists of numbers are read as arrays; one with a null in it is none."""
+    columns = {"input_ids": [[1, 2, 3], None, [1, None, 3], [4, 5]], "labels": [[1, 2, 3], [1], [1, 2, 3], None]}
+    path = tmp_path / "rows.parquet"
+    datasets.Dataset.from_dict(columns).to_parquet(str(path))
+    samples, dropped, _ = imported(path)
+    assert [sample.labels.tolist() for sample in samples] == [[1, 2, 3], [4, 5]]
+    assert dropped == {"empty_tokens": 1, "invalid_tokens": 1}
+
+
+def test_weights_come_with_the_tokens(imported: Imported, tmp_path: Path) -> None:
+    rows = [{"input_ids": [1, 2, 3], "labels": [IGNORED, 2, 3], "loss_scale": [0.0, 0.5, 1.0]}]
+    (sample,), _, _ = imported(saved(rows, tmp_path / "prepared"))
+    assert sample.loss_scale is not None
+    assert sample.loss_scale.tolist() == [0, 0.5, 1]
+
+
+def test_padding_on_either_side_is_taken_off(imported: Imported, tmp_path: Path) -> None:
+    rows = [
+        {
+            "input_ids": [0, 0, 1, 2, 3, 0],
+            "attention_mask": [0, 0, 1, 1, 1, 0],
+            "labels": [IGNORED] * 3 + [2, 3, IGNORED],
+        }
+    ]
+    (sample,), _, _ = imported(saved(rows, tmp_path / "prepared"))
+    assert (sample.input_ids.tolist(), sample.labels.tolist()) == ([1, 2, 3], [IGNORED, 2, 3])
+
+
+def test_rules_for_text_are_refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = saved([{"input_ids": [1, 2, 3]}], tmp_path / "prepared")
+    arguments = ["--model", str(model), "--max-length", "9", "--output-dir", str(tmp_path / "c")]
+    assert run(["import", str(path), *arguments, "--loss-scale", "default+hermes"]) == 3
+    assert "these rows are tokens" in capsys.readouterr().err
+
+
+def test_the_longest_sample_is_the_models(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = saved([{"input_ids": [1, 2, 3]}], tmp_path / "prepared")
+    arguments = ["import", str(path), "--output-dir", str(tmp_path / "c"), "--model"]
+    assert run([*arguments, str(model)]) == 2
+    assert "Give --max-length" in capsys.readouterr().err
+    for file in model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    settings = {"model_type": "qwen3_vl", "text_config": {"max_position_embeddings": 64}, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert run([*arguments, str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "c" / "packtool.json").read_text())["identity"]["spec"]["max_length"] == 64

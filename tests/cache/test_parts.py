@@ -1,0 +1,220 @@
+"""Caches of rows that become several samples: what is counted, kept and shown of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from packtool.cache import repair as repair_module
+from packtool.cache import task as task_module
+from packtool.cache.manifest import Manifest
+from packtool.cache.reader import CacheReader
+from packtool.cache.summary import ExportSummary
+from packtool.encode.encoded import EncodedSample
+from packtool.errors import RowError
+from packtool.report.inspect import cache_figures, figure_lines, sample_view
+from packtool.report.statistics import export_lines
+from packtool.stream.state import StreamState, read_stream_state, write_stream_state
+from tests.cache.conftest import CHATML, CONTROL, Told, tree
+from tests.cache.test_embed import take_away
+from tests.cache.test_prefixes import NAMES
+
+Export = Callable[..., ExportSummary]
+
+NUM_ROWS = 30
+# Thoughts are written in the last turn alone.
+THOUGHT = "{% if loop.last %}{{ m.reasoning_content or '' }}{% endif %}"
+THINKING = CHATML.replace("{{ m.content }}", THOUGHT + "{{ m.content }}")
+
+
+@pytest.fixture(autouse=True)
+def _short_prefixes_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (task_module, repair_module):
+        monkeypatch.setattr(module, "LEAST_SHARED", 3)
+
+
+@pytest.fixture(scope="session")
+def thinking_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("thinking")
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    (folder / "chat_template.jinja").write_text(THINKING)
+    ids = {f"{name}_token_id": 256 + CONTROL.index(f"<|{token}|>") for name, token in NAMES.items()}
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", "vision_config": {}} | ids))
+    return folder
+
+
+def conversation(number: int) -> dict[str, Any]:
+    """One to three turns that think, the second about a picture, the third a long one in every tenth row."""
+    messages = []
+    for turn in range(number % 3 + 1):
+        mark = "<image>" if turn == 1 else ""
+        messages.append({"role": "user", "content": f"{mark}question {number}.{turn}"})
+        answer = "word " * (60 if number % 10 == 2 and turn == 2 else 3)
+        messages.append({"role": "assistant", "content": answer, "reasoning_content": f"hm {number}.{turn}. "})
+    return {"messages": messages, "images": [f"{number % 5}.png"] if number % 3 else [], "channel": "c"}
+
+
+@pytest.fixture
+def talk(run_export: Export, thinking_model: Path, rows: Path) -> Export:
+    """Exports thirty conversations of one, two or three turns."""
+    rows.write_text("".join(json.dumps(conversation(number)) + "\n" for number in range(NUM_ROWS)))
+
+    def run(name: str = "cache", **settings: Any) -> ExportSummary:
+        settings = {"expand_turns": "true", "model": str(thinking_model), "rows_per_shard": 64} | settings
+        return run_export(name, **settings)
+
+    return run
+
+
+def samples_of(cache: Path, split: str = "train") -> list[EncodedSample]:
+    reader = CacheReader.open([str(cache)], split)
+    return [reader.sample(position) for position in range(len(reader))]
+
+
+def places(samples: list[EncodedSample]) -> list[tuple[int, str]]:
+    return [(sample.row, "" if sample.part is None else str(sample.part)) for sample in samples]
+
+
+def test_rows_are_counted_and_turns_told(talk: Export, tmp_path: Path) -> None:
+    summary = talk()
+    found = samples_of(tmp_path / "cache")
+    expected = [
+        (row, f"turn {turn} of {row % 3 + 1}" if row % 3 else "")
+        for row in range(NUM_ROWS)
+        for turn in range(1, row % 3 + 2)
+        if not (row % 10 == 2 and turn == 3)
+    ]
+    assert places(found) == expected
+    assert (summary.rows, summary.kept, summary.pieces_added, summary.dropped) == (30, 59, 29, {})
+    assert summary.parts_left_out == {"over_max_length": 1} == Manifest.read(str(tmp_path / "cache")).parts_left_out
+    (line,) = (tmp_path / "cache" / "dropped.jsonl").read_text().splitlines()
+    assert json.loads(line)["part"] == "turn 3 of 3"
+    lines = dict(export_lines(summary))
+    assert lines["kept"] == "59 samples of 30 rows"
+    assert lines["  turns and responses left out of them"] == "1"
+    figures = cache_figures(str(tmp_path / "cache"))
+    assert figures["dropped_examples"] == {}
+    shown = dict(figure_lines(figures))
+    assert shown["train"] == "59 samples of 30 rows in 1 shards"
+    assert shown["turns and responses left out"] == "1 over_max_length"
+    assert dict(sample_view(str(tmp_path / "cache"), "train", 2).facts)["part of its row"] == "turn 2 of 2"
+    assert "part of its row" not in dict(sample_view(str(tmp_path / "cache"), "train", 0).facts)
+    assert talk().already_finished
+
+
+def test_splits_and_samples_of_rows_keep_their_turns_together(talk: Export, rows: Path, tmp_path: Path) -> None:
+    summary = talk("split", split_dataset_ratio=0.2)
+    train, val = (samples_of(tmp_path / "split", split) for split in ("train", "val"))
+    assert not {sample.row for sample in train} & {sample.row for sample in val}
+    assert len({sample.row for sample in val}) == 6
+    talk("whole", max_length=2000)
+    per_row = Counter(sample.row for sample in samples_of(tmp_path / "whole"))
+    talk("drawn", dataset=(f"{rows}#7",), max_length=2000)
+    drawn = Counter(sample.row for sample in samples_of(tmp_path / "drawn"))
+    assert len(drawn) == 7
+    assert all(drawn[row] == per_row[row] for row in drawn)
+    assert summary.rows == 30
+
+
+def test_prefixes_meet_where_turns_part(talk: Export, tmp_path: Path) -> None:
+    """Two samples of a row have in common what comes before the answer of the shorter one."""
+    talk()
+    reader = CacheReader.open([str(tmp_path / "cache")])
+    prefixes = reader.prefixes()
+    assert prefixes is not None
+    told = prefixes.prefixes
+    by_sample = list(itertools.pairwise(prefixes.offsets.tolist()))
+    hashes = [dict(zip(told.hashes[a:b].tolist(), told.lengths[a:b].tolist(), strict=True)) for a, b in by_sample]
+    found = samples_of(tmp_path / "cache")
+    for number, (one, other) in enumerate(itertools.pairwise(found)):
+        if one.row == other.row:
+            common = hashes[number].keys() & hashes[number + 1].keys()
+            assert max(hashes[number][each] for each in common) == int(one.turns[0])
+
+
+def test_without_lost_thoughts_a_cache_is_what_it_was(talk: Export, model: Path, tmp_path: Path) -> None:
+    """Byte for byte, where the template keeps what turns thought; and with it, where rows are not expanded."""
+    talk("false", expand_turns="false", model=str(model))
+    talk("auto", expand_turns="auto", model=str(model))
+    assert tree(tmp_path / "auto") == tree(tmp_path / "false")
+    manifest = json.loads((tmp_path / "false" / "packtool.json").read_text())
+    assert "expand_turns" not in manifest["identity"]["spec"]
+    assert "parts_left_out" not in manifest
+
+
+def test_datasets_reads_the_columns(talk: Export, tmp_path: Path) -> None:
+    import datasets
+
+    talk()
+    found = datasets.load_from_disk(str(tmp_path / "cache" / "train"))
+    assert found[2]["part"] == {"turn": 2, "num_turns": 2, "response": 0, "num_responses": 0}
+    assert found[0]["part"] is None
+
+
+@pytest.mark.parametrize("file", ["data-00000-of-00001.arrow", "index.arrow", "prefixes.arrow"])
+def test_what_is_damaged_is_made_again(talk: Export, tmp_path: Path, file: str) -> None:
+    talk()
+    whole = tree(tmp_path / "cache")
+    (tmp_path / "cache" / "train" / file).write_bytes(b"")
+    talk(repair=True)
+    assert tree(tmp_path / "cache") == whole
+
+
+def test_a_picture_that_is_gone_costs_the_row(talk: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_away(monkeypatch, tmp_path / "2.png")
+    summary = talk(media="embed", max_length=2000)
+    lost = {row for row in range(NUM_ROWS) if row % 5 == 2 and row % 3}
+    assert summary.dropped == {"media_missing": len(lost)}
+    found = samples_of(tmp_path / "cache")
+    assert {sample.row for sample in found} == set(range(NUM_ROWS)) - lost
+    assert (summary.rows, summary.kept - summary.pieces_added) == (30, 30 - len(lost))
+
+
+def test_strict_names_the_turn(talk: Export) -> None:
+    with pytest.raises(RowError, match=r"row 2: over_max_length: turn 3 of 3: \d+ tokens"):
+        talk(strict=True)
+
+
+def test_responses_become_samples(run_export: Export, rows: Path, tmp_path: Path) -> None:
+    answers, weights = ["a", "b", "c"], [1, 2, 0]
+    lines = [
+        {"prompt": f"question {n}", "responses": answers[: n % 3 + 1], "weights": weights[: n % 3 + 1]}
+        for n in range(9)
+    ]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary = run_export()
+    assert (summary.rows, summary.kept) == (9, 15)
+    found = samples_of(tmp_path / "cache")
+    assert places(found)[:3] == [(0, ""), (1, "response 1 of 2"), (1, "response 2 of 2")]
+    assert found[2].loss_scale is not None
+    assert set(found[2].loss_scale[found[2].labels >= 0].tolist()) == {2.0}
+    assert found[1].loss_scale is None
+
+
+def test_a_stream_that_goes_on_knows_what_its_samples_are(talk: Export, tmp_path: Path) -> None:
+    talk()
+    held = samples_of(tmp_path / "cache")[:4]
+    state = StreamState(carried=held[:1], shuffled=held[1:], parts_left_out={"over_max_length": 2})
+    write_stream_state(str(tmp_path), 0, state)
+    again = read_stream_state(str(tmp_path), 0)
+    assert places([*again.carried, *again.shuffled]) == places(held)
+    assert again.parts_left_out == {"over_max_length": 2}
+    for one, other in zip(held, (*again.carried, *again.shuffled), strict=True):
+        assert (one.borders is None) == (other.borders is None)
+        if one.borders is not None and other.borders is not None:
+            np.testing.assert_array_equal(one.borders, other.borders)
+
+
+def test_an_export_says_what_auto_comes_to(talk: Export, model: Path) -> None:
+    for name, chosen, expected in (("a", {}, "becomes several"), ("b", {"model": str(model)}, "changes nothing")):
+        told = Told()
+        talk(name, expand_turns="auto", progress=told, **chosen)
+        assert any("--expand-turns auto" in note and expected in note for note in told.notes)

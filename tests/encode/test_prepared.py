@@ -1,0 +1,116 @@
+"""Tokens that another tool has made become what encoding their rows gives, whatever media they have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from packtool.config.export import EncodeSpec
+from packtool.constants import IGNORE_INDEX
+from packtool.encode.encoded import EncodedSample
+from packtool.encode.encoder import Encoder
+from packtool.encode.model_files import ModelFiles
+from packtool.rows.sample import Dropped, MediaRef, PreparedTokens, Sample, Turn
+from tests.media.clips import write_clip, write_sound
+
+
+@pytest.fixture(scope="module")
+def media(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MediaRef]:
+    """A picture, a video with a sound track, and a sound."""
+    folder = tmp_path_factory.mktemp("media")
+    Image.new("RGB", (90, 60)).save(folder / "a.png")
+    write_clip(folder / "b.mp4", num_frames=100, seconds_of_sound=4)
+    write_sound(folder / "c.wav", 1.5)
+    names = {"image": "a.png", "video": "b.mp4", "audio": "c.wav"}
+    return {kind: MediaRef(str(folder / name)) for kind, name in names.items()}
+
+
+def row_of(media: dict[str, MediaRef], kinds: tuple[str, ...]) -> Sample:
+    """A conversation with media of some kinds in its two questions, one after the other and apart."""
+    marks = "".join(f"<{kind}>" for kind in kinds)
+    refs: dict[str, Any] = {f"{kind}s": (media[kind],) * 3 for kind in kinds}
+    turns = (
+        *(Turn("user", f"{marks}{marks}What is it?"), Turn("assistant", "A thing.")),
+        *(Turn("user", f"And {marks}?"), Turn("assistant", "The same thing again.")),
+    )
+    return Sample(**{"turns": turns, "images": (), "source": "rows.jsonl", "row": 0, **refs})
+
+
+def prepared(sample: Sample, found: list[EncodedSample]) -> Sample:
+    """The row as a tool would leave it that had made these samples of it, and packed them."""
+    ids = np.concatenate([each.input_ids for each in found]).astype(np.int64)
+    labels = np.concatenate([each.labels for each in found])
+    starts = np.cumsum([0, *(each.length for each in found[:-1])])
+    refs = {name: getattr(sample, name) * len(found) for name in ("images", "videos", "audios")}
+    return replace(sample, turns=(), tokens=PreparedTokens(ids, labels != IGNORE_INDEX, None, starts), **refs)
+
+
+def values(sample: EncodedSample) -> dict[str, Any]:
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in vars(sample).items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "kinds"),
+    [
+        ("qwen3-vl", ("image", "video")),
+        ("qwen2.5-vl", ("video", "image")),
+        ("qwen2.5-omni", ("video", "audio", "image")),
+        ("qwen3-omni", ("audio", "video")),
+    ],
+)
+def test_tokens_with_media_are_their_rows(
+    realdata: Path, media: dict[str, MediaRef], family: str, kinds: tuple[str, ...]
+) -> None:
+    directory = str(realdata / "tokenizers" / family)
+    files = ModelFiles.load(directory)
+    given: dict[str, Any] = {"model": directory, "max_pixels": 20_000, "min_pixels": 3200}
+    given |= {"video_max_pixels": 6000, "video_min_pixels": 3200}
+    if "omni" in family:
+        given["use_audio_in_video"] = True
+    encoder = Encoder(EncodeSpec(max_length=100_000, **given), files)
+    sample = row_of(media, kinds)
+    (whole,) = encoder.encode([sample])
+    assert isinstance(whole, list)
+    (again,) = encoder.encode([prepared(sample, whole)])
+    assert isinstance(again, list)
+    assert [values(each) for each in again] == [values(each) for each in whole]
+    (packed,) = encoder.encode([prepared(sample, [*whole, *whole])])
+    assert isinstance(packed, list)
+    assert [values(each) for each in packed] == [values(each) for each in whole] * 2
+
+    length = whole[0].length
+    for strategy, limit in (("left", length - 5), ("right", length - 7), ("left", length // 2)):
+        spec = EncodeSpec(max_length=limit, truncation_strategy=strategy, media_overflow="trim", **given)  # type: ignore[arg-type]
+        short = Encoder(spec, files)
+        (cut,), (cut_tokens,) = short.encode([sample]), short.encode([prepared(sample, whole)])
+        assert isinstance(cut, list)
+        assert isinstance(cut_tokens, list)
+        assert [values(each) for each in cut_tokens] == [values(each) for each in cut]
+
+    other = {**given, "max_pixels": 3400, "video_max_pixels": 3400}
+    if kinds == ("audio", "video"):
+        other["fps"] = 1.0
+    (dropped,) = Encoder(EncodeSpec(max_length=100_000, **other), files).encode([prepared(sample, whole)])
+    assert isinstance(dropped, Dropped)
+    assert dropped.reason == "media_tokens"
+    assert "give the limits on media that the rows were prepared with" in dropped.detail
+
+
+def test_a_medium_across_two_samples_of_a_pack_is_dropped(realdata: Path, media: dict[str, MediaRef]) -> None:
+    directory = str(realdata / "tokenizers" / "qwen3-vl")
+    encoder = Encoder(EncodeSpec(model=directory, max_length=100_000), ModelFiles.load(directory))
+    sample = row_of(media, ("image",))
+    (whole,) = encoder.encode([sample])
+    assert isinstance(whole, list)
+    cut = prepared(sample, whole)
+    assert cut.tokens is not None
+    inside = int(np.flatnonzero(whole[0].input_ids == encoder.media_tokens.pads["image"])[1])
+    tokens = replace(cut.tokens, starts=np.array([0, inside]))
+    (dropped,) = encoder.encode([replace(cut, tokens=tokens)])
+    assert isinstance(dropped, Dropped)
+    assert "begins in one of the samples" in dropped.detail

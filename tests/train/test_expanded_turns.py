@@ -1,0 +1,146 @@
+"""Turns that are samples of their own, trained: as trees they compute what each computes alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from packtool.attention.register import set_attention
+from packtool.batch.collate import collate_packs
+from packtool.batch.spec import InputSpec
+from packtool.cache.reader import CacheReader
+from packtool.config.train import TrainConfig
+from packtool.encode.encoded import EncodedSample
+from packtool.encode.encoder import Encoder
+from packtool.encode.model_files import ModelFiles
+from packtool.errors import MismatchError
+from packtool.progress import SilentProgress
+from packtool.rows.scan import scan
+from packtool.rows.source import SourceSpec
+from packtool.stream import workers
+from packtool.train.model.loss import sum_of_losses
+from packtool.train.run import train
+from tests.train.test_gradients import DESCENT, check_same_step
+from tests.train.test_shared_prefixes import alone, gradients, same, tree_logits, tree_of, unpacked
+from tests.train.tiny import TEMPLATE, TinyWorld, export_rows, read_metrics
+
+THOUGHT = "{%- if loop.last -%}{{- message.reasoning_content or '' -}}{%- endif -%}\n"
+CONTENT = "{%- if message.content is string -%}"
+NUM_ROWS = 6
+
+
+def conversation(number: int) -> dict[str, Any]:
+    """Three turns, each about one more picture than the one before; all think but the first of every odd row."""
+    messages = []
+    for turn in range(3):
+        question = f"{'context ' * 9}{number}?" if not turn else f"<image>{'more ' * 4}{turn}?"
+        messages.append({"role": "user", "content": question})
+        thought = {"reasoning_content": "hm " * (1 + turn)} if turn or number % 2 == 0 else {}
+        messages.append({"role": "assistant", "content": "xyz"[turn] * 3, **thought})
+    return {"messages": messages, "images": [f"pictures/{number:04d}.png", f"pictures/{number + 6:04d}.png"]}
+
+
+@pytest.fixture(scope="module")
+def world(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:
+    """The tiny world's model with a template that leaves thoughts out, and conversations."""
+    root = tmp_path_factory.mktemp("expanded")
+    template = root / "thinking.jinja"
+    template.write_text(TEMPLATE.replace(CONTENT, THOUGHT + CONTENT))
+    rows = Path(tiny.rows).parent / "thinking.json"
+    rows.write_text(json.dumps([conversation(number) for number in range(NUM_ROWS)]))
+    found = replace(tiny, rows=str(rows), cache=str(root / "cache"))
+    for expand, cache in (("auto", found.cache), ("true", f"{found.cache}-true")):
+        export_rows(found, cache, max_length=400, chat_template=str(template), expand_turns=expand)
+    return found
+
+
+def samples_of(cache: str) -> list[EncodedSample]:
+    reader = CacheReader.open([cache])
+    return [reader.sample(position) for position in range(len(reader))]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_tree_of_turns_is_its_samples_alone(world: TinyWorld, number: int) -> None:
+    """Logits, loss and the gradient of every parameter, the towers' too.
+
+    The first turn of row 1 is trained in its own sample, and what another one begins with, where it is not.
+    """
+    row = [sample for sample in samples_of(f"{world.cache}-true") if sample.row == number]
+    assert [len(sample.images) for sample in row] == [0, 1, 2]
+    is_prefix = row[0].input_ids.tolist() == row[1].input_ids[: row[0].length].tolist()
+    assert is_prefix == (number == 1)
+    spec = InputSpec.load(world.model, CacheReader.open([world.cache]).manifests[0].identity.media_limits)
+    model = AutoModelForImageTextToText.from_pretrained(world.model, dtype=torch.float32).eval()
+    plain = unpacked(model)
+    set_attention(model)
+    batch = tree_of(row, spec)
+    assert batch.input_ids.shape[1] < 0.75 * sum(sample.length for sample in row)
+    for sample, logits in zip(row, tree_logits(model, spec, row), strict=True):
+        with torch.no_grad():
+            own = plain(**alone(collate_packs([sample], spec)).model_inputs()).logits[0, : sample.length]
+        torch.testing.assert_close(logits, own, rtol=0, atol=1e-5)
+    losses = [sum_of_losses(plain, alone(collate_packs([sample], spec)), label_logits_only=False) for sample in row]
+    total = sum(float(loss.detach()) for loss in losses)
+    wanted = gradients(plain, losses)
+    assert wanted.keys() == dict(model.named_parameters()).keys()
+    loss = sum_of_losses(model, batch, label_logits_only=False)
+    assert float(loss.detach()) == pytest.approx(total, rel=1e-5)
+    same(gradients(model, [loss]), wanted)
+
+
+def test_a_step_of_shared_turns_is_that_of_padded_ones(world: TinyWorld, tmp_path: Path) -> None:
+    given = DESCENT | {"packing_length": 512}
+    given["cached_dataset"] = (f"{world.cache}-true",)
+    train(world.config(tmp_path / "padded", **given, packing=False, per_device_train_batch_size=18), SilentProgress())
+    config = world.config(tmp_path / "tree", **given, gradient_accumulation_steps=16, share_prefix="true")
+    train(config, SilentProgress())
+    check_same_step(tmp_path / "tree", tmp_path / "padded")
+    (tree,), (padded,) = read_metrics(tmp_path / "tree"), read_metrics(tmp_path / "padded")
+    assert tree["target_tokens"] == padded["target_tokens"]
+    assert tree["tokens"] < 0.75 * padded["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"loss_scale": "last_round"}, "which tokens --loss-scale last_round trains in each of them"),
+        ({"loss_scale": "all"}, "which tokens --loss-scale all trains in each of them"),
+        ({"expand_turns": "false"}, "--expand-turns auto, and this run asks for false"),
+    ],
+)
+def test_what_only_the_rows_can_tell_is_refused(
+    world: TinyWorld, tmp_path: Path, asked: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(MismatchError, match=message) as refused:
+        train(world.config(tmp_path, dry_run=True, **asked), SilentProgress())
+    if asked.get("loss_scale") == "all":  # which no export of turns has
+        assert "export again" in str(refused.value)
+        assert "--expand-turns" not in str(refused.value)
+    train(world.config(tmp_path, dry_run=True, expand_turns="auto"), SilentProgress())
+
+
+def test_loss_scales_that_train_other_turns_are_refused() -> None:
+    for expand, scale in (("true", "last_round"), ("true", "all+react"), ("auto", "all")):
+        config = TrainConfig(model="m", output_dir="o", dataset=("d",), expand_turns=expand, loss_scale=scale)
+        assert any(f"--expand-turns {expand} and --loss-scale {scale}: " in problem for problem in config.problems())
+
+
+def test_streams_make_the_same_samples(world: TinyWorld) -> None:
+    samples = samples_of(world.cache)
+    config = world.config("unused", **world.streamed(), expand_turns="auto")
+    exported = CacheReader.open([world.cache]).manifests[0].identity.spec
+    asked = config.export_config("", 200)
+    spec = replace(asked.encode_spec, chat_template=str(exported["chat_template"]))
+    encoder = Encoder(spec, ModelFiles.load(spec.model, spec.chat_template))
+    found = scan(SourceSpec(world.rows, name=world.rows))
+    made, dropped = workers._encode(encoder, found.source, found.blocks[0])
+    kept = [sample for sample in samples if sample.length <= 200]
+    assert [(each.row, each.part) for each in made] == [(each.row, each.part) for each in kept]
+    assert {str(item.part) for item in dropped} == {"turn 3 of 3"}
+    assert len(made) + len(dropped) == len(samples)
