@@ -13,6 +13,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import inspect
+
     from packtool import errors
     from packtool.library.batches import Batches
     from packtool.library.cache import Cache
@@ -75,3 +77,14 @@ class CallableRoom(ModuleType):
     def __call__(self, *args: Any, **options: Any) -> Any:
         """See ``packtool.library.planned.plan``."""
         return importlib.import_module("packtool.library.planned").plan(*args, **options)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """What the function takes and returns, for ``help`` and notebooks."""
+        import inspect
+
+        return inspect.signature(importlib.import_module("packtool.library.planned").plan)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """How another process finds it: a function can be given to workers, and so can this."""
+        return importlib.import_module, (self.__name__,)

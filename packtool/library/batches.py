@@ -254,7 +254,7 @@ def _rank(given: int | str | None, world_size: int) -> int | Literal["all"]:
         world = World.from_environment()
         if world.size != world_size:
             raise ConfigError(
-                f"the plan is for {world_size} ranks, and torchrun has started {world.size}",
+                f"the plan is for {world_size} ranks, and this process is one of {world.size}",
                 f"Plan with world_size={world.size}, or say which rank's batches these are.",
             )
         return world.rank

@@ -48,7 +48,9 @@ class Cache:
         Raises:
             IndexError: if there is no such sample.
         """
-        return self._reader.sample(number + len(self) if number < 0 else number)
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"sample {number} of {len(self)}")
+        return self._reader.sample(number % len(self))
 
     def __iter__(self) -> Iterator[EncodedSample]:
         """All samples in order."""

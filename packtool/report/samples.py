@@ -45,7 +45,10 @@ _MOST_PLAYED = 8_000_000
 """Bytes of the largest file that a player gets."""
 _MEDIUM = re.compile(r"media/(\d+)-(\d+)(\.\w+)")
 _BLOCK = re.compile(r"data/(samples|packs)-(\d+)\.js")
-_OURS = re.compile(rf"{INDEX}|samples\.js|data/(cache|dropped)\.js|{_BLOCK.pattern}|{_MEDIUM.pattern}")
+_OURS = re.compile(
+    rf"({INDEX}|samples\.js|data/(cache|dropped)\.js|{_BLOCK.pattern}|{_MEDIUM.pattern})(\.[\w-]+\.partial)?"
+)
+"""Files of pages, and what an interrupted command has left of one."""
 
 Medium = EncodedImage | EncodedVideo | EncodedAudio
 

@@ -72,7 +72,7 @@ def test_ranks_of_one_plan(tiny: TinyWorld) -> None:
     assert len(together) == 2 * len(ranks[0])
     assert [ids(batch) for batch in together] == [ids(rank[n]) for n in range(len(ranks[0])) for rank in ranks]
     assert {batch["targets"].world_size for batch in together} == {2}
-    with pytest.raises(ConfigError, match="torchrun has started 1"):
+    with pytest.raises(ConfigError, match="this process is one of 1"):
         packtool.Batches(plan)
     with pytest.raises(ConfigError, match="ranks 0 to 1"):
         packtool.Batches(plan, 2)

@@ -35,8 +35,9 @@ def test_a_cache(tiny: TinyWorld, capsys: pytest.CaptureFixture[str]) -> None:
     assert np.flatnonzero(cache.media_tokens).tolist() == [n for n in range(40) if cache[n].images]
     assert isinstance(cache[-1], EncodedSample)
     assert cache[-1].row == cache[39].row == 39
-    with pytest.raises(IndexError):
-        cache[40]
+    for missing in (40, -41):
+        with pytest.raises(IndexError, match=f"sample {missing} of 40"):
+            cache[missing]
     assert repr(cache).endswith("40 samples, 1,925 tokens")
     assert json.loads(json.dumps(cache.statistics)) == json.loads(printed(capsys, "inspect", tiny.cache, "--json"))
     assert printed(capsys, "inspect", tiny.cache, "--row", "3").endswith(cache.text(3) + "\n")

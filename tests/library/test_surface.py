@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -67,6 +68,8 @@ def test_plan_is_a_function_and_a_room(tmp_path: Path) -> None:
 
     assert plan is packtool.plan is sys.modules["packtool.plan"]  # type: ignore[comparison-overlap]
     assert callable(packtool.plan.epoch.plan_epoch)  # type: ignore[attr-defined]
+    assert pickle.loads(pickle.dumps(plan)) is plan
+    assert inspect.signature(plan) == inspect.signature(planning)
     (tmp_path / "lengths.txt").write_text("3 4 5")
     for function in (plan, planning):
         assert function(lengths=tmp_path / "lengths.txt", packing_length=8).summary["num_packs"] == 2

@@ -108,6 +108,12 @@ def test_what_lies_in_the_folder_is_safe(cache: str, tmp_path: Path, capsys: pyt
     assert run(["inspect", cache, "--html", str(site)]) == 2
     assert "mine.csv would lie among the pages" in capsys.readouterr().err
     assert (site / "data" / "mine.csv").read_text() == "mine"
+    # What a command that was killed has left of its own is no reason to stop.
+    left = site / "data" / "samples-0.js.4711-0a1b2c3d.partial"
+    (site / "data" / "mine.csv").rename(left)
+    assert run(["inspect", cache, "--html", str(site), "--max-samples", "5"]) == 0
+    capsys.readouterr()
+    assert not left.exists()
     assert run(["inspect", cache, "--html", str(tmp_path / "new"), "--max-samples", "5"]) == 0
     assert "5 of 5" in capsys.readouterr().out
     for words in (["--html", "x", "--serve"], ["--serve", "--row", "1"], ["--verify", "--html", "x"]):
