@@ -43,7 +43,7 @@ from transformers.utils import logging
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a checkout, too
 
 from packtool.batch.dataset import MicroBatches
-from packtool.batch.micro_batch import planned_steps
+from packtool.batch.micro_batch import PlannedEpoch
 from packtool.cache.shard import num_targets
 from packtool.config.plan import PlanConfig
 from packtool.config.train import TrainConfig
@@ -147,7 +147,7 @@ def bench_alone(world: World, work: Path, rounds: int) -> None:
     runs = {way: prepared(way) for way in ("auto", "false")}
     assert all(run.shared is None for run in runs.values()), "these rows share nothing"
     plans = {
-        way: [each for micro_batches in planned_steps(run.schedule.plan_of(0), 0) for each in micro_batches]
+        way: [each for micro_batches in PlannedEpoch(run.schedule.plan_of(0)).steps(0) for each in micro_batches]
         for way, run in runs.items()
     }
 

@@ -12,6 +12,7 @@ from packtool.visible import show_json
 def run_pack(config: PackConfig, invocation: Invocation) -> None:
     """Write packs, and say what was written."""
     from packtool.packs.write import write_packs
+    from packtool.report.markup import plural
     from packtool.report.tables import print_table
     from packtool.report.terminal import TerminalProgress
 
@@ -21,7 +22,7 @@ def run_pack(config: PackConfig, invocation: Invocation) -> None:
         show_json(dataclasses.asdict(summary))
         return
     lines = [
-        ("packs", f"{summary.packs:,} of at most {summary.capacity:,} tokens, in {summary.files:,} files"),
+        ("packs", f"{summary.packs:,} of at most {summary.capacity:,} tokens, in {plural(summary.files, 'file')}"),
         ("samples", f"{summary.samples:,}"),
         ("  left out, too long", f"{summary.filtered:,}"),
         ("tokens", f"{summary.tokens:,}, fill {summary.tokens / (summary.packs * summary.capacity):.2%}"),

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from packtool.config.settings import option
+from packtool.config.settings import YES_OR_NO, option
 from packtool.config.sizes import Bytes, Tokens
 
 TruncationStrategy = Literal["delete", "left", "right", "split", "raise"]
 MediaOverflow = Literal["drop", "trim", "raise"]
 MediaAccess = Literal["root", "local", "any"]
-ExpandTurns = Literal["true", "false", "auto"]
+ExpandTurns = Annotated[Literal["auto", "true", "false"], YES_OR_NO]
 
 MAX_ROW_BYTES = 64_000_000
 

@@ -86,6 +86,8 @@ class Batches(Dataset[dict[str, Any]]):
         device: str | torch.device | None = None,
         **options: Unpack[BatchKeywords],
     ) -> None:
+        if not isinstance(plan, Plan):
+            raise ConfigError(f"packtool.Batches takes a plan, not {plan!r}.", "Make one: packtool.plan(caches, ...).")
         self.plan, self.model, self.device, self.options = plan, model, device, options
         self.rank = _rank(rank, plan.world_size)
         config = _training(plan, model, options)

@@ -36,7 +36,7 @@ class ExportKeywords(TypedDict, total=False):
     truncation_strategy: Literal["delete", "left", "right", "split", "raise"] | None
     media_overflow: Literal["drop", "trim", "raise"] | None
     loss_scale: Text | None
-    expand_turns: Literal["true", "false", "auto"] | None
+    expand_turns: Literal["auto", "true", "false"] | None
     chat_template: Text | None
     media: Literal["reference", "embed"] | None
     media_access: Literal["root", "local", "any"] | None

@@ -21,7 +21,8 @@ _FIRST_BYTES = (
     (b"fLaC", ".flac"),
     (b"OggS", ".ogg"),
     (b"ID3", ".mp3"),
-    (b"\xff\xfb", ".mp3"),
+    *((first, ".mp3") for first in (b"\xff\xfb", b"\xff\xfa", b"\xff\xf3", b"\xff\xf2")),
+    *((first, ".aac") for first in (b"\xff\xf1", b"\xff\xf9")),
     (b"\x1aE\xdf\xa3", ".webm"),
 )
 _RIFF = {b"WEBP": ".webp", b"WAVE": ".wav", b"AVI ": ".avi"}
@@ -45,3 +46,12 @@ def suffix_of(path: str | None, data: bytes | None = None) -> str:
     if start[4:8] == b"ftyp":
         return ".m4a" if start[8:11] == b"M4A" else ".mp4"
     return next((suffix for first, suffix in _FIRST_BYTES if start.startswith(first)), ".bin")
+
+
+def is_media(data: bytes) -> bool:
+    """Whether a file's first bytes are those of a kind of picture, video or sound.
+
+    For what copies files that a cache names: whoever made the cache may have named a file of this machine that is none,
+    and have it published.
+    """
+    return suffix_of(None, data) != ".bin"

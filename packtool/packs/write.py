@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from packtool.config.pack import PackConfig
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, DataError, MediaError, MismatchError
+from packtool.media.suffix import is_media
 from packtool.packs.files import SUFFIXES, energon_files, open_file
 from packtool.packs.pack import Pack
 from packtool.plan.packing import pack
@@ -215,7 +217,22 @@ def _embedded(samples: list[EncodedSample], config: PackConfig) -> Iterator[Enco
     rights = rights_of_cache(config)
     alone = [[sample] for sample in samples]
     for group in embedded(alone, {sample.source: rights for sample in samples}, _refuse):
-        yield from (sample for row in group for sample in row)
+        for sample in (sample for row in group for sample in row):
+            _check_media(sample)
+            yield sample
+
+
+def _check_media(sample: EncodedSample) -> None:
+    """Refuse to copy a file that is no medium: the cache may be somebody else's, and name a file of this machine."""
+    media: list[Any] = [*sample.images, *sample.audios, *sample.videos]
+    files = [(medium.path, medium.data) for medium in media]
+    for path, data in (*files, *(frame for video in sample.videos for frame in video.frames)):
+        if data is not None and not is_media(data):
+            raise MediaError(
+                f"row {sample.row} of {sample.source}: {path or 'a medium'} does not begin as a picture, video or "
+                "sound does, and is not copied",
+                "--media reference writes no media.",
+            )
 
 
 def _refuse(lost: Dropped) -> None:

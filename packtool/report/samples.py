@@ -26,7 +26,7 @@ from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedVideo
 from packtool.errors import ConfigError, MediaError
 from packtool.media.load import load_image
 from packtool.media.opening import MediaProblem, open_medium
-from packtool.media.suffix import suffix_of
+from packtool.media.suffix import is_media, suffix_of
 from packtool.media.video import load_video
 from packtool.plan.prefix_trees import branches_of
 from packtool.progress import Progress
@@ -304,4 +304,4 @@ def _playable(medium: Medium, rights: MediaRights) -> bytes | None:
     assert not isinstance(medium, EncodedImage)
     with open_medium(MediaRef(medium.path, medium.data, rights=rights), storage.ROWS_BLOCK) as file:
         data = file.read(_MOST_PLAYED + 1)
-    return data if len(data) <= _MOST_PLAYED else None
+    return data if len(data) <= _MOST_PLAYED and is_media(data) else None

@@ -77,6 +77,6 @@ def test_words_that_yaml_takes_for_something_else_mean_what_they_mean_on_the_com
             for words, meaning in ((TRUE_WORDS, "true"), (FALSE_WORDS, "false"), (FALSE_WORDS, "no")):
                 if meaning in choices:
                     assert [read(word, hint) for word in words] == [meaning] * len(words), (command, field.name)
-    assert found == {"init_weights", "share_prefix"}
+    assert found == {"expand_turns", "init_weights", "share_prefix"}
     config = resolve(TrainConfig, TRAIN, file={"init_weights": True, "save_strategy": False, "target_modules": [True]})
     assert (config.init_weights, config.save_strategy, config.target_modules) == ("true", "no", ("true",))

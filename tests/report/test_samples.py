@@ -148,6 +148,8 @@ def test_media_that_cannot_be_had_are_left_out(tmp_path: Path) -> None:
     assert samples._places(4, 1, held) == samples._places(4, 1, named) == {"played": "media/4-1.wav"}
     for medium in (held, named):
         assert samples._playable(medium, MediaRights()) == sound.getvalue()
+    (tmp_path / "secret.wav").write_text("what a cache of somebody else's calls a sound")
+    assert samples._playable(EncodedAudio(str(tmp_path / "secret.wav"), None, 1600, 10, 3), MediaRights()) is None
     of_pictures = EncodedVideo(None, None, (("a.png", None),), 8, 8, 1, 1.0, (0,), (1, 2, 2), 1.0, 1)
     assert samples._places(0, 0, of_pictures) == {"seen": "media/0-0.jpg"}
     elsewhere = EncodedImage("http://127.0.0.1:1/x.png", None, 8, 8, (1, 2, 2), 1)
