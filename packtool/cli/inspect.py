@@ -12,7 +12,7 @@ import typer
 from packtool import storage
 from packtool.cli.invocation import Invocation
 from packtool.config.inspect import InspectConfig
-from packtool.errors import EXIT_MISMATCH
+from packtool.errors import EXIT_INTERRUPTED, EXIT_MISMATCH
 from packtool.visible import show, show_json, show_styled
 
 _COLOURS = {"media": "cyan", "plain": "dim", "trained": "green"}
@@ -77,7 +77,11 @@ def _leaf_through(config: InspectConfig, as_json: bool) -> None:
             threading.Event().wait()
         return
     with TerminalProgress() as progress:
-        num_missing = write_pages(pages, config.html, progress)
+        try:
+            num_missing = write_pages(pages, config.html, progress)
+        except KeyboardInterrupt:
+            progress.note("interrupted; the same command begins anew")
+            raise typer.Exit(EXIT_INTERRUPTED) from None
     written = storage.join(config.html, INDEX)
     if as_json:
         show_json(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+import typer
+
 from packtool.cli.invocation import Invocation
 from packtool.config.pack import PackConfig
+from packtool.errors import EXIT_INTERRUPTED
 from packtool.visible import show_json
 
 
@@ -13,13 +16,18 @@ def run_pack(config: PackConfig, invocation: Invocation) -> None:
     """Write packs, and say what was written."""
     from packtool.packs.write import write_packs
     from packtool.report.markup import plural
+    from packtool.report.names import named
     from packtool.report.tables import print_table
     from packtool.report.terminal import TerminalProgress
 
     with TerminalProgress() as progress:
-        summary = write_packs(config, progress)
+        try:
+            summary = write_packs(config, progress)
+        except KeyboardInterrupt:
+            progress.note("interrupted; the same command begins anew")
+            raise typer.Exit(EXIT_INTERRUPTED) from None
     if invocation.as_json:
-        show_json(dataclasses.asdict(summary))
+        show_json(named(dataclasses.asdict(summary)))
         return
     lines = [
         ("packs", f"{summary.packs:,} of at most {summary.capacity:,} tokens, in {plural(summary.files, 'file')}"),

@@ -145,6 +145,15 @@ def test_any_number_of_processes_writes_the_same(fixed: Path) -> None:
         assert path.read_bytes() == (fixed / "by2" / path.name).read_bytes()
 
 
+def test_buckets_get_the_same_files(fixed: Path, bucket: str) -> None:
+    words = ["pack", str(fixed / "media-cache"), "--packing-length", "160", "--packing-algorithm", "sequential"]
+    assert run([*words, "--packs-per-file", "3", "--format", "energon", "--output-dir", f"{bucket}/packs"]) == 0
+    local = fixed / "media-energon"
+    for path in filter(Path.is_file, local.rglob("*")):
+        there = storage.join(bucket, "packs", *path.relative_to(local).parts)
+        assert storage.read_bytes(there) == path.read_bytes()
+
+
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from packtool.train.prepare.costs import tower_work
 
 WORTH_SHARING = 0.05
 """Part of the tokens that must be saved for ``--share-prefix auto`` to share."""
+_WORTH_TELLING = 0.01
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,12 +201,26 @@ def find_shared(
         return None, told if asked else None
     if asked:
         return found, None
+    told = _not_worth_it(found, [*config.not_shared_with, *([problem] if problem else [])])
+    return (found, None) if told is None else (None, told or None)
+
+
+def _not_worth_it(found: SharedPrefixes, reasons: Sequence[str]) -> str | None:
+    """What ``auto`` says where it shares nothing, "" where that is not worth a line; None where it shares.
+
+    Args:
+        reasons: what stands in the way.
+    """
     if found.saved <= WORTH_SHARING:
-        return None, None
-    if reasons := [*config.not_shared_with, *([problem] if problem else [])]:
+        told = (
+            f"shared prefixes: {found.saved:.1%} of the tokens could be saved, which is not worth it: each sample is "
+            "computed whole, unless --share-prefix true shares them"
+        )
+        return told if found.saved >= _WORTH_TELLING else ""
+    if reasons:
         told = f"shared prefixes: {found.saved:.0%} of the tokens could be saved, but each sample is computed whole"
-        return None, f"{told}: {_reason(reasons[0])}"
-    return found, None
+        return f"{told}: {_reason(reasons[0])}"
+    return None
 
 
 def sharing_of_stream(config: TrainConfig, model: Mapping[str, Any]) -> tuple[IntervalSharing | None, str | None]:
