@@ -201,8 +201,8 @@ def find_shared(
         return None, told if asked else None
     if asked:
         return found, None
-    told = _not_worth_it(found, [*config.not_shared_with, *([problem] if problem else [])])
-    return (found, None) if told is None else (None, told or None)
+    remark = _not_worth_it(found, [*config.not_shared_with, *([problem] if problem else [])])
+    return (found, None) if remark is None else (None, remark or None)
 
 
 def _not_worth_it(found: SharedPrefixes, reasons: Sequence[str]) -> str | None:
