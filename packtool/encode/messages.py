@@ -7,20 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from packtool.encode.control import Shield
+from packtool.rows.forms.problem import RowProblem
 from packtool.rows.sample import Sample, Turn
 
 
-class CannotRender(ValueError):
-    """A sample that no template can render.
-
-    Args:
-        reason: machine-readable, as in ``dropped.jsonl``.
-        detail: explanation for the user.
-    """
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(detail)
-        self.reason = reason
+class CannotRender(RowProblem):
+    """A sample that no template can render."""
 
 
 def message_of(turn: Turn, shield: Shield, kinds: Sequence[str], as_list: bool) -> dict[str, Any]:
