@@ -268,8 +268,13 @@ def make_training(
     config, on_gpu = run.config, torch.cuda.is_available()
     dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
     loader = StepLoader(run, spec)
-    names = partial(name_samples, loader.names, run.world.rank)
-    watch = StepWatch(signals, names, on_nan=config.on_nan, world=run.world, progress=progress)
+    watch = StepWatch(
+        signals,
+        lambda: partial(name_samples, loader.names(), run.world.rank),
+        on_nan=config.on_nan,
+        world=run.world,
+        progress=progress,
+    )
     report = ReportCallback(run, progress)
     parallel = None
     if run.world.sequence_parallel_size > 1:
@@ -299,16 +304,21 @@ def make_training(
     if run.validation is not None:
         by_steps = config.eval_steps if config.eval_strategy == "steps" else None
         every = by_steps or run.schedule.steps_per_epoch
-        evaluate = partial(_evaluate, run, run.validation, trainer, parallel)
+        evaluate = partial(_evaluate, run, run.validation, trainer, watch, parallel)
         trainer.add_callback(EvaluationCallback(partial(trainer.log_evaluation, evaluate), every, config))
     trainer.add_callback(CheckpointCallback(run, watch))
     return Training(trainer, report, watch, parallel)
 
 
 def _evaluate(
-    run: PreparedRun, validation: Validation, trainer: PackTrainer, parallel: SequenceParallel | None
+    run: PreparedRun,
+    validation: Validation,
+    trainer: PackTrainer,
+    watch: StepWatch,
+    parallel: SequenceParallel | None,
 ) -> dict[str, float]:
     """The val split, between two steps."""
+    watch.settle()
     return evaluate_in_training(
         trainer.model_wrapped,
         validation.reader,
