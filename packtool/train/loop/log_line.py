@@ -34,7 +34,7 @@ def heading_lines(run: PreparedRun, gpu: str | None) -> Iterator[str]:
         told["padding"] = "tokens that make micro-batches one of a few lengths, of all that this process computes"
     if gpu is not None and (peak := peak_tflops(gpu)) is not None:
         told["MFU"] = f"FLOP/s of the model, of the {peak:,.0f} TFLOP/s that the GPU has at its best in 16 bits"
-        told["HFU"] = "the same with activations that are computed again"
+        told["HFU"] = "the same with activations and logits that are computed again"
     if run.validation is not None:
         told[_VAL_LOSS] = "the loss of the val split, a line of its own"
     yield "log lines, each of the steps since the one before (metrics.jsonl has more):"
