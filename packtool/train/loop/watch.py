@@ -66,6 +66,7 @@ class StepWatch(TrainerCallback):
         stopped_by: number of the signal that ends the run, 0 for none.
         num_bad: steps whose loss or gradient was none.
         last_good: the last step before weights took up such a number; None as long as they have not.
+        is_evaluated: whether an evaluation follows a step; by default none does.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class StepWatch(TrainerCallback):
         self.stopped_by = 0
         self.num_bad = 0
         self.last_good: int | None = None
+        self.is_evaluated: Callable[[TrainerState], bool] = lambda _: False
         self._asked: _Asked | None = None
 
     def on_step_begin(
@@ -137,7 +139,8 @@ class StepWatch(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """The step is done on every rank, or will be."""
-        if self.stopped_by or control.should_log or control.should_save or control.should_training_stop:
+        wanted = control.should_log or control.should_save or control.should_training_stop
+        if self.stopped_by or wanted or self.is_evaluated(state):
             self.settle()
         if self.stopped_by and state.global_step < state.max_steps:
             name = signal.Signals(self.stopped_by).name

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -18,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.api import SignalException
+from transformers import TrainerControl, TrainerState
 
 from packtool.cli.main import run
 from packtool.config.train import TrainConfig
@@ -28,6 +30,7 @@ from packtool.launch.world import World
 from packtool.progress import SilentProgress
 from packtool.train.loop.stopping import SIGNALS, StopSignals
 from packtool.train.loop.trainer import PackTrainer
+from packtool.train.loop.watch import StepWatch
 from packtool.train.prepare.cached import prepare_cached
 from packtool.train.prepare.checkpoint import finished_checkpoints
 from packtool.train.run import train
@@ -231,6 +234,18 @@ def test_the_answer_is_read_a_step_later_where_nothing_comes_of_the_step(tiny: T
     assert told_rows(caught.value) == rows[:6]
     assert progress.left == -3
     assert [Path(checkpoint).name for checkpoint in finished_checkpoints(str(tmp_path))] == ["checkpoint-2"]
+
+
+def test_the_answer_is_read_before_an_evaluation() -> None:
+    watch = StepWatch(StopSignals(), lambda: lambda _: [], on_nan="stop", world=World(), progress=SilentProgress())
+    watch.numbers.see_loss(torch.tensor(float("nan")))
+    args: Any = SimpleNamespace(device=torch.device("cpu"))
+    now = args, TrainerState(), TrainerControl()
+    watch.on_pre_optimizer_step(*now)
+    watch.on_step_end(*now)
+    watch.is_evaluated = lambda _: True
+    with pytest.raises(DivergedError, match="step 1 is infinite"):
+        watch.on_step_end(*now)
 
 
 @pytest.mark.usefixtures("bad_third_step")
