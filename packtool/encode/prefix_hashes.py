@@ -1,8 +1,8 @@
 """Hashes of what a sample begins with, by which samples that begin alike are found without comparing them.
 
 A prefix is told where others may begin to differ: behind each medium, with the token that closes it, and where each
-turn of the assistant begins and ends. Two samples have the same hash where they have the same tokens and media so far,
-and the same channel; media are the same if they are the same file, or the same bytes, and were measured alike.
+turn of the assistant begins and ends. Two samples have the same hash where they have the same tokens and media so far;
+media are the same if they are the same file, or the same bytes, and were measured alike.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, E
 from packtool.encode.placed_media import MediaTokens, PlacedMedium, placed_media
 
 _BYTES = 8
+# Older caches hashed the channel first: their rows without one, which began so, go on sharing with new ones.
+_BEGINNING = b"None"
 
 
 class PrefixHashes(NamedTuple):
@@ -45,7 +47,7 @@ class PrefixHashes(NamedTuple):
 def prefix_hashes(
     samples: Sequence[EncodedSample], tokens: MediaTokens, *, longer_than: int = 0
 ) -> tuple[npt.NDArray[np.int64], PrefixHashes]:
-    """Hash the prefixes of S samples: BLAKE2b of 64 bits over tokens, media and channel.
+    """Hash the prefixes of S samples: BLAKE2b of 64 bits over tokens and media.
 
     Args:
         tokens: by which their media are found; a sample with others has no prefixes, for nobody knows where these lie.
@@ -78,7 +80,7 @@ def _prefixes(sample: EncodedSample, tokens: MediaTokens, longer_than: int) -> l
     found: list[_Prefix] = []
     targets = np.cumsum(sample.labels != IGNORE_INDEX)
     sums = 0, 0, 0
-    state, told = hashlib.blake2b(repr(sample.channel).encode(), digest_size=_BYTES), 0
+    state, told = hashlib.blake2b(_BEGINNING, digest_size=_BYTES), 0
     ids = np.ascontiguousarray(sample.input_ids, "<i4")
     for end in sorted(end for end in told_at if 0 < end <= sample.length):
         while media and media[0].stop <= end:

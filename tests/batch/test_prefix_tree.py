@@ -96,9 +96,10 @@ def test_a_prefix_that_is_to_predict_two_tokens_ends_one_earlier() -> None:
     assert find_tree(one_target, TEXT, least_shared=1)[0].stop == 2
 
 
-def test_samples_of_two_channels_share_nothing() -> None:
-    rows = [sample([1, 2, 3], channel="a"), sample([1, 2, 3], channel="b"), sample([1, 2, 3], channel="a")]
-    assert shape(find_tree(rows, TEXT, least_shared=1)) == [((0, 2), 0, 3, ROOT), ((1,), 0, 3, ROOT)]
+def test_samples_of_two_channels_share_what_they_begin_with() -> None:
+    rows = [sample([1, 2, 3], channel="a"), sample([1, 2, 4], channel="b"), sample([1, 2, 3], channel=None)]
+    assert shape(find_tree(rows, TEXT, least_shared=1)) == [((0, 1, 2), 0, 2, ROOT), ((0, 2), 2, 3, 0), ((1,), 2, 3, 0)]
+    assert find_tree([], TEXT, least_shared=1) == []
 
 
 def test_a_prefix_ends_only_where_its_pictures_are_whole() -> None:

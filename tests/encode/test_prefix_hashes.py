@@ -58,13 +58,13 @@ def test_prefixes_end_behind_media_and_at_turns() -> None:
 def test_what_comes_behind_does_not_matter_and_what_comes_before_does() -> None:
     first = told(sample([*PICTURE, 2, 3], (6, 7), images=(image(),)))
     assert told(sample([*PICTURE, 9, 3, 4], (8,), images=(image(),)))[5] == first[5]
+    assert told(sample(PICTURE, images=(image(),), channel="other")) == {5: first[5]}
     for other in (
         sample([7, *PICTURE[1:], 2, 3], images=(image(),)),
         sample([*PICTURE[:-1], 83, 2, 3], images=(image(),)),
         sample(PICTURE, images=(image(path="b.png"),)),
         sample(PICTURE, images=(image(path=None, data=b"x"),)),
         sample(PICTURE, images=(image(grid=(1, 4, 2)),)),
-        sample(PICTURE, images=(image(),), channel="other"),
         sample([1, SEES, 91, 91, 82], videos=(video(),)),
     ):
         assert told(other)[5] != first[5]
