@@ -58,7 +58,7 @@ def test_tokens_positions_keys_and_weights_are_as_drawn() -> None:
 def test_a_target_counts_for_the_samples_of_each_channel() -> None:
     target = [False, True, True]
     rows = [([1, 2, 3, 4], "b"), ([1, 2, 3], "a"), ([1, 2, 5], None), ([1, 2, 3], "b")]
-    batch = tree_of([sample(ids, (target + [True])[: len(ids)], channel) for ids, channel in rows])
+    batch = tree_of([sample(ids, [*target, True][: len(ids)], channel) for ids, channel in rows])
     assert batch.channels == ("b", "a", None)
     # The second token stands twice: it is to predict 3 in three samples, and 5 in the other.
     assert batch.labels[0, batch.target_positions].tolist() == [2, 3, 4, 5]
