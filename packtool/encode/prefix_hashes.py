@@ -1,8 +1,9 @@
 """Hashes of what a sample begins with, by which samples that begin alike are found without comparing them.
 
 A prefix is told where others may begin to differ: behind each medium, with the token that closes it, where each turn of
-the assistant begins and ends, and behind a long system prompt with its tools. Two samples have the same hash where they have the same tokens and media so far;
-media are the same if they are the same file, or the same bytes, and were measured alike.
+the assistant begins and ends, and behind a long system prompt with its tools. Two samples have the same hash where they
+have the same tokens and media so far; media are the same if they are the same file, or the same bytes, and were
+measured alike.
 """
 
 from __future__ import annotations

@@ -138,15 +138,18 @@ def two_processes(alike: TinyWorld, tmp_path_factory: pytest.TempPathFactory) ->
     whole = root / "whole"
     jobs.append(("train", whole, RESUMED))
     jobs.append(("train", root / "resumed", RESUMED | {"resume_from_checkpoint": f"{whole}/checkpoint-2"}))
+    jobs.append(("train", root / "stream", streamed(alike, **DESCENT, gradient_accumulation_steps=8)))
     jobs = [check_before(job, ("ddp",)) for job in jobs]
     jobs.append(("eval", root / "evaluated", {"max_tokens_per_micro_batch": 300}))
     run_ranks(2, run_jobs, alike, jobs, scratch=root)
     return root
 
 
-@pytest.mark.parametrize("name", TWO_PROCESSES)
+@pytest.mark.parametrize("name", [*TWO_PROCESSES, "stream"])
 def test_two_processes(name: str, two_processes: Path, reference: Path) -> None:
     check_step(two_processes / name, reference)
+    (line,), (padded,) = read_metrics(two_processes / name), read_metrics(reference)
+    assert line["tokens"] < 0.75 * padded["tokens"]
 
 
 def test_two_processes_evaluate_each_sample_as_alone(alike: TinyWorld, two_processes: Path, tmp_path: Path) -> None:
@@ -251,7 +254,7 @@ def test_a_missing_picture_leaves_out_all_its_samples(tiny: TinyWorld, tmp_path:
     *others, empty = read_metrics(tmp_path / "each")
     assert (empty["loss"], empty["target_tokens"], empty["grad_norm"]) == (None, 0, 0.0)
     assert "token_accuracy" not in empty
-    assert [result.first_loss, result.last_loss] == [line["loss"] for line in others]
+    assert [result.first_loss, result.last_loss] == [others[0]["loss"], others[-1]["loss"]]
 
 
 def test_the_command_says_what_is_saved(alike: TinyWorld, capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,7 +80,7 @@ class Meter:
 
     @torch.no_grad()
     def see(self, found: TargetLosses, batch: Batch) -> None:
-        """Keep losses and correct predictions of a micro-batch, as three sums a document (a channel of a tree) or in all."""
+        """Keep losses and correct predictions of a micro-batch, as sums by document (by channel of a tree) or all."""
         rows = torch.stack((found.losses.detach(), torch.ones_like(found.losses), found.correct.to(found.losses.dtype)))
         if isinstance(batch, TreeBatch):
             # A target of a shared prefix is one of each channel whose samples have it, as often as they do.
