@@ -185,9 +185,9 @@ def test_no_group_is_longer_than_planned(
         made = with_pictures(row)
         size = made.length
         is_target = np.array(data.draw(st.lists(st.booleans(), min_size=size, max_size=size)))
-        turns = np.array(sorted(data.draw(st.sets(st.integers(1, size)))), np.int32)
+        borders = np.array(sorted(data.draw(st.sets(st.integers(1, size)))), np.int32)
         labels = np.where(is_target & (made.input_ids < IMAGE_PAD), made.input_ids, -100).astype(np.int32)
-        samples.append(dataclasses.replace(made, labels=labels, turns=turns))
+        samples.append(dataclasses.replace(made, labels=labels, borders=borders))
     counts, found = prefix_hashes(samples, SEES.media_tokens, longer_than=least_shared)
     prefixes = Prefixes(np.cumsum([0, *counts]), found.lengths, found.hashes)
     lengths = np.array([one.length for one in samples])
