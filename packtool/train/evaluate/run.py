@@ -11,6 +11,7 @@ from packtool.config.evaluate import EvalConfig
 from packtool.launch.importing import imported_at_once
 from packtool.launch.world import World
 from packtool.progress import Progress, SilentProgress
+from packtool.rows.sample import RowPart
 from packtool.train.evaluate.totals import Evaluation
 from packtool.train.prepare.evaluation import PreparedEvaluation, prepare_evaluation
 from packtool.train.prepare.sequence_parallel import sequence_parallel_lines
@@ -143,6 +144,7 @@ def _write(evaluation: Evaluation, prepared: PreparedEvaluation) -> None:
         "sample": list(range(len(evaluation))),
         "source": [evaluation.sources[code] for code in evaluation.source],
         "row": evaluation.row,
+        "part": [vars(RowPart(*part)) if any(part) else None for part in evaluation.parts.tolist()],
         "channel": [evaluation.channels[code] if code >= 0 else None for code in evaluation.channel],
         "tokens": evaluation.tokens,
         "target_tokens": evaluation.target_tokens,
