@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from packtool.config.rows import (
+    BOX_SETTINGS,
     DATASET_HELP,
     EXPAND_HELP,
     LOSS_SCALE_HELP,
@@ -54,9 +55,9 @@ class EncodeSpec(BoxOptions, MediaOptions):
         A later option that is not given leaves no trace, so that the identity of caches that need none of it stays.
         """
         values = dataclasses.asdict(self)
-        for field in dataclasses.fields(BoxOptions):
-            if values[field.name] is None:
-                del values[field.name]
+        for name in BOX_SETTINGS:
+            if values[name] is None:
+                del values[name]
         if self.expand_turns == "false":
             del values["expand_turns"]
         if self.chat_template is None:

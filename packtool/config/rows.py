@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
 from packtool.config.settings import YES_OR_NO, option
@@ -208,6 +208,9 @@ class BoxOptions:
         "picture (none). By default as the model's family has it.",
         panel="Pictures",
     )
+
+
+BOX_SETTINGS = tuple(field.name for field in fields(BoxOptions))
 
 
 def expand_problems(expand_turns: ExpandTurns | None, loss_scale: str | None) -> list[str]:

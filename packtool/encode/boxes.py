@@ -106,8 +106,8 @@ class BoxWriter:
             return Dropped(sample.source, sample.row, problem.reason, problem.detail)
 
     def _may_have_boxes(self, sample: Sample) -> bool:
-        opening = (REF_TOKENS[0], BOX_TOKENS[0], *([] if self.unit is None else [JSON_KEY]))
-        return any(mark in text for turn in sample.turns for text in turn.texts for mark in opening)
+        joined = "\n".join([text for turn in sample.turns for text in turn.texts])
+        return REF_TOKENS[0] in joined or BOX_TOKENS[0] in joined or (self.unit is not None and JSON_KEY in joined)
 
     def _written(self, sample: Sample) -> Sample:
         """The sample with what it has of boxes and names in its texts.

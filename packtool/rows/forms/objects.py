@@ -41,7 +41,9 @@ def objects_of(fields: Fields, turns: Sequence[Turn], num_images: int) -> Object
     """
     given, stated = fields.parsed("objects"), fields.get("bbox_type")
     if not given:
-        if num_images or fields.has("objects"):
+        if (num_images or fields.has("objects")) and any(
+            BOX_MARK in turn.content or NAME_MARK in turn.content or turn.extra for turn in turns
+        ):
             _check_count(fields, turns, Objects())
         says = stated and any(JSON_KEY in text for turn in turns for text in turn.texts)
         return Objects(unit=_unit(stated)) if says else None
@@ -134,9 +136,9 @@ def _check_count(fields: Fields, turns: Sequence[Turn], found: Objects) -> None:
     """
     if fields.is_left_out("objects"):
         return
-    texts = [text for turn in turns for text in turn.texts]
+    joined = "\n".join([text for turn in turns for text in turn.texts])
     for mark, count, what in ((NAME_MARK, len(found.names), "names"), (BOX_MARK, len(found.boxes), "boxes")):
-        num_marks = sum(text.count(mark) for text in texts)
+        num_marks = joined.count(mark)
         if num_marks != count:
             remedy = f"if {mark} is plain text here, or 'objects' another matter, --columns objects= says so"
             detail = f"the texts have {num_marks} {mark} marks, and 'objects' has {count} {what} for them; {remedy}"
