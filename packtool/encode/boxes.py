@@ -22,7 +22,7 @@ from packtool.encode.families.boxes import BOX_TOKENS, REF_TOKENS, BoxForm
 from packtool.encode.messages import CannotRender
 from packtool.encode.model_files import ModelFiles
 from packtool.media.opening import MediaProblem
-from packtool.rows.forms.objects import JSON_KEY, corners_of
+from packtool.rows.forms.objects import JSON_KEY, ROUNDING, corners_of
 from packtool.rows.forms.problem import RowProblem
 from packtool.rows.sample import Dropped, MediaRef, Objects, Region, Sample, Turn
 
@@ -115,16 +115,18 @@ class BoxWriter:
         Raises:
             RowProblem: if a box lies outside its picture, or the model's family has no form for it.
         """
-        texts = [text for turn in _turns(sample) for text in turn.texts]
-        is_spelled = sample.images and not any(re.search(_ANY_CONTROL, _SPELLED.sub("", text)) for text in texts)
         objects = sample.objects or Objects()
         if objects.unit is None:
             objects = replace(objects, unit=self.unit)
-        if objects.names or objects.boxes or (objects.unit is not None and any(map(_KEYS.search, texts))):
+        form = None
+        has_json = objects.unit is not None and any(map(_KEYS.search, _texts(sample)))
+        if objects.names or objects.boxes or has_json:
             form = self._known_form()
-            if form.spelling == "tokens" and not is_spelled:
-                raise CannotRender("invalid_objects", f"the texts have {' and '.join(BOX_TOKENS)} in another order")
             sample = _Writing(self, form, sample, objects).written()
+        is_spelled = not any(re.search(_ANY_CONTROL, _SPELLED.sub("", text)) for text in _texts(sample))
+        if form is not None and form.spelling == "tokens" and not is_spelled:
+            told = ", ".join((*REF_TOKENS, *BOX_TOKENS))
+            raise CannotRender("invalid_objects", f"the row's texts or names spell some of {told} where none belongs")
         return replace(sample, objects=None, control=self.control & _CONTROL if is_spelled else frozenset())
 
     def _known_form(self) -> BoxForm:
@@ -209,7 +211,7 @@ class _Writing:
         found = []
         for i, value in enumerate(box.corners):
             size, written = sizes[i % 2]
-            if value > size:
+            if value > size * (1 + ROUNDING):
                 shown = ", ".join(f"{each:g}" for each in box.corners)
                 detail = f"[{shown}] is not inside picture {box.image} of {image.width}x{image.height} pixels"
                 raise CannotRender("box_outside", detail)
@@ -217,8 +219,9 @@ class _Writing:
         return found
 
 
-def _turns(sample: Sample) -> Iterator[Turn]:
-    return chain(sample.turns, (turn for response in sample.responses for turn in response.turns))
+def _texts(sample: Sample) -> Iterator[str]:
+    said = (turn for response in sample.responses for turn in response.turns)
+    return (text for turn in chain(sample.turns, said) for text in turn.texts)
 
 
 def _is_nested(value: Any) -> bool:

@@ -287,6 +287,9 @@ def test_rows_that_are_dropped(encoder_of: Encoders, model: Path) -> None:
     medium = picture(640, 480, 6)  # a reader sees 480x640
     encoder = encoder_of("qwen2_vl")
     assert told(encoder, row({"bbox": [[480, 640]]}, "<bbox>", medium)) == "<|box_start|>(1000,1000)<|box_end|>"
+    # What adding floats leaves is not outside.
+    added = [0.1 + 0.2 - 0.3 - 1e-16, 0.0, 380.1 + 99.9, 640.0000000000001]
+    assert told(encoder, row({"bbox": [added]}, "<bbox>", medium)) == "<|box_start|>(0,0),(1000,1000)<|box_end|>"
     outside = problem_of(encoder, row({"bbox": [[0, 0, 481, 640]]}, "<bbox>", medium))
     assert outside.reason == "box_outside"
     assert outside.detail == "[0, 0, 481, 640] is not inside picture 0 of 480x640 pixels"
@@ -298,6 +301,11 @@ def test_rows_that_are_dropped(encoder_of: Encoders, model: Path) -> None:
     broken = row(None, "a <|box_end|>", medium)
     assert told(encoder, broken) == "a <|box_end|>"
     assert problem_of(encoder, row({"bbox": [[1, 2]]}, "<bbox><|box_end|>", medium)).reason == "invalid_objects"
+    named = row({"ref": ["a <|box_end|>"]}, "<ref-object>", medium)
+    assert problem_of(encoder, named).reason == "invalid_objects"
+    assert told(encoder_of("qwen3_vl"), named) == "a <|box_end|>"
+    # Names need no picture.
+    assert told(encoder, row({"ref": ["x"]}, "<ref-object>")) == "x".join(REF_TOKENS)
     missing = problem_of(encoder_of("qwen2_vl", has_tokens=False), row({"bbox": [[1, 2]]}, "<bbox>", medium))
     assert missing.detail == "the model's tokenizer has no " + ", ".join((*REF_TOKENS, *BOX_TOKENS))
 

@@ -30,6 +30,8 @@ _UNITS: Mapping[str, BboxType] = {
 }
 JSON_KEY = '_2d"'
 """The end of a key of JSON with coordinates: ``"bbox_2d"``, ``"point_2d"``."""
+ROUNDING = 1e-6
+"""Share of a side by which sums of floats may leave a picture (473.07 + 166.93 > 640); what is written is the same."""
 _LARGEST: Mapping[BboxType, float] = {"norm1": 1, "norm1000": 1000}
 
 
@@ -76,7 +78,7 @@ def corners_of(value: Any, who: str, unit: BboxType) -> tuple[float, ...]:
         detail = f"{who} is {shown(value)}: the second corner must not be left of the first, or above it"
         raise RowProblem("invalid_objects", detail)
     most = _LARGEST.get(unit)
-    if min(corners) < 0 or (most is not None and max(corners) > most):
+    if min(corners) < -ROUNDING or (most is not None and max(corners) > most * (1 + ROUNDING)):
         told = "no coordinate is less than 0" if most is None else f"coordinates of bbox_type {unit} are 0 to {most:g}"
         raise RowProblem("box_outside", f"{who} is {shown(value)}: {told}")
     return corners
