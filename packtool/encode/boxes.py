@@ -24,6 +24,7 @@ from packtool.encode.model_files import ModelFiles
 from packtool.media.opening import MediaProblem
 from packtool.rows.forms.objects import JSON_KEY, ROUNDING, corners_of
 from packtool.rows.forms.problem import RowProblem
+from packtool.rows.forms.values import finite
 from packtool.rows.sample import Dropped, MediaRef, Objects, Region, Sample, Turn
 
 _CONTROL = frozenset((*REF_TOKENS, *BOX_TOKENS))
@@ -35,7 +36,7 @@ _SPELLED = re.compile(
 )
 # A name that is a text of JSON is written as one.
 _MARKS = re.compile(rf'(?P<json>[:\[,]\s*"){NAME_MARK}(?=")|{NAME_MARK}|{BOX_MARK}')
-_KEYS = re.compile(rf'"\w+{JSON_KEY}\s*:\s*(?=\[)')
+_KEYS = re.compile(rf'"\w+{JSON_KEY}\s*:\s*(?=[^\s<])')  # behind the key of a box of objects stands its mark
 _JSON = json.JSONDecoder()
 
 
@@ -177,18 +178,26 @@ class _Writing:
         for key in _KEYS.finditer(text):
             if key.end() < start:
                 continue
-            try:
-                value, stop = _JSON.raw_decode(text, key.end())
-                numbers = [self._numbers(self._box(each, key[0])) for each in (value if _is_nested(value) else [value])]
-            except (ValueError, RecursionError) as error:
-                if role != "assistant":
-                    continue
-                if isinstance(error, RowProblem):
-                    raise
-                raise CannotRender("invalid_objects", f"what follows {key[0].strip()} is no JSON: {error}") from error
-            pieces += [text[start : key.end()], str(numbers if _is_nested(value) else numbers[0])]
-            start = stop
+            found = self._json(text, key, role)
+            if found is not None:
+                value, stop = found
+                boxes = value if _is_nested(value) else [value]
+                numbers = [self._numbers(self._box(each, key[0])) for each in boxes]
+                pieces += [text[start : key.end()], str(numbers if _is_nested(value) else numbers[0])]
+                start = stop
         return "".join((*pieces, text[start:]))
+
+    def _json(self, text: str, key: re.Match[str], role: str) -> tuple[Any, int] | None:
+        """The value of a key and where it ends; None for null, and for what is no coordinates and no answer either."""
+        try:
+            value, stop = _JSON.raw_decode(text, key.end())
+        except (ValueError, RecursionError) as error:
+            if role != "assistant":
+                return None
+            raise CannotRender("invalid_objects", f"what follows {key[0].strip()} is no JSON: {error}") from error
+        flat = list(chain.from_iterable(value)) if _is_nested(value) else value
+        is_list = isinstance(flat, list) and all(finite(number) is not None for number in flat)
+        return None if value is None or (role != "assistant" and not is_list) else (value, stop)
 
     def _box(self, value: Any, key: str) -> Region:
         """A box of JSON."""

@@ -293,7 +293,16 @@ def test_rows_that_are_dropped(encoder_of: Encoders, model: Path) -> None:
     outside = problem_of(encoder, row({"bbox": [[0, 0, 481, 640]]}, "<bbox>", medium))
     assert outside.reason == "box_outside"
     assert outside.detail == "[0, 0, 481, 640] is not inside picture 0 of 480x640 pixels"
-    for answer in ('{"bbox_2d": [1, 2, 3]}', '{"bbox_2d": ["1", 2]}', '{"bbox_2d": [3, 3, 1, 1]}', '{"bbox_2d": [1, 2'):
+    asked = row(None, "yes", medium, asked='is {"bbox_2d": [0, 0, 481, 640]} a cat?', bbox_type="real")
+    assert problem_of(encoder, asked).reason == "box_outside"
+    assert told(encoder, row(None, '{"bbox_2d": null}', medium, bbox_type="real")) == '{"bbox_2d": null}'
+    for answer in (
+        '{"bbox_2d": "1, 2"}',
+        '{"bbox_2d": [1, 2, 3]}',
+        '{"bbox_2d": ["1", 2]}',
+        '{"bbox_2d": [3, 3, 1, 1]}',
+        '{"bbox_2d": [1, 2',
+    ):
         assert problem_of(encoder, row(None, answer, medium, bbox_type="real")).reason == "invalid_objects"
     gone = problem_of(encoder, row({"bbox": [[1, 2]]}, "<bbox>", "gone.png"))
     assert gone.reason == "media_missing"

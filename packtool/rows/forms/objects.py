@@ -31,7 +31,7 @@ _UNITS: Mapping[str, BboxType] = {
 JSON_KEY = '_2d"'
 """The end of a key of JSON with coordinates: ``"bbox_2d"``, ``"point_2d"``."""
 ROUNDING = 1e-6
-"""Share of a side by which sums of floats may leave a picture (473.07 + 166.93 > 640); what is written is the same."""
+"""Share of a side by which rounded floats (0.1 + 0.2 > 0.3) may leave a picture; what is written is the same."""
 _LARGEST: Mapping[BboxType, float] = {"norm1": 1, "norm1000": 1000}
 
 
