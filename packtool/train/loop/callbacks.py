@@ -180,7 +180,7 @@ class ReportCallback(TrainerCallback):
     """Appends log lines to ``metrics.jsonl`` and tells the progress; only on the first rank.
 
     Attributes:
-        first_loss, last_loss: of the first and the last log line.
+        first_loss, last_loss: of the first and the last log line that has targets.
     """
 
     def __init__(self, run: PreparedRun, progress: Progress) -> None:
@@ -228,9 +228,10 @@ class ReportCallback(TrainerCallback):
         if "loss" not in logs:
             self._tell(self.progress.line, shown_figures(logs))
             return
-        self.last_loss = float(logs["loss"])
-        if self.first_loss is None:
-            self.first_loss = self.last_loss
+        if logs["target_tokens"]:
+            self.last_loss = float(logs["loss"])
+            if self.first_loss is None:
+                self.first_loss = self.last_loss
         self._tell(self.progress.line, shown_figures(logs))
         if (remark := self.waiting.after(logs["data_wait"], logs["seconds"])) is not None:
             self.progress.note(remark)

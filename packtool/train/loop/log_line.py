@@ -50,7 +50,8 @@ def shown_figures(logs: Mapping[str, Any]) -> dict[str, float | int | str]:
     """
     if "loss" not in logs:
         return {_VAL_LOSS: round(logs["eval_loss"], 4)}
-    shown: dict[str, float | int | str] = {"loss": round(float(logs["loss"]), 4)}
+    # Without targets there is no mean; what --on-bad-media skip leaves out may be all that a step has.
+    shown: dict[str, float | int | str] = {"loss": round(float(logs["loss"]), 4) if logs["target_tokens"] else "none"}
     if (norm := logs.get("grad_norm")) is not None:
         shown["grad norm"] = float(f"{norm:.3g}")
     shown |= {
