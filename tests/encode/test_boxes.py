@@ -108,7 +108,7 @@ CORNERS = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     model_type=st.sampled_from(VISION),
     stored=st.tuples(st.integers(2, 400), st.integers(2, 400)),
