@@ -30,6 +30,7 @@ from packtool.config.rows import (
     OVERFLOW_HELP,
     TEMPLATE_HELP,
     TRUNCATION_HELP,
+    BoxOptions,
     ExpandTurns,
     MediaOptions,
     MediaOverflow,
@@ -62,6 +63,7 @@ EvalStrategy = Annotated[Literal["no", "steps", "epoch"], NOT_AT_ALL]
 class TrainConfig(
     CacheOptions,
     RowOptions,
+    BoxOptions,
     MediaOptions,
     PackingOptions,
     IntervalOptions,
