@@ -15,7 +15,7 @@ from packtool.config.inspect import InspectConfig
 from packtool.errors import EXIT_INTERRUPTED, EXIT_MISMATCH
 from packtool.visible import show, show_json, show_styled
 
-_COLOURS = {"media": "cyan", "plain": "dim", "trained": "green"}
+_COLOURS = {"media": "cyan", "plain": "dim", "trained": "green", "truncated": "red"}
 
 
 def run_inspect(config: InspectConfig, invocation: Invocation) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import re
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import packtool
 from packtool.cache.plan_file import PlanInfo, SavedPlan, write_plan
 from packtool.cache.reader import CacheReader
 from packtool.cli.main import run
@@ -60,6 +62,11 @@ def given(content: bytes | None) -> Any:
     return json.loads(found[1])
 
 
+def ints(packed: str) -> Any:
+    """Numbers as pages have them."""
+    return np.frombuffer(base64.b64decode(packed), "<i4")
+
+
 @pytest.mark.parametrize("most", [7, 10_000])
 def test_pages_hold_what_the_cache_holds(cache: str, most: int, tmp_path: Path) -> None:
     site, reader = tmp_path / "site", CacheReader.open([cache])
@@ -96,6 +103,33 @@ def test_packs_are_shown_whole(cache: str, run_export: Callable[..., Any], tmp_p
     assert 20 < len(held) < 80
     whole = Pages(InspectConfig(directory=cache, plan=plan), is_whole=True)
     assert len(whole.numbers) == whole.num_cached
+    found = packtool.plan(cache, packing_length=400, world_size=2, gradient_accumulation_steps=3)
+    found.save(plan)
+    pages = Pages(InspectConfig(directory=cache, plan=plan, max_samples=40), is_whole=False)
+    cached = given(pages.content("data/cache.js"))["packs"]
+    places = np.stack([ints(column) for column in cached["places"]], axis=1).tolist()
+    packs = iter([pack for i in range(2) for pack in given(pages.content(f"data/packs-{i}.js"))])
+    steps = {name: ints(column).tolist() for name, column in cached["steps"].items()}
+    rows = zip(*(steps[name] for name in ("number", "packs", "microBatches", "tokens", "least", "most")), strict=True)
+    for number, *figures in rows:
+        step = found.steps[number]
+        tokens = []
+        for rank, micro_batches in enumerate(step.micro_batches):
+            for micro_batch, held in enumerate(micro_batches):
+                for members in held:
+                    assert places.pop(0) == [number, rank, micro_batch]
+                    pack = next(packs)
+                    assert {part[0] for part in pack["parts"]} - {None} == set(members)
+                    place = [pack["number"], number, rank, micro_batch]
+                    assert pages._sample(members[-1])["place"] == place
+                    tokens.append((rank, sum(part[1] for part in pack["parts"])))
+        of_ranks = [sum(num for rank, num in tokens if rank == r) for r in range(2)]
+        assert figures == [len(tokens), len(step.micro_batches[0]), sum(of_ranks), min(of_ranks), max(of_ranks)]
+    assert next(packs, None) is None
+    assert not places
+    # A step alone that is too large has fewer of its packs shown.
+    few = Pages(InspectConfig(directory=cache, plan=plan, max_samples=4), is_whole=False)
+    assert 1 <= len(given(few.content("data/packs-0.js"))) < 6
     run_export("other")
     with pytest.raises(MismatchError, match="belongs to the cache"):
         Pages(InspectConfig(directory=str(tmp_path / "other"), plan=plan), is_whole=False)
@@ -201,7 +235,7 @@ def settled(browser: Browser, script: str) -> Any:
 def test_as_a_reader_sees_it(cache: str, browser: Browser, tmp_path: Path) -> None:
     """Opened from the disk, on a desk and on a phone: nothing overflows, and nothing that a row says is obeyed."""
     plan, site = str(tmp_path / "a.plan"), tmp_path / "site"
-    assert run(["plan", cache, "--packing-length", "400", "--save", plan]) == 0
+    assert run(["plan", cache, "--packing-length", "400", "--world-size", "2", "--save", plan]) == 0
     pages = Pages(InspectConfig(directory=cache, plan=plan), is_whole=False)
     write_pages(pages, str(site), SilentProgress())
     shutil.rmtree(cache)
@@ -231,6 +265,10 @@ def test_as_a_reader_sees_it(cache: str, browser: Browser, tmp_path: Path) -> No
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
         browser.evaluate("document.querySelector('#views [value=packs]').click()")
         settled(browser, "document.querySelectorAll('.pack').length > 5")
+        settled(browser, "document.querySelector('.step p')?.textContent.startsWith('2 packs, ')")
+        browser.evaluate(f"{type_in}('step', '3'), {type_in}('rank', '1')")
+        settled(browser, "document.querySelectorAll('h4').length === 1")
+        assert browser.evaluate("document.querySelector('h4').textContent").startswith("rank 1, micro-batch 0, pack ")
         browser.evaluate("document.querySelector('.pack button').click()")
         settled(browser, "!document.getElementById('detail').hidden")
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
@@ -251,4 +289,4 @@ def test_a_pack_with_shared_prefixes_is_drawn_as_it_is_laid_out(cache: str, tmp_
     first, second, third = lengths.tolist()
     parts = [[None, 20, 3], [0, first - 20, 1], [None, 5, 2], [1, second - 25, 1], [2, third - 25, 1]]
     assert pack == {"number": 0, "samples": 3, "parts": parts}
-    assert given(pages.content("data/cache.js"))["sharesPrefixes"]
+    assert given(pages.content("data/cache.js"))["packs"]["sharesPrefixes"]
