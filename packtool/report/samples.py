@@ -115,14 +115,11 @@ class Pages:
         if found := _BLOCK.fullmatch(name):
             kind, block = found[1], int(found[2])
             here = slice(block * _IN_A_BLOCK, (block + 1) * _IN_A_BLOCK)
-            if kind == "packs":
-                packs = self._packs
-                return (
-                    None
-                    if packs is None
-                    else _script(f"packs-{block}", [packs.pack(int(k)) for k in packs.numbers[here]])
-                )
-            return _script(f"samples-{block}", [self._sample(int(number)) for number in self.numbers[here]])
+            if kind == "samples":
+                return _script(f"samples-{block}", [self._sample(int(number)) for number in self.numbers[here]])
+            packs = self._packs
+            if packs is not None:
+                return _script(f"packs-{block}", [packs.pack(int(pack)) for pack in packs.numbers[here]])
         if found := _MEDIUM.fullmatch(name):
             return self._medium(int(found[1]), int(found[2]), found[3])
         return None

@@ -34,7 +34,7 @@ class ShownPacks:
 
     @property
     def samples(self) -> Int64Array:
-        """Of all packs that are shown, by number and ascending."""
+        """Numbers of the samples of all packs that are shown, int64 (N,), ascending."""
         held = [self._plan.samples[self._held(pack)] for pack in self.numbers.tolist()]
         return np.unique(np.concatenate(held))
 
@@ -51,11 +51,11 @@ class ShownPacks:
         return {"number": number, "samples": len(samples), "parts": parts}
 
     def places(self) -> list[Int64Array]:
-        """Step, rank and micro-batch of each pack that is shown; -1 where its samples have several; [] if unknown."""
+        """Step, rank and micro-batch, three arrays (K,), of packs that are shown; -1 for several; [] if unknown."""
         return [] if self._places is None else list(self._places[self.numbers].T)
 
     def steps(self) -> dict[str, Int64Array]:
-        """Figures of the steps that are shown, in their order: of all their packs, whether these are shown or not."""
+        """Figures (S,) of the steps that are shown, in their order: of all their packs, also of those not shown."""
         if self._plan.places is None or self._places is None or not len(self.numbers):
             return {}
         step, rank, micro_batch = self._plan.places.T.astype(np.int64)
@@ -112,7 +112,7 @@ class ShownPacks:
 
 
 def evenly(count: int, most: int) -> Int64Array:
-    """At most so many of the numbers below ``count``, as far apart from each other as can be."""
+    """At most so many of the numbers below ``count``, (N,), as far apart from each other as can be."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.int64))
 
 
