@@ -45,10 +45,8 @@ _MOST_PLAYED = 8_000_000
 """Bytes of the largest file that a player gets."""
 _MEDIUM = re.compile(r"media/(\d+)-(\d+)(\.\w+)")
 _BLOCK = re.compile(r"data/(samples|packs)-(\d+)\.js")
-_OURS = re.compile(
-    rf"({INDEX}|samples\.js|data/(cache|dropped)\.js|{_BLOCK.pattern}|{_MEDIUM.pattern})(\.[\w-]+\.partial)?"
-)
-"""Files of pages, and what an interrupted command has left of one."""
+_OURS = re.compile(rf"{INDEX}|samples\.js|data/(cache|dropped)\.js|{_BLOCK.pattern}|{_MEDIUM.pattern}")
+"""Files of pages."""
 
 Medium = EncodedImage | EncodedVideo | EncodedAudio
 
@@ -209,7 +207,9 @@ def write_pages(pages: Pages, directory: str, progress: Progress) -> int:
     """
     directory = storage.normalize(directory)
     there = sorted(storage.walk(directory)) if storage.is_directory(directory) else []
-    if strange := [path for path in there if not _OURS.fullmatch(path.removeprefix(directory).lstrip("/"))]:
+    # What a command that was killed has left of a file was its own, too.
+    names = {path: storage.final_name(path).removeprefix(directory).lstrip("/") for path in there}
+    if strange := [path for path, name in names.items() if not _OURS.fullmatch(name)]:
         raise ConfigError(
             f"--html {directory} is not empty: {strange[0]} would lie among the pages",
             "Name a folder that does not exist yet.",
@@ -218,6 +218,14 @@ def write_pages(pages: Pages, directory: str, progress: Progress) -> int:
         storage.remove(path)
     for name in ("data", "media"):
         storage.make_directory(storage.join(directory, name))
+    try:
+        return _write_all(pages, directory, progress)
+    except BaseException:
+        storage.discard_unfinished(directory)
+        raise
+
+
+def _write_all(pages: Pages, directory: str, progress: Progress) -> int:
     num_missing = 0
     progress.start("writing samples", len(pages.numbers))
     for done, number in enumerate(pages.numbers.tolist(), start=1):
