@@ -228,13 +228,13 @@ def write_pages(pages: Pages, directory: str, progress: Progress) -> int:
 def _write_all(pages: Pages, directory: str, progress: Progress) -> int:
     num_missing = 0
     progress.start("writing samples", len(pages.numbers))
-    for done, number in enumerate(pages.numbers.tolist(), start=1):
+    for number in pages.numbers.tolist():
         for name in pages.media_names(number):
             content = pages.content(name)
             num_missing += content is None
             if content is not None:
                 storage.publish(storage.join(directory, name), content)
-        progress.advance(done)
+        progress.advance(1)
     for name in pages.names():
         content = pages.content(name)
         assert content is not None, name

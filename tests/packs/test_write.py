@@ -25,6 +25,7 @@ from packtool.cache.plan_file import read_plan
 from packtool.cache.reader import CacheReader
 from packtool.cli.main import run
 from packtool.packs import write
+from packtool.report.terminal import TerminalProgress
 
 ROOT = Path(__file__).parent.parent.parent
 _spec = importlib.util.spec_from_file_location("conformance", ROOT / "scripts" / "conformance.py")
@@ -143,10 +144,14 @@ def test_tar_files_hold_media_and_say_where_packs_begin(fixed: Path) -> None:
     ]
 
 
-def test_any_number_of_processes_writes_the_same(fixed: Path) -> None:
+def test_any_number_of_processes_writes_the_same(fixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["pack", str(fixed / "text-cache"), "--packing-length", "160", "--packs-per-file", "2"]
+    done: list[int] = []
+    monkeypatch.setattr(TerminalProgress, "advance", lambda self, num_done: done.append(num_done))
     for number in ("1", "2"):
+        done.clear()
         assert run([*words, "--output-dir", str(fixed / f"by{number}"), "--dataset-num-proc", number]) == 0
+        assert sum(done) == len(list((fixed / f"by{number}").glob("*.parquet")))
     for path in (fixed / "by1").iterdir():
         assert path.read_bytes() == (fixed / "by2" / path.name).read_bytes()
 

@@ -62,6 +62,15 @@ def given(content: bytes | None) -> Any:
     return json.loads(found[1])
 
 
+class Counted(SilentProgress):
+    """Adds up what is done."""
+
+    num_done = 0
+
+    def advance(self, num_done: int, **fields: float | int | str) -> None:
+        self.num_done += num_done
+
+
 def ints(packed: str) -> Any:
     """Numbers as pages have them."""
     return np.frombuffer(base64.b64decode(packed), "<i4")
@@ -69,9 +78,10 @@ def ints(packed: str) -> Any:
 
 @pytest.mark.parametrize("most", [7, 10_000])
 def test_pages_hold_what_the_cache_holds(cache: str, most: int, tmp_path: Path) -> None:
-    site, reader = tmp_path / "site", CacheReader.open([cache])
+    site, reader, counted = tmp_path / "site", CacheReader.open([cache]), Counted()
     pages = Pages(InspectConfig(directory=cache, max_samples=most), is_whole=False)
-    assert write_pages(pages, str(site), SilentProgress()) == 0
+    assert write_pages(pages, str(site), counted) == 0
+    assert counted.num_done == len(pages.numbers)
     names = {str(path.relative_to(site)) for path in site.rglob("*") if path.is_file()}
     shown = [sample for block in sorted(site.glob("data/samples-*.js")) for sample in given(block.read_bytes())]
     assert len(shown) == min(most, len(reader))
