@@ -13,8 +13,9 @@ from packtool.config.evaluate import MAX_TOKENS_HELP
 from packtool.config.export import ExportConfig
 from packtool.config.memory import MemoryOptions, sharding_problems
 from packtool.config.model import ATTN_IMPL_HELP, AttnImpl, DType
-from packtool.config.optimizer import OptimizerOptions
+from packtool.config.optimizer import OptimizerOptions, router_problems
 from packtool.config.packing import (
+    SEQUENCE_PARALLELISM,
     IntervalOptions,
     PackingOptions,
     no_sharing_with,
@@ -22,7 +23,7 @@ from packtool.config.packing import (
     sharing_problems,
 )
 from packtool.config.parallel import ParallelOptions, parallel_problems
-from packtool.config.quantization import QuantizationOptions, quantization_problems
+from packtool.config.quantization import QuantizationOptions, few_bits_problems, quantization_problems
 from packtool.config.rows import (
     EXPAND_HELP,
     LOSS_SCALE_HELP,
@@ -258,14 +259,27 @@ class TrainConfig(
             *self._precision_problems(),
             *self._compile_problems(),
             *quantization_problems(self),
-            *self._quantized_problems(),
+            *few_bits_problems(self.quant_bits, self, self, compiles=self.torch_compile),
+            *router_problems(
+                self,
+                {
+                    "--deepspeed": self.deepspeed is not None,
+                    "--fp16 true": self.computation_dtype == "float16",
+                    "--torch-compile true": self.torch_compile,
+                    SEQUENCE_PARALLELISM: self.sequence_parallel_ranks > 1,
+                },
+            ),
         ]
 
     @property
     def not_shared_with(self) -> list[str]:
         """Options, as they are given, with which no prefixes are shared."""
         found = no_sharing_with(self, self.packing, self.sequence_parallel_ranks)
-        return [*found, *(["--neftune-noise-alpha"] if self.neftune_noise_alpha else [])]
+        others = {
+            "--neftune-noise-alpha": self.neftune_noise_alpha,
+            "--router-aux-loss-coef": self.router_aux_loss_coef,
+        }
+        return [*found, *(name for name, value in others.items() if value)]
 
     def _precision_problems(self) -> list[str]:
         """Options of the precision that contradict each other."""
@@ -293,21 +307,6 @@ class TrainConfig(
         if self.use_liger_kernel:
             found.append("--torch-compile and --use-liger-kernel fuse the same operations: give one of them")
         return found
-
-    def _quantized_problems(self) -> list[str]:
-        """Options that do not go with ``--quant-bits``."""
-        if self.quant_bits is None:
-            return []
-        given = f"--quant-bits {self.quant_bits}"
-        refused = {
-            "--train-type full: few bits cannot learn, adapters on them can": self.train_type == "full",
-            f"--init-weights {self.init_weights}, which changes the base model's weights": self.init_weights
-            in ("pissa", "olora"),
-            "--fsdp, which shards weights of one precision": bool(self.fsdp),
-            f"--deepspeed {self.deepspeed}, which shards weights of one precision": self.deepspeed is not None,
-            "--torch-compile true": self.torch_compile,
-        }
-        return [f"{given} does not go with {told}" for told, is_given in refused.items() if is_given]
 
     def _master_problems(self) -> list[str]:
         """Where ``--master-weights`` says something that would not be done."""

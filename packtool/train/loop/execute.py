@@ -50,6 +50,7 @@ from packtool.train.model.part_rates import PartRates
 from packtool.train.model.precision import SavedPrecision, checkpoint_dtype, load_masters, loaded_dtype, precision_lines
 from packtool.train.model.quantize import quantization_line, quantization_of
 from packtool.train.model.quiet import quiet_transformers
+from packtool.train.model.router import RouterBalance
 from packtool.train.model.sharding import (
     is_zero3,
     keep_digits_of_outputs,
@@ -115,6 +116,8 @@ def estimate_training(run: PreparedRun, spec: InputSpec) -> tuple[MemoryEstimate
         args = training_arguments(run.config, num_steps=run.schedule.num_steps, dtype=dtype, on_gpu=on_gpu)
         model = model_without_weights(run.config, spec.config, dtype)
         PartRates.of(run.config, model)
+        if run.config.router_aux_loss_coef:
+            RouterBalance(model, run.config.router_aux_loss_coef)
     estimate = _estimate(run, model, spec, dtype)
     told = list(precision_lines(model, dtype, run.config, checkpoint_dtype(spec.config)))
     told += quantization_line(model, spec.config.model_type, run.config)

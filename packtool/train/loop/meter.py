@@ -42,6 +42,7 @@ class Meter:
         self._waited = self._logging = 0.0
         self._num_run, self._num_padding = 0, 0
         self._seen: list[tuple[tuple[str | None, ...], Tensor]] = []
+        self._balances: list[Tensor] = []
 
     def waited_for(self, items: Iterable[T]) -> Iterator[T]:
         """The same items, with the time counted that they let this rank wait."""
@@ -77,6 +78,10 @@ class Meter:
         """A micro-batch is computed, with the padding that compiled layers want."""
         self._num_run += batch.input_ids.numel()
         self._num_padding += batch.num_padding
+
+    def see_balance(self, balance: Tensor) -> None:
+        """Keep what this rank adds to the balance of a step's experts, 0-d."""
+        self._balances.append(balance)
 
     @torch.no_grad()
     def see(self, found: TargetLosses, batch: Batch) -> None:
@@ -118,6 +123,9 @@ class Meter:
         }
         if copying is not None:
             line["copy_wait"] = copying / max(seconds, 1e-9)
+        if self._balances:
+            mine = float(torch.stack(self._balances).sum()) / self._num_steps
+            line["router_balance"] = sum(all_gather_objects(mine, accelerator.num_processes))
         if self._num_padding:
             line["padding"] = self._num_padding / self._num_run
         peak = peak_tflops(torch.cuda.get_device_name()) if accelerator.device.type == "cuda" else None
