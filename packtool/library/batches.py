@@ -182,7 +182,8 @@ class Batches(Dataset[dict[str, Any]]):
         schedule, ends, most, left = self._run.schedule, [0], 1, self.num_steps
         for epoch in count():
             # Other epochs have as many as the first, but for micro-batches that are filled by tokens.
-            steps = (schedule.plan_of(epoch) if self.plan.config.has_no_rows else schedule.first).steps
+            is_first = self.plan.config.has_as_many_micro_batches
+            steps = (schedule.first if is_first else schedule.plan_of(epoch)).steps
             trained = min(left, steps.num_steps)
             offsets = steps.step_offsets[: trained + 1] // steps.world_size
             ends.append(ends[-1] + int(offsets[-1]))

@@ -116,6 +116,7 @@ class PlanKeywords(TypedDict, total=False):
     dynamic_max_batch_size: int | None
     per_device_train_batch_size: int | None
     gradient_accumulation_steps: int | None
+    samples_per_step: int | None
     share_prefix: Literal["auto", "true", "false"] | None
     schedule: Literal["packs", "skrull"] | None
     bucket_size: Text | None

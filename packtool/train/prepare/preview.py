@@ -21,6 +21,7 @@ from packtool.encode.model_files import ModelFiles
 from packtool.plan.balance import imbalance
 from packtool.plan.epoch import EpochPlan, assign_packs, plan_epoch
 from packtool.plan.options import PlanOptions
+from packtool.plan.packed_steps import costs_in_turn
 from packtool.plan.summary import PlanSummary, pack_costs, padded_fill
 from packtool.plan.towers import TowerWork
 from packtool.simulate.lengths import read_lengths
@@ -164,9 +165,13 @@ class Preview:
         after = imbalance(self.plan.steps.rank_costs(costs))
         if self.options.dynamic_batch_tokens is not None:
             return after, after
-        in_turn = dataclasses.replace(self.options, balance="none", skrull=None)
+        if self.plan.drawn is not None and self.options.samples_per_step is not None:
+            each = pack_costs(self.plan.drawn, self.options.cost, self.target_tokens, self.towers)
+            in_turn = costs_in_turn(each, self.options.samples_per_step, self.options.world_size)
+            return imbalance(in_turn), after
+        without = dataclasses.replace(self.options, balance="none", skrull=None)
         packs = self.plan.whole_packs
-        plain = assign_packs(packs, self.target_tokens, in_turn, towers=self.towers)
+        plain = assign_packs(packs, self.target_tokens, without, towers=self.towers)
         costs = pack_costs(packs, self.options.cost, self.target_tokens, self.towers)
         return imbalance(plain.steps.rank_costs(costs)), after
 
@@ -261,6 +266,7 @@ def _plain_batches(
         group_by_length=False,
         dynamic_batch_tokens=None,
         dynamic_max_batch_size=None,
+        samples_per_step=None,
         skrull=None,
     )
     padded = plan_epoch(lengths, targets, rows, seed=seed)
