@@ -148,7 +148,7 @@ def _bins(
 def _bins_of_steps(
     work: npt.NDArray[Any], limits: Sequence[Limit], num_ranks: int, num_groups: int
 ) -> tuple[Int64Array, Int64Array]:
-    """The same for steps with equally many samples: (S, n) and (S,)."""
+    """What ``_bins`` returns, for steps with equally many samples: (S, n) and (S,)."""
     falling = np.argsort(-work, axis=1, kind="stable")
     num_bins = -(-np.max([_fewest_bins(limit) for limit in limits], axis=0) // num_ranks) * num_ranks
     bin_of, todo = np.zeros(work.shape, np.int64), np.arange(len(work))

@@ -31,6 +31,8 @@ def plan_lines(figures: Mapping[str, Any]) -> list[Line]:
         *_shared_lines(figures),
         *_use_lines(figures),
         ("optimizer steps per epoch", f"{figures['steps_per_epoch']:,}"),
+        ("  samples a step, mean", f"{figures['samples_per_step']:,.1f}"),
+        ("  target tokens a step, mean", f"{figures['target_tokens_per_step']:,.0f}"),
         *_plain_lines(figures),
         ("load balance, slowest rank ÷ mean rank", "round-robin → as planned"),
         ("  mean over all steps", f"{balance['mean_before']:.3f} → {balance['mean']:.3f}"),

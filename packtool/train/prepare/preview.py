@@ -19,6 +19,7 @@ from packtool.cache.reader import CacheReader
 from packtool.config.plan import PlanConfig
 from packtool.encode.model_files import ModelFiles
 from packtool.plan.balance import imbalance
+from packtool.plan.batch_growth import BatchGrowth, own_steps_line
 from packtool.plan.epoch import EpochPlan, assign_packs, plan_epoch
 from packtool.plan.options import PlanOptions
 from packtool.plan.packed_steps import costs_in_turn
@@ -88,7 +89,7 @@ class Preview:
         """All figures by name, as JSON has them."""
         summary, packs = self.plan.summary, self.plan.whole_packs
         assert summary.balance is not None, "a preview knows costs"
-        balance = summary.balance
+        balance, batch = summary.balance, BatchGrowth.of(summary)
         over = summary.num_packs / summary.lower_bound - 1 if summary.lower_bound else 0.0
         found: dict[str, Any] = {
             "samples": summary.num_samples,
@@ -105,6 +106,10 @@ class Preview:
             "plan_seconds": round(self.seconds, 4),
             "steps_per_epoch": summary.num_steps,
             "steps_without_packing": summary.num_steps_without_packing,
+            "samples_per_step": batch.num_samples,
+            "target_tokens_per_step": batch.num_targets,
+            "samples_per_step_without_packing": batch.num_plain,
+            "target_tokens_per_step_without_packing": batch.num_plain_targets,
             "padding_of_plain_batches": self.plain.padding,
             "rows_of_plain_batches": self.plain.rows,
             "steps_of_plain_batches": self.plain.steps,
@@ -130,6 +135,19 @@ class Preview:
             slowest = balance.flops * mean / self.options.world_size / self.sequence_parallel_size
             found["hours"] = slowest * self.num_epochs / (tflops * 1e12 * mfu) / 3600
         return found
+
+    @property
+    def batch_line(self) -> str | None:
+        """A sentence about what packs make of the batch; None where it is no larger than without packing."""
+        summary, options, batch = self.plan.summary, self.options, BatchGrowth.of(self.plan.summary)
+        if options.samples_per_step is not None:
+            return f"{summary.num_steps:,} steps, as without packing: {own_steps_line(summary, self.plan.steps)}"
+        if not options.packing or not batch.is_large:
+            return None
+        factors = (options.per_device_train_batch_size, options.gradient_accumulation_steps, options.world_size)
+        keeps = "--packing false" if options.skrull is not None else f"--samples-per-step {batch.num_plain}"
+        said = f"{batch.sentence(' x '.join(map(str, factors)))}: {keeps} keeps that batch"
+        return f"{said}; {batch.advice()}"
 
     @property
     def shared_line(self) -> str | None:
