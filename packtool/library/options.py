@@ -166,6 +166,8 @@ class VerifyKeywords(TypedDict, total=False):
     num_packs: int | None
     attn_impl: Literal["auto", "sdpa", "varlen", "flash_attention_2", "flash_attention_3", "flex"] | None
     torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] | None
+    trajectory: int | None
+    samples_per_step: int | None
     seed: int | None
 
 
