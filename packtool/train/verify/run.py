@@ -131,8 +131,7 @@ def verify(config: VerifyConfig, progress: Progress | None = None, world: World 
         DataError: if no sample fits, or a picture cannot be read.
         MismatchError: if the caches are not this model's, inputs could leak, or the model cannot be packed.
     """
-    begin = time.perf_counter()
-    progress = progress or SilentProgress()
+    begin, progress = time.perf_counter(), progress or SilentProgress()
     world = (world or World.from_environment()).shared_by(config.sequence_parallel_ranks)
     files = ModelFiles.load(config.model)
     run = _as_training(config)

@@ -32,7 +32,7 @@ from packtool.train.verify.pack_under_test import Tolerances, as_transformers_ha
 
 _LEARNING_RATE, _WEIGHT_DECAY, _MAX_GRAD_NORM = 1e-4, 0.1, 1.0
 _EPSILON = 1e-6
-"""Of AdamW, above gradients that are nothing but rounding: those of keys' biases are 0, and would go either way."""
+"""AdamW's, above gradients that are nothing but rounding: those of keys' biases are 0, and would go either way."""
 _ROUNDING = 1e-2
 """Part of the way that AdamW can move a weight which rounding explains; a leak changes the way altogether."""
 

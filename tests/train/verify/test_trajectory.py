@@ -85,12 +85,12 @@ def config(tiny: TinyWorld, **settings: Any) -> VerifyConfig:
 def test_the_steps_are_those_that_training_plans(tiny: TinyWorld) -> None:
     """Through the end of an epoch, without samples that are too long for a pack."""
     num_short = int((CacheReader.open([tiny.cache]).index.length <= 56).sum())
-    assert 12 < num_short < 24
-    report = verify(config(tiny, samples_per_step=12, trajectory=3, packing_length=56))
+    assert 14 < num_short < 28
+    report = verify(config(tiny, samples_per_step=14, trajectory=3, packing_length=56))
     assert report.passed
     report.raise_if_failed()
-    assert [step.num_samples for step in report.trajectory] == [12, num_short - 12, 12]
-    assert report.num_samples == num_short + 12
+    assert [step.num_samples for step in report.trajectory] == [14, num_short - 14, 14]
+    assert report.num_samples == num_short + 14
     assert report.num_packs == sum(step.num_packs for step in report.trajectory) < report.num_samples
     assert report.dtype == "float32"
 
