@@ -46,16 +46,19 @@ class BatchGrowth:
         """Whether there is something to say of the learning rate."""
         return self.factor >= _WORTH_ADVICE
 
-    def sentence(self, product: str) -> str:
+    def sentence(self, product: str, *, knows_targets: bool = True) -> str:
         """Both batches.
 
         Args:
             product: batch size, accumulation and ranks, as in ``1 x 2 x 8``.
+            knows_targets: not where lengths are all that is known.
         """
-        plain = f"{self.num_plain:,} and {self.num_plain_targets:,.0f}"
+        packed = f"{self.num_samples:,.1f} samples", f"{self.num_targets:,.0f} target tokens"
+        plain = f"{self.num_plain:,}", f"{self.num_plain_targets:,.0f}"
+        num = 2 if knows_targets else 1
         return (
-            f"a step holds {self.num_samples:,.1f} samples and {self.num_targets:,.0f} target tokens on average, "
-            f"unpacked (batch size x accumulation x ranks: {product}) {plain}"
+            f"a step holds {' and '.join(packed[:num])} on average, unpacked (batch size x accumulation x ranks: "
+            f"{product}) {' and '.join(plain[:num])}"
         )
 
     def advice(self, optim: str = "") -> str:

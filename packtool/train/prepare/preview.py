@@ -146,8 +146,8 @@ class Preview:
             return None
         factors = (options.per_device_train_batch_size, options.gradient_accumulation_steps, options.world_size)
         keeps = "--packing false" if options.skrull is not None else f"--samples-per-step {batch.num_plain}"
-        said = f"{batch.sentence(' x '.join(map(str, factors)))}: {keeps} keeps that batch"
-        return f"{said}; {batch.advice()}"
+        both = batch.sentence(" x ".join(map(str, factors)), knows_targets=self.reader is not None)
+        return f"{both}: {keeps} keeps that batch; {batch.advice()}"
 
     @property
     def shared_line(self) -> str | None:
