@@ -145,11 +145,14 @@ def schedule_lines(config: TrainConfig, schedule: PlannedSchedule, result: Train
         f"packing: yes (--packing false pads); packing length: {summary.packing_length:,}, packing processes: "
         f"{summary.packing_num_proc}, {processes}"
     )
+    keeps = config.samples_per_step is not None
+    least = "" if keeps else f" (at least {summary.lower_bound:,} are needed)"
+    free = " (nothing is computed for what is free)" if keeps else ""
     yield (
-        f"packs: {summary.num_packs:,} (at least {summary.lower_bound:,} are needed), "
-        f"{summary.samples_per_pack:.2f} samples a pack, fill {summary.fill:.2%}"
+        f"packs: {summary.num_packs:,}{least}, {summary.samples_per_pack:.2f} samples a pack, fill "
+        f"{summary.fill:.2%}{free}"
     )
-    if config.samples_per_step is not None:
+    if keeps:
         yield f"optimizer steps: {result.steps:,}, as without packing; {own_steps_line(summary, schedule.first.steps)}"
         return
     if last := last_step_line(schedule):
