@@ -83,12 +83,12 @@ def test_all_reach_the_packer() -> None:
         ({**STEPS, "dynamic_batch_tokens": "99"}, ("--dynamic-batch-tokens is for runs without packing",)),
         ({**STEPS, "packing_algorithm": "sequential"}, ("leave out --packing-algorithm sequential",)),
         ({**STEPS, "packing_window": "9"}, ("leave out --packing-window",)),
-        ({**STEPS, "plan": "p"}, ("--plan names packs, and --samples-per-step packs each step",)),
+        ({**STEPS, "plan": "p"}, ("--plan names a file of packs", "--samples-per-step")),
         ({**STEPS, "share_prefix": "true"}, ("--share-prefix true does not go with --samples-per-step",)),
         ({"samples_per_step": "0"}, ("--samples-per-step",)),
         (
             {**STEPS, "cached_dataset": (), "dataset": ("d",), "streaming": "true", "max_steps": "9"},
-            ("--samples-per-step needs a cache",),
+            ("--samples-per-step draws from all samples of a cache",),
         ),
     ],
 )
