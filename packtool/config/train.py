@@ -30,6 +30,7 @@ from packtool.config.rows import (
     OVERFLOW_HELP,
     TEMPLATE_HELP,
     TRUNCATION_HELP,
+    BoxOptions,
     ExpandTurns,
     MediaOptions,
     MediaOverflow,
@@ -62,6 +63,7 @@ EvalStrategy = Annotated[Literal["no", "steps", "epoch"], NOT_AT_ALL]
 class TrainConfig(
     CacheOptions,
     RowOptions,
+    BoxOptions,
     MediaOptions,
     PackingOptions,
     IntervalOptions,
@@ -184,8 +186,8 @@ class TrainConfig(
     )
     on_nan: OnNan = option(
         "stop",
-        "What a loss or gradient that is infinite or not a number does: end the run before the update, leave the step "
-        "out, or nothing.",
+        "What a loss or gradient that is infinite or not a number does: end the run before anything of that step is "
+        "kept, leave the step out, or nothing.",
         panel="Training",
     )
     overwrite_output_dir: bool = option(
@@ -236,8 +238,7 @@ class TrainConfig(
         if self.sequence_parallel_ranks > 1 and self.on_bad_media == "skip":
             found.append(
                 "--on-bad-media skip: processes that share a sequence load different media of it, and would not "
-                "skip alike; "
-                "leave out --sequence-parallel-size, or skip bad rows at export"
+                "skip alike; leave out --sequence-parallel-size, or skip bad rows at export"
             )
         if not self.num_train_epochs and self.max_steps is None:
             found.append("--num-train-epochs 0 trains nothing: give more, or --max-steps")
