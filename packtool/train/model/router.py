@@ -127,7 +127,7 @@ class _WithBalance(torch.autograd.Function):
 
 
 class _Hook:
-    """Of one router: a class, for copies and pickles of a model must not share a closure."""
+    """What runs behind one router; a class, so that models with it can be copied."""
 
     def __init__(self, owner: RouterBalance, place: int) -> None:
         self._owner, self._place = owner, place
