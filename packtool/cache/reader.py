@@ -125,6 +125,11 @@ class CacheReader:
         names = [self.split, *(manifest.fingerprint for manifest in self.manifests)]
         return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
 
+    @property
+    def offsets(self) -> npt.NDArray[np.int64]:
+        """Where the samples of each of the C caches begin, and their number at the end; int64 (C + 1,)."""
+        return self._starts.astype(np.int64)
+
     def __len__(self) -> int:
         return int(self._starts[-1])
 

@@ -12,9 +12,11 @@ from packtool.config.checkpoints import CheckpointOptions, checkpoint_problems
 from packtool.config.evaluate import MAX_TOKENS_HELP
 from packtool.config.export import ExportConfig
 from packtool.config.memory import MemoryOptions, sharding_problems
+from packtool.config.mixture import MixOptions, mixture_problems
 from packtool.config.model import ATTN_IMPL_HELP, AttnImpl, DType
 from packtool.config.optimizer import OptimizerOptions
 from packtool.config.packing import (
+    MIXTURES,
     IntervalOptions,
     PackingOptions,
     no_sharing_with,
@@ -62,6 +64,7 @@ class TrainConfig(
     CacheOptions,
     RowOptions,
     MediaOptions,
+    MixOptions,
     PackingOptions,
     IntervalOptions,
     ParallelOptions,
@@ -90,7 +93,8 @@ class TrainConfig(
     model: str = option(REQUIRED, "Directory (or hub id) of the model.", panel="Options")
     cached_dataset: tuple[str, ...] = option(
         (),
-        "Caches that packtool export made; several may follow. --dataset gives rows instead.",
+        "Caches that packtool export made; several may follow. Behind one #5000, #20% or #2.5x takes so many of its "
+        "samples, a share of them, or so many epochs. --dataset gives rows instead.",
         panel="Options",
     )
     output_dir: str = option(REQUIRED, "Directory for checkpoints and figures.", panel="Options")
@@ -219,6 +223,7 @@ class TrainConfig(
             *access_problems(self),
             *expand_problems(self.expand_turns, self.loss_scale),
             *packing_problems(self, self.packing),
+            *mixture_problems(self, self.cached_dataset or self.dataset, plan=self.plan),
             *self._row_problems(),
         ]
         found += parallel_problems(self, removes_padding=self.removes_padding, attn_impl=self.attn_impl)
@@ -259,7 +264,8 @@ class TrainConfig(
     def not_shared_with(self) -> list[str]:
         """Options, as they are given, with which no prefixes are shared."""
         found = no_sharing_with(self, self.packing, self.sequence_parallel_ranks)
-        return [*found, *(["--neftune-noise-alpha"] if self.neftune_noise_alpha else [])]
+        mixed = [MIXTURES] if self.is_mixed(self.cached_dataset) else []
+        return [*found, *mixed, *(["--neftune-noise-alpha"] if self.neftune_noise_alpha else [])]
 
     def _precision_problems(self) -> list[str]:
         """Options of the precision that contradict each other."""
@@ -321,8 +327,8 @@ class TrainConfig(
     def _row_problems(self) -> list[str]:
         """Mistakes about where the samples come from."""
         found = []
-        if bool(self.cached_dataset) == bool(self.dataset):
-            found.append("give either --cached-dataset, made by packtool export, or --dataset with rows")
+        if bool(self.cached_dataset or self.mix) == bool(self.dataset):
+            found.append("give either --cached-dataset (or --mix), made by packtool export, or --dataset with rows")
         if not self.dataset:
             given = [name for name in ROWS_ONLY if getattr(self, name)]
             given += ["max_row_bytes"] if self.max_row_bytes != MAX_ROW_BYTES else []
@@ -347,6 +353,8 @@ class TrainConfig(
             found.append(f"--schedule {self.schedule} needs a cache: leave out --streaming true")
         if self.plan is not None:
             found.append("--plan needs a cache: --streaming true plans while it reads")
+        if self.mix_strategy not in (None, "concat") or self.interleave_probs:
+            found.append("--interleave-probs and --mix-strategy need caches: leave out --streaming true")
         if self.val_dataset or self.split_dataset_ratio:
             found.append("--val-dataset and --split-dataset-ratio need a cache: leave out --streaming true")
         if not float(self.num_train_epochs).is_integer() or self.num_train_epochs < 1:

@@ -25,6 +25,7 @@ from packtool.encode.relabel import TargetChoice
 from packtool.encode.row_parts import expansion_of
 from packtool.errors import MismatchError
 from packtool.plan.pack_plan import PackPlan
+from packtool.train.prepare.mixtures import named_sources
 
 _MEDIA_NAMES = frozenset(field.name for field in fields(MediaOptions))
 
@@ -38,7 +39,7 @@ def open_caches(config: TrainConfig, files: ModelFiles) -> CacheReader:
     Raises:
         MismatchError: naming both values, and the export that would mend it.
     """
-    reader = CacheReader.open(config.cached_dataset, copies=LocalCopies.of(config))
+    reader = CacheReader.open(named_sources(config, config.cached_dataset)[0], copies=LocalCopies.of(config))
     for directory, manifest in zip(reader.directories, reader.manifests, strict=True):
         check_model(directory, manifest, files, config)
         check_limits(directory, manifest, config)

@@ -20,6 +20,7 @@ from packtool.config.plan import PlanConfig
 from packtool.encode.model_files import ModelFiles
 from packtool.plan.balance import imbalance
 from packtool.plan.epoch import EpochPlan, assign_packs, plan_epoch
+from packtool.plan.mixture import Mixture
 from packtool.plan.options import PlanOptions
 from packtool.plan.summary import PlanSummary, pack_costs, padded_fill
 from packtool.plan.towers import TowerWork
@@ -27,6 +28,7 @@ from packtool.simulate.lengths import read_lengths
 from packtool.simulate.model_sizes import MODEL_PRESETS
 from packtool.simulate.run import read_hardware
 from packtool.train.prepare.costs import tower_work, with_model
+from packtool.train.prepare.mixtures import mixture_in, named_sources
 from packtool.train.prepare.planner import plan_options
 from packtool.train.prepare.shared_prefixes import SharedPrefixes, shared_in_packs
 
@@ -66,6 +68,7 @@ class Preview:
         num_epochs: times that every sample is seen.
         sequence_parallel_size: processes that share each pack.
         plain: what the same samples would be without packing, in batches of as many rows as packs of whole ones hold.
+        mixture: what an epoch takes of the caches; None for every sample once.
     """
 
     plan: EpochPlan
@@ -82,6 +85,7 @@ class Preview:
     num_epochs: float
     sequence_parallel_size: int
     plain: PlainBatches
+    mixture: Mixture | None
 
     def figures(self, tflops: float | None = None, mfu: float = 0.4) -> dict[str, Any]:
         """All figures by name, as JSON has them."""
@@ -180,7 +184,8 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
     Raises:
         ConfigError, DataError, MismatchError: as for training.
     """
-    reader = CacheReader.open(config.cached_dataset, copies=LocalCopies.of(config)) if config.cached_dataset else None
+    directories, recipe = named_sources(config, config.cached_dataset)
+    reader = CacheReader.open(directories, copies=LocalCopies.of(config)) if directories else None
     lengths: npt.NDArray[np.integer[Any]]
     targets: npt.NDArray[np.integer[Any]]
     if reader is not None:
@@ -197,13 +202,16 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
     towers = tower_work(options.cost, reader.index) if reader is not None else None
     # mypy knows no calls that give an argument of a partial anew.
     plan_with: Any = partial(plan_epoch, lengths, targets, options, seed=config.seed, media_tokens=media, towers=towers)
+    mixture: Mixture | None = None
     begin = time.perf_counter()
     shared, unshared = shared_in_packs(config, options, model_config, reader) if reader is not None else (None, None)
     if shared is not None:
         towers = shared.towers(options.cost, targets)
         plan = plan_with(media_tokens=shared.media_tokens, towers=towers, trees=shared.trees)
     else:
-        plan = plan_with()
+        if reader is not None:
+            mixture = mixture_in(recipe, reader, targets, max_length=options.max_length, seed=config.seed)
+        plan = plan_with(mixture=mixture)
     seconds = time.perf_counter() - begin
     whole = plan.summary if shared is None else plan_with().summary
     return Preview(
@@ -220,7 +228,8 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
         cost_source=cost_source,
         num_epochs=config.num_train_epochs,
         sequence_parallel_size=config.sequence_parallel_ranks,
-        plain=_plain_batches(whole, options, lengths, targets, config.seed),
+        plain=_plain_batches(whole, options, lengths, targets, config.seed, mixture),
+        mixture=mixture,
     )
 
 
@@ -249,6 +258,7 @@ def _plain_batches(
     lengths: npt.NDArray[np.integer[Any]],
     targets: npt.NDArray[np.integer[Any]],
     seed: int,
+    mixture: Mixture | None,
 ) -> PlainBatches:
     rows = dataclasses.replace(options, packing=False, cost=None, balance="none", packing_algorithm="best_fit")
     # As many rows a batch as packs hold samples: what else fits into the same memory, more or less.
@@ -263,7 +273,7 @@ def _plain_batches(
         dynamic_max_batch_size=None,
         skrull=None,
     )
-    padded = plan_epoch(lengths, targets, rows, seed=seed)
+    padded = plan_epoch(lengths, targets, rows, seed=seed, mixture=mixture)
     fill = padded_fill(padded.packs, padded.steps)
     return PlainBatches(each, padded.summary.num_steps, round(padded.packs.num_tokens / fill), 1 - fill)
 
