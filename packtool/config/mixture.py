@@ -31,6 +31,7 @@ MixStrategy = Literal["concat", "interleave_under", "interleave_over", "interlea
 UNITS: tuple[str, ...] = get_args(MixUnit)
 _PANEL: Panel = "Mixtures"
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)(%|x)?")
+_NUMBER = re.compile(r"\d[\d.]*[%xX]?")
 _MEDIA = tuple(field.name for field in dataclasses.fields(MediaOptions))
 _STOPS: dict[str, Literal["first", "all"]] = {"interleave_under": "first", "interleave_over": "all"}
 
@@ -142,7 +143,7 @@ class Amount:
     kind: Literal["samples", "epochs"]
 
     def of(self, num: int) -> int:
-        """So much of so many, at least one."""
+        """The number of samples that it takes of so many, at least one."""
         return max(1, round(self.number if self.kind == "samples" else self.number * num))
 
     def __str__(self) -> str:
@@ -150,9 +151,9 @@ class Amount:
 
 
 def amount_behind(name: str) -> str:
-    """What stands behind the last # of a name, if it begins like a number; else nothing."""
+    """What stands behind the last # of a name, if it looks like a number; else nothing."""
     _, mark, text = name.rpartition("#")
-    return text if mark and text[:1].isdigit() else ""
+    return text if mark and _NUMBER.fullmatch(text) else ""
 
 
 def parse_amount(text: str) -> Amount:
@@ -161,12 +162,12 @@ def parse_amount(text: str) -> Amount:
     Raises:
         ValueError: with what it may be.
     """
-    found = _AMOUNT.fullmatch(text.strip())
+    found = _AMOUNT.fullmatch(text.lower())
     if found is None or (found[2] is None and "." in found[1]):
         raise ValueError(f"#{text} is no number of samples (#5000), share (#20%) or number of epochs (#2.5x)")
     number = float(found[1])
     if not number:
-        raise ValueError(f"#{text} takes nothing: leave the source out")
+        raise ValueError(f"#{text} takes nothing: leave it out")
     if found[2] is None:
         return Amount(number, "samples")
     return Amount(number / 100 if found[2] == "%" else number, "epochs")

@@ -63,16 +63,16 @@ def even_order(
     num_halvings = max(0, int(np.log2(max(num / num_windows / max(packs_per_step, 2), 1))))
     num_leaves = num_windows << num_halvings
     num_places = num_leaves * -(-num // num_leaves)
-    # Places that stay empty are packs of nothing, the last ones; they are dealt out as evenly as others.
+    # Places that stay empty are packs of nothing, the last ones; they are spread as evenly as others.
     places = np.append(order, np.full(num_places - num, num))
     vectors = np.append(vectors, np.zeros((1, vectors.shape[1]), np.float32), axis=0)
-    parts = _dealt(places[None], num_windows, vectors, None, seed, epoch, 0)
+    parts = _divided(places[None], num_windows, vectors, None, seed, epoch, 0)
     for level in range(num_halvings):
         # Not each part for itself: where its first half ends, all of the window before that shall be even.
         sums = vectors[parts].sum(axis=1).reshape(num_windows, 1 << level, -1)
         until = (sums - sums.mean(axis=1, keepdims=True)).cumsum(axis=1)
         until[:, 1:] += until[:, :-1].copy()
-        parts = _dealt(parts, 2, vectors, until.reshape(len(parts), -1), seed, epoch, 1 + level)
+        parts = _divided(parts, 2, vectors, until.reshape(len(parts), -1), seed, epoch, 1 + level)
     leaves = np.repeat(np.arange(len(parts))[::-1], parts.shape[1])
     shuffled = seeded_order(num_places, seed=seed, epoch=epoch, stream=RandomStream.MIX_STEPS, falling=leaves)
     found = parts.reshape(-1)[shuffled]
@@ -106,10 +106,10 @@ def _kinds(vectors: Vectors) -> npt.NDArray[np.int64]:
     return main * _AMOUNTS + np.clip(share * (_AMOUNTS - 1), 0, _AMOUNTS - 1).astype(np.int64)
 
 
-def _dealt(
+def _divided(
     parts: Int64Array, num_children: int, vectors: Vectors, before: Vectors | None, seed: int, epoch: int, level: int
 ) -> Int64Array:
-    """Each part's packs (parts, n), of which neighbours are alike, dealt to so many parts each, in the same order.
+    """Each part's packs (parts, n), of which neighbours are alike, given to so many parts each, in the same order.
 
     In each round every child gets one pack. Children come in pairs, at random, and so do packs, by their order; a pair
     of children gets a pair of packs so that they become more even.

@@ -125,7 +125,7 @@ class Mixture:
         return np.argsort(times, kind="stable").astype(np.int64, copy=False)
 
     def _drawn(self, epoch: int) -> Int64Array:
-        """As ``drawn``, one source after the other."""
+        """Samples as ``drawn`` gives them, one source after the other."""
         return np.concatenate([self._drawn_of(source, epoch) for source in range(len(self.counts))])
 
     def _drawn_of(self, source: int, epoch: int) -> Int64Array:

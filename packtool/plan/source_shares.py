@@ -37,7 +37,7 @@ class SourceCounts:
 
 
 Counts = Mapping[str, SourceCounts]
-"""By the names of sources."""
+"""What was trained of each source, by its name."""
 
 
 def counts_of_steps(packs: PackPlan, steps: StepPlan, mixture: Mixture) -> Int64Array:

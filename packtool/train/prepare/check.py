@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 from dataclasses import fields
+from typing import Any
 
 from packtool import storage
 from packtool.cache.local import LocalCopies
@@ -262,9 +263,7 @@ def _dataset_words(manifest: Manifest) -> list[str]:
     words = []
     for option, is_val in (("--dataset", False), ("--val-dataset", True)):
         paths = [
-            path + (f"#{settings['num_sampled']}" if settings.get("num_sampled") else "")
-            for path, settings in asked
-            if (settings.get("split") == VAL_SPLIT) == is_val
+            path + _amount_words(settings) for path, settings in asked if (settings.get("split") == VAL_SPLIT) == is_val
         ]
         words += [option, *paths] if paths else []
     _, first = asked[0]
@@ -277,6 +276,13 @@ def _dataset_words(manifest: Manifest) -> list[str]:
         if first.get(name):
             words += ["--" + name.replace("_", "-"), str(first[name])]
     return words
+
+
+def _amount_words(settings: dict[str, Any]) -> str:
+    """What stood behind a source's name."""
+    if times := settings.get("times_sampled"):
+        return f"#{times:g}x"
+    return f"#{settings['num_sampled']}" if settings.get("num_sampled") else ""
 
 
 def _pixels(pixels: int | None, tokens: int | None, limits: ImageLimits) -> int | None:

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,8 @@ from packtool.plan.balance import imbalance
 from packtool.plan.epoch import EpochPlan, assign_packs, plan_epoch
 from packtool.plan.mixture import Mixture
 from packtool.plan.options import PlanOptions
+from packtool.plan.pack_plan import Int64Array
+from packtool.plan.source_shares import by_name, counts_of_steps, share_figures
 from packtool.plan.summary import PlanSummary, pack_costs, padded_fill
 from packtool.plan.towers import TowerWork
 from packtool.simulate.lengths import read_lengths
@@ -122,6 +124,7 @@ class Preview:
             },
             "skrull": _skrull_figures(summary),
             "shared_prefixes": self._shared_figures(),
+            "sources": self.source_figures,
             "flops_per_epoch": balance.flops,
             "cost_model": self.cost_source,
             "plan_fingerprint": self.plan.fingerprint,
@@ -133,6 +136,20 @@ class Preview:
             slowest = balance.flops * mean / self.options.world_size / self.sequence_parallel_size
             found["hours"] = slowest * self.num_epochs / (tflops * 1e12 * mfu) / 3600
         return found
+
+    @cached_property
+    def counts_of_steps(self) -> Int64Array | None:
+        """Samples, tokens and target tokens of each source in each step, int64 (T, S, 3); None without a mixture."""
+        if self.mixture is None:
+            return None
+        return counts_of_steps(self.plan.packs, self.plan.steps, self.mixture)
+
+    @property
+    def source_figures(self) -> dict[str, dict[str, Any]] | None:
+        """What the epoch has of each source, by name; None without a mixture."""
+        if self.mixture is None or self.counts_of_steps is None:
+            return None
+        return share_figures(by_name(self.counts_of_steps.sum(axis=0), self.mixture))
 
     @property
     def shared_line(self) -> str | None:

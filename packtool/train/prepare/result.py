@@ -132,7 +132,10 @@ def next_lines(config: TrainConfig, result: TrainResult) -> Iterator[str]:
 def schedule_lines(config: TrainConfig, schedule: PlannedSchedule, result: TrainResult) -> Iterator[str]:
     """What is to be said of the plan before it is trained."""
     summary = schedule.first.summary
-    left_out = f"; {summary.num_filtered:,} longer than {summary.max_length:,} tokens are left out"
+    reason = f"longer than {summary.max_length:,} tokens"
+    if result.sources:
+        reason += ", or outside what their source takes,"
+    left_out = f"; {summary.num_filtered:,} {reason} are left out"
     yield f"samples in the caches: {summary.num_cached:,}{left_out if summary.num_filtered else ''}"
     num = f"{summary.num_samples:,}"
     yield f"samples to train on: {num}, lengths known: {num}, longest {summary.longest:,}"
