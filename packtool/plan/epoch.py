@@ -147,7 +147,7 @@ def _mixed(mixture: Mixture, options: PlanOptions, seed: int, epoch: int, towers
     packs = PackPlan(samples, packed.offsets, lengths, packed.capacity, mixture=mixture.fingerprint)
     if options.shuffle and not (options.packing and options.packing_algorithm == "sequential"):
         of, amounts = mixture.source_of(samples), mixture.amounts(samples)
-        order = even_order(packs, of, amounts, packs_per_step=options.packs_per_step, seed=seed, epoch=epoch)
+        order = even_order(packs, of, amounts, seed=seed, epoch=epoch)
         packs = with_packs_in_order(packs, order)
     plan = assign_packs(_grouped(packs, options), mixture.target_tokens, options, towers=towers)
     return replace(plan, summary=replace(plan.summary, num_filtered=mixture.num_filtered))

@@ -35,11 +35,12 @@ def even_order(
     source_of: npt.NDArray[np.integer[Any]],
     amounts: npt.NDArray[np.integer[Any]],
     *,
-    packs_per_step: int,
     seed: int,
     epoch: int,
 ) -> Int64Array:
     """An order of K packs in which every source comes evenly, and all else is drawn from seed and epoch.
+
+    It is the same for any number of packs a step, so that other numbers of ranks go on with the same epoch.
 
     Price: O(K S log K) for S sources, and 4 bytes for each of K S numbers.
 
@@ -47,7 +48,6 @@ def even_order(
         packs: in any order.
         source_of: (N,), in pack order: which source each sample is of, 0 to S - 1.
         amounts: (N,), in pack order: what each sample adds to its source: 1, its tokens, or its target tokens.
-        packs_per_step: shorter stretches are not looked at.
         seed: of the run.
         epoch: 0-based.
 
@@ -60,19 +60,15 @@ def even_order(
         return seeded_order(num, seed=seed, epoch=epoch, stream=RandomStream.MIX_STEPS)
     order = seeded_order(num, seed=seed, epoch=epoch, stream=RandomStream.MIX_KINDS, falling=_kinds(vectors))
     num_windows = -(-num // _WINDOW_PACKS)
-    num_halvings = max(0, int(np.log2(max(num / num_windows / max(packs_per_step, 2), 1))))
+    num_halvings = max(0, int(np.log2(num / num_windows / 2)))
     num_leaves = num_windows << num_halvings
     num_places = num_leaves * -(-num // num_leaves)
     # Places that stay empty are packs of nothing, the last ones; they are spread as evenly as others.
     places = np.append(order, np.full(num_places - num, num))
     vectors = np.append(vectors, np.zeros((1, vectors.shape[1]), np.float32), axis=0)
-    parts = _divided(places[None], num_windows, vectors, None, seed, epoch, 0)
+    parts = _windows(places, num_windows, vectors, seed, epoch)
     for level in range(num_halvings):
-        # Not each part for itself: where its first half ends, all of the window before that shall be even.
-        sums = vectors[parts].sum(axis=1).reshape(num_windows, 1 << level, -1)
-        until = (sums - sums.mean(axis=1, keepdims=True)).cumsum(axis=1)
-        until[:, 1:] += until[:, :-1].copy()
-        parts = _divided(parts, 2, vectors, until.reshape(len(parts), -1), seed, epoch, 1 + level)
+        parts = _halved(parts, vectors, num_windows, RandomStream.MIX_COINS + 1 + level, seed, epoch)
     leaves = np.repeat(np.arange(len(parts))[::-1], parts.shape[1])
     shuffled = seeded_order(num_places, seed=seed, epoch=epoch, stream=RandomStream.MIX_STEPS, falling=leaves)
     found = parts.reshape(-1)[shuffled]
@@ -106,46 +102,54 @@ def _kinds(vectors: Vectors) -> npt.NDArray[np.int64]:
     return main * _AMOUNTS + np.clip(share * (_AMOUNTS - 1), 0, _AMOUNTS - 1).astype(np.int64)
 
 
-def _divided(
-    parts: Int64Array, num_children: int, vectors: Vectors, before: Vectors | None, seed: int, epoch: int, level: int
-) -> Int64Array:
-    """Each part's packs (parts, n), of which neighbours are alike, given to so many parts each, in the same order.
+def _halved(parts: Int64Array, vectors: Vectors, num_windows: int, stream: int, seed: int, epoch: int) -> Int64Array:
+    """Each part's packs (parts, n), of which neighbours are alike, halved: (2 parts, n / 2), in the same order.
 
-    In each round every child gets one pack. Children come in pairs, at random, and so do packs, by their order; a pair
-    of children gets a pair of packs so that they become more even.
+    Of each pair of neighbours one goes to the first half and one to the second, so that all of a window that comes
+    before the middle of a part becomes even: not each part for itself.
 
     Args:
-        before: (parts, S), what the first child is to make up for.
-
-    Returns:
-        (parts * num_children, n / num_children).
+        num_windows: the parts are of so many windows, each of as many.
     """
-    num_parts, num_rounds = len(parts), parts.shape[1] // num_children
-    if num_children == 1:
-        return parts
-    rounds = parts.reshape(num_parts, num_rounds, num_children)
-    found = np.empty((num_parts, num_children, num_rounds), np.int64)
-    ahead = np.zeros((num_parts, num_children, vectors.shape[1]), np.float32)
-    if before is not None:
-        ahead[:, 0] = before
-    num_pairs = num_children // 2
-    numbers = np.repeat(np.arange(num_rounds)[::-1], num_children)
-    stream = RandomStream.MIX_TURNS + level
-    turns = seeded_order(num_rounds * num_children, seed=seed, epoch=epoch, stream=stream, falling=numbers)
-    turns = turns.reshape(num_rounds, num_children) % num_children
-    coins = seeded_uniform(num_rounds * num_parts, seed=seed, epoch=epoch, stream=RandomStream.MIX_COINS + level) < 0.5
-    for number, (turn, coin) in enumerate(zip(turns, coins.reshape(num_rounds, num_parts), strict=True)):
-        one, other = turn[:num_pairs], turn[num_pairs : 2 * num_pairs]
-        packs = rounds[:, number, :]
-        first, second = packs[:, : 2 * num_pairs : 2], packs[:, 1 : 2 * num_pairs : 2]
+    num_parts, num_packs = parts.shape
+    sums = vectors[parts].sum(axis=1).reshape(num_windows, -1, vectors.shape[1])
+    lead = (sums - sums.mean(axis=1, keepdims=True)).cumsum(axis=1)
+    lead[:, 1:] += lead[:, :-1].copy()
+    lead = lead.reshape(num_parts, -1)
+    coins = seeded_uniform(num_packs // 2 * num_parts, seed=seed, epoch=epoch, stream=stream) < 0.5
+    halves = np.empty((num_parts, 2, num_packs // 2), np.int64)
+    for pair, coin in enumerate(coins.reshape(-1, num_parts)):
+        first, second = parts[:, 2 * pair], parts[:, 2 * pair + 1]
         between = vectors[first] - vectors[second]
-        lead = np.einsum("pcs,pcs->pc", ahead[:, one] - ahead[:, other], between)
-        turned = (lead > 0) | ((lead == 0) & coin[:, None])
-        mine, others = np.where(turned, second, first), np.where(turned, first, second)
-        found[:, one, number], found[:, other, number] = mine, others
-        if num_children % 2:
-            found[:, turn[-1], number] = packs[:, -1]
-            ahead[:, turn[-1]] += vectors[packs[:, -1]]
-        ahead[:, one] += vectors[mine]
-        ahead[:, other] += vectors[others]
-    return found.reshape(num_parts * num_children, num_rounds)
+        gain = np.einsum("ps,ps->p", lead, between)
+        turned = (gain > 0) | ((gain == 0) & coin)
+        halves[:, 0, pair], halves[:, 1, pair] = np.where(turned, second, first), np.where(turned, first, second)
+        between[turned] *= -1
+        lead += between
+    return halves.reshape(2 * num_parts, -1)
+
+
+def _windows(order: Int64Array, num_windows: int, vectors: Vectors, seed: int, epoch: int) -> Int64Array:
+    """Packs (n,), of which neighbours are alike, divided into windows (windows, n / windows), in the same order.
+
+    In each round every window gets one pack. Windows come in pairs, at random, and so do packs, by their order; a pair
+    of windows gets a pair of packs so that they become more even.
+    """
+    rounds = order.reshape(-1, num_windows)
+    if num_windows == 1:
+        return rounds.T.copy()
+    num_pairs, numbers = num_windows // 2, np.repeat(np.arange(len(rounds))[::-1], num_windows)
+    stream = RandomStream.MIX_TURNS
+    turns = seeded_order(rounds.size, seed=seed, epoch=epoch, stream=stream, falling=numbers).reshape(rounds.shape)
+    coins = seeded_uniform(len(rounds), seed=seed, epoch=epoch, stream=RandomStream.MIX_COINS) < 0.5
+    held = np.zeros((num_windows, vectors.shape[1]), np.float32)
+    found = np.empty((num_windows, len(rounds)), np.int64)
+    for number, (packs, turn, coin) in enumerate(zip(rounds, turns % num_windows, coins.tolist(), strict=True)):
+        one, other = turn[:num_pairs], turn[num_pairs : 2 * num_pairs]
+        first, second = packs[: 2 * num_pairs : 2], packs[1 : 2 * num_pairs : 2]
+        gain = np.einsum("ws,ws->w", held[one] - held[other], vectors[first] - vectors[second])
+        turned = (gain > 0) | ((gain == 0) & coin)
+        found[one, number], found[other, number] = np.where(turned, second, first), np.where(turned, first, second)
+        found[turn[2 * num_pairs :], number] = packs[2 * num_pairs :]
+        held += vectors[found[:, number]]
+    return found
