@@ -370,7 +370,7 @@ def _check_alike(first_root: str, first: Manifest, root: str, manifest: Manifest
         "model type": (a.model_type, b.model_type),
         "tokenizer": (a.tokenizer_hash, b.tokenizer_hash),
         "chat template": (a.template_hash, b.template_hash),
-        "media limits": (a.media_limits, b.media_limits),
+        "patches and sampling rate": (a.media_limits.unbounded, b.media_limits.unbounded),
     }
     different = [f"  - {name}: {there} and {here}" for name, (there, here) in pairs.items() if there != here]
     if different:
