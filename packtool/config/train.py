@@ -329,6 +329,10 @@ class TrainConfig(
         found = []
         if bool(self.cached_dataset or self.mix) == bool(self.dataset):
             found.append("give either --cached-dataset (or --mix), made by packtool export, or --dataset with rows")
+        if self.dataset and self.interleaves and self.val_dataset:
+            found.append(
+                "--val-dataset: rows that are mixed are a cache each; --split-dataset-ratio takes a share of each"
+            )
         if not self.dataset:
             given = [name for name in ROWS_ONLY if getattr(self, name)]
             given += ["max_row_bytes"] if self.max_row_bytes != MAX_ROW_BYTES else []

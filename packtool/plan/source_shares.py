@@ -81,7 +81,7 @@ def share_figures(counts: Counts) -> dict[str, dict[str, Any]]:
     whole = added([{"": each} for each in counts.values()]).get("", SourceCounts())
     return {
         name: {
-            "samples": each.samples,
+            "num_samples": each.samples,
             "tokens": each.tokens,
             "target_tokens": each.target_tokens,
             "share_of_samples": each.samples / max(whole.samples, 1),

@@ -107,7 +107,10 @@ def source_rows(sources: Mapping[str, Mapping[str, float]]) -> list[tuple[str, .
                 *(
                     text
                     for unit in ("samples", "tokens", "target_tokens")
-                    for text in (f"{each[unit]:,}", percent(each[f"share_of_{unit}"]))
+                    for text in (
+                        f"{each['num_samples' if unit == 'samples' else unit]:,}",
+                        percent(each[f"share_of_{unit}"]),
+                    )
                 ),
                 f"{each['epochs']:.3g}",
             )

@@ -110,7 +110,6 @@ class Meter:
         seconds, self._since = now - self._since, now
         line: dict[str, float] = {"loss": mean_loss(loss * self._num_steps, figures.units)}
         line |= figures.logged() | self._accuracies(accelerator.num_processes)
-        line |= {f"epochs_{name}": counts.epochs for name, counts in self.sources.items()}
         line |= {
             "seconds": seconds,
             "target_tokens_per_second": figures.target_tokens / max(seconds, 1e-9),

@@ -55,7 +55,8 @@ class StepFigures:
         found["fill"] = self.tokens / max(self.computed_tokens, 1)
         found["efficient_attn_ratio"] = self.attended / max(self.attended_dense, 1)
         for source, figures in share_figures(self.sources).items():
-            found |= {f"{name}_{source}": figures[name] for name in figures if name.startswith("share_of_")}
+            told = ("share_of_samples", "share_of_tokens", "share_of_target_tokens", "epochs")
+            found |= {f"{name}_{source}": figures[name] for name in told}
         return found
 
 

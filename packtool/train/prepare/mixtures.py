@@ -86,7 +86,7 @@ def mixture_lines(mixture: Mixture, first: EpochPlan) -> Iterator[str]:
     width = max(map(len, figures))
     for name, each in figures.items():
         yield (
-            f"  {name:{width}}  {each['samples']:,} samples ({each['epochs']:.3g} epochs of it), of samples "
+            f"  {name:{width}}  {each['num_samples']:,} samples ({each['epochs']:.3g} epochs of it), of samples "
             f"{each['share_of_samples']:.1%}, of tokens {each['share_of_tokens']:.1%}, of target tokens "
             f"{each['share_of_target_tokens']:.1%}"
         )
