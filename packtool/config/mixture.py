@@ -29,6 +29,8 @@ MixStop = Annotated[Literal["first", "all"], Synonyms({"first_exhausted": "first
 MixStrategy = Literal["concat", "interleave_under", "interleave_over", "interleave_once"]
 
 UNITS: tuple[str, ...] = get_args(MixUnit)
+MIXTURES = "mixtures (--mix, --interleave-probs, or a # behind a cache)"
+"""What ``not_shared_with`` calls them, for they share no prefixes."""
 _PANEL: Panel = "Mixtures"
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)(%|x)?")
 _NUMBER = re.compile(r"\d[\d.]*[%xX]?")
@@ -40,6 +42,11 @@ _STOPS: dict[str, Literal["first", "all"]] = {"interleave_under": "first", "inte
 class MixOptions:
     """What an epoch takes of each cache."""
 
+    cached_dataset: tuple[str, ...] = option(
+        (),
+        "Caches that packtool export made; several may follow. Behind one, #5000, #20% or #2.5x takes so many of its "
+        "samples, a share of them, or so many epochs.",
+    )
     mix: str | None = option(
         None,
         "YAML file with the caches to train, and of each a weight in samples, tokens or target tokens, a weight of its "
@@ -85,25 +92,28 @@ class MixOptions:
         """Whether caches, or rows, are mixed by ``--interleave-probs`` or ``--mix-strategy``."""
         return bool(self.interleave_probs) or self.mix_strategy not in (None, "concat")
 
-    def is_mixed(self, caches: tuple[str, ...]) -> bool:
-        """Whether an epoch may not have every sample of some caches once."""
-        return self.mix is not None or self.interleaves or any(map(amount_behind, caches))
+    @property
+    def mixing(self) -> list[str]:
+        """``MIXTURES`` where an epoch may not have every sample once; else nothing."""
+        is_mixed = self.mix is not None or self.interleaves or any(map(amount_behind, self.cached_dataset))
+        return [MIXTURES] if is_mixed else []
 
 
-def mixture_problems(options: MixOptions, caches: tuple[str, ...], plan: str | None = None) -> list[str]:
+def mixture_problems(options: MixOptions, *, rows: tuple[str, ...] = (), plan: str | None = None) -> list[str]:
     """Options of mixtures that contradict each other.
 
     Args:
-        caches: that were named, or rows of which caches are made.
+        rows: of which caches are made where none are named.
         plan: the file of a saved plan.
     """
+    caches = options.cached_dataset or rows
     found = []
     if options.mix is not None and caches:
         found.append("--mix names the caches itself: leave out all others")
     given = [name for name in ("interleave_probs", "mix_strategy") if getattr(options, name)]
     if options.mix is not None:
         found += [f"{flag(name)} and --mix are two recipes: give one of them" for name in given]
-    if plan is not None and options.is_mixed(caches):
+    if plan is not None and options.mixing:
         found.append(f"--plan {plan} has packs already: name the caches it was made for, as they are")
     if options.interleave_probs:
         found += _probability_problems(options, len(caches))
@@ -111,6 +121,14 @@ def mixture_problems(options: MixOptions, caches: tuple[str, ...], plan: str | N
         found.append(f"--mix-strategy {options.mix_strategy} contradicts --mix-stop {options.mix_stop}: give one")
     if options.mix_stop is not None and options.mix is None and not given:
         found.append("--mix-stop goes with weights: --mix FILE, or --interleave-probs")
+    return found
+
+
+def mixed_rows_problems(*, streaming: bool, val_dataset: tuple[str, ...]) -> list[str]:
+    """What does not go with rows, or caches, that are mixed by shares."""
+    found = ["--interleave-probs and --mix-strategy need caches: leave out --streaming true"] if streaming else []
+    if val_dataset:
+        found.append("--val-dataset: rows that are mixed are a cache each; --split-dataset-ratio takes a share of each")
     return found
 
 

@@ -14,8 +14,6 @@ PackingAlgorithm = Literal["best_fit", "binpacking", "sequential"]
 SharePrefix = Annotated[Literal["auto", "true", "false"], YES_OR_NO]
 SEQUENCE_PARALLELISM = "sequence parallelism (--sequence-parallel-size)"
 """What ``not_shared_with`` calls it where several processes share a sequence."""
-MIXTURES = "mixtures (--mix, --interleave-probs, or a # behind a cache)"
-"""What ``not_shared_with`` calls it where an epoch does not have every sample once."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from packtool.config.adapters import AdapterOptions, LearningOptions, adapter_pr
 from packtool.config.caches import CacheOptions
 from packtool.config.memory import MemoryOptions, sharding_problems
 from packtool.config.mixture import MixOptions, mixture_problems
-from packtool.config.packing import MIXTURES, PackingOptions, no_sharing_with, packing_problems, sharing_problems
+from packtool.config.packing import PackingOptions, no_sharing_with, packing_problems, sharing_problems
 from packtool.config.parallel import ParallelOptions, parallel_problems
 from packtool.config.settings import flag, option
 from packtool.config.sizes import Bytes, num_tokens
@@ -34,11 +34,6 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
         "html",
     )
 
-    cached_dataset: tuple[str, ...] = option(
-        (),
-        "Caches to plan for; they may stand without the option's name. Behind one #5000, #20% or #2.5x takes so many "
-        "of its samples, a share of them, or so many epochs.",
-    )
     lengths: str | None = option(None, "Plan for the lengths in this .npy, .json or .txt file instead of a cache's.")
     model: str | None = option(
         None,
@@ -86,7 +81,7 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
             )
         if bool(self.cached_dataset or self.mix) == (self.lengths is not None):
             found.append("give either caches (or --mix) or --lengths FILE")
-        found += mixture_problems(self, self.cached_dataset)
+        found += mixture_problems(self)
         if self.lengths is not None and self.packing_length is None and self.sweep is None and self.fit is None:
             found.append("--packing-length is missing: a file of lengths does not tell it")
         if self.sweep is not None and self.save is not None:
@@ -108,8 +103,7 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
     @property
     def not_shared_with(self) -> list[str]:
         """Options, as they are given, with which no prefixes are shared."""
-        mixed = [MIXTURES] if self.is_mixed(self.cached_dataset) else []
-        return [*no_sharing_with(self, self.packing, self.sequence_parallel_ranks), *mixed]
+        return [*no_sharing_with(self, self.packing, self.sequence_parallel_ranks), *self.mixing]
 
     def _fit_problems(self) -> list[str]:
         """What does not go with ``--fit``, or only goes with it."""
@@ -131,7 +125,7 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
         ]
         if self.lengths is not None:
             found.append("--fit needs caches: it plans what training would, and prints the command that trains on them")
-        if self.is_mixed(self.cached_dataset):
+        if self.mixing:
             found.append("--fit takes caches whole: leave out --mix, --interleave-probs and what stands behind a #")
         if self.fit < 10**6:
             found.append(f"--fit {self.fit}: that many bytes hold no model; memory is given as in 80GB")

@@ -12,11 +12,10 @@ from packtool.config.checkpoints import CheckpointOptions, checkpoint_problems
 from packtool.config.evaluate import MAX_TOKENS_HELP
 from packtool.config.export import ExportConfig
 from packtool.config.memory import MemoryOptions, sharding_problems
-from packtool.config.mixture import MixOptions, mixture_problems
+from packtool.config.mixture import MixOptions, mixed_rows_problems, mixture_problems
 from packtool.config.model import ATTN_IMPL_HELP, AttnImpl, DType
 from packtool.config.optimizer import OptimizerOptions
 from packtool.config.packing import (
-    MIXTURES,
     IntervalOptions,
     PackingOptions,
     no_sharing_with,
@@ -24,6 +23,7 @@ from packtool.config.packing import (
     sharing_problems,
 )
 from packtool.config.parallel import ParallelOptions, parallel_problems
+from packtool.config.quantization import QuantizationOptions, quantization_problems
 from packtool.config.rows import (
     EXPAND_HELP,
     LOSS_SCALE_HELP,
@@ -71,6 +71,7 @@ class TrainConfig(
     OptimizerOptions,
     MemoryOptions,
     AdapterOptions,
+    QuantizationOptions,
     CheckpointOptions,
 ):
     """What ``packtool train`` needs to know."""
@@ -91,12 +92,6 @@ class TrainConfig(
     )
 
     model: str = option(REQUIRED, "Directory (or hub id) of the model.", panel="Options")
-    cached_dataset: tuple[str, ...] = option(
-        (),
-        "Caches that packtool export made; several may follow. Behind one #5000, #20% or #2.5x takes so many of its "
-        "samples, a share of them, or so many epochs. --dataset gives rows instead.",
-        panel="Options",
-    )
     output_dir: str = option(REQUIRED, "Directory for checkpoints and figures.", panel="Options")
     truncation_strategy: TruncationStrategy | None = option(None, TRUNCATION_HELP, panel="Rows")
     media_overflow: MediaOverflow | None = option(None, OVERFLOW_HELP, panel="Rows")
@@ -223,7 +218,8 @@ class TrainConfig(
             *access_problems(self),
             *expand_problems(self.expand_turns, self.loss_scale),
             *packing_problems(self, self.packing),
-            *mixture_problems(self, self.cached_dataset or self.dataset, plan=self.plan),
+            *mixture_problems(self, rows=self.dataset, plan=self.plan),
+            *(mixed_rows_problems(streaming=self.streaming, val_dataset=self.val_dataset) if self.interleaves else []),
             *self._row_problems(),
         ]
         found += parallel_problems(self, removes_padding=self.removes_padding, attn_impl=self.attn_impl)
@@ -258,14 +254,15 @@ class TrainConfig(
             *checkpoint_problems(self, may_evaluate=self.eval_strategy != "no" and not self.streaming),
             *self._precision_problems(),
             *self._compile_problems(),
+            *quantization_problems(self),
+            *self._quantized_problems(),
         ]
 
     @property
     def not_shared_with(self) -> list[str]:
         """Options, as they are given, with which no prefixes are shared."""
         found = no_sharing_with(self, self.packing, self.sequence_parallel_ranks)
-        mixed = [MIXTURES] if self.is_mixed(self.cached_dataset) else []
-        return [*found, *mixed, *(["--neftune-noise-alpha"] if self.neftune_noise_alpha else [])]
+        return [*found, *self.mixing, *(["--neftune-noise-alpha"] if self.neftune_noise_alpha else [])]
 
     def _precision_problems(self) -> list[str]:
         """Options of the precision that contradict each other."""
@@ -293,6 +290,21 @@ class TrainConfig(
         if self.use_liger_kernel:
             found.append("--torch-compile and --use-liger-kernel fuse the same operations: give one of them")
         return found
+
+    def _quantized_problems(self) -> list[str]:
+        """Options that do not go with ``--quant-bits``."""
+        if self.quant_bits is None:
+            return []
+        given = f"--quant-bits {self.quant_bits}"
+        refused = {
+            "--train-type full: few bits cannot learn, adapters on them can": self.train_type == "full",
+            f"--init-weights {self.init_weights}, which changes the base model's weights": self.init_weights
+            in ("pissa", "olora"),
+            "--fsdp, which shards weights of one precision": bool(self.fsdp),
+            f"--deepspeed {self.deepspeed}, which shards weights of one precision": self.deepspeed is not None,
+            "--torch-compile true": self.torch_compile,
+        }
+        return [f"{given} does not go with {told}" for told, is_given in refused.items() if is_given]
 
     def _master_problems(self) -> list[str]:
         """Where ``--master-weights`` says something that would not be done."""
@@ -329,10 +341,6 @@ class TrainConfig(
         found = []
         if bool(self.cached_dataset or self.mix) == bool(self.dataset):
             found.append("give either --cached-dataset (or --mix), made by packtool export, or --dataset with rows")
-        if self.dataset and self.interleaves and self.val_dataset:
-            found.append(
-                "--val-dataset: rows that are mixed are a cache each; --split-dataset-ratio takes a share of each"
-            )
         if not self.dataset:
             given = [name for name in ROWS_ONLY if getattr(self, name)]
             given += ["max_row_bytes"] if self.max_row_bytes != MAX_ROW_BYTES else []
@@ -357,8 +365,6 @@ class TrainConfig(
             found.append(f"--schedule {self.schedule} needs a cache: leave out --streaming true")
         if self.plan is not None:
             found.append("--plan needs a cache: --streaming true plans while it reads")
-        if self.mix_strategy not in (None, "concat") or self.interleave_probs:
-            found.append("--interleave-probs and --mix-strategy need caches: leave out --streaming true")
         if self.val_dataset or self.split_dataset_ratio:
             found.append("--val-dataset and --split-dataset-ratio need a cache: leave out --streaming true")
         if not float(self.num_train_epochs).is_integer() or self.num_train_epochs < 1:

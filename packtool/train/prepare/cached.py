@@ -193,7 +193,7 @@ def prepare_cached(config: TrainConfig, world: World, beginning: Beginning | Non
     """
     config = with_resumed_version(config)
     files = ModelFiles.load(config.model)
-    directories, recipe = named_sources(config, config.cached_dataset)
+    directories, recipe = named_sources(config)
     if config.mix is not None:
         config = dataclasses.replace(config, cached_dataset=directories)
     reader = open_caches(config, files)

@@ -40,7 +40,7 @@ def open_caches(config: TrainConfig, files: ModelFiles) -> CacheReader:
     Raises:
         MismatchError: naming both values, and the export that would mend it.
     """
-    reader = CacheReader.open(named_sources(config, config.cached_dataset)[0], copies=LocalCopies.of(config))
+    reader = CacheReader.open(named_sources(config)[0], copies=LocalCopies.of(config))
     for directory, manifest in zip(reader.directories, reader.manifests, strict=True):
         check_model(directory, manifest, files, config)
         check_limits(directory, manifest, config)

@@ -18,11 +18,8 @@ from packtool.plan.mixture import Mixture, mixture_of
 from packtool.plan.source_shares import SourceCounts, by_name, counts_of_steps, share_figures
 
 
-def named_sources(options: MixOptions, caches: tuple[str, ...]) -> tuple[tuple[str, ...], Recipe | None]:
+def named_sources(options: MixOptions) -> tuple[tuple[str, ...], Recipe | None]:
     """The directories of all caches, and the recipe; None where every sample is trained once an epoch.
-
-    Args:
-        caches: as they were named, with # and an amount behind some.
 
     Raises:
         ConfigError: naming every mistake of an amount or of the file of ``--mix``.
@@ -40,7 +37,9 @@ def named_sources(options: MixOptions, caches: tuple[str, ...]) -> tuple[tuple[s
                 if source.amount is not None
             ]
     else:
-        sources = tuple(_with_amount(SourceRecipe(path=name), "--cached-dataset", problems) for name in caches)
+        sources = tuple(
+            _with_amount(SourceRecipe(path=name), "--cached-dataset", problems) for name in options.cached_dataset
+        )
         recipe = _recipe_of_options(options, sources, problems)
     if problems:
         raise ConfigError.from_problems(problems)

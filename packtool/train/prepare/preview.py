@@ -201,7 +201,7 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
     Raises:
         ConfigError, DataError, MismatchError: as for training.
     """
-    directories, recipe = named_sources(config, config.cached_dataset)
+    directories, recipe = named_sources(config)
     reader = CacheReader.open(directories, copies=LocalCopies.of(config)) if directories else None
     lengths: npt.NDArray[np.integer[Any]]
     targets: npt.NDArray[np.integer[Any]]

@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from packtool.cache.prefixes import SplitPrefixes
 from packtool.cache.reader import CacheReader, SplitIndex
-from packtool.config.packing import MIXTURES, SEQUENCE_PARALLELISM, SharingOptions
+from packtool.config.mixture import MIXTURES
+from packtool.config.packing import SEQUENCE_PARALLELISM, SharingOptions
 from packtool.config.plan import PlanConfig
 from packtool.config.train import TrainConfig
 from packtool.constants import LEAST_SHARED
