@@ -31,3 +31,6 @@ ROLES = ("system", "user", "assistant", "tool")
 
 LEAST_SHARED = 64
 """Tokens that a prefix must have to be shared: few would cost attention more documents than they save it tokens."""
+
+LEAST_PROMPT = 512
+"""Tokens that a system prompt must have for rows to share it alone: all rows of a set may be one tree then."""

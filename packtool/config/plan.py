@@ -13,7 +13,7 @@ from packtool.config.mixture import MixOptions, mixture_problems
 from packtool.config.packing import PackingOptions, no_sharing_with, packing_problems, sharing_problems
 from packtool.config.parallel import ParallelOptions, parallel_problems
 from packtool.config.settings import flag, option
-from packtool.config.sizes import Bytes, num_tokens
+from packtool.config.sizes import Bytes, num_tokens, written_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
         if self.mixing:
             found.append("--fit takes caches whole: leave out --mix, --interleave-probs and what stands behind a #")
         if self.fit < 10**6:
-            found.append(f"--fit {self.fit}: that many bytes hold no model; memory is given as in 80GB")
+            found.append(f"--fit {written_bytes(self.fit)}: that many bytes hold no model; memory is given as in 80GB")
         if self.share_prefix == "true" or self.max_rows_per_tree is not None:
             found.append("--fit computes every sample whole: leave out --share-prefix true and --max-rows-per-tree")
         if self.has_no_rows or not self.packing:

@@ -181,8 +181,8 @@ class TrainConfig(
     )
     on_nan: OnNan = option(
         "stop",
-        "What a loss or gradient that is infinite or not a number does: end the run before the update, leave the step "
-        "out, or nothing.",
+        "What a loss or gradient that is infinite or not a number does: end the run before anything of that step is "
+        "kept, leave the step out, or nothing.",
         panel="Training",
     )
     overwrite_output_dir: bool = option(
