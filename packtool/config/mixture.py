@@ -165,7 +165,9 @@ class Amount:
         return max(1, round(self.number if self.kind == "samples" else self.number * num))
 
     def __str__(self) -> str:
-        return f"{self.number:g}x" if self.kind == "epochs" else f"{self.number:g}"
+        if self.kind == "samples":
+            return f"{self.number:g}"
+        return f"{self.number:g}x" if self.number >= 1 else f"{100 * self.number:g}%"
 
 
 def amount_behind(name: str) -> str:

@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 
 from packtool.encode.families.base import ImageLimits, VideoLimits
 from packtool.encode.families.fitted import image_bounds, video_bounds
+from packtool.encode.families.own_limits import of_image, of_video
 from packtool.encode.families.qwen_video import grid_within, video_grid
 from packtool.encode.families.qwen_vl import image_grid
+from packtool.rows.sample import MediaRef
 
 OWN = ImageLimits(min_pixels=56 * 56, max_pixels=640 * 640, patch_size=14, merge_size=2, temporal_patch_size=2)
 
@@ -64,6 +66,25 @@ def test_videos_of_other_limits_have_their_size_again(
     except ValueError:
         return
     assert grid_within(*sides, taken, limits, *video_bounds(*sides, taken, grid, limits)) == grid
+
+
+def test_limits_of_one_medium() -> None:
+    def ref(**limits: float) -> MediaRef:
+        return MediaRef("a", limits=tuple(limits.items()))
+
+    assert of_image(OWN, ref()) is OWN
+    assert of_image(OWN, ref(max_pixels=1000)) == replace(OWN, min_pixels=1000, max_pixels=1000)
+    assert of_image(OWN, ref(min_pixels=10**6)) == replace(OWN, min_pixels=10**6, max_pixels=10**6)
+    with pytest.raises(ValueError, match="at least 9 and at most 5 pixels"):
+        of_image(OWN, ref(min_pixels=9, max_pixels=5))
+    whole, each = videos(over_all_frames=True), videos(over_all_frames=False)
+    assert of_video(whole, ref(fps=1, max_frames=2)) == replace(whole, fps=1.0, min_frames=2, max_frames=2)
+    assert of_video(whole, ref(max_pixels=900, total_pixels=5000)) == replace(
+        whole, frame_max_pixels=900, max_pixels=5000
+    )
+    assert of_video(each, ref(max_pixels=900, total_pixels=5000)) == replace(
+        each, min_pixels=900, max_pixels=900, total_pixels=5000
+    )
 
 
 def test_a_size_that_no_limits_give_leaves_the_own() -> None:

@@ -27,6 +27,8 @@ def named_sources(options: MixOptions) -> tuple[tuple[str, ...], Recipe | None]:
     """
     problems: list[str] = []
     if options.mix is not None:
+        if not storage.exists(options.mix):
+            raise ConfigError(f"--mix {options.mix}: there is no such file", "Give a YAML file with sources.")
         recipe = parse_recipe(storage.read_bytes(options.mix).decode(errors="replace"), options.mix, options)
         sources = tuple(_with_amount(source, recipe.place, problems) for source in recipe.sources)
         recipe = dataclasses.replace(recipe, sources=sources)
