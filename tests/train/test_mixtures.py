@@ -101,7 +101,7 @@ def test_other_processes_go_on_with_the_same_epoch(tiny: TinyWorld, caches: tupl
 def test_what_is_refused(tiny: TinyWorld, caches: tuple[str, str], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"#0% takes nothing"):
         prepared(mixed(tiny, tmp_path, cached_dataset=(f"{caches[0]}#0%",)))
-    with pytest.raises(ConfigError, match="--mix none.yaml: there is no such file"):
+    with pytest.raises(ConfigError, match=r"--mix none\.yaml: there is no such file"):
         prepared(mixed(tiny, tmp_path, mix="none.yaml"))
     weighed = f"{caches[0]}#50%", caches[1]
     with pytest.raises(ConfigError, match="leave out the #"):
