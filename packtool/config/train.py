@@ -31,6 +31,7 @@ from packtool.config.rows import (
     OVERFLOW_HELP,
     TEMPLATE_HELP,
     TRUNCATION_HELP,
+    BoxOptions,
     ExpandTurns,
     MediaOptions,
     MediaOverflow,
@@ -63,6 +64,7 @@ EvalStrategy = Annotated[Literal["no", "steps", "epoch"], NOT_AT_ALL]
 class TrainConfig(
     CacheOptions,
     RowOptions,
+    BoxOptions,
     MediaOptions,
     MixOptions,
     PackingOptions,
