@@ -21,7 +21,7 @@ MAX_ROW_BYTES = 64_000_000
 
 DATASET_HELP = (
     "Rows: files (json, jsonl, csv, tsv, txt, parquet, arrow, also .gz and .zst), folders, patterns, ids of the "
-    "hub, or names in --dataset-info; several may follow, and #1000 behind one draws so many rows of it."
+    "hub, or names in --dataset-info; several may follow, and #1000, #20% or #2.5x behind one draws so many rows of it."
 )
 TRUNCATION_HELP = (
     "What becomes of a longer row: left out, cut on the left or right with its media kept whole, cut into pieces "

@@ -12,6 +12,7 @@ from packtool.config.checkpoints import CheckpointOptions, checkpoint_problems
 from packtool.config.evaluate import MAX_TOKENS_HELP
 from packtool.config.export import ExportConfig
 from packtool.config.memory import MemoryOptions, sharding_problems
+from packtool.config.mixture import MixOptions, mixed_rows_problems, mixture_problems
 from packtool.config.model import ATTN_IMPL_HELP, AttnImpl, DType
 from packtool.config.optimizer import OptimizerOptions, router_problems
 from packtool.config.packing import (
@@ -66,6 +67,7 @@ class TrainConfig(
     RowOptions,
     BoxOptions,
     MediaOptions,
+    MixOptions,
     PackingOptions,
     IntervalOptions,
     ParallelOptions,
@@ -93,11 +95,6 @@ class TrainConfig(
     )
 
     model: str = option(REQUIRED, "Directory (or hub id) of the model.", panel="Options")
-    cached_dataset: tuple[str, ...] = option(
-        (),
-        "Caches that packtool export made; several may follow. --dataset gives rows instead.",
-        panel="Options",
-    )
     output_dir: str = option(REQUIRED, "Directory for checkpoints and figures.", panel="Options")
     truncation_strategy: TruncationStrategy | None = option(None, TRUNCATION_HELP, panel="Rows")
     media_overflow: MediaOverflow | None = option(None, OVERFLOW_HELP, panel="Rows")
@@ -224,6 +221,8 @@ class TrainConfig(
             *access_problems(self),
             *expand_problems(self.expand_turns, self.loss_scale),
             *packing_problems(self, self.packing),
+            *mixture_problems(self, rows=self.dataset, plan=self.plan),
+            *(mixed_rows_problems(streaming=self.streaming, val_dataset=self.val_dataset) if self.interleaves else []),
             *self._row_problems(),
         ]
         found += parallel_problems(self, removes_padding=self.removes_padding, attn_impl=self.attn_impl)
@@ -274,11 +273,8 @@ class TrainConfig(
     def not_shared_with(self) -> list[str]:
         """Options, as they are given, with which no prefixes are shared."""
         found = no_sharing_with(self, self.packing, self.sequence_parallel_ranks)
-        others = {
-            "--neftune-noise-alpha": self.neftune_noise_alpha,
-            "--router-aux-loss-coef": self.router_aux_loss_coef,
-        }
-        return [*found, *(name for name, value in others.items() if value)]
+        others = ("neftune_noise_alpha", "router_aux_loss_coef")
+        return [*found, *self.mixing, *(flag(name) for name in others if getattr(self, name))]
 
     def _precision_problems(self) -> list[str]:
         """Options of the precision that contradict each other."""
@@ -340,8 +336,8 @@ class TrainConfig(
     def _row_problems(self) -> list[str]:
         """Mistakes about where the samples come from."""
         found = []
-        if bool(self.cached_dataset) == bool(self.dataset):
-            found.append("give either --cached-dataset, made by packtool export, or --dataset with rows")
+        if bool(self.cached_dataset or self.mix) == bool(self.dataset):
+            found.append("give either --cached-dataset (or --mix), made by packtool export, or --dataset with rows")
         if not self.dataset:
             given = [name for name in ROWS_ONLY if getattr(self, name)]
             given += ["max_row_bytes"] if self.max_row_bytes != MAX_ROW_BYTES else []

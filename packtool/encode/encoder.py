@@ -92,7 +92,7 @@ class Encoder:
         self._parts = RowParts(expansion, self._template, self._finder, self._cut_or_none)
         self.remarks = remarks_on(spec, files, self._media)
         self._end_of_text = files.template_variables.get("eos_token", "")
-        self._measured: dict[tuple[str, str, MediaRights], Medium] = {}
+        self._measured: dict[tuple[str, str, tuple[tuple[str, float], ...], MediaRights], Medium] = {}
         self._header_ids: dict[tuple[str, str], list[int]] = {}
 
     def encode(self, samples: Sequence[Sample]) -> list[list[EncodedSample] | Dropped]:
@@ -267,7 +267,7 @@ class Encoder:
     def _measure(self, kind: MediaKind, ref: MediaRef) -> Medium:
         if ref.path is None:
             return self._media.measure(kind, ref)
-        key = kind, ref.path, ref.rights
+        key = kind, ref.path, ref.limits, ref.rights
         medium = self._measured.get(key)
         if medium is None:
             medium = self._media.measure(kind, ref)

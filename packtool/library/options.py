@@ -125,6 +125,11 @@ class PlanKeywords(TypedDict, total=False):
     bucket_size: Text | None
     max_rows_per_tree: int | None
     seed: int | None
+    mix: Text | None
+    mix_stop: Literal["first", "all"] | None
+    resample: bool | None
+    interleave_probs: Texts | None
+    mix_strategy: Literal["concat", "interleave_under", "interleave_over", "interleave_once"] | None
     cache_dir: Text | None
     cache_dir_size: int | str | None
     verify_cache: Literal["always", "once", "never"] | None

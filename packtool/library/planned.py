@@ -151,7 +151,7 @@ class Plan:
 
     @property
     def _title(self) -> str:
-        return names_of(self.config.cached_dataset or (str(self.config.lengths),))
+        return names_of(self.config.cached_dataset or (str(self.config.mix or self.config.lengths),))
 
     def __str__(self) -> str:
         return "\n".join(aligned(self.lines))

@@ -13,6 +13,8 @@ import numpy.typing as npt
 from packtool.errors import DataError
 from packtool.plan.balance import imbalance
 from packtool.plan.dynamic import rearrange
+from packtool.plan.even_order import even_order
+from packtool.plan.mixture import Mixture
 from packtool.plan.options import PlanOptions
 from packtool.plan.pack_plan import Int64Array, PackPlan, digest_arrays, with_each_alone, with_packs_in_order
 from packtool.plan.packed_steps import costs_in_turn, pack_each_step
@@ -96,6 +98,7 @@ def plan_epoch(
     media_tokens: npt.NDArray[np.integer[Any]] | None = None,
     towers: TowerWork | None = None,
     trees: PrefixTrees | None = None,
+    mixture: Mixture | None = None,
 ) -> EpochPlan:
     """Filter, pack and assign to steps and ranks: a pure function, the same on every rank and machine.
 
@@ -111,12 +114,16 @@ def plan_epoch(
         towers: what its pictures and sounds cost beside ``options.cost``; None for nothing.
         trees: samples that share prefixes, of ``options.max_length`` at most, of which each group is in one pack;
             ``media_tokens`` and ``towers`` are then what each sample adds to its group.
+        mixture: what the epoch takes of the samples, ``options.max_length`` tokens at most; None for each once.
 
     Raises:
         ConfigError: an option is not positive, or options contradict each other.
         DataError: no sample is left, or some are longer than a pack.
     """
     assert len(lengths) == len(target_tokens)
+    if mixture is not None:
+        assert trees is None, "samples of a mixture are computed whole"
+        return _mixed(mixture, options, seed, epoch, media_tokens, towers)
     kept = np.flatnonzero(lengths <= options.max_length).astype(np.int64)
     if len(kept) == 0:
         raise DataError(
@@ -136,7 +143,31 @@ def plan_epoch(
         kept_media = None if media_tokens is None else media_tokens[kept]
         packs = _pack(lengths[kept], kept_media, options, seed, epoch)
         packs = PackPlan(kept[packs.samples], packs.offsets, packs.lengths, packs.capacity)
+    packs = _grouped(packs, options)
     return assign_packs(packs, target_tokens, options, media_tokens=media_tokens, towers=towers)
+
+
+def _mixed(
+    mixture: Mixture,
+    options: PlanOptions,
+    seed: int,
+    epoch: int,
+    media_tokens: npt.NDArray[np.integer[Any]] | None,
+    towers: TowerWork | None,
+) -> EpochPlan:
+    """The plan of an epoch of a mixture: its places are packed, and then filled with samples."""
+    places = mixture.places
+    packed = _pack(places.lengths, places.media_tokens, options, seed, epoch)
+    samples = mixture.drawn(epoch)[packed.samples]
+    lengths = mixture.lengths[samples].astype(np.int32, copy=False)
+    packs = PackPlan(samples, packed.offsets, lengths, packed.capacity, mixture=mixture.fingerprint)
+    if options.shuffle and not (options.packing and options.packing_algorithm == "sequential"):
+        of, amounts = mixture.source_of(samples), mixture.amounts(samples)
+        order = even_order(packs, of, amounts, seed=seed, epoch=epoch)
+        packs = with_packs_in_order(packs, order)
+    packs, targets = _grouped(packs, options), mixture.target_tokens
+    plan = assign_packs(packs, targets, options, media_tokens=media_tokens, towers=towers)
+    return replace(plan, summary=replace(plan.summary, num_filtered=mixture.num_filtered))
 
 
 def assign_packs(
@@ -293,8 +324,13 @@ def _pack(
 ) -> PackPlan:
     if options.packing and options.samples_per_step is None:
         return pack(lengths, options.packing_length, options, seed=seed, epoch=epoch, media_tokens=media_tokens)
-    rows = pack_singletons(lengths, options.packing_length, seed=seed, epoch=epoch, shuffle=options.shuffle)
-    return group_by_length(rows, options.packs_per_step) if options.group_by_length else rows
+    return pack_singletons(lengths, options.packing_length, seed=seed, epoch=epoch, shuffle=options.shuffle)
+
+
+def _grouped(packs: PackPlan, options: PlanOptions) -> PackPlan:
+    """The same packs; rows of one sample each as ``group_by_length`` wants them."""
+    is_grouped = not options.packing and options.group_by_length
+    return group_by_length(packs, options.packs_per_step) if is_grouped else packs
 
 
 def group_by_length(rows: PackPlan, rows_per_step: int) -> PackPlan:
@@ -316,7 +352,7 @@ def group_by_length(rows: PackPlan, rows_per_step: int) -> PackPlan:
         full = falling[: num_full * rows_per_step].reshape(num_full, rows_per_step)
         shuffled = full[np.argsort(full.min(axis=1), kind="stable")] if num_full else full
         order[start : start + len(window)] = np.concatenate((shuffled.reshape(-1), falling[full.size :]))
-    return PackPlan(rows.samples[order], rows.offsets, rows.lengths[order], rows.capacity)
+    return PackPlan(rows.samples[order], rows.offsets, rows.lengths[order], rows.capacity, mixture=rows.mixture)
 
 
 def _fill(packs: PackPlan, steps: StepPlan, options: PlanOptions) -> float:

@@ -212,7 +212,7 @@ def test_skrull(cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     ("words", "told"),
     [
         (["--schedule", "skrull", "--bucket-size", "auto"], "--bucket-size auto measures a device"),
-        ([], "give either caches or --lengths"),
+        ([], "give either caches"),
         (["--lengths", "x.npy"], "--packing-length is missing"),
         (["--lengths", "x.npy", "--packing-length", "9", "--save", "y"], "--save needs caches"),
         (["--lengths", "x.npy", "--sweep", "a,b"], "--sweep a,b"),

@@ -24,6 +24,7 @@ from packtool.batch.worker import deaths_told
 from packtool.config.train import TrainConfig
 from packtool.encode.model_files import place_of
 from packtool.errors import ConfigError
+from packtool.plan.source_shares import share_figures
 from packtool.progress import Progress
 from packtool.train.evaluate.per_sample import evaluate_in_training
 from packtool.train.loop.agreement import check_ranks_agree
@@ -179,6 +180,7 @@ def execute(run: PreparedRun, spec: InputSpec, result: TrainResult, progress: Pr
     result = dataclasses.replace(
         result,
         num_skipped=len(skipped),
+        sources=share_figures(trainer.trained_sources),
         output_dir=run.config.output_dir,
         steps=steps,
         seconds=seconds,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from packtool.batch.batch import Batch, TreeBatch
 from packtool.launch.exchange import all_gather_objects
+from packtool.plan.source_shares import Counts, added
 from packtool.simulate.hardware import peak_tflops
 from packtool.train.model.head_loss import TargetLosses
 from packtool.train.model.loss import mean_loss
@@ -29,10 +30,14 @@ class Meter:
 
     Args:
         by_channel: tell losses and accuracies of each channel.
+
+    Attributes:
+        sources: what all steps so far had of each source of a mixture.
     """
 
     def __init__(self, *, by_channel: bool) -> None:
         self._by_channel = by_channel
+        self.sources: Counts = {}
         self._begin()
         self._since = self._log_began = time.perf_counter()
 
@@ -72,6 +77,7 @@ class Meter:
     def add(self, figures: StepFigures) -> None:
         """A step is done."""
         self._figures += figures
+        self.sources = added([self.sources, figures.sources])
         self._num_steps += 1
 
     def run_over(self, batch: Batch) -> None:

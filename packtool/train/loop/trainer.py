@@ -25,6 +25,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from packtool.batch.batch import Batch, SkippedSample
 from packtool.cache.evaluation_file import plain_json
+from packtool.plan.source_shares import Counts
 from packtool.train.loop.arguments import refused_by_transformers
 from packtool.train.loop.copies import DeviceCopies
 from packtool.train.loop.finite import StepNumbers
@@ -88,7 +89,7 @@ class PackTrainer(Trainer):
         coefficient = config.router_aux_loss_coef
         self.balance = RouterBalance(model, coefficient) if coefficient else None
         self.skipped: list[SkippedSample] = []
-        self._meter = Meter(by_channel=config.enable_channel_loss)
+        self._meter = Meter(by_channel=loader.run.tells_channels)
         self._copies = DeviceCopies(args.device)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -250,6 +251,11 @@ class PackTrainer(Trainer):
             self._meter.end_log()
         # trainer_state.json is made of these, and JSON has no word for what is not a number.
         self.state.log_history[-1] = plain_json(self.state.log_history[-1])
+
+    @property
+    def trained_sources(self) -> Counts:
+        """What this run has trained of each source of a mixture; of a run that was resumed, since then."""
+        return self._meter.sources
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Always 0: the Trainer's estimate would need a batch of its own form."""

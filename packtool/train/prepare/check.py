@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 from dataclasses import fields
+from typing import Any
 
 from packtool import storage
 from packtool.cache.local import LocalCopies
@@ -26,6 +27,7 @@ from packtool.encode.relabel import TargetChoice
 from packtool.encode.row_parts import expansion_of
 from packtool.errors import MismatchError
 from packtool.plan.pack_plan import PackPlan
+from packtool.train.prepare.mixtures import named_sources
 
 _MEDIA_NAMES = frozenset(field.name for field in fields(MediaOptions))
 
@@ -39,7 +41,7 @@ def open_caches(config: TrainConfig, files: ModelFiles) -> CacheReader:
     Raises:
         MismatchError: naming both values, and the export that would mend it.
     """
-    reader = CacheReader.open(config.cached_dataset, copies=LocalCopies.of(config))
+    reader = CacheReader.open(named_sources(config)[0], copies=LocalCopies.of(config))
     for directory, manifest in zip(reader.directories, reader.manifests, strict=True):
         check_model(directory, manifest, files, config)
         check_limits(directory, manifest, config)
@@ -263,9 +265,7 @@ def _dataset_words(manifest: Manifest) -> list[str]:
     words = []
     for option, is_val in (("--dataset", False), ("--val-dataset", True)):
         paths = [
-            path + (f"#{settings['num_sampled']}" if settings.get("num_sampled") else "")
-            for path, settings in asked
-            if (settings.get("split") == VAL_SPLIT) == is_val
+            path + _amount_words(settings) for path, settings in asked if (settings.get("split") == VAL_SPLIT) == is_val
         ]
         words += [option, *paths] if paths else []
     _, first = asked[0]
@@ -278,6 +278,13 @@ def _dataset_words(manifest: Manifest) -> list[str]:
         if first.get(name):
             words += ["--" + name.replace("_", "-"), str(first[name])]
     return words
+
+
+def _amount_words(settings: dict[str, Any]) -> str:
+    """What stood behind a source's name."""
+    if times := settings.get("times_sampled"):
+        return f"#{times:g}x"
+    return f"#{settings['num_sampled']}" if settings.get("num_sampled") else ""
 
 
 def _pixels(pixels: int | None, tokens: int | None, limits: ImageLimits) -> int | None:

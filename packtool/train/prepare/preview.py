@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -21,14 +21,18 @@ from packtool.encode.model_files import ModelFiles
 from packtool.plan.balance import imbalance
 from packtool.plan.batch_growth import BatchGrowth, own_steps_line
 from packtool.plan.epoch import EpochPlan, assign_packs, plan_epoch
+from packtool.plan.mixture import Mixture
 from packtool.plan.options import PlanOptions
+from packtool.plan.pack_plan import Int64Array
 from packtool.plan.packed_steps import costs_in_turn
+from packtool.plan.source_shares import by_name, counts_of_steps, share_figures
 from packtool.plan.summary import PlanSummary, pack_costs, padded_fill
 from packtool.plan.towers import TowerWork
 from packtool.simulate.lengths import read_lengths
 from packtool.simulate.model_sizes import MODEL_PRESETS
 from packtool.simulate.run import read_hardware
 from packtool.train.prepare.costs import tower_work, with_model
+from packtool.train.prepare.mixtures import mixture_in, named_sources
 from packtool.train.prepare.planner import plan_options
 from packtool.train.prepare.shared_prefixes import SharedPrefixes, shared_in_packs
 
@@ -68,6 +72,7 @@ class Preview:
         num_epochs: times that every sample is seen.
         sequence_parallel_size: processes that share each pack.
         plain: what the same samples would be without packing, in batches of as many rows as packs of whole ones hold.
+        mixture: what an epoch takes of the caches; None for every sample once.
     """
 
     plan: EpochPlan
@@ -84,6 +89,7 @@ class Preview:
     num_epochs: float
     sequence_parallel_size: int
     plain: PlainBatches
+    mixture: Mixture | None
 
     def figures(self, tflops: float | None = None, mfu: float = 0.4) -> dict[str, Any]:
         """All figures by name, as JSON has them."""
@@ -124,6 +130,7 @@ class Preview:
             },
             "skrull": _skrull_figures(summary),
             "shared_prefixes": self._shared_figures(),
+            "sources": self.source_figures,
             "flops_per_epoch": balance.flops,
             "cost_model": self.cost_source,
             "plan_fingerprint": self.plan.fingerprint,
@@ -135,6 +142,20 @@ class Preview:
             slowest = balance.flops * mean / self.options.world_size / self.sequence_parallel_size
             found["hours"] = slowest * self.num_epochs / (tflops * 1e12 * mfu) / 3600
         return found
+
+    @cached_property
+    def counts_of_steps(self) -> Int64Array | None:
+        """Samples, tokens and target tokens of each source in each step, int64 (T, S, 3); None without a mixture."""
+        if self.mixture is None:
+            return None
+        return counts_of_steps(self.plan.packs, self.plan.steps, self.mixture)
+
+    @property
+    def source_figures(self) -> dict[str, dict[str, Any]] | None:
+        """What the epoch has of each source, by name; None without a mixture."""
+        if self.mixture is None or self.counts_of_steps is None:
+            return None
+        return share_figures(by_name(self.counts_of_steps.sum(axis=0), self.mixture))
 
     @property
     def batch_line(self) -> str | None:
@@ -203,7 +224,8 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
     Raises:
         ConfigError, DataError, MismatchError: as for training.
     """
-    reader = CacheReader.open(config.cached_dataset, copies=LocalCopies.of(config)) if config.cached_dataset else None
+    directories, recipe = named_sources(config)
+    reader = CacheReader.open(directories, copies=LocalCopies.of(config)) if directories else None
     lengths: npt.NDArray[np.integer[Any]]
     targets: npt.NDArray[np.integer[Any]]
     if reader is not None:
@@ -220,13 +242,16 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
     towers = tower_work(options.cost, reader.index) if reader is not None else None
     # mypy knows no calls that give an argument of a partial anew.
     plan_with: Any = partial(plan_epoch, lengths, targets, options, seed=config.seed, media_tokens=media, towers=towers)
+    mixture: Mixture | None = None
     begin = time.perf_counter()
     shared, unshared = shared_in_packs(config, options, model_config, reader) if reader is not None else (None, None)
     if shared is not None:
         towers = shared.towers(options.cost, targets)
         plan = plan_with(media_tokens=shared.media_tokens, towers=towers, trees=shared.trees)
     else:
-        plan = plan_with()
+        if reader is not None:
+            mixture = mixture_in(recipe, reader, targets, max_length=options.max_length, seed=config.seed)
+        plan = plan_with(mixture=mixture)
     seconds = time.perf_counter() - begin
     whole = plan.summary if shared is None else plan_with().summary
     return Preview(
@@ -243,7 +268,8 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
         cost_source=cost_source,
         num_epochs=config.num_train_epochs,
         sequence_parallel_size=config.sequence_parallel_ranks,
-        plain=_plain_batches(whole, options, lengths, targets, config.seed),
+        plain=_plain_batches(whole, options, lengths, targets, config.seed, mixture),
+        mixture=mixture,
     )
 
 
@@ -272,6 +298,7 @@ def _plain_batches(
     lengths: npt.NDArray[np.integer[Any]],
     targets: npt.NDArray[np.integer[Any]],
     seed: int,
+    mixture: Mixture | None,
 ) -> PlainBatches:
     rows = dataclasses.replace(options, packing=False, cost=None, balance="none", packing_algorithm="best_fit")
     # As many rows a batch as packs hold samples: what else fits into the same memory, more or less.
@@ -287,7 +314,7 @@ def _plain_batches(
         samples_per_step=None,
         skrull=None,
     )
-    padded = plan_epoch(lengths, targets, rows, seed=seed)
+    padded = plan_epoch(lengths, targets, rows, seed=seed, mixture=mixture)
     fill = padded_fill(padded.packs, padded.steps)
     return PlainBatches(each, padded.summary.num_steps, round(padded.packs.num_tokens / fill), 1 - fill)
 

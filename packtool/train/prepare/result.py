@@ -15,6 +15,7 @@ from packtool.config.settings import flag
 from packtool.config.train import TrainConfig
 from packtool.plan.batch_growth import BatchGrowth, own_steps_line
 from packtool.plan.summary import SkrullFigures
+from packtool.train.prepare.mixtures import named_sources
 from packtool.train.prepare.place import RESULT_NAME
 from packtool.train.prepare.schedule import PlannedSchedule
 
@@ -45,6 +46,8 @@ class TrainResult:
         num_skipped: samples of the steps of this run that ``--on-bad-media skip`` left out.
         dropped: rows that could not be used, by reason; of a streaming run.
         parts_left_out: turns and responses of rows of which others were used, by reason; of a streaming run.
+        sources: of a mixture, by name: counts and shares of samples, tokens and target tokens, and epochs: of the steps
+            of this run; of a dry run, of its first epoch.
     """
 
     num_samples: int
@@ -74,6 +77,7 @@ class TrainResult:
     streaming: bool = False
     dropped: Mapping[str, int] = field(default_factory=dict)
     parts_left_out: Mapping[str, int] = field(default_factory=dict)
+    sources: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def write(self) -> None:
         """Write the result into the output directory, as JSON."""
@@ -91,6 +95,8 @@ def option_words(config: TrainConfig | PlanConfig) -> list[str]:
     """The settings that are not their defaults as words of a command line."""
     words: list[str] = []
     for setting in dataclasses.fields(config):
+        if setting.name == "cached_dataset" and config.mix is not None:
+            continue  # the recipe names them
         value = getattr(config, setting.name)
         default = setting.default_factory() if callable(setting.default_factory) else setting.default
         if value == default:
@@ -111,7 +117,7 @@ def next_lines(config: TrainConfig, result: TrainResult) -> Iterator[str]:
     """What to do with what was trained."""
     if result.checkpoint is None:
         return
-    caches = shlex.join(config.cached_dataset or ("CACHE",))
+    caches = shlex.join(named_sources(config)[0] or ("CACHE",))
     checkpoint = shlex.quote(result.checkpoint)
     few_bits = "" if config.quant_bits is None else f" --quant-bits {config.quant_bits}"
     yield f"evaluate: packtool eval --model {checkpoint} --cached-dataset {caches} --output eval.parquet{few_bits}"
@@ -128,7 +134,10 @@ def next_lines(config: TrainConfig, result: TrainResult) -> Iterator[str]:
 def schedule_lines(config: TrainConfig, schedule: PlannedSchedule, result: TrainResult) -> Iterator[str]:
     """What is to be said of the plan before it is trained."""
     summary = schedule.first.summary
-    left_out = f"; {summary.num_filtered:,} longer than {summary.max_length:,} tokens are left out"
+    reason = f"longer than {summary.max_length:,} tokens"
+    if result.sources:
+        reason += ", or outside what their source takes,"
+    left_out = f"; {summary.num_filtered:,} {reason} are left out"
     yield f"samples in the caches: {summary.num_cached:,}{left_out if summary.num_filtered else ''}"
     num = f"{summary.num_samples:,}"
     yield f"samples to train on: {num}, lengths known: {num}, longest {summary.longest:,}"
