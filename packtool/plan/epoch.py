@@ -73,6 +73,12 @@ class EpochPlan:
         packs = np.unique(np.searchsorted(self.whole.offsets, left, side="right") - 1)
         return with_packs_in_order(self.whole, packs)
 
+    def samples_of(self, first: int, stop: int) -> Int64Array:
+        """Cache positions of all samples of the steps from ``first`` up to but not ``stop``, over all ranks."""
+        steps = self.steps
+        start, end = steps.cell_offsets[steps.step_offsets[[first, stop]]]
+        return with_packs_in_order(self.packs, steps.order[start:end]).samples
+
     def samples(self, step: int, rank: int, micro_batch: int) -> tuple[npt.NDArray[np.int64], ...]:
         """Cache positions of the samples of each pack of a micro-batch."""
         return tuple(self.packs.pack(int(pack)) for pack in self.steps.packs(step, rank, micro_batch))
@@ -88,6 +94,7 @@ def plan_epoch(
     media_tokens: npt.NDArray[np.integer[Any]] | None = None,
     towers: TowerWork | None = None,
     trees: PrefixTrees | None = None,
+    wanted: Int64Array | None = None,
 ) -> EpochPlan:
     """Filter, pack and assign to steps and ranks: a pure function, the same on every rank and machine.
 
@@ -103,6 +110,8 @@ def plan_epoch(
         towers: what its pictures and sounds cost beside ``options.cost``; None for nothing.
         trees: samples that share prefixes, of ``options.max_length`` at most, of which each group is in one pack;
             ``media_tokens`` and ``towers`` are then what each sample adds to its group.
+        wanted: int64 (M,), rising: the samples of an epoch of which a part is trained already, which are also those of
+            ``trees``; None for all.
 
     Raises:
         ConfigError: an option is not positive, or options contradict each other.
@@ -110,6 +119,8 @@ def plan_epoch(
     """
     assert len(lengths) == len(target_tokens)
     kept = np.flatnonzero(lengths <= options.max_length).astype(np.int64)
+    if wanted is not None:
+        kept = wanted[lengths[wanted] <= options.max_length]
     if len(kept) == 0:
         raise DataError(
             f"No sample is left to train on: the cache holds {len(lengths):,}, "
@@ -122,7 +133,7 @@ def plan_epoch(
         assert options.packing, "rows that are padded share nothing"
         capacity = options.packing_length
         packs = pack_trees(trees, lengths, capacity, options, seed=seed, epoch=epoch, media_tokens=media_tokens)
-    elif len(kept) == len(lengths):
+    elif wanted is None and len(kept) == len(lengths):
         packs = _pack(lengths, media_tokens, options, seed, epoch)
     else:
         kept_media = None if media_tokens is None else media_tokens[kept]

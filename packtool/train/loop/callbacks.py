@@ -53,7 +53,7 @@ class StepsCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Set the epoch once the Trainer has counted a step, and tell it whether to log, save and stop."""
-        state.epoch = state.global_step / self.schedule.steps_per_epoch
+        state.epoch = self.schedule.epochs(state.global_step)
         is_end = state.global_step >= self.schedule.num_steps
         if is_end:
             control.should_log = True
