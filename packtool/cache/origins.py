@@ -50,7 +50,7 @@ class Origins:
         told = json.dumps({"files": self.files, "digests": self.digests}).encode()
         columns: dict[str, npt.NDArray[Any]] = {
             "told": np.frombuffer(told, np.uint8),
-            "file": _small(np.diff(self.file, prepend=0)),
+            "source": _small(np.diff(self.file, prepend=0)),
             "row": _small(np.diff(self.row, prepend=0)),
         }
         if self.part is not None:
@@ -68,7 +68,7 @@ class Origins:
         try:
             with np.load(io.BytesIO(storage.read_bytes(path)), allow_pickle=False) as found:
                 told = json.loads(found["told"].tobytes())
-                file, row = (np.cumsum(found[name], dtype=np.int64) for name in ("file", "row"))
+                file, row = (np.cumsum(found[name], dtype=np.int64) for name in ("source", "row"))
                 part = np.stack([found[name].astype(np.int32) for name in _PART], 1) if "turn" in found else None
         except (OSError, ValueError, KeyError) as error:
             raise MismatchError(

@@ -40,6 +40,12 @@ class CheckpointOptions:
     resume_from_checkpoint: Annotated[str, YES_OR_NO] | None = option(
         None, "true for the newest checkpoint in --output-dir, or the directory of one.", panel=_PANEL
     )
+    data_change: Literal["refuse", "allow"] = option(
+        "refuse",
+        "What a resumed run does whose caches are others than its checkpoint's: refuse to go on, naming them; or plan "
+        "what is left of the epoch anew, so that nothing is trained in it twice and nothing is lost.",
+        panel=_PANEL,
+    )
 
     @property
     def seeks_best(self) -> bool:
@@ -73,6 +79,8 @@ def checkpoint_problems(options: CheckpointOptions, *, may_evaluate: bool) -> li
             f"--metric-for-best-model {options.metric_for_best_model}: known are loss, perplexity, token_accuracy and "
             "loss/CHANNEL"
         )
+    if options.data_change == "allow" and options.resume_from_checkpoint in (None, "false"):
+        found.append("--data-change allow goes with --resume-from-checkpoint: a new run has no data to change")
     if options.load_best_model_at_end and options.save_strategy == "no":
         found.append("--load-best-model-at-end needs checkpoints: leave out --save-strategy no")
     return found

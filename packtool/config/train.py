@@ -241,6 +241,13 @@ class TrainConfig(
             found.append("--num-train-epochs 0 trains nothing: give more, or --max-steps")
         if self.deepspeed is not None and self.on_nan == "skip":
             found.append("--on-nan skip leaves out updates, which DeepSpeed makes itself: use stop or go-on")
+        if self.data_change == "allow":
+            for given, why in (
+                (self.streaming, "--streaming true: a stream keeps no ledger of what was trained"),
+                (self.plan is not None, "--plan: a saved plan belongs to the caches that it was made for"),
+                (self.resume_only_model, "--resume-only-model: it begins anew, with whatever data"),
+            ):
+                found += [f"--data-change allow does not go with {why}"] if given else []
         if self.resume_only_model and self.resume_from_checkpoint in (None, "false"):
             found.append("--resume-only-model goes with --resume-from-checkpoint, which names the weights")
         found += self._master_problems()

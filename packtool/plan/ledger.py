@@ -199,7 +199,7 @@ class Ledger:
         steps: range,
         lengths: npt.NDArray[np.integer[Any]],
         target_tokens: npt.NDArray[np.integer[Any]],
-        skipped: Sequence[int] = (),
+        skipped: Sequence[int] | Int64Array = (),
     ) -> Ledger:
         """With some steps of the epoch that is being trained.
 

@@ -80,7 +80,7 @@ class SampleKeys:
 
 
 def mixed(keys: Keys, values: npt.NDArray[np.integer[Any]]) -> Keys:
-    """Other keys (N,), for each of ``keys`` and a number to go with it: SplitMix64's last steps (Steele et al. 2014)."""
+    """Other keys (N,), for each of ``keys`` and a number to go with it: the end of SplitMix64 (Steele et al. 2014)."""
     with np.errstate(over="ignore"):
         found = keys * np.uint64(0x9E3779B97F4A7C15) + values.astype(np.uint64) + np.uint64(0x632BE59BD9B4E019)
         found = (found ^ (found >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

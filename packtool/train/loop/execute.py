@@ -35,6 +35,7 @@ from packtool.train.loop.callbacks import (
 )
 from packtool.train.loop.finite import name_samples
 from packtool.train.loop.loader import StepLoader, input_spec
+from packtool.train.loop.recording import RecordCallback
 from packtool.train.loop.skipped import all_skipped, skipped_lines, write_skipped
 from packtool.train.loop.stopping import StopSignals
 from packtool.train.loop.trainer import PackTrainer
@@ -301,6 +302,8 @@ def make_training(
         every = by_steps or run.schedule.steps_per_epoch
         evaluate = partial(_evaluate, run, run.validation, trainer, parallel)
         trainer.add_callback(EvaluationCallback(partial(trainer.log_evaluation, evaluate), every, config))
+    if (record := run.record()) is not None:
+        trainer.add_callback(RecordCallback(record, trainer, watch))
     trainer.add_callback(CheckpointCallback(run, watch))
     return Training(trainer, report, watch, parallel)
 

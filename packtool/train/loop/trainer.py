@@ -50,6 +50,10 @@ class PackTrainer(Trainer):
         callbacks: further ones.
         saved: what checkpoints are saved as.
         numbers: takes the losses and the gradient norm of the step that is being computed.
+
+    Attributes:
+        skipped: samples of this rank that could not be loaded.
+        skipped_in: the steps, 0-based, in which these were to be trained.
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class PackTrainer(Trainer):
         alpha, self.neftune_noise_alpha = args.neftune_noise_alpha, None
         self.noise = EmbeddingNoise(model, alpha) if alpha else None
         self.skipped: list[SkippedSample] = []
+        self.skipped_in: list[int] = []
         self._meter = Meter(by_channel=config.enable_channel_loss)
         self._copies = DeviceCopies(args.device)
 
@@ -175,6 +180,7 @@ class PackTrainer(Trainer):
             self.numbers.see_loss(loss)
             total += loss
             self.skipped += batch.skipped
+            self.skipped_in += [self.state.global_step] * len(batch.skipped)
             num_skipped += sum(1 if self.by_samples else sample.num_target_tokens for sample in batch.skipped)
         units = inputs.figures.units
         if self.skips:

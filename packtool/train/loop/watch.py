@@ -37,6 +37,7 @@ class StepWatch(TrainerCallback):
     Attributes:
         numbers: of the step, which the Trainer adds.
         stopped_by: number of the signal that ends the run, 0 for none.
+        left_out: steps, 0-based, that changed no weight, since somebody last asked.
         num_bad: steps whose loss or gradient was none.
         last_good: the last step before weights took up such a number; None as long as they have not.
     """
@@ -55,6 +56,7 @@ class StepWatch(TrainerCallback):
         self.on_nan, self.world, self.progress = on_nan, world, progress
         self.stopped_by = 0
         self.num_bad = 0
+        self.left_out: list[int] = []
         self.last_good: int | None = None
 
     def on_step_begin(
@@ -127,6 +129,7 @@ class StepWatch(TrainerCallback):
             assert model is not None
             # Without gradients an optimizer changes nothing: neither weights nor its moments.
             model.zero_grad(set_to_none=True)
+            self.left_out.append(step)
         elif self.last_good is None:
             self.last_good = step
         if lines:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from packtool import storage
 from packtool.attention.parallel.axes import Axes
 from packtool.batch.micro_batch import MicroBatch, PlannedEpoch
 from packtool.cache.chosen import ChosenTargets, SampleReader
@@ -25,18 +26,23 @@ from packtool.encode.model_files import ModelFiles
 from packtool.encode.relabel import TargetChoice
 from packtool.launch.world import World
 from packtool.plan.epoch import EpochPlan
+from packtool.plan.ledger import Ledger
 from packtool.plan.pack_plan import with_packs_in_order
 from packtool.simulate.run import read_hardware
 from packtool.train.prepare.check import check_plan, choice_of_targets, open_caches, packs_of, with_template_of
 from packtool.train.prepare.checkpoint import RunState
+from packtool.train.prepare.continued import continued
 from packtool.train.prepare.costs import RunCosts, sample_costs, tower_work, with_model
+from packtool.train.prepare.data_change import ChangedData
 from packtool.train.prepare.evaluation import plan_of_samples, shared_of_evaluation, with_evaluation
 from packtool.train.prepare.figures import SampleFigures, StepFigures, figures_of_steps
 from packtool.train.prepare.heaviest import heaviest_tokens, seen_media, share_media
+from packtool.train.prepare.history import Segment, options_kept
 from packtool.train.prepare.place import with_resumed_version
 from packtool.train.prepare.planner import Assignment, Planner, plan_options
 from packtool.train.prepare.prepared import Beginning, NumberExchange, PreparedRun, RankStep, Steps, Validation
 from packtool.train.prepare.rank_tokens import RankTokens
+from packtool.train.prepare.record import RunRecord
 from packtool.train.prepare.result import TrainResult, schedule_lines
 from packtool.train.prepare.schedule import PlannedSchedule
 from packtool.train.prepare.sequence_parallel import axes_of
@@ -52,6 +58,8 @@ class CachedRun(PreparedRun):
         samples: the same with their labels as ``--loss-scale`` chooses them.
         figures: of all samples; of those that share prefixes, what each adds.
         planner: of the schedule.
+        ledger: what was trained before.
+        changed: what became of the data that its checkpoint had; None where they are the same.
     """
 
     schedule: PlannedSchedule
@@ -59,6 +67,8 @@ class CachedRun(PreparedRun):
     samples: SampleReader
     figures: SampleFigures
     planner: Planner
+    ledger: Ledger
+    changed: ChangedData | None = None
 
     @property
     def shared(self) -> SharedPrefixes | None:
@@ -141,6 +151,27 @@ class CachedRun(PreparedRun):
         """The micro-batches of all ranks in an epoch with this plan."""
         return PlannedEpoch(plan, {"vision": self.figures.is_seen, "sound": self.figures.is_heard})
 
+    def record(self) -> RunRecord:
+        """See ``PreparedRun``."""
+        return RunRecord(
+            self.ledger, self.schedule, self.planner, self.reader, self._segment, self.beginning.checkpoint
+        )
+
+    def _segment(self) -> Segment:
+        """What the run's history keeps of it."""
+        found = zip(self.reader.directories, self.reader.manifests, self.reader.sizes, strict=True)
+        state = self.state
+        return Segment(
+            first=self.start,
+            num_steps=self.schedule.num_steps,
+            config=options_kept(self.config),
+            caches=tuple((storage.absolute(name), manifest.fingerprint, num) for name, manifest, num in found),
+            assignments=state.assignments or ((0, *state.assignment),),
+            changed_at=None if self.ledger.change is None else self.ledger.change.step,
+            plan=state.plan,
+            steps=state.steps,
+        )
+
     def steps(self, exchange: NumberExchange) -> Steps:
         """See ``PreparedRun``; the plan knows all, and ranks need not tell each other anything."""
         return _PlannedSteps(self)
@@ -170,6 +201,51 @@ def _as_it_is(figures: StepFigures) -> StepFigures:
     return figures
 
 
+@dataclass(frozen=True, eq=False)
+class Basis:
+    """What options and caches decide, wherever a run begins.
+
+    Args:
+        config: its settings, with those that were left open decided.
+        samples: with their labels as ``--loss-scale`` chooses them.
+        choice: of these labels; None for those of the caches.
+        notes: remarks for the user.
+    """
+
+    config: TrainConfig
+    files: ModelFiles
+    reader: CacheReader
+    samples: SampleReader
+    choice: TargetChoice | None
+    planner: Planner
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> Basis:
+        """Check that tokenizer, caches and options fit.
+
+        Raises:
+            ConfigError, DataError, MismatchError: naming what does not fit, and what to do.
+        """
+        files = ModelFiles.load(config.model)
+        reader = open_caches(config, files)
+        config, evaluated = with_evaluation(config, reader)
+        files = with_template_of(reader, files)
+        choice = choice_of_targets(config, reader, files)
+        samples: SampleReader = reader
+        targets = reader.index.target_tokens
+        if choice is not None:
+            samples = chosen = ChosenTargets(reader, choice)
+            targets = chosen.target_tokens()
+        planner, not_shared = _planner(config, files, reader, targets)
+        notes = (*not_shared, *_access_notes(config, reader), *evaluated)
+        return cls(config, files, reader, samples, choice, planner, notes)
+
+    def state(self, assignment: Assignment) -> RunState:
+        """The state of a run whose packs are assigned so, before its first step."""
+        return _state(self.config, self.planner, assignment, self.reader.fingerprint)
+
+
 def prepare_cached(config: TrainConfig, world: World, beginning: Beginning | None = None) -> CachedRun:
     """Check that tokenizer, caches, options and checkpoint fit, and plan; takes a second.
 
@@ -179,59 +255,32 @@ def prepare_cached(config: TrainConfig, world: World, beginning: Beginning | Non
     Raises:
         ConfigError, DataError, MismatchError: naming what does not fit, and what to do.
     """
-    config = with_resumed_version(config)
-    files = ModelFiles.load(config.model)
-    reader = open_caches(config, files)
-    config, evaluated = with_evaluation(config, reader)
-    files = with_template_of(reader, files)
-    index = reader.index
-    choice = choice_of_targets(config, reader, files)
-    samples: SampleReader = reader
-    targets = index.target_tokens
-    if choice is not None:
-        samples = chosen = ChosenTargets(reader, choice)
-        targets = chosen.target_tokens()
-    planner, not_shared = _planner(config, files, reader, targets)
+    basis = Basis.of(with_resumed_version(config))
+    config, files, reader, planner = basis.config, basis.files, basis.reader, basis.planner
     beginning = beginning or Beginning.of(config)
     mine: Assignment = (world.data.size, config.gradient_accumulation_steps, config.per_device_train_batch_size)
-    state = _state(config, planner, mine, reader.fingerprint)
-    beginning.check(state, world)
-    assignments, notes = _assignments(beginning, state, mine)
-    axes = axes_of(config, world, files, index.length, trained=True)
+    state = basis.state(mine)
+    going_on = continued(beginning, state, world, reader, planner, may_change=config.data_change == "allow")
+    axes = axes_of(config, world, files, reader.index.length, trained=True)
     return CachedRun(
         config=config,
         world=world,
         files=files,
         media_limits=reader.manifests[0].identity.media_limits,
-        schedule=planner.schedule(assignments),
-        state=dataclasses.replace(state, assignments=assignments if len(assignments) > 1 else ()),
+        schedule=going_on.schedule,
+        state=going_on.state,
         beginning=beginning,
         axes=axes,
-        notes=(*not_shared, *_access_notes(config, reader), *evaluated, *beginning.notes, *notes),
+        notes=(*basis.notes, *beginning.notes, *going_on.notes),
         least_shared=None if planner.shared is None else LEAST_SHARED,
-        validation=_validation(config, world, files, reader, choice, axes),
+        validation=_validation(config, world, files, reader, basis.choice, axes),
         reader=reader,
-        samples=samples,
-        figures=_figures(config, files, reader, targets, planner.shared),
+        samples=basis.samples,
+        figures=_figures(config, files, reader, planner.targets, planner.shared),
         planner=planner,
+        ledger=going_on.ledger,
+        changed=going_on.changed,
     )
-
-
-def _assignments(
-    beginning: Beginning, state: RunState, mine: Assignment
-) -> tuple[tuple[tuple[int, int, int, int], ...], list[str]]:
-    """Each time that packs were assigned, as ``RunState.assignments`` has them, and what is to be said of the last."""
-    before = beginning.before
-    if before is None:
-        return ((0, *mine),), []
-    assignments = before.assignments or ((0, *before.assignment),)
-    if not state.is_assigned_anew_after(before):
-        return assignments, []
-    told = (
-        f"{beginning.checkpoint} was trained by {before.world_size} data-parallel ranks, and there are "
-        f"{state.world_size}: what it left of its epoch is assigned anew, every pack once"
-    )
-    return (*assignments, (before.step, *mine)), [told]
 
 
 def _figures(
