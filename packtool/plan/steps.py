@@ -76,6 +76,13 @@ class StepPlan:
         cell = self.step_offsets[step] + rank * num_micro_batches + micro_batch
         return slice(int(self.cell_offsets[cell]), int(self.cell_offsets[cell + 1]))
 
+    def place_of(self, pack: int) -> tuple[int, int, int]:
+        """Step, rank and micro-batch that train a pack."""
+        cell = int(np.searchsorted(self.cell_offsets, np.flatnonzero(self.order == pack)[0], side="right")) - 1
+        step = int(np.searchsorted(self.step_offsets, cell, side="right")) - 1
+        rank, micro_batch = divmod(cell - int(self.step_offsets[step]), self.num_micro_batches(step))
+        return step, rank, micro_batch
+
     def target_tokens(self, step: int) -> int:
         """Labels that carry loss in a step, over all ranks: the loss is divided by it, and no rank need ask another."""
         self._check("step", step, self.num_steps)

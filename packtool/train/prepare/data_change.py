@@ -28,7 +28,7 @@ from packtool.plan.pack_plan import Int64Array
 HISTORY = "history"
 """Folder of an output directory for what checkpoints do not hold."""
 
-Fate = Literal["as before", "new", "exported again", "gone"]
+Fate = Literal["as before", "new", "exported again", "replaced", "gone"]
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class SourceChange:
 
     Args:
         directory: of the cache.
-        fate: what it is to the run.
+        fate: what it is to the run: a cache that is exported again has rows of one that is replaced.
         samples: that it has, or had.
         trained: of them in this epoch, by this cache or those that it was exported in place of.
         left: to be trained in this epoch.
         new: samples of rows that the run did not have.
-        gone: samples that the run had and has no more; of a cache that is gone.
+        gone: samples that the run had and has no more; of a cache that is gone or replaced.
     """
 
     directory: str
@@ -56,9 +56,10 @@ class SourceChange:
     @property
     def sentence(self) -> str:
         """One line of it."""
-        if self.fate == "gone":
-            told = f"gone; {self.trained:,} of its {self.samples:,} samples were trained in this epoch"
-            return f"{self.directory}: {told}, and {self.gone:,} are in no cache of this run any more"
+        if self.fate in ("gone", "replaced"):
+            told = f"{self.fate}; {self.trained:,} of its {self.samples:,} samples were trained in this epoch"
+            gone = f", and {self.gone:,} are in no cache of this run any more" if self.fate == "replaced" else ""
+            return f"{self.directory}: {told}{gone}"
         fate = "" if self.fate == "as before" else f"{self.fate}, {self.new:,} samples new; "
         return f"{self.directory}: {fate}{self.trained:,} of {self.samples:,} trained in this epoch, {self.left:,} left"
 
@@ -144,7 +145,13 @@ def with_changed_data(ledger: Ledger, reader: CacheReader, wanted: Int64Array, h
         for cache, source in enumerate(sources)
     ]
     told += [
-        SourceChange(source.directory, "gone", source.num, source.epoch.num_rows, gone=int(is_gone.sum()))
+        SourceChange(
+            source.directory,
+            "gone" if is_gone.all() else "replaced",
+            source.num,
+            source.epoch.num_rows,
+            gone=int(is_gone.sum()),
+        )
         for source, is_gone in zip(leaving, found.is_gone, strict=False)
     ]
     return ChangedData(after, tuple(told))
