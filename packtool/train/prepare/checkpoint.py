@@ -294,6 +294,11 @@ def _saved_at(checkpoint: str) -> tuple[float, int] | None:
     return state.saved_at, state.step
 
 
+def is_checkpoint(directory: str) -> bool:
+    """Whether a directory is named as checkpoints are."""
+    return os.path.basename(os.path.abspath(directory)).startswith(PREFIX)
+
+
 def finished_checkpoints(output_dir: str) -> list[str]:
     """The finished checkpoints in a directory, the newest last; without those whose state is broken.
 

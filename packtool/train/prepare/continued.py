@@ -125,11 +125,16 @@ def _told_steps(checkpoint: str, step: int, schedule: PlannedSchedule) -> str:
     """How many steps there are now, and how far the schedule of learning rates is."""
     planned = schedule.num_steps
     told = f"later epochs have {schedule.steps_per_epoch:,} steps each, and the run ends after step {planned:,}"
-    with open(os.path.join(checkpoint, "trainer_state.json"), encoding="utf-8") as file:
-        had = int(json.load(file)["max_steps"])
+    had = steps_planned(checkpoint)
     if had == planned:
         return f"{told}, as before"
     return (
         f"{told} instead of {had:,}: of the schedule of learning rates {step / planned:.1%} is done, where it was "
         f"{step / had:.1%}"
     )
+
+
+def steps_planned(checkpoint: str) -> int:
+    """How many steps the run of a checkpoint was to have."""
+    with open(os.path.join(checkpoint, "trainer_state.json"), encoding="utf-8") as file:
+        return int(json.load(file)["max_steps"])

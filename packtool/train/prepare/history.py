@@ -21,7 +21,7 @@ from packtool import __version__, storage
 from packtool.cache.evaluation_file import plain_json
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, MismatchError
-from packtool.train.prepare.checkpoint import PREFIX, finished_checkpoints
+from packtool.train.prepare.checkpoint import finished_checkpoints
 from packtool.train.prepare.data_change import HISTORY
 
 _RUN = "run.json"
@@ -140,8 +140,3 @@ def begin_segment(output_dir: str, segment: Segment, checkpoint: str | None) -> 
 def has_history(output_dir: str) -> bool:
     """Whether a directory is that of a run which keeps a history."""
     return os.path.exists(os.path.join(output_dir, HISTORY, _RUN))
-
-
-def is_checkpoint(directory: str) -> bool:
-    """Whether a directory is named as checkpoints are."""
-    return os.path.basename(os.path.abspath(directory)).startswith(PREFIX)
