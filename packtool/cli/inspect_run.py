@@ -62,7 +62,7 @@ def tell_when_trained(config: InspectConfig) -> dict[str, Any]:
 
 
 def lines_of(figures: Mapping[str, Any]) -> Iterator[str]:
-    """The same for a terminal."""
+    """Lines that tell it on a terminal."""
     from packtool.report import trained
 
     return trained.row_lines(figures)

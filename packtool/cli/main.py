@@ -90,7 +90,7 @@ _COMMANDS: dict[str, tuple[type, Callable[[Any, Invocation], None], str]] = {
     "inspect": (
         InspectConfig,
         run_inspect,
-        "Look into a cache: its figures, a sample, a pack; or at what a run has trained.",
+        "Look into a cache, or at what a run has trained.",
     ),
     "plan": (PlanConfig, run_plan, "Look at a whole schedule before paying for it."),
     "pack": (PackConfig, run_pack, "Write packs to files that other trainers read."),

@@ -48,7 +48,7 @@ class RowCounts:
 
     @classmethod
     def of_rows(cls, num: int, rows: Int64Array) -> RowCounts:
-        """Of N rows, those in an array, each as often as it is there. Price: that of sorting them."""
+        """The counts of rows (M,) of N, each as often as it is there. Price: that of sorting them."""
         found, times = np.unique(rows, return_counts=True)
         planes = []
         for bit in range(int(times.max(initial=0)).bit_length()):
@@ -141,7 +141,7 @@ class SourceLedger:
         lengths: npt.NDArray[np.integer[Any]],
         target_tokens: npt.NDArray[np.integer[Any]],
     ) -> SourceLedger:
-        """With further rows, each as often as it was trained, and those that were left out instead."""
+        """The ledger with further rows (M,), each as often as it was trained, and those (K,) that were left out."""
         return dataclasses.replace(
             self,
             epoch=self.epoch + RowCounts.of_rows(self.num, rows),
@@ -152,7 +152,7 @@ class SourceLedger:
         )
 
     def in_next_epoch(self) -> SourceLedger:
-        """As it is when an epoch ends."""
+        """The ledger when an epoch ends."""
         return dataclasses.replace(self, before=self.before + self.epoch, epoch=RowCounts(self.num))
 
 
@@ -201,7 +201,7 @@ class Ledger:
         target_tokens: npt.NDArray[np.integer[Any]],
         skipped: Sequence[int] | Int64Array = (),
     ) -> Ledger:
-        """With some steps of the epoch that is being trained.
+        """The ledger with some steps of the epoch that is being trained.
 
         Args:
             plan: of that epoch, or of what was left of it when it was planned anew.
@@ -220,7 +220,7 @@ class Ledger:
         return dataclasses.replace(self, step=self.step + len(steps), sources=tuple(found))
 
     def in_next_epoch(self) -> Ledger:
-        """As it is when an epoch ends."""
+        """The ledger when an epoch ends."""
         sources = tuple(source.in_next_epoch() for source in self.sources)
         retired = tuple(source.in_next_epoch() for source in self.retired)
         return dataclasses.replace(self, epoch=self.epoch + 1, sources=sources, retired=retired)

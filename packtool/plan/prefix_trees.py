@@ -127,18 +127,13 @@ class PrefixTrees:
         """The trees without some samples: two that become neighbours share what all between them shared.
 
         Args:
-            wanted: which samples stay, by number.
+            wanted: which samples stay, by number; at least one of them.
         """
-        kept = wanted[self.samples]
-        if kept.all() or not kept.any():
-            none = np.zeros(0, np.int64)
-            return self if kept.any() else PrefixTrees(none, np.zeros(1, np.int64), none.astype(np.int32), none)
-        places = np.flatnonzero(kept)
+        places = np.flatnonzero(wanted[self.samples])
         # The least of what is shared since the neighbour before, and where that is: both in one number.
-        keys = self.shared.astype(np.int64) * len(kept) + np.arange(len(kept))
-        least = np.minimum.reduceat(keys[: places[-1] + 1], np.append(0, places[:-1] + 1)) % len(kept)
-        sizes = np.add.reduceat(kept, self.offsets[:-1], dtype=np.int64)
-        offsets = offsets_of(sizes[sizes > 0])
+        keys = self.shared.astype(np.int64) * len(wanted) + np.arange(len(self.samples))
+        least = np.minimum.reduceat(keys[: places[-1] + 1], np.append(0, places[:-1] + 1)) % len(wanted)
+        offsets = np.unique(np.searchsorted(places, self.offsets))
         shared, prefixes = self.shared[least], self.prefixes[least]
         shared[offsets[:-1]], prefixes[offsets[:-1]] = 0, NOTHING
         return PrefixTrees(self.samples[places], offsets, shared, prefixes)

@@ -106,7 +106,7 @@ def _starts(output_dir: str) -> list[dict[str, Any]]:
 
 
 def trained_lines(figures: Mapping[str, Any]) -> Iterator[str]:
-    """The same for a terminal."""
+    """Lines that tell it on a terminal."""
     yield (
         f"trained until step {figures['step']:,} ({figures['saved_at']}), after {figures['epoch']:,} epochs and "
         f"{figures['step_in_epoch']:,} steps: {figures['tokens']:,} tokens, {figures['target_tokens']:,} targets"
@@ -192,7 +192,7 @@ def _sample(again: PlannedAgain, position: int) -> dict[str, Any]:
 
 
 def step_lines(figures: Mapping[str, Any]) -> Iterator[str]:
-    """The same for a terminal: a line a sample."""
+    """Lines that tell it on a terminal, one a sample."""
     done = "" if figures["is_trained"] else ", not trained yet"
     yield (
         f"step {figures['step']:,}, epoch {figures['epoch'] + 1:,}{done}: {figures['num_samples']:,} samples, "
@@ -296,7 +296,7 @@ def _times_skipped(output_dir: str, fingerprint: str, row: int) -> int:
 
 
 def row_lines(figures: Mapping[str, Any]) -> Iterator[str]:
-    """The same for a terminal."""
+    """Lines that tell it on a terminal."""
     times, until = figures["times"], figures["until_step"]
     yield f"planned {len(times):,} times in the {until:,} steps that {visible_line(figures['run'])} has trained" + (
         f"; left out {figures['num_skipped']:,} times, for it could not be loaded" if figures["num_skipped"] else ""

@@ -11,8 +11,9 @@ from packtool.cache.reader import CacheReader
 from packtool.errors import MismatchError
 from packtool.launch.world import World
 from packtool.plan.ledger import Ledger
+from packtool.train.prepare.carried import history_of
 from packtool.train.prepare.checkpoint import RunState
-from packtool.train.prepare.data_change import ChangedData, differences, history_of, with_changed_data
+from packtool.train.prepare.data_change import ChangedData, cache_differences, with_changed_data
 from packtool.train.prepare.ledger_file import read_ledger
 from packtool.train.prepare.planner import Planner
 from packtool.train.prepare.prepared import Beginning
@@ -57,7 +58,7 @@ def continued(
     ledger = read_ledger(checkpoint)
     had = () if ledger is None else ledger.sources
     beginning.check(
-        state, world, data_may_change=may_change, other_data=lambda: differences(had, reader) if had else []
+        state, world, data_may_change=may_change, other_data=lambda: cache_differences(had, reader) if had else []
     )
     if state.has_other_data(before):
         return _with_other_data(checkpoint, before, state, planner, ledger, reader)

@@ -21,8 +21,8 @@ from packtool import __version__, storage
 from packtool.cache.evaluation_file import plain_json
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, MismatchError
+from packtool.train.prepare.carried import HISTORY
 from packtool.train.prepare.checkpoint import finished_checkpoints
-from packtool.train.prepare.data_change import HISTORY
 
 _RUN = "run.json"
 # Where and how a run goes on says nothing about what its steps hold.

@@ -23,6 +23,7 @@ from typing import Any
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, StorageError
 from packtool.launch.world import World
+from packtool.train.prepare.carried import HISTORY
 from packtool.train.prepare.checkpoint import (
     PREFIX,
     FoundCheckpoint,
@@ -30,7 +31,6 @@ from packtool.train.prepare.checkpoint import (
     find_checkpoint,
     finished_checkpoints,
 )
-from packtool.train.prepare.data_change import HISTORY
 from packtool.train.prepare.outcome import remove_names
 
 RESULT_NAME = "packtool_train.json"

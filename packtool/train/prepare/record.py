@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from packtool.cache.reader import CacheReader
 from packtool.plan.ledger import Ledger, RowCounts, SourceLedger
-from packtool.train.prepare.data_change import HISTORY, keep_origins
+from packtool.train.prepare.carried import HISTORY, keep_origins
 from packtool.train.prepare.history import Segment, begin_segment
 from packtool.train.prepare.ledger_file import write_ledger
 from packtool.train.prepare.planner import Planner

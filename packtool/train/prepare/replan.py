@@ -15,8 +15,8 @@ from packtool.cache.reader import CacheReader
 from packtool.errors import ConfigError, MismatchError
 from packtool.plan.epoch import EpochPlan
 from packtool.train.prepare.cached import Basis
+from packtool.train.prepare.carried import HISTORY
 from packtool.train.prepare.checkpoint import finished_checkpoints, read_run_state
-from packtool.train.prepare.data_change import HISTORY
 from packtool.train.prepare.history import Segment, read_history
 from packtool.train.prepare.ledger_file import read_ledger
 from packtool.train.prepare.place import METRICS_NAME
