@@ -37,6 +37,12 @@ class CheckpointOptions:
     greater_is_better: bool | None = option(
         None, "Whether more of --metric-for-best-model is better; by default of accuracies only.", panel="Evaluation"
     )
+    early_stop_interval: int | None = option(
+        None,
+        "End after so many evaluations in a row in which --metric-for-best-model was not better than its best.",
+        panel="Evaluation",
+        minimum=1,
+    )
     resume_from_checkpoint: Annotated[str, YES_OR_NO] | None = option(
         None, "true for the newest checkpoint in --output-dir, or the directory of one.", panel=_PANEL
     )
@@ -70,9 +76,17 @@ def checkpoint_problems(options: CheckpointOptions, *, may_evaluate: bool) -> li
         may_evaluate: there are evaluations, or there will be some where there is a val split.
     """
     found = []
-    if options.seeks_best and not may_evaluate:
-        name = "--load-best-model-at-end" if options.load_best_model_at_end else "--save-strategy best"
-        found.append(f"{name} needs evaluations: leave out --eval-strategy no, and --streaming true")
+    if not may_evaluate:
+        asked = {
+            "--load-best-model-at-end": options.load_best_model_at_end,
+            "--save-strategy best": options.save_strategy == "best",
+            f"--early-stop-interval {options.early_stop_interval}": options.early_stop_interval is not None,
+        }
+        found += [
+            f"{name} needs evaluations: leave out --eval-strategy no, and --streaming true"
+            for name, is_asked in asked.items()
+            if is_asked
+        ]
     figures = ("eval_loss", "eval_perplexity", "eval_token_accuracy")
     if options.best_metric not in figures and not options.best_metric.startswith("eval_loss/"):
         found.append(

@@ -9,6 +9,7 @@ from packtool.config.caches import CacheOptions
 from packtool.config.model import ATTN_IMPL_HELP, AttnImpl, DType
 from packtool.config.packing import SEQUENCE_PARALLELISM, SharingOptions, sharing_problems
 from packtool.config.parallel import ParallelOptions, parallel_problems
+from packtool.config.quantization import QuantizationOptions, quantization_problems
 from packtool.config.rows import AccessOptions, access_problems
 from packtool.config.settings import REQUIRED, option
 from packtool.config.sizes import Tokens
@@ -23,7 +24,7 @@ _SUFFIX = ".parquet"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig(CacheOptions, AccessOptions, ParallelOptions, SharingOptions):
+class EvalConfig(CacheOptions, AccessOptions, ParallelOptions, SharingOptions, QuantizationOptions):
     """What ``packtool eval`` needs to know."""
 
     model: str = option(REQUIRED, "Directory (or hub id) of a model, or of an adapter whose base model is there.")
@@ -56,6 +57,7 @@ class EvalConfig(CacheOptions, AccessOptions, ParallelOptions, SharingOptions):
     def problems(self) -> list[str]:
         """Mistakes that only show when settings are seen together."""
         found = [*parallel_problems(self, attn_impl=self.attn_impl), *access_problems(self), *sharing_problems(self)]
+        found += quantization_problems(self)
         if not self.output.endswith(_SUFFIX):
             found.append(f"--output {self.output}: the file's name must end in {_SUFFIX}, for that is what is written")
         return found

@@ -22,6 +22,7 @@ from packtool.config.packing import (
     sharing_problems,
 )
 from packtool.config.parallel import ParallelOptions, parallel_problems
+from packtool.config.quantization import QuantizationOptions, quantization_problems
 from packtool.config.rows import (
     EXPAND_HELP,
     LOSS_SCALE_HELP,
@@ -68,6 +69,7 @@ class TrainConfig(
     OptimizerOptions,
     MemoryOptions,
     AdapterOptions,
+    QuantizationOptions,
     CheckpointOptions,
 ):
     """What ``packtool train`` needs to know."""
@@ -260,6 +262,8 @@ class TrainConfig(
             *checkpoint_problems(self, may_evaluate=self.eval_strategy != "no" and not self.streaming),
             *self._precision_problems(),
             *self._compile_problems(),
+            *quantization_problems(self),
+            *self._quantized_problems(),
         ]
 
     @property
@@ -294,6 +298,21 @@ class TrainConfig(
         if self.use_liger_kernel:
             found.append("--torch-compile and --use-liger-kernel fuse the same operations: give one of them")
         return found
+
+    def _quantized_problems(self) -> list[str]:
+        """Options that do not go with ``--quant-bits``."""
+        if self.quant_bits is None:
+            return []
+        given = f"--quant-bits {self.quant_bits}"
+        refused = {
+            "--train-type full: few bits cannot learn, adapters on them can": self.train_type == "full",
+            f"--init-weights {self.init_weights}, which changes the base model's weights": self.init_weights
+            in ("pissa", "olora"),
+            "--fsdp, which shards weights of one precision": bool(self.fsdp),
+            f"--deepspeed {self.deepspeed}, which shards weights of one precision": self.deepspeed is not None,
+            "--torch-compile true": self.torch_compile,
+        }
+        return [f"{given} does not go with {told}" for told, is_given in refused.items() if is_given]
 
     def _master_problems(self) -> list[str]:
         """Where ``--master-weights`` says something that would not be done."""

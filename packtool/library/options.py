@@ -171,6 +171,10 @@ class VerifyKeywords(TypedDict, total=False):
 class EvalKeywords(TypedDict, total=False):
     """See ``packtool.config.evaluate.EvalConfig``."""
 
+    quant_method: Literal["bnb"] | None
+    quant_bits: int | None
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] | None
+    bnb_4bit_use_double_quant: bool | None
     share_prefix: Literal["auto", "true", "false"] | None
     sequence_parallel_size: int | None
     sequence_parallel_type: Literal["auto", "ulysses", "ring", "allgather"] | None

@@ -29,7 +29,7 @@ EXPORT = ["export", "--model", "m", "--output-dir", "o", "--max-length", "9", "-
         ("train --model_parallel_size 4", "--sequence-parallel-size"),
         ("train --tf32 true", "--set training.tf32=true"),
         ("train --torch_compile_mode default", "torch's default mode"),
-        ("train --load_in_4bit true", "quantized"),
+        ("train --load_in_4bit true", "--load-in-4bit (axolotl) is --quant-bits 4 here"),
         ("train --rows-per-shard 9", "an option of packtool export"),
         ("train --packin_length 9", "No such option: --packin-length; did you mean --packing-length?"),
         ("export --packing true", "leave it out, for packtool train packs"),

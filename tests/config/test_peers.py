@@ -53,7 +53,7 @@ def test_what_has_another_name_has_that_name() -> None:
     for entry in ENTRIES:
         if entry.status != "renamed":
             continue
-        named = re.findall(r"--[a-z-]+|[A-Z][A-Z_]{2,}", entry.here)
+        named = re.findall(r"--[a-z0-9-]+|[A-Z][A-Z_]{2,}", entry.here)
         for name in named:
             is_known = name in known if name.startswith("--") else name in VARIABLES | READ_ELSEWHERE | {"FILE", "NAME"}
             assert is_known or entry.here == "packtool export", entry

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,20 @@ def test_the_best_evaluation_is_saved_and_kept(tiny: TinyWorld, with_val: str, t
     worst = losses.index(max(losses)) + 1
     assert result.checkpoint == str(tmp_path / "kept" / f"checkpoint-{worst}")
     assert set(checkpoints(tmp_path / "kept")) == {f"checkpoint-{worst}", "checkpoint-3"}
+
+
+def test_a_run_ends_early_where_evaluations_are_no_better(tiny: TinyWorld, with_val: str, tmp_path: Path) -> None:
+    """More loss is said to be better here, so the first evaluation is the best; a resumed run counts on."""
+    worse: dict[str, Any] = {"cached_dataset": (with_val,), "greater_is_better": True, "learning_rate": 0.1}
+    worse |= {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 5, "optim": "sgd"}
+    worse |= {"save_steps": 2, "verify_packing": False, "early_stop_interval": 2}
+    progress = Lines()
+    result = train(tiny.config(tmp_path, **worse), progress)
+    assert (result.steps, result.checkpoint) == (3, str(tmp_path / "checkpoint-3"))
+    assert any("ended early after step 3 of 5: eval_loss was best after step 1" in note for note in progress.notes)
+    shutil.rmtree(tmp_path / "checkpoint-3")
+    result = trained(tiny, tmp_path, **worse, resume_from_checkpoint="true")
+    assert (result.resumed_from, result.steps) == (str(tmp_path / "checkpoint-2"), 3)
 
 
 def test_settings_are_shown_as_they_are_typed() -> None:

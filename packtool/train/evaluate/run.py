@@ -100,9 +100,17 @@ def _evaluate(prepared: PreparedEvaluation, progress: Progress) -> tuple[Evaluat
         choose_blocks(config.attn_impl, device, dtype, head_dims=(0, 0))
         parallel = SequenceParallel.on_mesh(prepared.axes, device.type)
     with quiet_transformers():
-        kernel = config.attn_impl
-        model = load_trained(prepared.trained, spec, dtype, packing=packing, attn_impl=kernel, parallel=parallel)
-        model = model.to(device)
+        model = load_trained(
+            prepared.trained,
+            spec,
+            dtype,
+            packing=packing,
+            attn_impl=config.attn_impl,
+            parallel=parallel,
+            quantization=config,
+        )
+        if config.quant_bits is None:  # which transformers puts where they belong
+            model = model.to(device)
         begin = time.perf_counter()
         evaluation = evaluate(
             model,

@@ -127,11 +127,15 @@ class EvaluationCallback(TrainerCallback):
     Args:
         evaluate: and log; called on every rank, where it returns the same.
         every: steps between two evaluations; the last step is evaluated, too.
-        options: whether the best evaluation is saved, and what best means.
+        options: whether the best evaluation is saved, what best means, and when it is long enough ago to end.
+
+    Attributes:
+        ended_early: the run ends with this step, because evaluations are not getting better.
     """
 
     def __init__(self, evaluate: Callable[[], dict[str, float]], every: int, options: CheckpointOptions) -> None:
         self.evaluate, self.every, self.options = evaluate, every, options
+        self.ended_early = False
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """A step is done on every rank."""
@@ -140,10 +144,23 @@ class EvaluationCallback(TrainerCallback):
             should_log = control.should_log
             figures = self.evaluate()
             control.should_log = should_log
-            if self.options.seeks_best and self._is_best(figures, state):
+            options = self.options
+            if (options.seeks_best or options.early_stop_interval is not None) and self._is_best(figures, state):
                 state.best_global_step = state.global_step
-                state.best_model_checkpoint = os.path.join(str(args.output_dir), f"{PREFIX}{state.global_step}")
-                control.should_save = True
+                if options.seeks_best:
+                    state.best_model_checkpoint = os.path.join(str(args.output_dir), f"{PREFIX}{state.global_step}")
+                    control.should_save = True
+            if state.global_step < state.max_steps and self._is_enough(state):
+                control.should_training_stop = control.should_log = True
+                control.should_save |= options.save_strategy not in ("no", "best")
+
+    def _is_enough(self, state: TrainerState) -> bool:
+        """Whether the last evaluations were no better; asked of the log, so that a resumed run counts on."""
+        patience, name = self.options.early_stop_interval, self.options.best_metric
+        since = state.best_global_step or 0
+        found = patience is not None and sum(name in line and line["step"] > since for line in state.log_history)
+        self.ended_early = bool(patience and found >= patience)
+        return self.ended_early
 
     def _is_best(self, figures: dict[str, float], state: TrainerState) -> bool:
         name = self.options.best_metric

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -48,6 +49,7 @@ from packtool.train.model.memory import FEW, MemoryEstimate, estimate_memory, mo
 from packtool.train.model.parameters import count_parameters
 from packtool.train.model.part_rates import PartRates
 from packtool.train.model.precision import SavedPrecision, checkpoint_dtype, load_masters, loaded_dtype, precision_lines
+from packtool.train.model.quantize import quantization_line, quantization_of
 from packtool.train.model.quiet import quiet_transformers
 from packtool.train.model.sharding import (
     is_zero3,
@@ -68,10 +70,11 @@ def load_spec(run: PreparedRun) -> InputSpec:
     """The model as collation sees it.
 
     Raises:
-        ConfigError: for a multimodal model of an unknown family.
+        ConfigError: for a multimodal model of an unknown family, or --quant-bits without bitsandbytes.
         UnsupportedModelError: for a model whose packed samples could not be kept apart, or that Liger fails to patch.
     """
     spec = input_spec(run)
+    quantization_of(run.config, spec.config, resolve_dtype(spec.config, run.config, on_gpu=has_gpu(run.config)))
     if run.config.torch_compile and is_zero3(run.config):
         raise ConfigError(
             f"--torch-compile true: with --deepspeed {run.config.deepspeed} weights are gathered inside of the layers "
@@ -115,6 +118,7 @@ def estimate_training(run: PreparedRun, spec: InputSpec) -> tuple[MemoryEstimate
         PartRates.of(run.config, model)
     estimate = _estimate(run, model, spec, dtype)
     told = list(precision_lines(model, dtype, run.config, checkpoint_dtype(spec.config)))
+    told += quantization_line(model, spec.config.model_type, run.config)
     check_optimizer_of(model, args)
     return estimate, told
 
@@ -165,10 +169,8 @@ def execute(run: PreparedRun, spec: InputSpec, result: TrainResult, progress: Pr
         seconds = time.perf_counter() - begin
     steps = trainer.state.global_step
     result = trainer.loader.steps.counted(result)
-    if steps < result.steps and trainer.loader.steps.ended and not watch.stopped_by:
-        progress.note(
-            f"the rows ended after step {steps:,} of {result.steps:,}; a larger --num-train-epochs reads them again"
-        )
+    for line in training.early_lines(result.steps):
+        progress.note(line)
     skipped = all_skipped(trainer.skipped, run.world)
     for line in skipped_lines(skipped):
         progress.note(line)
@@ -254,12 +256,24 @@ class Training:
         report: what it tells the user.
         watch: what ends it.
         parallel: ranks that share sequences with this one, as the model was told; None for nobody.
+        evaluation: what evaluates between steps; None for nothing.
     """
 
     trainer: PackTrainer
     report: ReportCallback
     watch: StepWatch
     parallel: SequenceParallel | None
+    evaluation: EvaluationCallback | None
+
+    def early_lines(self, planned: int) -> Iterator[str]:
+        """Why training ended before so many steps, if neither a signal nor a mistake ended it."""
+        steps, config, state = self.trainer.state.global_step, self.trainer.loader.run.config, self.trainer.state
+        if steps < planned and self.trainer.loader.steps.ended and not self.watch.stopped_by:
+            yield f"the rows ended after step {steps:,} of {planned:,}; a larger --num-train-epochs reads them again"
+        if self.evaluation is not None and self.evaluation.ended_early:
+            told = f"ended early after step {steps:,} of {planned:,}: {config.best_metric} was best after step "
+            told += f"{state.best_global_step or 0:,}"
+            yield f"{told}, and not in the {config.early_stop_interval} evaluations since"
 
 
 def make_training(
@@ -279,7 +293,8 @@ def make_training(
     model, saved = _make_model(run, spec, dtype, parallel)
     if run.beginning.weights is not None:
         progress.note(f"weights are those of {run.beginning.weights}; optimizer, schedule and data begin anew")
-    for line in precision_lines(model, dtype, config, saved.dtype):
+    told = precision_lines(model, dtype, config, saved.dtype)
+    for line in (*told, *quantization_line(model, spec.config.model_type, config)):
         progress.note(line)
     if config.torch_compile:
         compile_layers(model, config.torch_compile_backend)
@@ -297,15 +312,17 @@ def make_training(
     )
     keep_digits_of_outputs(trainer.accelerator, config)
     shard_layers_that_are_there(trainer.accelerator, model, config)
+    evaluation = None
     if run.validation is not None:
         by_steps = config.eval_steps if config.eval_strategy == "steps" else None
         every = by_steps or run.schedule.steps_per_epoch
         evaluate = partial(_evaluate, run, run.validation, trainer, parallel)
-        trainer.add_callback(EvaluationCallback(partial(trainer.log_evaluation, evaluate), every, config))
+        evaluation = EvaluationCallback(partial(trainer.log_evaluation, evaluate), every, config)
+        trainer.add_callback(evaluation)
     if (record := run.record()) is not None:
         trainer.add_callback(RecordCallback(record, trainer, watch))
     trainer.add_callback(CheckpointCallback(run, watch))
-    return Training(trainer, report, watch, parallel)
+    return Training(trainer, report, watch, parallel, evaluation)
 
 
 def _evaluate(
@@ -339,6 +356,7 @@ def _make_model(
         packing=run.config.removes_padding,
         attn_impl=run.config.attn_impl,
         parallel=parallel,
+        quantization=run.config,
     )
     saved = SavedPrecision.of(spec.config, model)
     trained = make_trainable(model, run.config)

@@ -16,12 +16,14 @@ from packtool.attention.register import route_towers, set_attention
 from packtool.attention.support import refuse_unsupported
 from packtool.batch.spec import InputSpec, auto_class
 from packtool.config.evaluate import EvalConfig
+from packtool.config.quantization import QuantizationOptions
 from packtool.config.train import TrainConfig
 from packtool.encode.families import Towers
 from packtool.errors import ConfigError, MismatchError
 from packtool.train.model.adapters import add_adapters, attach_adapter
 from packtool.train.model.frozen import freeze
 from packtool.train.model.precision import checkpoint_dtype, keeps_masters, raise_to_masters
+from packtool.train.model.quantize import quantization_of, stay_trainable
 from packtool.train.model.towers import towers_of
 from packtool.train.prepare.trained import TrainedModel
 
@@ -63,6 +65,7 @@ def load_model(
     packing: bool,
     attn_impl: str = "auto",
     parallel: SequenceParallel | None = None,
+    quantization: QuantizationOptions | None = None,
 ) -> PreTrainedModel:
     """Read a model's weights.
 
@@ -70,16 +73,24 @@ def load_model(
         packing: route the text tower through packed attention; False leaves transformers' own.
         attn_impl: kernel of the packed attention.
         parallel: ranks that share each sequence.
+        quantization: bits of the language model's layers; None for those of ``dtype``.
 
     Raises:
+        ConfigError: for few bits without bitsandbytes.
         UnsupportedModelError: before any weight is read, if packed samples could not be kept apart.
         MismatchError: if the checkpoint lacks weights, which would otherwise be random.
     """
     if packing:
         refuse_unsupported(config)
     # A copy: loading writes the choice of attention into the config, and collation's meta model must not inherit it.
+    few_bits = None if quantization is None else quantization_of(quantization, config, dtype)
     loaded, info = auto_class(config).from_pretrained(
-        model, config=copy.deepcopy(config), dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+        model,
+        config=copy.deepcopy(config),
+        dtype=dtype,
+        attn_implementation="sdpa",
+        output_loading_info=True,
+        quantization_config=few_bits,
     )
     if missing := sorted(info["missing_keys"]):
         shown = ", ".join(missing[:_SHOWN_NAMES]) + (", ..." if len(missing) > _SHOWN_NAMES else "")
@@ -87,6 +98,8 @@ def load_model(
             f"{model} lacks {len(missing)} weights of a {type(loaded).__name__}: {shown}",
             "Check that --model is a complete checkpoint with a language head.",
         )
+    if few_bits is not None:
+        stay_trainable(loaded)
     # Under ZeRO-3 transformers would undo renamings in every checkpoint that this one never needed.
     if renamings := getattr(loaded, "_weight_conversions", None):
         loaded._weight_conversions = [renaming for renaming in renamings if renaming.was_used()]
@@ -155,18 +168,27 @@ def load_trained(
     packing: bool = True,
     attn_impl: str = "auto",
     parallel: SequenceParallel | None = None,
+    quantization: QuantizationOptions | None = None,
 ) -> nn.Module:
     """Read the weights of a model as training left it, with its adapter if it has one.
 
     Args:
         packing: keep packed samples apart, with the kernel ``attn_impl``.
         parallel: ranks that share each sequence.
+        quantization: bits of the language model's layers; None for those of ``dtype``.
 
     Raises:
+        ConfigError: for few bits without bitsandbytes.
         UnsupportedModelError: for a model that cannot be packed.
         MismatchError: if the checkpoint lacks weights, which would otherwise be random.
     """
     loaded: nn.Module = load_model(
-        trained.base, spec.config, dtype=dtype, packing=packing, attn_impl=attn_impl, parallel=parallel
+        trained.base,
+        spec.config,
+        dtype=dtype,
+        packing=packing,
+        attn_impl=attn_impl,
+        parallel=parallel,
+        quantization=quantization,
     )
     return attach_adapter(loaded, trained.adapter) if trained.adapter is not None else loaded

@@ -19,6 +19,7 @@ from packtool.simulate.hardware import Hardware
 from packtool.train.model.load import make_trainable
 from packtool.train.model.parameters import whole_size
 from packtool.train.model.precision import loaded_dtype
+from packtool.train.model.quantize import quantized_layers, saved_bytes
 from packtool.train.model.quiet import quiet_transformers
 from packtool.train.model.sharding import deepspeed_settings
 from packtool.train.model.trace import trace_pass
@@ -110,7 +111,13 @@ def estimate_memory(
     sizes = [
         (whole_size(parameter), parameter.element_size(), parameter.requires_grad) for parameter in model.parameters()
     ]
-    weights = sum(count * size for count, size, _ in sizes)
+    quantized = quantized_layers(model, model_config.model_type, config)
+    # Those that are there already take up bytes of their own.
+    kept = torch.float32.itemsize if config.torch_dtype == "float32" else dtype.itemsize
+    whole_layers = sum(whole_size(layer.weight) * (kept - layer.weight.element_size()) for layer in quantized)
+    weights = sum(count * size for count, size, _ in sizes) + whole_layers - saved_bytes(quantized, config, kept)
+    # A layer of few bits is brought back to all its digits while it computes.
+    restored = max((whole_size(layer.weight) for layer in quantized), default=0) * dtype.itemsize
     trained = sum(count * size for count, size, is_trained in sizes if is_trained)
     stage = _stage(config)
     micro_batches = micro_batches or with_longest(config, model_config.to_dict(), RankTokens(computed=1))
@@ -125,7 +132,7 @@ def estimate_memory(
         weights=weights / _GIB / (world_size if stage >= 3 else 1),
         gradients=trained / _GIB / (world_size if stage >= 2 else 1),
         optimizer=_optimizer_bytes(config, trained, dtype) / _GIB / (world_size if stage >= 1 else 1),
-        activations=max(*known, checked) / _GIB if len(known) == len(told) else None,
+        activations=(max(*known, checked) + restored) / _GIB if len(known) == len(told) else None,
         gathered=gathered / _GIB,
         buckets=buckets / _GIB,
         num_tokens=tokens,

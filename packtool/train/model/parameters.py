@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
@@ -11,6 +11,9 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     return sum(size for size, trainable in sizes if trainable), sum(size for size, _ in sizes)
 
 
-def whole_size(parameter: nn.Parameter) -> int:
-    """Numbers in a parameter, of which ZeRO-3 leaves a process its share only."""
+def whole_size(parameter: Tensor) -> int:
+    """Numbers in a parameter of any shape; under ZeRO-3 a process has its share only, in 4 bits two share a byte."""
+    packed = getattr(parameter, "quant_state", None)
+    if packed is not None:
+        return int(packed.shape.numel())
     return int(getattr(parameter, "ds_numel", parameter.numel()))

@@ -87,6 +87,7 @@ def precision_lines(model: nn.Module, dtype: torch.dtype, run: TrainConfig, save
     """
     kept = {str(parameter.dtype)[6:] for parameter in model.parameters() if parameter.requires_grad}
     frozen = {str(parameter.dtype)[6:] for parameter in model.parameters() if not parameter.requires_grad}
+    frozen -= {"int8", "uint8"}  # told where they are counted
     how = ", ".join(sorted(kept))
     if run.train_type == "full" and run.master_weights == "kahan":
         how += " with what rounding takes kept beside them (kahan)"

@@ -98,7 +98,7 @@ def with_evaluation(config: TrainConfig, reader: CacheReader) -> tuple[TrainConf
         reader: of the caches that are trained.
 
     Raises:
-        ConfigError: if the best checkpoint is asked for and there is nothing to evaluate.
+        ConfigError: if the best checkpoint or an early stop is asked for and there is nothing to evaluate.
     """
     every = config.eval_steps or config.save_steps
     if config.eval_strategy is not None:
@@ -111,11 +111,11 @@ def with_evaluation(config: TrainConfig, reader: CacheReader) -> tuple[TrainConf
             f"the val split ({sum(num):,} samples) is evaluated {when} and at the end: --eval-strategy no leaves it out"
         )
         return dataclasses.replace(config, eval_strategy=strategy, eval_steps=every), [told]
-    if config.seeks_best:
+    if config.seeks_best or config.early_stop_interval is not None:
         raise ConfigError(
-            "the best checkpoint is asked for, and nothing is evaluated",
+            "the best checkpoint or an early stop is asked for, and nothing is evaluated",
             "Give caches with a val split (--val-dataset or --split-dataset-ratio at export), or leave out "
-            "--load-best-model-at-end and --save-strategy best.",
+            "--load-best-model-at-end, --save-strategy best and --early-stop-interval.",
         )
     told = "only some of the caches have a val split: nothing is evaluated"
     return dataclasses.replace(config, eval_strategy="no"), [told] if any(num) and strategy != "no" else []

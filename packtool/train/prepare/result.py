@@ -112,7 +112,8 @@ def next_lines(config: TrainConfig, result: TrainResult) -> Iterator[str]:
         return
     caches = shlex.join(config.cached_dataset or ("CACHE",))
     checkpoint = shlex.quote(result.checkpoint)
-    yield f"evaluate: packtool eval --model {checkpoint} --cached-dataset {caches} --output eval.parquet"
+    few_bits = "" if config.quant_bits is None else f" --quant-bits {config.quant_bits}"
+    yield f"evaluate: packtool eval --model {checkpoint} --cached-dataset {caches} --output eval.parquet{few_bits}"
     if config.train_type == "lora":
         yield f'load: peft.PeftModel.from_pretrained(model, "{result.checkpoint}")  # onto {config.model}'
         yield f"merge: packtool merge {checkpoint} --output MERGED"

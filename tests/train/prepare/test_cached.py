@@ -98,5 +98,7 @@ def test_a_val_split_is_evaluated_when_checkpoints_are_saved(tiny: TinyWorld, tm
     both = {"cached_dataset": (str(tmp_path / "with"), tiny.cache)}
     (note,) = prepare_cached(tiny.config(tmp_path, **both), World()).notes
     assert note == "only some of the caches have a val split: nothing is evaluated"
-    with pytest.raises(ConfigError, match="the best checkpoint is asked for, and nothing is evaluated"):
+    with pytest.raises(
+        ConfigError, match="the best checkpoint or an early stop is asked for, and nothing is evaluated"
+    ):
         decided(load_best_model_at_end=True)

@@ -1,0 +1,47 @@
+"""Weights of the base model in 4 or 8 bits. Names and meanings are ms-swift's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from packtool.config.panels import Panel
+from packtool.config.settings import option
+
+QuantMethod = Literal["bnb"]
+_PANEL: Panel = "Precision and memory"
+_BITS = (4, 8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationOptions:
+    """Whether the base model under adapters is kept in few bits (QLoRA, Dettmers et al. 2023, arXiv 2305.14314)."""
+
+    quant_method: QuantMethod | None = option(
+        None,
+        "What keeps the base model in few bits: bnb is bitsandbytes, which --quant-bits takes alone, too.",
+        panel=_PANEL,
+    )
+    quant_bits: int | None = option(
+        None,
+        "Bits of the language model's linear layers under adapters: 4 (QLoRA) or 8. Towers of media and the head stay "
+        "as they are.",
+        panel=_PANEL,
+        minimum=min(_BITS),
+        maximum=max(_BITS),
+    )
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = option("nf4", "What four bits stand for.", panel=_PANEL)
+    bnb_4bit_use_double_quant: bool = option(
+        True, "Keep the scales of four-bit weights in 8 bits, which saves 0.37 bits a weight.", panel=_PANEL
+    )
+
+
+def quantization_problems(options: QuantizationOptions) -> list[str]:
+    """Options of few bits that contradict each other."""
+    if options.quant_bits is None:
+        return (
+            [] if options.quant_method is None else [f"--quant-method {options.quant_method} needs --quant-bits 4 or 8"]
+        )
+    if options.quant_bits not in _BITS:
+        return [f"--quant-bits {options.quant_bits}: known are {' and '.join(map(str, _BITS))}"]
+    return []

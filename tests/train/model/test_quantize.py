@@ -1,0 +1,105 @@
+"""Few bits under adapters: what is refused, what is saved, and gradients of the weights that the bits stand for."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedConfig
+
+from packtool.config.train import TrainConfig
+from packtool.errors import ConfigError
+from packtool.train.model.load import load_model, make_trainable
+from packtool.train.model.quantize import quantization_of, quantized_layers, saved_bytes
+from tests.batch.reduced import reduced_model
+
+has_bitsandbytes = importlib.util.find_spec("bitsandbytes") is not None
+needs_bitsandbytes = pytest.mark.skipif(not has_bitsandbytes, reason="needs bitsandbytes")
+
+
+def config(**settings: Any) -> TrainConfig:
+    return TrainConfig(model="m", cached_dataset=("c",), output_dir="o", **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"quant_bits": 5}, "--quant-bits 5: known are 4 and 8"),
+        ({"quant_method": "bnb"}, "--quant-method bnb needs --quant-bits 4 or 8"),
+        ({"train_type": "full"}, "does not go with --train-type full"),
+        ({"init_weights": "pissa"}, "does not go with --init-weights pissa"),
+        ({"fsdp": ("full_shard",)}, "does not go with --fsdp"),
+        ({"deepspeed": "zero3"}, "does not go with --deepspeed zero3"),
+    ],
+)
+def test_what_few_bits_cannot_do_is_refused(settings: dict[str, Any], told: str) -> None:
+    asked = {} if "quant_method" in settings else {"quant_bits": 4}
+    assert any(told in problem for problem in config(**asked | settings).problems())
+    assert not config(quant_bits=4, quant_method="bnb").problems()
+
+
+@pytest.mark.skipif(has_bitsandbytes, reason="is about its absence")
+def test_without_the_package_it_is_named() -> None:
+    with pytest.raises(ConfigError, match="--quant-bits 4: bitsandbytes is not installed"):
+        quantization_of(config(quant_bits=4), PreTrainedConfig(), torch.float32)
+
+
+def test_towers_and_head_keep_their_bits() -> None:
+    """And adapters, of which a model may have some already."""
+    options = config(quant_bits=4, freeze_vit=False, freeze_aligner=False)
+    model = reduced_model("qwen3_vl")
+    bare = quantized_layers(model, "qwen3_vl", options)
+    names = {name for name, module in model.named_modules() if any(module is layer for layer in bare)}
+    assert {name.rpartition(".")[2] for name in names} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    }
+    assert all(".language_model." in name for name in names)
+    assert len(quantized_layers(make_trainable(model, options), "qwen3_vl", options)) == len(bare)
+    assert quantized_layers(model, "qwen3_vl", config()) == []
+
+
+def test_what_is_saved_is_counted_by_hand() -> None:
+    layers = [torch.nn.Linear(128, 64), torch.nn.Linear(64, 256)]
+    numbers = 128 * 64 + 64 * 256
+    assert saved_bytes(layers, config(quant_bits=8), 2) == numbers * 1 - 4 * (64 + 256)
+    assert saved_bytes(layers, config(quant_bits=4, bnb_4bit_use_double_quant=False), 2) == numbers * (1.5 - 4 / 64)
+    twice = saved_bytes(layers, config(quant_bits=4), 2) - numbers * (1.5 - 4 / 64)
+    assert twice * 8 / numbers == pytest.approx(0.373, abs=1e-3), "the paper's 0.373 bits a weight"
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("bits", [4, 8])
+def test_gradients_are_those_of_the_weights_that_the_bits_stand_for(tmp_path: Path, bits: int) -> None:
+    """Also after an evaluation, in which bitsandbytes would like to turn to an order without a backward pass."""
+    options = config(quant_bits=bits, lora_dropout=0.0)
+    reduced_model("qwen3").save_pretrained(tmp_path)
+    settings = reduced_model("qwen3").config
+    models = [
+        load_model(str(tmp_path), settings, dtype=torch.float32, packing=False, quantization=quantization)
+        for quantization in (options, None)
+    ]
+    for few, whole in zip(*(quantized_layers(model, "qwen3", options) for model in models), strict=True):
+        restored = few(torch.eye(few.in_features)).T.detach() if bits == 4 else _restored(few)
+        whole.weight.data.copy_(restored)
+    inputs = torch.arange(24).reshape(1, -1)
+    found = []
+    for model in models:
+        torch.manual_seed(0)
+        adapted = make_trainable(model, options)
+        adapted.eval()
+        adapted(input_ids=inputs)
+        adapted.train()
+        adapted(input_ids=inputs, labels=inputs).loss.backward()
+        found.append([weight.grad for weight in adapted.parameters() if weight.requires_grad])
+    for ours, theirs in zip(*found, strict=True):
+        # Eight bits round what comes in, too.
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 if bits == 4 else 0.05 * float(theirs.abs().max()))
+    assert any(float(gradient.abs().max()) > 0 for gradient in found[0])
+
+
+def _restored(layer: Any) -> torch.Tensor:
+    scales = layer.weight.SCB if layer.weight.SCB is not None else layer.state.SCB
+    return layer.weight.data.float() * scales[:, None] / 127
