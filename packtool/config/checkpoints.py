@@ -93,8 +93,28 @@ def checkpoint_problems(options: CheckpointOptions, *, may_evaluate: bool) -> li
             f"--metric-for-best-model {options.metric_for_best_model}: known are loss, perplexity, token_accuracy and "
             "loss/CHANNEL"
         )
-    if options.data_change == "allow" and options.resume_from_checkpoint in (None, "false"):
-        found.append("--data-change allow goes with --resume-from-checkpoint: a new run has no data to change")
     if options.load_best_model_at_end and options.save_strategy == "no":
         found.append("--load-best-model-at-end needs checkpoints: leave out --save-strategy no")
+    return found
+
+
+def data_change_problems(
+    options: CheckpointOptions, *, streaming: bool, plan: str | None, only_model: bool
+) -> list[str]:
+    """What does not go with ``--data-change allow``.
+
+    Args:
+        streaming, plan, only_model: options of the same names.
+    """
+    if options.data_change == "refuse":
+        return []
+    found = []
+    if options.resume_from_checkpoint in (None, "false"):
+        found.append("--data-change allow goes with --resume-from-checkpoint: a new run has no data to change")
+    if streaming:
+        found.append("--data-change allow needs a ledger of what was trained, which --streaming true does not keep")
+    if plan is not None:
+        found.append("--data-change allow plans anew, and --plan belongs to the caches that it was made for")
+    if only_model:
+        found.append("--data-change allow goes on with a run, and --resume-only-model begins one anew, on any data")
     return found

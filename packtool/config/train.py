@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from packtool.config.adapters import AdapterOptions, adapter_problems
 from packtool.config.caches import CacheOptions
-from packtool.config.checkpoints import CheckpointOptions, checkpoint_problems
+from packtool.config.checkpoints import CheckpointOptions, checkpoint_problems, data_change_problems
 from packtool.config.evaluate import MAX_TOKENS_HELP
 from packtool.config.export import ExportConfig
 from packtool.config.memory import MemoryOptions, sharding_problems
@@ -243,13 +243,6 @@ class TrainConfig(
             found.append("--num-train-epochs 0 trains nothing: give more, or --max-steps")
         if self.deepspeed is not None and self.on_nan == "skip":
             found.append("--on-nan skip leaves out updates, which DeepSpeed makes itself: use stop or go-on")
-        if self.data_change == "allow":
-            for given, why in (
-                (self.streaming, "--streaming true: a stream keeps no ledger of what was trained"),
-                (self.plan is not None, "--plan: a saved plan belongs to the caches that it was made for"),
-                (self.resume_only_model, "--resume-only-model: it begins anew, with whatever data"),
-            ):
-                found += [f"--data-change allow does not go with {why}"] if given else []
         if self.resume_only_model and self.resume_from_checkpoint in (None, "false"):
             found.append("--resume-only-model goes with --resume-from-checkpoint, which names the weights")
         found += self._master_problems()
@@ -260,6 +253,7 @@ class TrainConfig(
             *found,
             *adapter_problems(self),
             *checkpoint_problems(self, may_evaluate=self.eval_strategy != "no" and not self.streaming),
+            *data_change_problems(self, streaming=self.streaming, plan=self.plan, only_model=self.resume_only_model),
             *self._precision_problems(),
             *self._compile_problems(),
             *quantization_problems(self),

@@ -67,7 +67,7 @@ def trained_figures(directory: str) -> dict[str, Any]:
         "sources": sources,
         "tokens": sum(source["tokens"] for source in sources),
         "target_tokens": sum(source["target_tokens"] for source in sources),
-        "starts": _starts(os.path.dirname(os.path.abspath(checkpoint))),
+        "starts": _starts(os.path.dirname(os.path.abspath(checkpoint)), state.step),
     }
 
 
@@ -89,7 +89,7 @@ def _source_figures(source: SourceLedger, is_present: bool) -> dict[str, Any]:
     }
 
 
-def _starts(output_dir: str) -> list[dict[str, Any]]:
+def _starts(output_dir: str, step: int) -> list[dict[str, Any]]:
     if not has_history(output_dir):
         return []
     return [
@@ -102,14 +102,17 @@ def _starts(output_dir: str) -> list[dict[str, Any]]:
             "caches": [directory for directory, _, _ in segment.caches],
         }
         for segment, _ in segments_of(output_dir)
+        if segment.first < step
     ]
 
 
 def trained_lines(figures: Mapping[str, Any]) -> Iterator[str]:
     """Lines that tell it on a terminal."""
+    epoch = figures["epoch"]
+    where = f"in epoch {epoch + 1:,}" if figures["step_in_epoch"] else f"at the end of epoch {epoch:,}"
     yield (
-        f"trained until step {figures['step']:,} ({figures['saved_at']}), after {figures['epoch']:,} epochs and "
-        f"{figures['step_in_epoch']:,} steps: {figures['tokens']:,} tokens, {figures['target_tokens']:,} targets"
+        f"trained until step {figures['step']:,} ({figures['saved_at']}), {where}: {figures['tokens']:,} tokens, "
+        f"{figures['target_tokens']:,} targets"
     )
     rows = [("cache", "samples", "trained", "this epoch", "times", "epochs", "tokens", "targets", "skipped")]
     for source in figures["sources"]:

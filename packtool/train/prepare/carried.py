@@ -205,7 +205,7 @@ def _refuse_untold(
             if now.get(path, digest) != digest and _still_there(source) is None:
                 raise MismatchError(
                     f"{path} has changed since {source.directory} was exported, so its rows are not those that were "
-                    "trained, and the cache that could tell which of them are is gone",
+                    "trained; and the old cache, which could tell which is which, is gone",
                     "Bring that cache back, export the changed file into another directory, and resume with that one.",
                 )
 

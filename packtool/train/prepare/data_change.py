@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from packtool import storage
 from packtool.cache.reader import CacheReader
 from packtool.plan.ledger import DataChange, Ledger, RowCounts, SourceLedger
 from packtool.plan.pack_plan import Int64Array
@@ -107,7 +108,7 @@ def with_changed_data(ledger: Ledger, reader: CacheReader, wanted: Int64Array, h
         carried_counts(pool, len(leaving), reader, new, history) if new and pool else Carried.nothing(pool, reader, new)
     )
     sources = tuple(
-        dataclasses.replace(source, directory=reader.directories[cache])
+        dataclasses.replace(source, directory=storage.absolute(reader.directories[cache]))
         if source is not None
         else _begun(reader, cache, found, ledger.retired)
         for cache, source in enumerate(kept)
@@ -152,20 +153,20 @@ def cache_differences(sources: Sequence[SourceLedger], reader: CacheReader) -> l
     """Which caches a run had and has not, or has anew, a line for each."""
     kept, leaving = paired_caches(sources, reader)
     places = {source.directory for source in leaving}
+    directories = [storage.absolute(directory) for directory in reader.directories]
     found = []
     for cache, source in enumerate(kept):
-        directory = reader.directories[cache]
+        directory = directories[cache]
         if source is None:
             found.append(f"{directory}: {'is another export now' if directory in places else 'was not there'}")
-    again = set(reader.directories)
-    found += [f"{source.directory}: is not there now" for source in leaving if source.directory not in again]
+    found += [f"{each.directory}: is not there now" for each in leaving if each.directory not in directories]
     return found or ["the caches are in another order"]
 
 
 def _begun(reader: CacheReader, cache: int, found: Carried, retired: Sequence[SourceLedger]) -> SourceLedger:
     """The ledger of a cache that was not there before the change, or not just before it."""
     fingerprint = reader.manifests[cache].fingerprint
-    source = SourceLedger.begin(reader.directories[cache], fingerprint, reader.sizes[cache])
+    source = SourceLedger.begin(storage.absolute(reader.directories[cache]), fingerprint, reader.sizes[cache])
     back = next((each for each in retired if each.fingerprint == fingerprint), None)
     if back is not None:
         source = dataclasses.replace(back, directory=source.directory)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from packtool import storage
 from packtool.cache.reader import CacheReader
 from packtool.plan.ledger import Ledger, RowCounts, SourceLedger
 from packtool.train.prepare.carried import HISTORY, keep_origins
@@ -146,4 +147,5 @@ def ledger_of_plan(reader: CacheReader, schedule: PlannedSchedule, step: int, ta
 def begin_ledger(reader: CacheReader) -> Ledger:
     """The ledger of a run on some caches before its first step."""
     found = zip(reader.directories, reader.manifests, reader.sizes, strict=True)
-    return Ledger(sources=tuple(SourceLedger.begin(name, manifest.fingerprint, num) for name, manifest, num in found))
+    sources = (SourceLedger.begin(storage.absolute(name), m.fingerprint, num) for name, m, num in found)
+    return Ledger(sources=tuple(sources))
