@@ -112,13 +112,14 @@ def _with_other_data(
     assignments = ((before.step, *state.assignment),)
     schedule = planner.schedule(assignments, changed.ledger.change)
     state = dataclasses.replace(state, assignments=assignments, data_since=before.step)
-    notes = changed.lines(_steps_left(schedule, before.step), _told_steps(checkpoint, before.step, schedule))
+    notes = changed.lines(
+        _steps_left(schedule, before.step, ledger.epoch), _told_steps(checkpoint, before.step, schedule)
+    )
     return Continued(schedule, state, changed.ledger, changed, tuple(notes))
 
 
-def _steps_left(schedule: PlannedSchedule, step: int) -> int:
-    """Steps of the epoch that a step lies in, from there on."""
-    epoch, _ = schedule.locate(step)
+def _steps_left(schedule: PlannedSchedule, step: int, epoch: int) -> int:
+    """Steps of an epoch from a step on, none where nothing of it is left."""
     return next(n for n in range(schedule.num_steps + schedule.steps_per_epoch) if schedule.locate(step + n)[0] > epoch)
 
 
