@@ -27,7 +27,13 @@ AUDIO_MARK = "<audio>"
 MEDIA_MARKS = {"image": IMAGE_MARK, "video": VIDEO_MARK, "audio": AUDIO_MARK}
 """The mark of each kind of medium."""
 
+NAME_MARK, BOX_MARK = "<ref-object>", "<bbox>"
+"""What a row's text holds where a name, or a box of its ``objects`` goes."""
+
 ROLES = ("system", "user", "assistant", "tool")
 
 LEAST_SHARED = 64
 """Tokens that a prefix must have to be shared: few would cost attention more documents than they save it tokens."""
+
+LEAST_PROMPT = 512
+"""Tokens that a system prompt must have for rows to share it alone: all rows of a set may be one tree then."""

@@ -32,17 +32,40 @@ EXIT_MISMATCH = 4
 EXIT_STORAGE = 5
 EXIT_INTERRUPTED = 130
 
+_LEAST_LETTERS = 4  # with the dash in front: too many names begin with fewer
+
+
+def most_similar(name: str, known: Iterable[str], likeness: float = 0.6) -> str | None:
+    """The known name that is spelled most like another: ``seed`` for ``sed``.
+
+    Where none is, the shortest one that has the name as words of its own, or as how they begin: ``--expand-turns`` for
+    ``--expand``.
+
+    Args:
+        likeness: from 0 to 1, how similar it must be (``difflib``).
+    """
+    names = list(known)
+    if close := difflib.get_close_matches(name, names, n=1, cutoff=likeness):
+        return close[0]
+    begun = _words(name)
+    longer = [other for other in names if len(begun) >= _LEAST_LETTERS and begun in _words(other)]
+    return min(longer, key=len, default=None)
+
+
+def _words(name: str) -> str:
+    return "-" + name.lower().strip("-").replace("_", "-")
+
 
 def did_you_mean(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
     """The end of a message about a name that nobody knows: the most similar one that is known, if any is.
 
     Args:
-        likeness: from 0 to 1, how similar it must be (``difflib``).
+        likeness: see ``most_similar``.
     """
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)
-    if not close:
+    close = most_similar(name, known, likeness)
+    if close is None:
         return ""
-    return f"; did you mean {close[0] if close[0].startswith('--') else repr(close[0])}?"
+    return f"; did you mean {close if close.startswith('--') else repr(close)}?"
 
 
 class PacktoolError(Exception):

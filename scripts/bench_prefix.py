@@ -113,7 +113,7 @@ def bench_turns(world: World, work: Path, realdata: Path | None, conversations: 
     template = work / "thinking.jinja"
     template.write_text(TEMPLATE)
     for name, pictures in (("of text", ()), ("about pictures", world.pictures)):
-        rows = thinking_rows(realdata, conversations, pictures) if realdata else small_thinking_rows(2, pictures)
+        rows = thinking_rows(realdata, conversations, pictures) if realdata else small_thinking_rows(1, pictures)
         whole, turns = (
             export_rows(world, work, f"{name}-{way}", rows, chat_template=str(template), expand_turns=way)
             for way in ("false", "auto")

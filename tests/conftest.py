@@ -34,6 +34,11 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+# Python's own collections would take a sixth of the tests' time; the fixtures below are instead of them.
+gc.disable()
+_MOST_OBJECTS = 500_000
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _what_is_there_stays() -> None:
     """What was imported lives until the end: who collects garbage, as every training does, need not look at it.
@@ -42,6 +47,13 @@ def _what_is_there_stays() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _garbage_is_collected() -> None:
+    """Once there may be much of it."""
+    if gc.get_count()[0] > _MOST_OBJECTS:
+        gc.collect()
 
 
 def pytest_sessionfinish() -> None:

@@ -36,3 +36,12 @@ def test_the_most_similar_name_is_told() -> None:
     assert errors.did_you_mean("sed", ["model", "seed"]) == "; did you mean 'seed'?"
     assert errors.did_you_mean("--packin-length", ["--packing-length"]) == "; did you mean --packing-length?"
     assert errors.did_you_mean("sed", ["model"]) == errors.did_you_mean("sed", ["seed"], likeness=0.99) == ""
+
+
+def test_a_name_that_is_part_of_another_is_told_its_whole() -> None:
+    options = ["--expand-turns", "--dataset-num-proc", "--model"]
+    assert errors.most_similar("--expand", options, likeness=0.75) == "--expand-turns"
+    assert errors.most_similar("--num-proc", options, likeness=0.75) == "--dataset-num-proc"
+    assert errors.most_similar("best", ["binpacking", "best_fit"]) == "best_fit"
+    assert errors.most_similar("--urns", options, likeness=0.75) is None
+    assert errors.most_similar("--mo", options, likeness=0.75) is None

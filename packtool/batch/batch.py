@@ -51,7 +51,7 @@ class Batch(Movable):
         towers: for each tower that has something to do, what it would else work out on the device.
         target_positions: int64 (N,), where in the flattened micro-batch the N labels are that are not -100, rising.
         loss_weights: float32 (B, T), of each label, shifted like them, or None when all weigh 1.
-        channels: of each document or row, a filler's is None.
+        channels: of each document or row, a filler's is None; see ``TreeBatch`` for its own.
         num_samples: samples in it; a filler document does not count.
         skipped: samples that should be in it and could not be loaded.
         num_padding: tokens of a filler document that makes the row one of few lengths, for compiled layers.
@@ -155,7 +155,8 @@ class TreeBatch(PackedBatch):
             the root down to it.
         cu_seqlens_k: int32 (S + 1,), where these begin, and T' at the end.
         key_lengths: the same as S lengths, on the host.
-        target_counts: int64 (N,), labels of samples that each target stands for.
+        channels: of the samples, C of them, each once: a document may be of samples of several.
+        target_counts: int64 (C, N), labels that each target stands for of the samples of each channel.
         num_sample_targets: their sum: what the samples have alone.
         sample_ends: of each sample the document that it ends in.
     """

@@ -70,12 +70,13 @@ def collate_tree(
     lengths = tuple(document.length for document in documents)
     keys, key_lengths = key_index([node.parent for node in nodes] + [ROOT] * len(fillers), lengths)
     input_ids = torch.from_numpy(np.concatenate([document.input_ids for document in documents], dtype=np.int64))
-    labels, weights, counts = _targets(samples, nodes, spec)
+    channels = tuple(dict.fromkeys(sample.channel for sample in samples))
+    labels, weights, counts = _targets(samples, nodes, spec, channels)
     num_fillers = sum(filler.length for filler in fillers)
     labels = np.append(labels, np.full(num_fillers, IGNORE_INDEX))
     weights = np.append(weights, np.zeros(num_fillers, np.float32))
     positions = target_positions(torch.from_numpy(labels))
-    counts = counts[positions.numpy()]
+    counts = counts[:, positions.numpy()]
     return TreeBatch(
         input_ids=input_ids.unsqueeze(0),
         labels=torch.from_numpy(labels).unsqueeze(0),
@@ -84,7 +85,7 @@ def collate_tree(
         towers=tower_inputs(spec, media, input_ids),
         target_positions=positions,
         loss_weights=torch.from_numpy(weights).unsqueeze(0),
-        channels=(*(samples[node.samples[0]].channel for node in nodes), *(None for _ in fillers)),
+        channels=channels,
         num_samples=len(samples),
         num_padding=num_padding,
         cu_seqlens=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
@@ -105,12 +106,13 @@ def _ends(nodes: Sequence[Node], num_samples: int) -> tuple[int, ...]:
 
 
 def _targets(
-    samples: Sequence[EncodedSample], nodes: Sequence[Node], spec: InputSpec
+    samples: Sequence[EncodedSample], nodes: Sequence[Node], spec: InputSpec, channels: Sequence[str | None]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-    """Labels of the nodes' tokens, what they weigh, and how many labels of samples each stands for; (T,) each."""
+    """Labels of the nodes' tokens and what they weigh, (T,); how many labels of each channel they stand for, (C, T)."""
     shifted = [shifted_labels(sample) for sample in samples]
     weighed = shifted_weights(samples, spec)
     labels, weights, counts = [], [], []
+    code_of = {channel: code for code, channel in enumerate(channels)}
     for node in nodes:
         taken = slice(node.start, node.stop)
         wanted = np.stack([shifted[number][taken] for number in node.samples])
@@ -122,8 +124,10 @@ def _targets(
             weight *= np.stack([weighed[number][taken] for number in node.samples])
         labels.append(label.astype(np.int64))
         weights.append(weight.sum(axis=0, dtype=np.float32))
-        counts.append(is_target.sum(axis=0))
-    return np.concatenate(labels), np.concatenate(weights), np.concatenate(counts)
+        count = np.zeros((len(channels), node.length), np.int64)
+        np.add.at(count, [code_of[samples[number].channel] for number in node.samples], is_target)
+        counts.append(count)
+    return np.concatenate(labels), np.concatenate(weights), np.concatenate(counts, axis=1)
 
 
 def _positions(

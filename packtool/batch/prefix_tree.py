@@ -63,7 +63,7 @@ class Node:
 
 
 def find_tree(samples: Sequence[EncodedSample], spec: InputSpec, *, least_shared: int) -> list[Node]:
-    """Every token of some samples once, where these begin alike; samples of two channels share nothing.
+    """Every token of some samples once, where these begin alike.
 
     Price: each sample is compared with one other for each prefix that it shares.
 
@@ -76,12 +76,9 @@ def find_tree(samples: Sequence[EncodedSample], spec: InputSpec, *, least_shared
     """
     codes: dict[Any, int] = {}
     read = [_Read.of(sample, spec, codes) for sample in samples]
-    by_channel: dict[str | None, list[int]] = {}
-    for number, sample in enumerate(samples):
-        by_channel.setdefault(sample.channel, []).append(number)
     nodes: list[Node] = []
     # Groups of samples that are alike so far, how much of them their ancestors hold, and the last of these.
-    groups = [(group, 0, ROOT) for group in reversed(by_channel.values())]
+    groups = [(list(range(len(samples))), 0, ROOT)] if samples else []
     while groups:
         group, start, parent = groups.pop()
         first = read[group[0]]

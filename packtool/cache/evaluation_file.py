@@ -4,6 +4,7 @@
 |---|---|
 | sample | int64, position in the caches |
 | source, row | the dataset that the sample came from, and its 0-based row there |
+| part | turn, num_turns, response and num_responses of a part of a row, as in the cache; null for a whole row |
 | channel | or null |
 | tokens, target_tokens | of the sample |
 | loss | mean over its target tokens in nats; null where it has none, as the next two |
@@ -25,6 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from packtool import storage
+from packtool.cache.schema import PARTS
 
 _KEY = b"packtool"
 _SCHEMA = pa.schema(
@@ -32,6 +34,7 @@ _SCHEMA = pa.schema(
         ("sample", pa.int64()),
         ("source", pa.string()),
         ("row", pa.int64()),
+        PARTS.field("part"),
         ("channel", pa.string()),
         ("tokens", pa.int32()),
         ("target_tokens", pa.int32()),

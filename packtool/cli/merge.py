@@ -6,6 +6,7 @@ import dataclasses
 
 from packtool.cli.invocation import Invocation
 from packtool.config.merge import MergeConfig
+from packtool.launch.importing import imported_at_once
 from packtool.launch.processes import share_cores_politely
 from packtool.visible import show, show_json
 
@@ -14,7 +15,9 @@ def run_merge(config: MergeConfig, invocation: Invocation) -> None:
     """Merge and say where the model is."""
     share_cores_politely()
     from packtool.report.terminal import TerminalProgress
-    from packtool.train.model.merge import merge_adapter
+
+    with imported_at_once():
+        from packtool.train.model.merge import merge_adapter
 
     with TerminalProgress() as progress:
         result = merge_adapter(config, progress)

@@ -71,7 +71,8 @@ def _sweep(config: PlanConfig, invocation: Invocation) -> None:
     from packtool.simulate.lengths import names_of
     from packtool.train.prepare.preview import preview
 
-    rows = [preview(config, length).figures(config.tflops, config.mfu) for length in config.sweep_lengths()]
+    plans = [preview(config, length) for length in config.sweep_lengths()]
+    rows = [plan.figures(config.tflops, config.mfu) for plan in plans]
     if config.html is not None:
         title = names_of(config.cached_dataset or (str(config.lengths),))
         storage.publish(config.html, sweep_page(rows, title, invocation.command).encode())
@@ -79,6 +80,8 @@ def _sweep(config: PlanConfig, invocation: Invocation) -> None:
         show_json([named(row) for row in rows])
         return
     show("\n".join(sweep_lines(rows)))
+    for remark in dict.fromkeys(plan.unshared for plan in plans if plan.unshared is not None):
+        show(f"\n{remark}")
     if config.html is not None:
         show(f"written: {config.html}")
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from packtool.config.peers import find_peer, peer_names
 from packtool.config.settings import FALSE_WORDS, flag, option_names
-from packtool.errors import did_you_mean
+from packtool.errors import did_you_mean, most_similar
 
 _NOTHING = ("", "none", "null", "[]", "{}", *FALSE_WORDS)
 _LIKENESS = 0.75
@@ -67,16 +68,25 @@ class Strangers:
         return peer.sentence(shown, value)
 
     def _guess(self, name: str) -> str:
-        """Another command's, or the most similar one."""
+        """Another command's, the most similar one, or the most similar one of another command."""
         wanted = flag(name)
-        owners = [
-            command
+        others = {
+            command: _names(settings)
             for command, settings in self._settings.items()
-            if command not in (self.command, "sft") and wanted in _names(settings)
-        ]
-        if owners:
-            return f"; it is an option of packtool {' and '.join(owners)}"
-        return did_you_mean(wanted, _names(self._settings[self.command]), _LIKENESS)
+            if command not in (self.command, "sft")
+        }
+        if owned := _owned(wanted, others):
+            return f"; it is {owned}"
+        if guess := did_you_mean(wanted, _names(self._settings[self.command]), _LIKENESS):
+            return guess
+        elsewhere = most_similar(wanted, itertools.chain(*others.values()), _LIKENESS)
+        return f"; did you mean {elsewhere}? It is {_owned(elsewhere, others)}" if elsewhere else ""
+
+
+def _owned(name: str, options: Mapping[str, list[str]]) -> str:
+    """Whose option it is, by commands and their options; nothing where it is nobody's."""
+    owners = [command for command, names in options.items() if name in names]
+    return f"an option of packtool {', '.join(owners)}" if owners else ""
 
 
 def _names(settings: type) -> list[str]:

@@ -10,6 +10,7 @@ import typer
 from packtool.cli.invocation import Invocation
 from packtool.config.verify import VerifyConfig
 from packtool.errors import EXIT_MISMATCH, EXIT_OK
+from packtool.launch.importing import imported_at_once
 from packtool.launch.launcher import find_place
 from packtool.visible import show_json
 
@@ -27,7 +28,9 @@ def run_verify(config: VerifyConfig, invocation: Invocation) -> None:
     from packtool.report.names import named
     from packtool.report.terminal import TerminalProgress
     from packtool.report.verify import print_report, verify_json
-    from packtool.train.verify.run import verify
+
+    with imported_at_once():
+        from packtool.train.verify.run import verify
 
     with TerminalProgress(enabled=world.is_first) as progress:
         report = verify(config, progress, world)

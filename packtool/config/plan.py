@@ -12,7 +12,7 @@ from packtool.config.memory import MemoryOptions, sharding_problems
 from packtool.config.packing import PackingOptions, no_sharing_with, packing_problems, sharing_problems
 from packtool.config.parallel import ParallelOptions, parallel_problems
 from packtool.config.settings import flag, option
-from packtool.config.sizes import Bytes, num_tokens
+from packtool.config.sizes import Bytes, num_tokens, written_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +142,7 @@ class PlanConfig(CacheOptions, PackingOptions, ParallelOptions, MemoryOptions, A
         if self.lengths is not None:
             found.append("--fit needs caches: it plans what training would, and prints the command that trains on them")
         if self.fit < 10**6:
-            found.append(f"--fit {self.fit}: that many bytes hold no model; memory is given as in 80GB")
+            found.append(f"--fit {written_bytes(self.fit)}: that many bytes hold no model; memory is given as in 80GB")
         if self.share_prefix == "true" or self.max_rows_per_tree is not None:
             found.append("--fit computes every sample whole: leave out --share-prefix true and --max-rows-per-tree")
         if self.has_no_rows or not self.packing:

@@ -276,7 +276,7 @@ def _convert(raw: Any, hint: Any) -> Any:
     if origin is Literal:
         choices = typing.get_args(hint)
         if raw not in choices:
-            raise ValueError(f"{raw!r} is none of {', '.join(choices)}")
+            raise ValueError(f"{raw!r} is none of {', '.join(choices)}{did_you_mean(raw.lower(), choices)}")
         return raw
     if origin is tuple:
         items = raw if isinstance(raw, (list, tuple)) else [raw]

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, get_args
 from packtool.config.parallel import SequenceParallelType
 from packtool.config.settings import option
 from packtool.config.sizes import Tokens, num_tokens
+from packtool.errors import did_you_mean
 
 StrategyName = Literal[
     "padded",
@@ -146,6 +147,7 @@ class SimulateConfig(StrategyOptions):
             found.append(
                 f"--shared-batch-size {self.shared_batch_size} is over --sequences-per-rank {self.sequences_per_rank}"
             )
+        known = f"known are {', '.join(STRATEGIES)}"
         unknown = [name for name in self.strategies if name not in STRATEGIES]
-        found += [f"--strategies {name}: known are {', '.join(STRATEGIES)}" for name in unknown]
+        found += [f"--strategies {name}: {known}{did_you_mean(name, STRATEGIES)}" for name in unknown]
         return found

@@ -30,6 +30,7 @@ from packtool.config.rows import (
     OVERFLOW_HELP,
     TEMPLATE_HELP,
     TRUNCATION_HELP,
+    BoxOptions,
     ExpandTurns,
     MediaOptions,
     MediaOverflow,
@@ -62,6 +63,7 @@ EvalStrategy = Annotated[Literal["no", "steps", "epoch"], NOT_AT_ALL]
 class TrainConfig(
     CacheOptions,
     RowOptions,
+    BoxOptions,
     MediaOptions,
     PackingOptions,
     IntervalOptions,
@@ -184,8 +186,8 @@ class TrainConfig(
     )
     on_nan: OnNan = option(
         "stop",
-        "What a loss or gradient that is infinite or not a number does: end the run before the update, leave the step "
-        "out, or nothing.",
+        "What a loss or gradient that is infinite or not a number does: end the run before anything of that step is "
+        "kept, leave the step out, or nothing.",
         panel="Training",
     )
     overwrite_output_dir: bool = option(

@@ -1,8 +1,9 @@
 """Hashes of what a sample begins with, by which samples that begin alike are found without comparing them.
 
-A prefix is told where others may begin to differ: behind each medium, with the token that closes it, and where each
-turn of the assistant begins and ends. Two samples have the same hash where they have the same tokens and media so far,
-and the same channel; media are the same if they are the same file, or the same bytes, and were measured alike.
+A prefix is told where others may begin to differ: behind each medium, with the token that closes it, where each turn of
+the assistant begins and ends, and behind a long system prompt with its tools. Two samples have the same hash where they
+have the same tokens and media so far; media are the same if they are the same file, or the same bytes, and were
+measured alike.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from packtool.constants import IGNORE_INDEX
+from packtool.constants import IGNORE_INDEX, LEAST_PROMPT
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray, patch_squares
 from packtool.encode.placed_media import MediaTokens, PlacedMedium, placed_media
 
 _BYTES = 8
+# Older caches hashed the channel first: their rows without one, which began so, go on sharing with new ones.
+_BEGINNING = b"None"
 
 
 class PrefixHashes(NamedTuple):
@@ -45,7 +48,7 @@ class PrefixHashes(NamedTuple):
 def prefix_hashes(
     samples: Sequence[EncodedSample], tokens: MediaTokens, *, longer_than: int = 0
 ) -> tuple[npt.NDArray[np.int64], PrefixHashes]:
-    """Hash the prefixes of S samples: BLAKE2b of 64 bits over tokens, media and channel.
+    """Hash the prefixes of S samples: BLAKE2b of 64 bits over tokens and media.
 
     Args:
         tokens: by which their media are found; a sample with others has no prefixes, for nobody knows where these lie.
@@ -74,11 +77,11 @@ def _prefixes(sample: EncodedSample, tokens: MediaTokens, longer_than: int) -> l
         media, sample = [], dataclasses.replace(sample, turns=sample.turns[:0], borders=None)
     inside = {end for placed in media for end in range(placed.start + 1, placed.stop + 1)}
     turns = {*sample.turns.tolist(), *(() if sample.borders is None else sample.borders.tolist())}
-    told_at = {placed.stop + 1 for placed in media} | (turns - inside)
+    told_at = {placed.stop + 1 for placed in media} | ((turns | _ends_before(sample)) - inside)
     found: list[_Prefix] = []
     targets = np.cumsum(sample.labels != IGNORE_INDEX)
     sums = 0, 0, 0
-    state, told = hashlib.blake2b(repr(sample.channel).encode(), digest_size=_BYTES), 0
+    state, told = hashlib.blake2b(_BEGINNING, digest_size=_BYTES), 0
     ids = np.ascontiguousarray(sample.input_ids, "<i4")
     for end in sorted(end for end in told_at if 0 < end <= sample.length):
         while media and media[0].stop <= end:
@@ -92,6 +95,22 @@ def _prefixes(sample: EncodedSample, tokens: MediaTokens, longer_than: int) -> l
             # Of what came so far: more may follow.
             found.append((end, state.digest(), *sums, int(targets[end - 1])))
     return found
+
+
+def _ends_before(sample: EncodedSample) -> set[int]:
+    """Where turns end before the assistant's first, such as a system prompt with its tools; not those close to it.
+
+    They are known by the token that ends the assistant's, so they are found where a template ends all turns alike. The
+    last of them asks what the assistant answers, and ends where that begins.
+    """
+    if not len(sample.turns):
+        return set()
+    start, stop = sample.turns[:2].tolist()
+    is_end = sample.input_ids[:stop] == sample.input_ids[stop - 1]
+    if is_end[start : stop - 1].any():
+        return set()  # a turn that truncation cut ends with any token
+    ends = np.flatnonzero(is_end[:start]) + 1
+    return {end for end in ends[:-1].tolist() if end >= LEAST_PROMPT}
 
 
 def _figures(medium: EncodedImage | EncodedVideo | EncodedAudio) -> tuple[int, int, int]:

@@ -31,6 +31,9 @@ class ExportKeywords(TypedDict, total=False):
     video_min_token_num: int | str | None
     use_audio_in_video: bool | None
     sampling_rate: int | None
+    bbox_type: Literal["real", "norm1", "norm1000"] | None
+    bbox_format: Literal["legacy", "new"] | None
+    norm_bbox: Literal["norm1000", "none"] | None
     model: Text | None
     max_length: int | str | None
     truncation_strategy: Literal["delete", "left", "right", "split", "raise"] | None

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.plan.pack_plan import Int32Array, Int64Array, PackPlan, offsets_of
+from packtool.plan.wide_trees import best_fitted
 
 _LENGTHS = 1 << 31
 
@@ -164,8 +165,9 @@ def plan_trees(
 ) -> PrefixTrees:
     """Find the trees, and cut those that do not fit into a pack: a pure function, the same on every machine.
 
-    A part of a tree that is cut off pays for its prefix once more. Ties: of trees, branches, and samples on one branch,
-    the one with the first sample comes first.
+    A part of a tree that is cut off pays for its prefix once more. Trees are cut along the walk; wide ones, of which
+    nothing but their tokens is bounded, where their branches fit best (``wide_trees``). Ties: of trees, branches, and
+    samples on one branch, the one with the first sample comes first.
 
     Price: O(M log M) for M prefixes, times the depth of the deepest tree.
 
@@ -192,6 +194,9 @@ def plan_trees(
     found[has] = forest.entries[common[has]]
     by_first = _by_first_samples(order, shared)
     order, shared, found = order[by_first], shared[by_first], found[by_first]
+    if budget is None and max_samples is None:
+        places, shared, found = best_fitted(lengths[order], shared, found, capacity, NOTHING)
+        order = order[places]
     bounds = [(lengths[order].astype(np.int64), shared, capacity)]
     if budget is not None:
         before = np.append(budget.of_prefixes, 0)[found]  # the last one where nothing is shared

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
 from packtool import storage
-from packtool.cache.manifest import Manifest
+from packtool.cache.manifest import Identity, Manifest
 from packtool.cache.reader import CacheReader
 from packtool.cache.restart import num_finished
 from packtool.cache.task import TASKS_DIR
 from packtool.config.export import EncodeSpec
 from packtool.constants import DROPPED_NAME, IGNORE_INDEX, MANIFEST_NAME
+from packtool.encode.boxes import box_form_of
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
 from packtool.encode.families import pad_ids_of
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, MismatchError
+from packtool.report.regions import PICTURE, ShownRegion, regions_of
 from packtool.visible import visible
 
 _EXAMPLES = 2
@@ -168,7 +170,11 @@ def sample_view(directory: str, split: str, row: int, model: str | None = None) 
         facts.insert(1, ("part of its row", str(sample.part)))
     if sample.num_truncated:
         facts.append(("truncated", f"{sample.num_truncated:,} tokens"))
-    return SampleView(facts, [(part.look, part.text, part.weight) for part in decoder.parts(sample)])
+    parts = list(decoder.parts(sample))
+    for number, region in enumerate(decoder.regions(sample, parts), 1):
+        image = sample.images[region.image]
+        facts.append((f"place {number}", region.told(image.width, image.height)))
+    return SampleView(facts, [(part.look, part.text, part.weight) for part in parts])
 
 
 @dataclass(frozen=True)
@@ -192,11 +198,14 @@ class Decoder:
 
     Args:
         files: of the model that they were made for.
+        identity: of the cache that they are in.
     """
 
-    def __init__(self, files: ModelFiles) -> None:
+    def __init__(self, files: ModelFiles, identity: Identity) -> None:
         self._tokenizer = Tokenizer.from_str(files.tokenizer_json)
         self._pads = _pad_ids(files.config, self._tokenizer)
+        self._limits = identity.media_limits.image
+        self._form = box_form_of(files.config, *(identity.spec.get(name) for name in ("bbox_format", "norm_bbox")))
 
     @classmethod
     def of_cache(cls, reader: CacheReader, model: str | None = None) -> Decoder:
@@ -208,11 +217,20 @@ class Decoder:
         Raises:
             ConfigError: if the model cannot be read.
         """
-        return cls(model_of_cache(reader, model))
+        return cls(model_of_cache(reader, model), reader.manifests[0].identity)
 
     def parts(self, sample: EncodedSample) -> Iterator[Part]:
         """The sample from its first token to its last."""
         return _parts(sample, self._tokenizer, self._pads)
+
+    def regions(self, sample: EncodedSample, parts: Sequence[Part]) -> list[ShownRegion]:
+        """What the sample says of places in its pictures.
+
+        Args:
+            parts: of the sample.
+        """
+        text = "".join(PICTURE if isinstance(part.medium, EncodedImage) else part.text for part in parts)
+        return regions_of(text, sample.images, self._form, self._limits, is_whole=not sample.num_truncated)
 
 
 def model_of_cache(reader: CacheReader, model: str | None = None) -> ModelFiles:

@@ -155,12 +155,21 @@ class Pages:
     def _sample(self, number: int) -> dict[str, Any]:
         sample = self._reader.sample(number)
         media = all_media(sample)
-        places = {id(medium): _places(number, i, medium) for i, medium in enumerate(media)}
+        places: dict[int, dict[str, Any]] = {
+            id(medium): dict(_places(number, i, medium)) for i, medium in enumerate(media)
+        }
+        decoded = list(self._decoder.parts(sample))
+        for region in self._decoder.regions(sample, decoded):
+            image = sample.images[region.image]
+            shown = {"told": region.told(image.width, image.height), "corners": region.corners}
+            place = places[id(image)] | {"ratio": image.width / image.height}
+            place.setdefault("regions", []).append(shown | {"isCertain": region.is_certain})
+            places[id(image)] = place
         parts = [
             {"look": part.look, "text": part.text}
             | ({} if part.weight == 1 else {"weight": f"{part.weight:g}"})
             | ({} if part.medium is None else places[id(part.medium)])
-            for part in self._decoder.parts(sample)
+            for part in decoded
         ]
         return {
             "number": number,

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from packtool.errors import ConfigError
+from packtool.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,8 @@ class Hardware:
             ConfigError: listing unknown names, missing ones, and what is no number above zero.
         """
         declared = {field.name: field for field in dataclasses.fields(cls)}
-        problems = [f"{origin}: unknown field {name!r}" for name in fields if name not in declared]
+        unknown = [name for name in fields if name not in declared]
+        problems = [f"{origin}: unknown field {name!r}{did_you_mean(name, declared)}" for name in unknown]
         values: dict[str, Any] = {"name": str(fields.get("name", origin))}
         for name, field in declared.items():
             if name == "name":

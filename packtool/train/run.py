@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from packtool.config.train import TrainConfig
+from packtool.launch.importing import imported_at_once
 from packtool.launch.world import World
 from packtool.progress import Progress, SilentProgress
 from packtool.simulate.run import read_hardware
@@ -39,7 +40,8 @@ def train(config: TrainConfig, progress: Progress, world: World | None = None) -
     config = with_cache(decided, progress)
     if config.bucket_size == "auto":
         # Needs torch, and the plan needs its answer.
-        from packtool.train.model.bucket import with_bucket
+        with imported_at_once():
+            from packtool.train.model.bucket import with_bucket
 
         config = with_bucket(config, world, progress)
     run = prepare_run(config, world)
@@ -48,7 +50,8 @@ def train(config: TrainConfig, progress: Progress, world: World | None = None) -
     for line in (*lines, *length_lines(run), *run.notes):
         progress.note(line)
     # From here on torch and transformers are needed; mistakes of the user should have been told by now.
-    from packtool.train.loop.execute import estimate_training, execute, load_spec
+    with imported_at_once():
+        from packtool.train.loop.execute import estimate_training, execute, load_spec
 
     spec = load_spec(run)
     if config.dry_run:

@@ -47,12 +47,23 @@ def test_tokens_positions_keys_and_weights_are_as_drawn() -> None:
     assert batch.key_lengths == (3, 6, 5)
     assert batch.cu_seqlens_k.tolist() == [0, 3, 9, 14]
     assert batch.target_positions.tolist() == [0, 1, 2, 3, 4]
-    assert batch.target_counts.tolist() == [2, 2, 1, 1, 1]
+    assert batch.target_counts.tolist() == [[2, 2, 1, 1, 1]]
     assert batch.num_target_tokens == 7
     assert batch.num_samples == 2
     inputs = batch.model_inputs()
     assert (inputs["max_length_q"], inputs["max_length_k"]) == (3, 6)
     assert inputs["document_lengths"] == (3, 3, 2)
+
+
+def test_a_target_counts_for_the_samples_of_each_channel() -> None:
+    target = [False, True, True]
+    rows = [([1, 2, 3, 4], "b"), ([1, 2, 3], "a"), ([1, 2, 5], None), ([1, 2, 3], "b")]
+    batch = tree_of([sample(ids, [*target, True][: len(ids)], channel) for ids, channel in rows])
+    assert batch.channels == ("b", "a", None)
+    # The second token stands twice: it is to predict 3 in three samples, and 5 in the other.
+    assert batch.labels[0, batch.target_positions].tolist() == [2, 3, 4, 5]
+    assert batch.target_counts.tolist() == [[2, 2, 1, 0], [1, 1, 0, 0], [1, 0, 0, 1]]
+    assert batch.num_target_tokens == 9
 
 
 def test_each_sample_has_its_mean_where_samples_count() -> None:
@@ -113,7 +124,7 @@ def test_a_tower_with_nothing_to_do_gets_a_filler(tmp_path_factory: pytest.TempP
     assert isinstance(batch, TreeBatch)
     assert batch.lengths == (2, 1, 1, 3)
     assert batch.key_lengths == (2, 3, 3, 3)
-    assert batch.channels == (None,) * 4
+    assert batch.channels == (None,)
     assert batch.position_ids[0, 0].tolist() == [0, 1, 2, 2, 0, 1, 2]
     assert batch.labels.eq(-100).all()
 
@@ -159,5 +170,5 @@ def test_padding_behind_a_tree_is_nobodys() -> None:
     assert batch.lengths == (2, 1, 1, 4)
     assert batch.key_lengths == (2, 3, 3, 4)
     assert batch.num_padding == 4
-    assert batch.channels == (None,) * 4
+    assert batch.channels == (None,)
     assert collate_tree([sample([1, 2, 3])], TEXT, multiple_of=8).lengths == (3, 5)

@@ -96,9 +96,10 @@ def test_a_prefix_that_is_to_predict_two_tokens_ends_one_earlier() -> None:
     assert find_tree(one_target, TEXT, least_shared=1)[0].stop == 2
 
 
-def test_samples_of_two_channels_share_nothing() -> None:
-    rows = [sample([1, 2, 3], channel="a"), sample([1, 2, 3], channel="b"), sample([1, 2, 3], channel="a")]
-    assert shape(find_tree(rows, TEXT, least_shared=1)) == [((0, 2), 0, 3, ROOT), ((1,), 0, 3, ROOT)]
+def test_samples_of_two_channels_share_what_they_begin_with() -> None:
+    rows = [sample([1, 2, 3], channel="a"), sample([1, 2, 4], channel="b"), sample([1, 2, 3], channel=None)]
+    assert shape(find_tree(rows, TEXT, least_shared=1)) == [((0, 1, 2), 0, 2, ROOT), ((0, 2), 2, 3, 0), ((1,), 2, 3, 0)]
+    assert find_tree([], TEXT, least_shared=1) == []
 
 
 def test_a_prefix_ends_only_where_its_pictures_are_whole() -> None:
@@ -184,9 +185,9 @@ def test_no_group_is_longer_than_planned(
         made = with_pictures(row)
         size = made.length
         is_target = np.array(data.draw(st.lists(st.booleans(), min_size=size, max_size=size)))
-        turns = np.array(sorted(data.draw(st.sets(st.integers(1, size)))), np.int32)
+        borders = np.array(sorted(data.draw(st.sets(st.integers(1, size)))), np.int32)
         labels = np.where(is_target & (made.input_ids < IMAGE_PAD), made.input_ids, -100).astype(np.int32)
-        samples.append(dataclasses.replace(made, labels=labels, turns=turns))
+        samples.append(dataclasses.replace(made, labels=labels, borders=borders))
     counts, found = prefix_hashes(samples, SEES.media_tokens, longer_than=least_shared)
     prefixes = Prefixes(np.cumsum([0, *counts]), found.lengths, found.hashes)
     lengths = np.array([one.length for one in samples])

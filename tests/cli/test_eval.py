@@ -25,6 +25,7 @@ COLUMNS = [
     "sample",
     "source",
     "row",
+    "part",
     "channel",
     "tokens",
     "target_tokens",
@@ -77,6 +78,7 @@ def test_a_line_a_sample_and_totals(told: Any, tiny: TinyWorld) -> None:
     samples = [reader.sample(position) for position in range(len(reader))]
     assert columns["row"] == [sample.row for sample in samples]
     assert columns["source"] == [tiny.rows] * len(reader)
+    assert columns["part"] == [None] * len(reader)
     assert columns["channel"] == [sample.channel for sample in samples]
     assert columns["tokens"] == reader.index.length.tolist()
     assert columns["target_tokens"] == reader.index.target_tokens.tolist()

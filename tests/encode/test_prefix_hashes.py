@@ -6,10 +6,12 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtool.constants import IGNORE_INDEX
+from packtool.encode import prefix_hashes as module
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
 from packtool.encode.placed_media import MediaTokens, placed_media
 from packtool.encode.prefix_hashes import prefix_hashes
@@ -55,16 +57,33 @@ def test_prefixes_end_behind_media_and_at_turns() -> None:
     assert list(told(sample([1, 2, 3], (1, 3)))) == [1, 3]
 
 
+def test_a_long_system_prompt_ends_a_prefix_and_the_question_behind_it_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "LEAST_PROMPT", 4)
+    end = 9
+    prompt, asked = [1, 2, 3, end], [5, 6, end, 7]
+    found = told(sample([*prompt, *asked, 8, 8, end, 5, end, 7, 8, end], (8, 11, 14, 16)))
+    assert list(found) == [4, 8, 11, 14, 16]
+    assert told(sample([*prompt, 5, 5, end, 7, 4, end], (8, 10)))[4] == found[4]
+    assert list(told(sample([*prompt[1:], *asked, 8, end], (7, 9)))) == [7, 9], "too short"
+    assert list(told(sample([1, 1, *asked, 8, end], (6, 8)))) == [6, 8], "none"
+    assert list(told(sample([*prompt, *asked, end, 8, end], (8, 11)))) == [8, 11], "cut, and does not end"
+    pictured = [1, end, *PICTURE, end, *asked, 8, end]
+    assert list(told(sample(pictured, (12, 14), images=(image(),)))) == [7, 8, 12, 14]
+    assert list(told(sample([1, 2, SEES, 90, end, 90, 82, *asked, 8, end], (11, 13), images=(image(),)))) == [7, 11, 13]
+
+
 def test_what_comes_behind_does_not_matter_and_what_comes_before_does() -> None:
     first = told(sample([*PICTURE, 2, 3], (6, 7), images=(image(),)))
-    assert told(sample([*PICTURE, 9, 3, 4], (8,), images=(image(),)))[5] == first[5]
+    assert told(sample([*PICTURE, 9, 3, 4], (6, 8), images=(image(),)))[5] == first[5]
+    assert told(sample(PICTURE, images=(image(),), channel="other")) == {5: first[5]}
     for other in (
         sample([7, *PICTURE[1:], 2, 3], images=(image(),)),
         sample([*PICTURE[:-1], 83, 2, 3], images=(image(),)),
         sample(PICTURE, images=(image(path="b.png"),)),
         sample(PICTURE, images=(image(path=None, data=b"x"),)),
         sample(PICTURE, images=(image(grid=(1, 4, 2)),)),
-        sample(PICTURE, images=(image(),), channel="other"),
         sample([1, SEES, 91, 91, 82], videos=(video(),)),
     ):
         assert told(other)[5] != first[5]
@@ -124,7 +143,7 @@ def test_hashes_are_equal_exactly_where_prefixes_are(one: list[int], other: list
     found = []
     for ids in (one, other):
         ends = sorted(data.draw(st.sets(st.integers(1, len(ids)))))
-        found.append(told(sample(ids, tuple(ends))))
+        found.append(told(sample(ids, borders=np.array(ends, np.int32))))
         assert list(found[-1]) == ends
     for end, value in found[0].items():
         if end in found[1]:

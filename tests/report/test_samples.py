@@ -239,6 +239,49 @@ def test_as_a_reader_sees_it(cache: str, browser: Browser, tmp_path: Path) -> No
         assert browser.evaluate("location.hash").startswith("#sample=")
 
 
+@pytest.mark.parametrize("width", [DESK, PHONE])
+def test_boxes_are_drawn_where_they_are(
+    width: int, run_export: Callable[..., Any], rows: Path, browser: Browser, tmp_path: Path
+) -> None:
+    """A picture that is stored on its side: what covers its dark part on the page is the box that the row has."""
+    shown, exif = Image.new("RGB", (640, 480), (240, 240, 240)), Image.Exif()
+    shown.paste((20, 20, 20), (100, 80, 300, 240))
+    exif[0x0112] = 6
+    shown.rotate(90, expand=True).save(tmp_path / "turned.jpg", exif=exif)
+    answer = '[{"bbox_2d": <bbox>, "label": "<ref-object>"}] and <bbox>'
+    row = {
+        "messages": [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": answer}],
+        "images": ["turned.jpg"],
+        "objects": {"ref": [EVIL], "bbox": [[100, 80, 300, 240], [200, 160, 640, 480, 200, 480]]},
+    }
+    rows.write_text(json.dumps(row) + "\n")
+    run_export(max_length=2000)
+    site = tmp_path / "site"
+    pages = Pages(InspectConfig(directory=str(tmp_path / "cache")), is_whole=False)
+    write_pages(pages, str(site), SilentProgress())
+    browser.open((site / "index.html").as_uri() + "#sample=0", width)
+    settled(browser, "document.querySelector('.seen img')?.naturalWidth > 0")
+    rect = "(e => { const b = e.getBoundingClientRect(); return [b.left, b.top, b.width, b.height]; })"
+    left, top, wide, high = browser.evaluate(f"{rect}(document.querySelector('.seen img'))")
+    assert browser.evaluate(f"{rect}(document.querySelector('.seen svg'))") == [left, top, wide, high]
+    assert abs(wide / high - 640 / 480) < 0.02
+    drawn = browser.evaluate(f"[...document.querySelectorAll('.seen polygon')].map({rect})")
+    for found, expected in zip(drawn, [(100, 80, 200, 160), (200, 160, 440, 320)], strict=True):
+        place = (found[0] - left, found[1] - top, found[2], found[3])
+        assert place == pytest.approx([number / 640 * wide for number in expected], abs=2)
+    with Image.open(site / pages.media_names(0)[0]) as small:
+        dark = small.convert("L").point(lambda value: 255 * (value < 128)).getbbox()
+        assert dark == pytest.approx([number / 640 * small.width for number in (100, 80, 300, 240)], abs=2)
+    told = browser.evaluate("[...document.querySelectorAll('.seen ~ ol li')].map(e => e.textContent)")
+    assert told[0].startswith(EVIL[:9])
+    assert [text.rpartition(", ")[2][-40:] for text in told] == [
+        "box 100,80 300,240 of picture 0",
+        "polygon 200,160 640,480 200,480 of picture 0"[-40:],
+    ]
+    assert browser.evaluate("window.evil === undefined && document.documentElement.scrollWidth") <= width
+    assert browser.errors() == []
+
+
 def test_a_pack_with_shared_prefixes_is_drawn_as_it_is_laid_out(cache: str, tmp_path: Path) -> None:
     reader, path = CacheReader.open([cache]), str(tmp_path / "tree.plan")
     lengths = reader.index.length[:3]

@@ -13,15 +13,18 @@ NUM_TREES, QUESTIONS = 6, 4
 
 
 def alike_rows() -> list[dict[str, Any]]:
-    """Questions about the same pictures behind a long text, some of whose answers are asked on, and rows of text."""
+    """Questions about the same pictures behind a long text, some of whose answers are asked on, and rows of text.
+
+    Rows of a tree are of two channels, and so are an answer and the row that goes on from it; texts are of none.
+    """
     rows: list[dict[str, Any]] = []
     for tree in range(NUM_TREES):
         for number in range(QUESTIONS):
             question = f"{'context ' * 8}{tree}<image>{'abcdefgh'[: 1 + number]}"
             turns = [{"role": "user", "content": question}, {"role": "assistant", "content": "xyz"[: 1 + number % 2]}]
-            rows.append({"messages": turns, "images": [f"pictures/{tree:04d}.png"]})
+            rows.append({"messages": turns, "images": [f"pictures/{tree:04d}.png"], "channel": "ab"[number % 2]})
         further = [*rows[-1]["messages"], {"role": "user", "content": "?"}, {"role": "assistant", "content": f"{tree}"}]
-        rows.append({"messages": further, "images": [f"pictures/{tree:04d}.png"]})
+        rows.append({"messages": further, "images": [f"pictures/{tree:04d}.png"], "channel": "a"})
         alone = [{"role": "user", "content": f"{tree}" * 9}, {"role": "assistant", "content": "no"}]
         rows.append({"messages": alone, "images": []})
     return rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch._dynamo.utils import counters
 
 from packtool.errors import ConfigError
 from packtool.progress import SilentProgress
+from packtool.train.model.compiled import check_backend
 from packtool.train.run import train
 from tests.forked import run_ranks
 from tests.train.jobs import Job, run_jobs
@@ -54,6 +56,9 @@ def world(tmp_path_factory: pytest.TempPathFactory, tiny: TinyWorld) -> TinyWorl
 
 @pytest.fixture(scope="module")
 def two_processes(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Here once, and not in each rank: it takes seconds.
+    check_backend("aot_eager", torch.device("cpu"))
+    importlib.import_module("torch._inductor.pattern_matcher")
     root = tmp_path_factory.mktemp("two")
     jobs: list[Job] = [("train", root / name, ONCE | settings) for name, settings in STEPS.items()]
     run_ranks(2, run_jobs, world, [check_before(job, ("fsdp", "skrull")) for job in jobs], scratch=root)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText
@@ -26,6 +27,7 @@ from packtool.rows.source import SourceSpec
 from packtool.stream import workers
 from packtool.train.model.loss import sum_of_losses
 from packtool.train.run import train
+from tests.train.jobs import run_jobs
 from tests.train.test_gradients import DESCENT, check_same_step
 from tests.train.test_shared_prefixes import alone, gradients, same, tree_logits, tree_of, unpacked
 from tests.train.tiny import TEMPLATE, TinyWorld, export_rows, read_metrics
@@ -104,6 +106,15 @@ def test_a_step_of_shared_turns_is_that_of_padded_ones(world: TinyWorld, tmp_pat
     (tree,), (padded,) = read_metrics(tmp_path / "tree"), read_metrics(tmp_path / "padded")
     assert tree["target_tokens"] == padded["target_tokens"]
     assert tree["tokens"] < 0.75 * padded["tokens"]
+
+
+def test_an_evaluation_tells_the_turns_of_a_row_apart(world: TinyWorld, tmp_path: Path) -> None:
+    run_jobs(world, [("eval", tmp_path, {})])
+    found = pq.read_table(tmp_path / "eval.parquet").to_pydict()
+    samples = samples_of(world.cache)
+    assert found["row"] == [sample.row for sample in samples]
+    assert found["part"] == [vars(sample.part) if sample.part else None for sample in samples]
+    assert {part["turn"] for part in found["part"]} == {1, 2, 3}
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def two_processes(tiny: TinyWorld, alone: Path, tmp_path_factory: pytest.TempPat
     jobs.append(("train", root / "streamed", DESCENT | tiny.streamed() | {"gradient_accumulation_steps": 12}))
     rows = root / "rows.jsonl"
     write_lines(tiny, rows, 5)
-    streamed = tiny.streamed(str(rows)) | {"save_steps": 2, "gradient_accumulation_steps": 3, "train_type": "lora"}
+    streamed = tiny.streamed(str(rows)) | {"save_steps": 4, "gradient_accumulation_steps": 3, "train_type": "lora"}
     jobs.append(("train", root / "stream", streamed))
     checkpoint = str(root / "stream" / "checkpoint-4")
     jobs.append(("train", root / "stream-resumed", streamed | {"resume_from_checkpoint": checkpoint}))

@@ -21,9 +21,11 @@ from packtool.train.run import train
 from tests.forked import run_ranks
 from tests.train.alike import alike_rows, make_alike_world
 from tests.train.jobs import Job, run_jobs
-from tests.train.test_gradients import DESCENT, check_before, check_same_step
+from tests.train.test_gradients import DESCENT as STEP
+from tests.train.test_gradients import check_before, check_same_step
 from tests.train.tiny import TinyWorld, check_same_rest, export_rows, read_metrics
 
+DESCENT: dict[str, Any] = STEP | {"enable_channel_loss": True}
 WHOLE: dict[str, Any] = {"share_prefix": "false", "per_device_train_batch_size": 40}
 PADDED: dict[str, Any] = {"packing": False, "per_device_train_batch_size": 40}
 # 6 packs of 256 tokens: trees of five samples, and samples that share nothing.
@@ -57,11 +59,20 @@ def reference(alike: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return output_dir
 
 
+def check_step(output_dir: Path, reference: Path) -> None:
+    """One step like the reference's, with the means of each channel, whose rows share prefixes with the other's."""
+    check_same_step(output_dir, reference)
+    (line,), (expected,) = read_metrics(output_dir), read_metrics(reference)
+    for name in ("loss_a", "loss_b", "loss_none", "token_accuracy_a", "token_accuracy_b", "token_accuracy_none"):
+        assert line[name] == pytest.approx(expected[name], rel=1e-6)
+    assert len({expected[f"loss_{name}"] for name in ("a", "b", "none")}) == 3
+
+
 @pytest.mark.parametrize("name", ONE_PROCESS)
 def test_a_step_is_that_of_whole_samples(name: str, alike: TinyWorld, reference: Path, tmp_path: Path) -> None:
     result = train(alike.config(tmp_path, **DESCENT, **ONE_PROCESS[name], share_prefix="true"), SilentProgress())
     assert result.steps == 1
-    check_same_step(tmp_path, reference)
+    check_step(tmp_path, reference)
     (line,), (padded,) = read_metrics(tmp_path), read_metrics(reference)
     assert line["tokens"] < 0.75 * padded["tokens"]
 
@@ -74,7 +85,7 @@ def test_a_stream_shares_within_an_interval(alike: TinyWorld, reference: Path, t
     given = streamed(alike, **DESCENT, gradient_accumulation_steps=16)
     result = train(alike.config(tmp_path, **given), SilentProgress())
     assert (result.steps, result.num_samples) == (1, 36)
-    check_same_step(tmp_path, reference)
+    check_step(tmp_path, reference)
     (line,), (padded,) = read_metrics(tmp_path), read_metrics(reference)
     assert result.num_shared_tokens > 0.4 * padded["tokens"]
     assert line["tokens"] == padded["tokens"] - result.num_shared_tokens
@@ -100,7 +111,7 @@ def test_every_sample_counts_once(alike: TinyWorld, tmp_path: Path) -> None:
     given = DESCENT | {"loss_reduction": "sample"}
     train(alike.config(tmp_path / "whole", **given, **PADDED), SilentProgress())
     train(alike.config(tmp_path / "tree", **given, gradient_accumulation_steps=16), SilentProgress())
-    check_same_step(tmp_path / "tree", tmp_path / "whole")
+    check_step(tmp_path / "tree", tmp_path / "whole")
 
 
 @pytest.mark.parametrize(
@@ -127,15 +138,18 @@ def two_processes(alike: TinyWorld, tmp_path_factory: pytest.TempPathFactory) ->
     whole = root / "whole"
     jobs.append(("train", whole, RESUMED))
     jobs.append(("train", root / "resumed", RESUMED | {"resume_from_checkpoint": f"{whole}/checkpoint-2"}))
+    jobs.append(("train", root / "stream", streamed(alike, **DESCENT, gradient_accumulation_steps=8)))
     jobs = [check_before(job, ("ddp",)) for job in jobs]
     jobs.append(("eval", root / "evaluated", {"max_tokens_per_micro_batch": 300}))
     run_ranks(2, run_jobs, alike, jobs, scratch=root)
     return root
 
 
-@pytest.mark.parametrize("name", TWO_PROCESSES)
+@pytest.mark.parametrize("name", [*TWO_PROCESSES, "stream"])
 def test_two_processes(name: str, two_processes: Path, reference: Path) -> None:
-    check_same_step(two_processes / name, reference)
+    check_step(two_processes / name, reference)
+    (line,), (padded,) = read_metrics(two_processes / name), read_metrics(reference)
+    assert line["tokens"] < 0.75 * padded["tokens"]
 
 
 def test_two_processes_evaluate_each_sample_as_alone(alike: TinyWorld, two_processes: Path, tmp_path: Path) -> None:
@@ -233,9 +247,14 @@ def test_a_missing_picture_leaves_out_all_its_samples(tiny: TinyWorld, tmp_path:
     result = train(worlds["bad"].config(tmp_path / "skipped", **given, on_bad_media="skip"), SilentProgress())
     assert result.num_skipped == 5
     train(worlds["rest"].config(tmp_path / "without", **given, share_prefix="false"), SilentProgress())
-    (line,), (expected,) = read_metrics(tmp_path / "skipped"), read_metrics(tmp_path / "without")
-    assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-    assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+    check_step(tmp_path / "skipped", tmp_path / "without")
+    # A step that has nothing but the tree has no loss.
+    given = {"packing_length": 160, "shuffle": False, "packing_algorithm": "sequential", "on_bad_media": "skip"}
+    result = train(worlds["bad"].config(tmp_path / "each", **given, max_steps=6), SilentProgress())
+    *others, empty = read_metrics(tmp_path / "each")
+    assert (empty["loss"], empty["target_tokens"], empty["grad_norm"]) == (None, 0, 0.0)
+    assert "token_accuracy" not in empty
+    assert [result.first_loss, result.last_loss] == [others[0]["loss"], others[-1]["loss"]]
 
 
 def test_the_command_says_what_is_saved(alike: TinyWorld, capsys: pytest.CaptureFixture[str]) -> None:

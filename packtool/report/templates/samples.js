@@ -180,17 +180,43 @@ const packtool = (() => {
       `page ${(state.page + 1).toLocaleString("en")} of ${(last + 1).toLocaleString("en")}`, turn("On", state.page + 1));
   }
 
+  const SVG = "http://www.w3.org/2000/svg";
+
+  // A picture with the places in it that the text tells: outlines, and the number that each has in the list below.
+  function seen(image, { regions, ratio }) {
+    const svg = document.createElementNS(SVG, "svg");
+    svg.setAttribute("viewBox", "0 0 1 1");
+    svg.setAttribute("preserveAspectRatio", "none");
+    const badges = regions.map(({ corners, isCertain }, i) => {
+      const [[left, top], last] = [corners[0], corners.at(-1)];
+      const drawn = { 1: [last, last], 2: [[left, top], [last[0], top], last, [left, last[1]]] }[corners.length] ?? corners;
+      const outline = document.createElementNS(SVG, "polygon");
+      outline.setAttribute("points", drawn.map((corner) => corner.join()).join(" "));
+      outline.setAttribute("class", `l${i % 5}${isCertain ? "" : " unsure"}${corners.length === 1 ? " point" : ""}`);
+      svg.append(outline);
+      const badge = make("b", { className: `c${i % 5}`, textContent: i + 1 });
+      badge.style.left = `${100 * left}%`;
+      badge.style.top = `${100 * top}%`;
+      return badge;
+    });
+    const place = make("div", { className: "seen" }, image, svg, ...badges);
+    place.style.setProperty("--ratio", ratio);
+    return place;
+  }
+
   function medium(part) {
     const caption = make("figcaption", { textContent: part.text });
     const figure = make("figure", {}, caption);
+    const regions = part.regions ?? [];
+    if (regions.length) figure.append(make("ol", {}, ...regions.map(({ told }) => make("li", { textContent: told }))));
     const unreadable = (element) => () => {
-      element.remove();
-      if (figure.children.length === 1) caption.textContent += " It cannot be shown: unreadable here, or too large.";
+      (element.closest(".seen") ?? element).remove();
+      if (!figure.querySelector("img, video, audio")) caption.textContent += " It cannot be shown: unreadable here, or too large.";
     };
     const add = (tag, properties) => {
       const element = make(tag, properties);
       element.onerror = unreadable(element);
-      figure.prepend(element);
+      figure.prepend(tag === "img" && regions.length ? seen(element, part) : element);
     };
     if (part.seen) add("img", { src: part.seen, alt: part.text, loading: "lazy" });
     if (part.played) add(part.seen ? "video" : "audio", { src: part.played, controls: true, preload: "metadata" });

@@ -10,6 +10,7 @@ share are computed once, and scored for each of them.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +42,7 @@ from packtool.launch.world import World
 from packtool.plan.dynamic import Int64Array
 from packtool.plan.evaluation import EvaluationPlan
 from packtool.progress import Progress, SilentProgress
+from packtool.rows.sample import RowPart
 from packtool.train.evaluate.scorer import (
     SCORES,
     SamplePlaces,
@@ -54,6 +56,7 @@ from packtool.train.evaluate.scorer import (
 from packtool.train.evaluate.totals import Evaluation
 
 _REMEDY = "The same command begins again"
+_ORIGIN = 3 + len(dataclasses.fields(RowPart))  # tokens, source, row, part
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,14 +68,14 @@ class EvaluationBatch:
         places: where its samples lie.
         labels: of samples that share prefixes, end to end and shifted, int64 (1, T'); None where the batch has them.
         tokens: of each sample.
-        origins: (source, row) of each.
+        origins: (source, row, part of the row) of each.
     """
 
     batch: Batch
     places: SamplePlaces
     labels: Tensor | None
     tokens: tuple[int, ...]
-    origins: tuple[tuple[str, int], ...]
+    origins: tuple[tuple[str, int, RowPart | None], ...]
 
 
 class EvaluationMicroBatches(Dataset["EvaluationBatch | PacktoolError"]):
@@ -133,7 +136,7 @@ class EvaluationMicroBatches(Dataset["EvaluationBatch | PacktoolError"]):
             wanted = np.concatenate([shifted_labels(sample) for sample in samples], dtype=np.int64)
             labels = torch.from_numpy(wanted).unsqueeze(0)
         tokens = tuple(sample.length for sample in samples)
-        origins = tuple((sample.source, sample.row) for sample in samples)
+        origins = tuple((sample.source, sample.row, sample.part) for sample in samples)
         return EvaluationBatch(batch, places, labels, tokens, origins)
 
     @property
@@ -238,7 +241,7 @@ class _Share:
 
     Args:
         scores: float64 (n, 4), from ``sample_scores``.
-        origins: int64 (n, 3): tokens, position in ``names``, row.
+        origins: int64 (n, 7): tokens, position in ``names``, row, and the four numbers of ``RowPart``.
         names: of sources.
     """
 
@@ -278,7 +281,7 @@ def _score_all(
 ) -> _Share:
     """Run all micro-batches of this rank."""
     scores = [np.zeros((0, len(SCORES)))]
-    origins: list[tuple[int, int, int]] = []
+    origins: list[tuple[int, ...]] = []
     names: dict[str, int] = {}
     loaded = load_micro_batches(dataset, range(len(dataset)), num_workers=num_workers, remedy=_REMEDY)
     progress.start("evaluate", len(dataset))
@@ -290,12 +293,12 @@ def _score_all(
                 found = _whole_scores(batch, item.labels.to(device), *found[1:])
             scores.append(sample_scores(item.places.to(device), *found).cpu().numpy())
             origins += [
-                (tokens, names.setdefault(source, len(names)), row)
-                for tokens, (source, row) in zip(item.tokens, item.origins, strict=True)
+                (tokens, names.setdefault(source, len(names)), row, *dataclasses.astuple(part or RowPart()))
+                for tokens, (source, row, part) in zip(item.tokens, item.origins, strict=True)
             ]
             progress.advance(1, samples=len(origins))
     progress.finish()
-    return _Share(np.concatenate(scores), np.array(origins, np.int64).reshape(-1, 3), tuple(names))
+    return _Share(np.concatenate(scores), np.array(origins, np.int64).reshape(-1, _ORIGIN), tuple(names))
 
 
 def _check_plans_agree(plan: EvaluationPlan, world: World) -> None:
@@ -313,15 +316,25 @@ def _joined(shares: Sequence[_Share], plan: EvaluationPlan, reader: CacheReader)
     names = tuple(sorted({name for share in shares for name in share.names}))
     code_of = {name: code for code, name in enumerate(names)}
     in_plan = np.concatenate([plan.places(rank) for rank in range(plan.num_ranks)])
-    scores, origins = np.zeros((len(in_plan), len(SCORES))), np.zeros((len(in_plan), 3), np.int64)
+    scores, origins = np.zeros((len(in_plan), len(SCORES))), np.zeros((len(in_plan), _ORIGIN), np.int64)
     scores[in_plan] = np.concatenate([share.scores for share in shares])
     origins[in_plan] = np.concatenate([share.origins for share in shares])
     codes = [np.array([code_of[name] for name in share.names], np.int64)[share.origins[:, 1]] for share in shares]
     origins[in_plan, 1] = np.concatenate(codes)
     back = plan.batches.inverse
-    loss_sum, counts, (tokens, source, row) = scores[back, 0], scores[back, 1:].astype(np.int64), origins[back].T
+    loss_sum, counts, (tokens, source, row) = scores[back, 0], scores[back, 1:].astype(np.int64), origins[back, :3].T
     target_tokens, num_correct, first_wrong = counts.T
     channel = reader.index.channel[: len(plan.lengths)].astype(np.int64)
     return Evaluation(
-        tokens, target_tokens, loss_sum, num_correct, first_wrong, source, row, channel, names, reader.index.channels
+        tokens=tokens,
+        target_tokens=target_tokens,
+        loss_sum=loss_sum,
+        num_correct=num_correct,
+        first_wrong=first_wrong,
+        source=source,
+        row=row,
+        parts=origins[back, 3:],
+        channel=channel,
+        sources=names,
+        channels=reader.index.channels,
     )

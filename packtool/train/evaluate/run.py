@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 from packtool.cache.evaluation_file import write_evaluation
 from packtool.config.evaluate import EvalConfig
+from packtool.launch.importing import imported_at_once
 from packtool.launch.world import World
 from packtool.progress import Progress, SilentProgress
+from packtool.rows.sample import RowPart
 from packtool.train.evaluate.totals import Evaluation
 from packtool.train.prepare.evaluation import PreparedEvaluation, prepare_evaluation
 from packtool.train.prepare.sequence_parallel import sequence_parallel_lines
@@ -76,17 +78,18 @@ def evaluate_caches(config: EvalConfig, progress: Progress, world: World | None 
 def _evaluate(prepared: PreparedEvaluation, progress: Progress) -> tuple[Evaluation, float]:
     """Load and evaluate; the seconds are those of evaluating."""
     # From here on torch and transformers are needed; mistakes of the user should have been told by now.
-    import torch
-    from accelerate import PartialState
+    with imported_at_once():
+        import torch
+        from accelerate import PartialState
 
-    from packtool.attention.choose import choose
-    from packtool.attention.parallel.blocks import choose_blocks
-    from packtool.attention.parallel.mesh import SequenceParallel
-    from packtool.batch.spec import InputSpec
-    from packtool.train.evaluate.per_sample import evaluate
-    from packtool.train.evaluate.scorer import can_be_packed
-    from packtool.train.model.load import load_trained, resolve_dtype
-    from packtool.train.model.quiet import quiet_transformers
+        from packtool.attention.choose import choose
+        from packtool.attention.parallel.blocks import choose_blocks
+        from packtool.attention.parallel.mesh import SequenceParallel
+        from packtool.batch.spec import InputSpec
+        from packtool.train.evaluate.per_sample import evaluate
+        from packtool.train.evaluate.scorer import can_be_packed
+        from packtool.train.model.load import load_trained, resolve_dtype
+        from packtool.train.model.quiet import quiet_transformers
 
     config, on_gpu = prepared.config, torch.cuda.is_available()
     spec = InputSpec.load(prepared.trained.base, prepared.reader.manifests[0].identity.media_limits, prepared.config)
@@ -141,6 +144,7 @@ def _write(evaluation: Evaluation, prepared: PreparedEvaluation) -> None:
         "sample": list(range(len(evaluation))),
         "source": [evaluation.sources[code] for code in evaluation.source],
         "row": evaluation.row,
+        "part": [vars(RowPart(*part)) if any(part) else None for part in evaluation.parts.tolist()],
         "channel": [evaluation.channels[code] if code >= 0 else None for code in evaluation.channel],
         "tokens": evaluation.tokens,
         "target_tokens": evaluation.target_tokens,

@@ -45,6 +45,7 @@ class Evaluation:
         first_wrong: int64, position in the sample's tokens of the first target that is not; -1 if there is none.
         source: int64, position in ``sources``.
         row: int64, row there.
+        parts: int64 (N, 4), which part of its row it is, the numbers of ``RowPart``; 0 for a whole row.
         channel: int64, position in ``channels``, or -1.
         sources, channels: names.
     """
@@ -56,6 +57,7 @@ class Evaluation:
     first_wrong: IntArray
     source: IntArray
     row: IntArray
+    parts: IntArray
     channel: IntArray
     sources: tuple[str, ...]
     channels: tuple[str, ...]

@@ -14,7 +14,7 @@ from transformers.training_args import OptimizerNames
 from transformers.utils.import_utils import is_liger_kernel_available
 
 from packtool.config.train import TrainConfig
-from packtool.errors import ConfigError
+from packtool.errors import ConfigError, did_you_mean
 from packtool.train.loop.trainer_fields import checked_fields
 from packtool.train.model.liger import SETTINGS
 from packtool.train.model.sharding import sharding_arguments
@@ -125,7 +125,8 @@ def _check_reports(args: TrainingArguments) -> None:
     callbacks: dict[str, Any] = integration_utils.INTEGRATION_TO_CALLBACK
     for name in args.report_to or ():
         if name not in callbacks:
-            raise ConfigError(f"--report-to {name}: there is no such place", f"Known are {', '.join(callbacks)}.")
+            there_is_none = f"--report-to {name}: there is no such place{did_you_mean(name, callbacks)}"
+            raise ConfigError(there_is_none, f"Known are {', '.join(callbacks)}.")
         try:
             callbacks[name]()
         except (RuntimeError, ImportError) as error:

@@ -137,9 +137,13 @@ class EvaluationCallback(TrainerCallback):
         self.evaluate, self.every, self.options = evaluate, every, options
         self.ended_early = False
 
+    def is_due(self, state: TrainerState) -> bool:
+        """Whether the step that is done now is evaluated."""
+        return state.global_step % self.every == 0 or state.global_step >= state.max_steps
+
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """A step is done on every rank."""
-        if state.global_step % self.every == 0 or state.global_step >= state.max_steps:
+        if self.is_due(state):
             # Logging takes back the wish to log, which the step itself may still have.
             should_log = control.should_log
             figures = self.evaluate()
@@ -182,7 +186,7 @@ class ReportCallback(TrainerCallback):
     """Appends log lines to ``metrics.jsonl`` and tells the progress; only on the first rank.
 
     Attributes:
-        first_loss, last_loss: of the first and the last log line.
+        first_loss, last_loss: of the first and the last log line that has targets.
     """
 
     def __init__(self, run: PreparedRun, progress: Progress) -> None:
@@ -233,9 +237,10 @@ class ReportCallback(TrainerCallback):
         if "loss" not in logs:
             self._tell(self.progress.line, shown_figures(logs))
             return
-        self.last_loss = float(logs["loss"])
-        if self.first_loss is None:
-            self.first_loss = self.last_loss
+        if logs["target_tokens"]:
+            self.last_loss = float(logs["loss"])
+            if self.first_loss is None:
+                self.first_loss = self.last_loss
         self._tell(self.progress.line, shown_figures(logs))
         if unusual:
             place = None if self.run.config.streaming else shlex.quote(str(args.output_dir))

@@ -283,8 +283,13 @@ def make_training(
     config, on_gpu = run.config, torch.cuda.is_available()
     dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
     loader = StepLoader(run, spec)
-    names = partial(name_samples, loader.names, run.world.rank)
-    watch = StepWatch(signals, names, on_nan=config.on_nan, world=run.world, progress=progress)
+    watch = StepWatch(
+        signals,
+        lambda: partial(name_samples, loader.names(), run.world.rank),
+        on_nan=config.on_nan,
+        world=run.world,
+        progress=progress,
+    )
     report = ReportCallback(run, progress)
     parallel = None
     if run.world.sequence_parallel_size > 1:
@@ -319,6 +324,7 @@ def make_training(
         evaluate = partial(_evaluate, run, run.validation, trainer, parallel)
         evaluation = EvaluationCallback(partial(trainer.log_evaluation, evaluate), every, config)
         trainer.add_callback(evaluation)
+        watch.is_evaluated = evaluation.is_due
     if (record := run.record()) is not None:
         trainer.add_callback(RecordCallback(record, trainer, watch))
     trainer.add_callback(CheckpointCallback(run, watch))

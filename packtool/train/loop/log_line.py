@@ -34,7 +34,7 @@ def heading_lines(run: PreparedRun, gpu: str | None) -> Iterator[str]:
         told["padding"] = "tokens that make micro-batches one of a few lengths, of all that this process computes"
     if gpu is not None and (peak := peak_tflops(gpu)) is not None:
         told["MFU"] = f"FLOP/s of the model, of the {peak:,.0f} TFLOP/s that the GPU has at its best in 16 bits"
-        told["HFU"] = "the same with activations that are computed again"
+        told["HFU"] = "the same with activations and logits that are computed again"
     if run.validation is not None:
         told[_VAL_LOSS] = "the loss of the val split, a line of its own"
     yield "log lines, each of the steps since the one before (metrics.jsonl has more):"
@@ -50,7 +50,8 @@ def shown_figures(logs: Mapping[str, Any]) -> dict[str, float | int | str]:
     """
     if "loss" not in logs:
         return {_VAL_LOSS: round(logs["eval_loss"], 4)}
-    shown: dict[str, float | int | str] = {"loss": round(float(logs["loss"]), 4)}
+    # Without targets there is no mean; what --on-bad-media skip leaves out may be all that a step has.
+    shown: dict[str, float | int | str] = {"loss": round(float(logs["loss"]), 4) if logs["target_tokens"] else "none"}
     if (norm := logs.get("grad_norm")) is not None:
         shown["grad norm"] = float(f"{norm:.3g}")
     shown |= {

@@ -80,16 +80,20 @@ class Meter:
 
     @torch.no_grad()
     def see(self, found: TargetLosses, batch: Batch) -> None:
-        """Keep losses and correct predictions of a micro-batch, as three sums a document or in all, on the device."""
+        """Keep losses and correct predictions of a micro-batch, as sums by document (by channel of a tree) or all."""
         rows = torch.stack((found.losses.detach(), torch.ones_like(found.losses), found.correct.to(found.losses.dtype)))
         if isinstance(batch, TreeBatch):
-            rows *= batch.target_counts
-        if not self._by_channel:
-            self._seen.append(((_EVERYTHING,), rows.sum(dim=1, keepdim=True)))
-            return
-        sums = rows.new_zeros(3, len(batch.channels))
-        sums.index_add_(1, batch.documents_of(found.positions), rows)
-        self._seen.append((batch.channels, sums))
+            # A target of a shared prefix is one of each channel whose samples have it, as often as they do.
+            sums = (rows[:, None] * batch.target_counts).sum(dim=2)
+        elif self._by_channel:
+            sums = rows.new_zeros(3, len(batch.channels))
+            sums.index_add_(1, batch.documents_of(found.positions), rows)
+        else:
+            sums = rows
+        if self._by_channel:
+            self._seen.append((batch.channels, sums))
+        else:
+            self._seen.append(((_EVERYTHING,), sums.sum(dim=1, keepdim=True)))
 
     def logged(self, loss: float, accelerator: Any, *, copying: float | None) -> dict[str, float]:
         """The line of all steps since the last one.

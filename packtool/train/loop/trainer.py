@@ -37,6 +37,7 @@ from packtool.train.model.loss import StepMean, sum_of_losses, takes_logits_to_k
 from packtool.train.model.part_rates import PartRates, split_groups
 from packtool.train.model.precision import SavedPrecision, load_masters, save_masters
 from packtool.train.prepare.checkpoint import PREFIX
+from packtool.train.prepare.figures import StepFigures
 from packtool.train.prepare.whole import loading, saving
 
 
@@ -167,7 +168,7 @@ class PackTrainer(Trainer):
             this rank's share of the sum of losses, times the number of ranks; ``log`` divides by what the steps hold.
         """
         mean = StepMean(inputs.figures.units, self.args.world_size)
-        total, num_skipped = torch.zeros((), device=self.args.device), 0
+        total, skipped = torch.zeros((), device=self.args.device), list[SkippedSample]()
         batches = self._meter.waited_for(inputs.micro_batches)
         for number, batch in enumerate(batches, start=1):
             is_last = number == inputs.num_micro_batches
@@ -179,13 +180,10 @@ class PackTrainer(Trainer):
             self._meter.run_over(batch)
             self.numbers.see_loss(loss)
             total += loss
-            self.skipped += batch.skipped
-            self.skipped_in += [self.state.global_step] * len(batch.skipped)
-            num_skipped += sum(1 if self.by_samples else sample.num_target_tokens for sample in batch.skipped)
-        units = inputs.figures.units
-        if self.skips:
-            units = self._without_skipped(mean, num_skipped)
-        self._meter.add(dataclasses.replace(inputs.figures, units=units))
+            skipped += batch.skipped
+        self.skipped += skipped
+        self.skipped_in += [self.state.global_step] * len(skipped)
+        self._meter.add(self._without_skipped(inputs.figures, mean, skipped) if self.skips else inputs.figures)
         return mean.sum_over_ranks(total)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
@@ -194,14 +192,15 @@ class PackTrainer(Trainer):
         self.numbers.see_norm(0.0 if norm is None else norm, is_scaled=self.accelerator.scaler is not None)
         return norm
 
-    def _without_skipped(self, mean: StepMean, num_skipped: int) -> int:
-        """Units of a step without the samples that could not be loaded on any rank; mends the gradients, too."""
-        count = torch.tensor(num_skipped, device=self.args.device)
+    def _without_skipped(self, figures: StepFigures, mean: StepMean, skipped: Sequence[SkippedSample]) -> StepFigures:
+        """What a step trained without the samples that could not be loaded on any rank; mends the gradients, too."""
+        counts = torch.tensor([len(skipped), sum(s.num_target_tokens for s in skipped)], device=self.args.device)
         if self.args.world_size > 1:
-            torch.distributed.all_reduce(count)
-        left = mean.without(int(count))
+            torch.distributed.all_reduce(counts)
+        num_samples, num_targets = counts.tolist()
+        left = mean.without(num_samples if self.by_samples else num_targets)
         mean.mend_gradients(self.model.parameters(), left)  # type: ignore[union-attr]
-        return left.num_units
+        return dataclasses.replace(figures, units=left.num_units, target_tokens=figures.target_tokens - num_targets)
 
     def compute_loss(
         self,

@@ -15,6 +15,7 @@ The sum is made here or, where a model's head allows it, in ``head_loss``; ``Ste
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -65,8 +66,8 @@ class StepMean:
 
 
 def mean_loss(sum_of_losses: float, num_units: int) -> float:
-    """The mean over the units of some steps, for a log line."""
-    return sum_of_losses / max(num_units, 1)
+    """The mean over the units of some steps, for a log line; nan where these had none."""
+    return sum_of_losses / num_units if num_units else math.nan
 
 
 def sum_of_losses(model: nn.Module, batch: Batch, *, label_logits_only: bool) -> Tensor:

@@ -162,7 +162,7 @@ def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
         key_index=torch.arange(keys) % count,
         cu_seqlens_k=torch.tensor([0, keys], dtype=torch.int32),
         key_lengths=(keys,),
-        target_counts=torch.ones(count // 2, dtype=torch.int64),
+        target_counts=torch.ones(1, count // 2, dtype=torch.int64),
         num_sample_targets=count // 2,
         sample_ends=(0,),
     )

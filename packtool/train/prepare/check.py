@@ -15,7 +15,8 @@ from packtool.cache.plan_file import SavedPlan
 from packtool.cache.reader import CacheReader
 from packtool.config.evaluate import EvalConfig
 from packtool.config.export import EncodeSpec
-from packtool.config.rows import MediaOptions, expand_problems
+from packtool.config.rows import BOX_SETTINGS, MediaOptions, expand_problems
+from packtool.config.settings import flag
 from packtool.config.train import TrainConfig
 from packtool.constants import VAL_SPLIT
 from packtool.encode.families import ImageLimits, media_encoding
@@ -130,14 +131,15 @@ def check_policies(directory: str, manifest: Manifest, config: TrainConfig, file
     """What became of long rows and of turns was decided at export; given again, it must be the same."""
     there_and_here = {
         name: (manifest.identity.spec.get(name), getattr(config, name))
-        for name in ("truncation_strategy", "media_overflow")
+        for name in ("truncation_strategy", "media_overflow", *BOX_SETTINGS)
     }
     here = config.expand_turns and expansion_of(config.expand_turns, files)
     there_and_here["expand_turns"] = (manifest.identity.spec.get("expand_turns", "false"), here)
     for name, (there, here) in there_and_here.items():
         if here not in (None, there):
             raise MismatchError(
-                f"{directory} was exported with --{name.replace('_', '-')} {there}, and this run asks for {here}",
+                f"{directory} was exported with{'out' if there is None else ''} {flag(name)}"
+                f"{'' if there is None else f' {there}'}, and this run asks for {here}",
                 f"Leave it out, or export again:\n  {export_command(directory, manifest, **{name: here})}",
             )
 

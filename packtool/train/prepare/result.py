@@ -34,7 +34,7 @@ class TrainResult:
         target_tokens: labels that carry loss in the steps of this run; after a resume, those that were left.
         seconds: between the first step and the last checkpoint.
         target_tokens_per_second: over all ranks.
-        first_loss, last_loss: mean over the target tokens of the first and the last log line.
+        first_loss, last_loss: mean over the target tokens of the first and the last log line that has any.
         checkpoint: directory of the trained model or adapter.
         resumed_from: checkpoint that this run went on from.
         num_trainable_parameters, num_parameters: of the model with its adapters.

@@ -106,6 +106,7 @@ def test_targets_of_a_shared_prefix_count_for_all_samples(by_channel: bool) -> N
     tree = collate_tree(samples, spec, least_shared=1)
     assert isinstance(tree, TreeBatch)
     assert tree.target_counts.max() > 1
+    assert (tree.target_counts > 0).sum(dim=0).max() > 1, "a target of samples of several channels"
     found = told(tree)
     assert found == pytest.approx(told(wanted), rel=1e-4)
     assert len(found) == (7 if by_channel else 1)

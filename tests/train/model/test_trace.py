@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from packtool.attention.parallel import exchange
 from packtool.attention.parallel.axes import Axes
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.batch.batch import B, TreeBatch
@@ -25,6 +29,7 @@ from tests.batch.reduced import going_on, make_sample, reduced_config, reduced_s
 from tests.forked import run_ranks
 from tests.train.model.measured import computed_bytes, saved_bytes, traced_bytes
 from tests.train.model.test_no_sync import ON_TEXT, THAT_HEAR, THAT_SEE, config_of
+from tests.waiting import wait_for
 
 SHARED = {"ring": Axes(2, 1, "ring"), "allgather": Axes(2, 1, "allgather"), "ulysses": Axes(1, 2)}
 # Text alone, with linear attention and experts, with DeepStack, and with sounds.
@@ -94,6 +99,7 @@ def test_sequences_that_ranks_share_are_traced(tmp_path: Path) -> None:
 
 
 def _measure_shared(folder: Path) -> None:
+    exchange._started = _wholly_waited_for(exchange._started)
     dist.init_process_group("gloo")
     if dist.get_rank() == 0:
         save_image_processor("qwen3_vl", str(folder))
@@ -117,6 +123,29 @@ def _measure_shared(folder: Path) -> None:
                 "looked_at": len(batch.media["pixel_values"]) // 4,
             }
     (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
+
+
+def _wholly_waited_for(start: Callable[..., Any]) -> Callable[..., Any]:
+    """As ``exchange._started``; whoever waits waits until gloo's threads, too, have let go of what is sent."""
+
+    def started(collective: Callable[..., Any], received: Tensor, sent: Tensor, *counts: list[int], group: Any) -> Any:
+        held = [(tensor, _num_holders(tensor)) for tensor in (received, sent)]
+        finish = start(collective, received, sent, *counts, group=group)
+
+        def wait() -> None:
+            nonlocal finish
+            finish()
+            finish = None
+            wait_for(lambda: all(_num_holders(tensor) <= before for tensor, before in held))
+            held.clear()
+
+        return wait
+
+    return started
+
+
+def _num_holders(tensor: Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
