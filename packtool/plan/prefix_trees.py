@@ -124,21 +124,6 @@ class PrefixTrees:
             return np.zeros(0, np.int64)
         return np.add.reduceat(values, self.offsets[:-1], dtype=np.int64)
 
-    def only(self, wanted: npt.NDArray[np.bool_]) -> PrefixTrees:
-        """The trees without some samples: two that become neighbours share what all between them shared.
-
-        Args:
-            wanted: which samples stay, by number; at least one of them.
-        """
-        places = np.flatnonzero(wanted[self.samples])
-        # The least of what is shared since the neighbour before, and where that is: both in one number.
-        keys = self.shared.astype(np.int64) * len(wanted) + np.arange(len(self.samples))
-        least = np.minimum.reduceat(keys[: places[-1] + 1], np.append(0, places[:-1] + 1)) % len(wanted)
-        offsets = np.unique(np.searchsorted(places, self.offsets))
-        shared, prefixes = self.shared[least], self.prefixes[least]
-        shared[offsets[:-1]], prefixes[offsets[:-1]] = 0, NOTHING
-        return PrefixTrees(self.samples[places], offsets, shared, prefixes)
-
     def unfolded(self, groups: PackPlan, lengths: npt.NDArray[np.integer[Any]]) -> PackPlan:
         """A plan of samples from one of groups.
 

@@ -285,25 +285,3 @@ def test_never_more_is_shared_than_is_alike(rows: Rows, data: st.DataObject) -> 
     assert trees.unfolded(
         pack(trees.sums_per_group(trees.new_tokens(lengths)), 1000, seed=1), lengths
     ).num_tokens == int(trees.new_tokens(lengths).sum())
-
-
-@settings(max_examples=50, deadline=None)
-@given(some_rows.filter(len), st.data())
-def test_trees_without_some_samples_share_what_is_left_between_neighbours(rows: Rows, data: st.DataObject) -> None:
-    trees, lengths = planned(rows)
-    stay = np.array(data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows))))
-    stay[data.draw(st.integers(0, len(rows) - 1))] = True
-    found = trees.only(stay)
-    kept = [int(sample) for sample in trees.samples if stay[sample]]
-    assert found.samples.tolist() == kept
-    expected, last, least = [], -1, 0
-    group = np.repeat(np.arange(len(trees.offsets) - 1), np.diff(trees.offsets))
-    for at, sample in enumerate(trees.samples):
-        least = min(least, int(trees.shared[at]))
-        if stay[sample]:
-            expected.append(least if last == group[at] else 0)
-            last, least = group[at], len(rows[sample])
-    assert found.shared.tolist() == expected
-    assert found.offsets[-1] == len(kept)
-    assert (found.shared[found.offsets[:-1]] == 0).all()
-    assert (found.sums_per_group(found.new_tokens(lengths)) > 0).all()

@@ -21,6 +21,7 @@ from packtool.plan.options import PlanOptions
 from packtool.plan.pack_plan import Int64Array, PackPlan
 from packtool.plan.skrull_steps import SkrullOptions
 from packtool.plan.towers import TowerWork
+from packtool.plan.trees_of_some import trees_of_some
 from packtool.train.prepare.schedule import PlannedSchedule, Rest, rest_of
 from packtool.train.prepare.shared_prefixes import SharedPrefixes
 
@@ -100,7 +101,7 @@ class Planner:
             return None
         shared = self.shared
         if shared is not None:
-            shared = dataclasses.replace(shared, trees=shared.trees.only(change.samples() > 0))
+            shared = dataclasses.replace(shared, trees=trees_of_some(shared.trees, change.samples() > 0))
         return self._planned(change.epoch, assignment, shared, wanted)
 
     def _plan_of(self, epoch: int, assignment: Assignment) -> EpochPlan:
