@@ -53,7 +53,8 @@ class AccessOptions:
     media_access: MediaAccess = option(
         "root",
         "Media that rows may name: root, files below the rows' folder and --media-root and the remote stores that "
-        "these lie in; local, also any other file of this machine; any, also any other bucket and address.",
+        "these lie in; local, also any other file of this machine; any, also any other bucket and address. Caches, "
+        "whose rows an export has checked, may name files and buckets, and with any other addresses, too.",
         panel="Media access",
     )
     max_media_bytes: Bytes | None = option(

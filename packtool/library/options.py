@@ -146,6 +146,7 @@ class BatchKeywords(TypedDict, total=False):
     loss_scale: Text | None
     max_steps: int | None
     loss_reduction: Literal["token", "sample"] | None
+    torch_compile: bool | None
     dataloader_num_workers: int | None
 
 

@@ -125,7 +125,7 @@ class Plan:
         return self.preview.plan.fingerprint
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the packs as an Arrow file, for ``packtool train --plan`` and other readers.
+        """Write packs and steps as an Arrow file, for ``packtool train --plan``, ``inspect --plan`` and other readers.
 
         Raises:
             ConfigError: for a plan of a file of lengths, which belongs to no cache.

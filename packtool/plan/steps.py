@@ -76,12 +76,17 @@ class StepPlan:
         cell = self.step_offsets[step] + rank * num_micro_batches + micro_batch
         return slice(int(self.cell_offsets[cell]), int(self.cell_offsets[cell + 1]))
 
-    def place_of(self, pack: int) -> tuple[int, int, int]:
-        """Step, rank and micro-batch that train a pack."""
-        cell = int(np.searchsorted(self.cell_offsets, np.flatnonzero(self.order == pack)[0], side="right")) - 1
-        step = int(np.searchsorted(self.step_offsets, cell, side="right")) - 1
-        rank, micro_batch = divmod(cell - int(self.step_offsets[step]), self.num_micro_batches(step))
-        return step, rank, micro_batch
+    def places(self) -> npt.NDArray[np.int32]:
+        """Where each pack is trained, int32 (K, 3): step, rank, and micro-batch of the rank in the step."""
+        sizes = np.diff(self.step_offsets)
+        steps = np.repeat(np.arange(self.num_steps), sizes)
+        ranks, micro_batches = np.divmod(
+            np.arange(len(steps)) - self.step_offsets[steps], np.maximum(sizes // self.world_size, 1)[steps]
+        )
+        found = np.empty((self.num_packs, 3), np.int32)
+        cells = np.stack((steps, ranks, micro_batches), axis=1)
+        found[self.order] = np.repeat(cells, self.cell_sizes(), axis=0)
+        return found
 
     def target_tokens(self, step: int) -> int:
         """Labels that carry loss in a step, over all ranks: the loss is divided by it, and no rank need ask another."""

@@ -28,7 +28,7 @@ from packtool.visible import visible
 _EXAMPLES = 2
 _SAMPLE_RATE = 16_000
 
-Look = Literal["plain", "trained", "media"]
+Look = Literal["plain", "trained", "media", "truncated"]
 
 
 def cache_figures(directory: str) -> dict[str, Any]:
@@ -182,7 +182,7 @@ class Part:
     """A stretch of a sample that looks alike.
 
     Args:
-        text: what its tokens say; of a medium, what it is in brackets.
+        text: what its tokens say; of a medium, what it is in brackets, and so what was cut off in this place.
         weight: of the loss on it, where it is trained.
         medium: that its placeholder tokens stand for.
     """
@@ -202,6 +202,8 @@ class Decoder:
     """
 
     def __init__(self, files: ModelFiles, identity: Identity) -> None:
+        self._strategy = str(identity.spec.get("truncation_strategy"))
+        self._trims = identity.spec.get("media_overflow") == "trim"
         self._tokenizer = Tokenizer.from_str(files.tokenizer_json)
         self._pads = _pad_ids(files.config, self._tokenizer)
         self._limits = identity.media_limits.image
@@ -220,8 +222,20 @@ class Decoder:
         return cls(model_of_cache(reader, model), reader.manifests[0].identity)
 
     def parts(self, sample: EncodedSample) -> Iterator[Part]:
-        """The sample from its first token to its last."""
-        return _parts(sample, self._tokenizer, self._pads)
+        """The sample from its first token to its last, and on the side where it was cut how much is missing.
+
+        What truncation removes is not in a cache: only how many tokens, and the side that the export was told to cut.
+        """
+        cut = [Part("truncated", self._cut(sample))] if sample.num_truncated else []
+        parts = _parts(sample, self._tokenizer, self._pads)
+        yield from (*parts, *cut) if self._strategy == "right" else (*cut, *parts)
+
+    def _cut(self, sample: EncodedSample) -> str:
+        oldest = "its oldest media"
+        if self._strategy in ("left", "right"):
+            side = "its beginning" if self._strategy == "left" else "its end"
+            oldest = f"{side}, or of {oldest}" if self._trims else f"{side}"
+        return f"[{sample.num_truncated:,} tokens of {oldest} cut off]"
 
     def regions(self, sample: EncodedSample, parts: Sequence[Part]) -> list[ShownRegion]:
         """What the sample says of places in its pictures.

@@ -19,6 +19,7 @@ _NAMES = {
     "packs": "num_packs",
     "capacity": "packing_length",
     "shards": "num_shards",
+    "files": "num_files",
     "missing_shards": "num_missing_shards",
     "micro_batches": "num_micro_batches",
     "empty_micro_batches": "num_empty_micro_batches",

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import packtool
 from packtool.cache.plan_file import read_plan
 from packtool.cli.main import run
 from packtool.simulate.hardware import HARDWARE_PRESETS
@@ -161,8 +162,16 @@ def test_skrull(cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert figures["micro_batches"] >= found["tokens"] / (256 * 4)
     assert figures["device_balance"]["worst"] >= figures["device_balance"]["mean"] >= found["balance"]["mean"]
     assert found["hours"] > 0
-    # What is saved are the packs, which say what shares a step: Skrull assigns them when they are trained.
-    assert read_plan(str(tmp_path / "b.plan")).offsets.tolist() == read_plan(str(tmp_path / "a.plan")).offsets.tolist()
+    # The packs say what shares a step; Skrull assigns their samples to different ranks.
+    of_skrull, saved = (read_plan(str(tmp_path / name)) for name in ("b.plan", "a.plan"))
+    assert of_skrull.offsets.tolist() == saved.offsets.tolist()
+    assert of_skrull.places is not None
+    assert saved.places is not None
+    assert of_skrull.places[:, 0].tolist() == saved.places[:, 0].tolist()
+    step, rank, micro_batch = of_skrull.places[-1].tolist()
+    options = {"sequence_parallel_size": 4, "gradient_accumulation_steps": 4, "schedule": "skrull", "bucket_size": 256}
+    steps = packtool.plan(cache, world_size=8, hardware="a100", **options).steps
+    assert (int(of_skrull.samples[-1]),) in steps[step].micro_batches[rank][micro_batch]
     assert f'{figures["bucket_fill"]:.2%}</p><p class="what">fill of the micro-batches' in html.read_text()
     assert "A rank here is 4 processes" in html.read_text()
     assert run(["plan", *skrull]) == 0

@@ -269,14 +269,14 @@ def _plain_batches(
 
 
 def save_plan(found: Preview, config: PlanConfig) -> None:
-    """Write the packs for ``packtool train --plan``.
+    """Write the packs for ``packtool train --plan``, and the steps of the first epoch for whoever looks at them.
 
     Raises:
         StorageError: if the file cannot be written.
     """
     assert config.save is not None, "asked for"
     assert found.reader is not None, "checked with the settings"
-    packs = found.plan.whole_packs
+    packs, trained = found.plan.whole_packs, found.plan.packs
     info = PlanInfo(
         capacity=packs.capacity,
         max_length=found.options.max_length,
@@ -285,7 +285,9 @@ def save_plan(found: Preview, config: PlanConfig) -> None:
         plan=packs.fingerprint,
         num_cached=len(found.reader),
     )
-    write_plan(config.save, SavedPlan(info, packs.samples, packs.offsets, packs.lengths, packs.shared))
+    # Skrull trains a pack's samples one by one, in the packs' order.
+    places = np.repeat(found.plan.steps.places(), np.diff(trained.offsets), axis=0)
+    write_plan(config.save, SavedPlan(info, packs.samples, packs.offsets, packs.lengths, packs.shared, places))
 
 
 def _trains_packs(summary: PlanSummary) -> bool:

@@ -56,7 +56,7 @@ class PlannedAgain:
             last = min(plan.steps.num_steps, first + self.stop - step)
             for pack in np.flatnonzero(plan.packs.samples == position):
                 number = int(np.searchsorted(plan.packs.offsets, pack, side="right")) - 1
-                at, rank, micro_batch = plan.steps.place_of(number)
+                at, rank, micro_batch = map(int, plan.steps.places()[number])
                 if first <= at < last:
                     yield step + at - first, epoch, rank, micro_batch, number
             step += last - first
