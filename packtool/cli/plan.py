@@ -40,8 +40,9 @@ def run_plan(config: PlanConfig, invocation: Invocation) -> None:
         show_json(summary)
         return
     print_table(f"plan for {' '.join(config.cached_dataset) or config.lengths}", plan.lines)
-    if plan.preview.shared_line is not None:
-        show(f"\n{plan.preview.shared_line}")
+    for line in (plan.preview.batch_line, plan.preview.shared_line):
+        if line is not None:
+            show(f"\n{line}")
     _print_histograms(plan.preview)
     if config.model is not None:
         # Behind all that is known at once, for it takes seconds.

@@ -93,6 +93,11 @@ class PlanConfig(CacheOptions, PackingOptions, ParallelOptions, MemoryOptions, A
             found.append("--packing-length is missing: a file of lengths does not tell it")
         if self.sweep is not None and self.save is not None:
             found.append("--save writes one plan, and --sweep makes several: give --packing-length instead of --sweep")
+        if self.samples_per_step is not None and self.save is not None:
+            found.append(
+                "--save writes packs, which are trained in any order, and --samples-per-step packs each step: leave "
+                "out one of them"
+            )
         if self.lengths is not None and self.save is not None:
             found.append("--save needs caches: a plan belongs to the cache it was made for")
         if self.lengths is not None and self.share_prefix == "true":

@@ -231,15 +231,14 @@ class TrainConfig(
             found.append("--padding-free true goes with --packing true, or with --dynamic-batch-tokens N")
         if self.padding_free is False and self.removes_padding:
             found.append("--padding-free false: packs have no padding; leave it out, or set --packing false")
-        if self.plan is not None and not self.packing:
-            found.append("--plan names a file of packs: leave out --packing false")
+        if self.plan is not None and (not self.packing or self.samples_per_step is not None):
+            found.append("--plan names a file of packs: leave out --packing false and --samples-per-step")
         if self.deepspeed is not None and self.on_bad_media == "skip":
             found.append("--on-bad-media skip corrects gradients before they are applied, which DeepSpeed does itself")
         if self.sequence_parallel_ranks > 1 and self.on_bad_media == "skip":
             found.append(
                 "--on-bad-media skip: processes that share a sequence load different media of it, and would not "
-                "skip alike; "
-                "leave out --sequence-parallel-size, or skip bad rows at export"
+                "skip alike; leave out --sequence-parallel-size, or skip bad rows at export"
             )
         if not self.num_train_epochs and self.max_steps is None:
             found.append("--num-train-epochs 0 trains nothing: give more, or --max-steps")
@@ -367,6 +366,8 @@ class TrainConfig(
             found.append("--save-strategy epoch needs a cache: --streaming true does not know where an epoch ends")
         if self.schedule != "packs":
             found.append(f"--schedule {self.schedule} needs a cache: leave out --streaming true")
+        if self.samples_per_step is not None:
+            found.append("--samples-per-step draws from all samples of a cache: leave out --streaming true")
         if self.plan is not None:
             found.append("--plan needs a cache: --streaming true plans while it reads")
         if self.val_dataset or self.split_dataset_ratio:

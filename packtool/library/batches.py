@@ -208,7 +208,7 @@ class Batches(Dataset[dict[str, Any]]):
         schedule, ends, starts, most = self._run.schedule, [0], [self._base], 1
         for epoch in count(self._first_epoch):
             # Other epochs have as many as the first, but for micro-batches that are filled by tokens, and a rest.
-            is_like_first = epoch > self._first_epoch and not self.plan.config.has_no_rows
+            is_like_first = epoch > self._first_epoch and self.plan.config.has_as_many_micro_batches
             steps = (schedule.first if is_like_first else schedule.plan_of(epoch)).steps
             trained = min(self.num_steps - starts[-1], steps.num_steps)
             offsets = steps.step_offsets[: trained + 1] // steps.world_size

@@ -119,6 +119,7 @@ class PlanKeywords(TypedDict, total=False):
     dynamic_max_batch_size: int | None
     per_device_train_batch_size: int | None
     gradient_accumulation_steps: int | None
+    samples_per_step: int | None
     share_prefix: Literal["auto", "true", "false"] | None
     schedule: Literal["packs", "skrull"] | None
     bucket_size: Text | None
@@ -169,6 +170,8 @@ class VerifyKeywords(TypedDict, total=False):
     num_packs: int | None
     attn_impl: Literal["auto", "sdpa", "varlen", "flash_attention_2", "flash_attention_3", "flex"] | None
     torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] | None
+    trajectory: int | None
+    samples_per_step: int | None
     seed: int | None
 
 

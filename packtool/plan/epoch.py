@@ -15,6 +15,7 @@ from packtool.plan.balance import imbalance
 from packtool.plan.dynamic import rearrange
 from packtool.plan.options import PlanOptions
 from packtool.plan.pack_plan import Int64Array, PackPlan, digest_arrays, with_each_alone, with_packs_in_order
+from packtool.plan.packed_steps import costs_in_turn, pack_each_step
 from packtool.plan.packing import pack, pack_singletons, pack_trees
 from packtool.plan.prefix_trees import PrefixTrees
 from packtool.plan.shuffle import RandomStream, seeded_order
@@ -38,6 +39,7 @@ class EpochPlan:
             rank that the sample is local to.
         whole: with Skrull, the packs whose samples ``packs`` has one by one, in the same order: they say which
             samples share a step, whoever trains it.
+        drawn: with ``samples_per_step``, the samples one by one in the order in which steps take them.
     """
 
     packs: PackPlan
@@ -45,6 +47,12 @@ class EpochPlan:
     summary: PlanSummary
     places: Int64Array | None = None
     whole: PackPlan | None = None
+    drawn: PackPlan | None = None
+
+    @property
+    def lasting_fingerprint(self) -> str:
+        """sha256 in hex over what stays the same however many ranks there are."""
+        return (self.drawn or self.packs).fingerprint
 
     @property
     def whole_packs(self) -> PackPlan:
@@ -139,7 +147,7 @@ def plan_epoch(
         kept_media = None if media_tokens is None else media_tokens[kept]
         packs = _pack(lengths[kept], kept_media, options, seed, epoch)
         packs = PackPlan(kept[packs.samples], packs.offsets, packs.lengths, packs.capacity)
-    return assign_packs(packs, target_tokens, options, towers=towers)
+    return assign_packs(packs, target_tokens, options, media_tokens=media_tokens, towers=towers)
 
 
 def assign_packs(
@@ -147,19 +155,25 @@ def assign_packs(
     target_tokens: npt.NDArray[np.integer[Any]],
     options: PlanOptions,
     *,
+    media_tokens: npt.NDArray[np.integer[Any]] | None = None,
     towers: TowerWork | None = None,
 ) -> EpochPlan:
     """The second half of ``plan_epoch``: steps and figures for packs that are there already.
 
+    With ``samples_per_step`` the packs say in which order steps take their samples, and are made anew: what a plan has
+    left of an epoch gives its steps the samples that they had.
+
     Args:
         packs: of samples by their position in the cache.
         target_tokens: (N,), labels of each sample of the cache that carry loss.
-        options: as for ``plan_epoch``.
-        towers: as for ``plan_epoch``.
+        options, media_tokens, towers: as for ``plan_epoch``.
 
     Raises:
         ConfigError: an option is not positive, or samples are too long for Skrull's buckets.
+        DataError: with ``samples_per_step``, samples that are over a budget of a pack.
     """
+    if options.samples_per_step is not None:
+        return _assign_samples(with_each_alone(packs), target_tokens, options, media_tokens, towers)
     if options.skrull is not None:
         return _assign_skrull(packs, target_tokens, options, towers)
     costs = pack_costs(packs, options.cost, target_tokens, towers) if options.cost is not None else None
@@ -207,6 +221,27 @@ def _assign_skrull(
         skrull=figures,
     )
     return EpochPlan(assigned.singles, assigned.steps, summary, assigned.places, packs)
+
+
+def _assign_samples(
+    drawn: PackPlan,
+    target_tokens: npt.NDArray[np.integer[Any]],
+    options: PlanOptions,
+    media_tokens: npt.NDArray[np.integer[Any]] | None,
+    towers: TowerWork | None,
+) -> EpochPlan:
+    """What ``assign_packs`` returns with ``samples_per_step``; ``drawn``: one sample each, in the epoch's order."""
+    assert options.samples_per_step is not None, "asked before"
+    costs = pack_costs(drawn, options.cost, target_tokens, towers) if options.cost is not None else None
+    packs, steps = pack_each_step(drawn, target_tokens, options, costs=costs, media_tokens=media_tokens)
+    balance = None
+    if costs is not None:
+        before = imbalance(costs_in_turn(costs, options.samples_per_step, options.world_size))
+        assert options.cost is not None, "it told the costs"
+        after = imbalance(steps.rank_costs(pack_costs(packs, options.cost, target_tokens, towers)))
+        balance = BalanceFigures.of(before, after, float(costs.sum()))
+    summary = summarize(packs, steps, options, num_cached=len(target_tokens), fill=packs.fill, balance=balance)
+    return EpochPlan(packs, steps, summary, drawn=drawn)
 
 
 def _imbalance_in_turn(
@@ -267,7 +302,7 @@ def _pack(
     seed: int,
     epoch: int,
 ) -> PackPlan:
-    if options.packing:
+    if options.packing and options.samples_per_step is None:
         return pack(lengths, options.packing_length, options, seed=seed, epoch=epoch, media_tokens=media_tokens)
     rows = pack_singletons(lengths, options.packing_length, seed=seed, epoch=epoch, shuffle=options.shuffle)
     return group_by_length(rows, options.packs_per_step) if options.group_by_length else rows

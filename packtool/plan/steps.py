@@ -52,7 +52,7 @@ class StepPlan:
 
     @property
     def num_empty_micro_batches(self) -> int:
-        """Cells without a pack; they can only occur in the last step, or with Skrull at the end of any rank's."""
+        """Cells without a pack; only in the last step, or where tokens decide how many a step has at the end of any."""
         return int(np.count_nonzero(self.cell_sizes() == 0))
 
     def cell_sizes(self) -> Int64Array:

@@ -31,6 +31,8 @@ def plan_lines(figures: Mapping[str, Any]) -> list[Line]:
         *_shared_lines(figures),
         *_use_lines(figures),
         ("optimizer steps per epoch", f"{figures['steps_per_epoch']:,}"),
+        ("  samples a step, mean", f"{figures['samples_per_step']:,.1f}"),
+        *_target_lines(figures),
         *_plain_lines(figures),
         ("load balance, slowest rank ÷ mean rank", "round-robin → as planned"),
         ("  mean over all steps", f"{balance['mean_before']:.3f} → {balance['mean']:.3f}"),
@@ -41,6 +43,12 @@ def plan_lines(figures: Mapping[str, Any]) -> list[Line]:
     if "hours" in figures:
         lines.append(("training time, all epochs", f"{figures['hours']:,.2f} h"))
     return [*lines, ("planning time", f"{figures['plan_seconds']:.2f} s")]
+
+
+def _target_lines(figures: Mapping[str, Any]) -> list[Line]:
+    """Labels that carry loss; a file of lengths does not tell them."""
+    is_known = figures["cache_fingerprint"] is not None
+    return [("  target tokens a step, mean", f"{figures['target_tokens_per_step']:,.0f}")] if is_known else []
 
 
 def _shared_lines(figures: Mapping[str, Any]) -> list[Line]:

@@ -75,6 +75,27 @@ def test_a_plan_is_the_one_that_is_trained(cache: str, model: Path, tmp_path: Pa
     assert run([*train, "--plan", cache + "/packtool.json"]) == 4
 
 
+def test_steps_of_so_many_samples(cache: str, model: Path, tmp_path: Path, capsys: Any) -> None:
+    """Planned and trained alike, and sparing the advice that packs call for."""
+    options = ["--packing-length", "400", "--world-size", "2"]
+    plain, kept = planned(capsys, cache, *options), planned(capsys, cache, *options, "--samples-per-step", "2")
+    assert plain["samples_per_step_without_packing"] == kept["samples_per_step_without_packing"] == 2
+    assert plain["samples_per_step"] > 2 >= kept["samples_per_step"]
+    assert kept["steps_per_epoch"] == kept["steps_without_packing"] == plain["steps_without_packing"]
+    capsys.readouterr()
+    assert run(["plan", cache, *options]) == 0
+    told = capsys.readouterr().out
+    assert "--samples-per-step 2 keeps that batch" in told
+    assert "Malladi" in told
+    assert "Goyal" in told
+    assert run(["plan", cache, *options, "--samples-per-step", "2", "--html", str(tmp_path / "plan.html")]) == 0
+    told = capsys.readouterr().out
+    assert "as without packing: each has the 2 samples that it has unpacked" in told
+    assert "Malladi" not in told
+    assert run(["plan", cache, *options, "--samples-per-step", "2", "--save", str(tmp_path / "p")]) == 2
+    assert "--save writes packs" in capsys.readouterr().err
+
+
 class Tags(HTMLParser):
     """Counts what is opened, and what it points to."""
 

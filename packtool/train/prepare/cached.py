@@ -365,7 +365,7 @@ def _state(config: TrainConfig, planner: Planner, assignment: Assignment, cache:
     world_size, _, _ = assignment
     return RunState.of(
         config,
-        plan=plan.packs.fingerprint,
+        plan=plan.lasting_fingerprint,
         steps=plan.steps.fingerprint if plan.places is None else plan.fingerprint,
         cache=cache,
         max_length=planner.options.max_length,
@@ -380,10 +380,10 @@ def _state(config: TrainConfig, planner: Planner, assignment: Assignment, cache:
 
 
 def _schedule_of(planner: Planner) -> str:
-    """What decides how Skrull assigns, in one line."""
-    skrull = planner.options.skrull
+    """What decides the steps but packs, batch size and accumulation, in one line."""
+    skrull, num_samples = planner.options.skrull, planner.options.samples_per_step
     if skrull is None:
-        return ""
+        return "" if num_samples is None else f"{num_samples} samples a step"
     # "a row", where a sequence is meant: checkpoints hold this text, and are compared with it to the letter.
     shared = f"skrull, buckets of {skrull.bucket_size} tokens, a row on {skrull.sequence_parallel_size}"
     return f"{shared}, for {skrull.times.device}"

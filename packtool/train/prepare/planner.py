@@ -140,7 +140,8 @@ class Planner:
 
     def assign(self, packs: PackPlan, assignment: Assignment) -> EpochPlan:
         """The plan that assigns these packs to ranks."""
-        return assign_packs(packs, self.targets, self._options(assignment), towers=self.towers)
+        options, media_tokens = self._options(assignment), self.index.media_tokens
+        return assign_packs(packs, self.targets, options, media_tokens=media_tokens, towers=self.towers)
 
     def schedule(
         self, assignments: Sequence[tuple[int, int, int, int]], change: DataChange | None = None

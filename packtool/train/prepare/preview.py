@@ -19,8 +19,10 @@ from packtool.cache.reader import CacheReader
 from packtool.config.plan import PlanConfig
 from packtool.encode.model_files import ModelFiles
 from packtool.plan.balance import imbalance
+from packtool.plan.batch_growth import BatchGrowth, own_steps_line
 from packtool.plan.epoch import EpochPlan, assign_packs, plan_epoch
 from packtool.plan.options import PlanOptions
+from packtool.plan.packed_steps import costs_in_turn
 from packtool.plan.summary import PlanSummary, pack_costs, padded_fill
 from packtool.plan.towers import TowerWork
 from packtool.simulate.lengths import read_lengths
@@ -87,7 +89,7 @@ class Preview:
         """All figures by name, as JSON has them."""
         summary, packs = self.plan.summary, self.plan.whole_packs
         assert summary.balance is not None, "a preview knows costs"
-        balance = summary.balance
+        balance, batch = summary.balance, BatchGrowth.of(summary)
         over = summary.num_packs / summary.lower_bound - 1 if summary.lower_bound else 0.0
         found: dict[str, Any] = {
             "samples": summary.num_samples,
@@ -104,6 +106,10 @@ class Preview:
             "plan_seconds": round(self.seconds, 4),
             "steps_per_epoch": summary.num_steps,
             "steps_without_packing": summary.num_steps_without_packing,
+            "samples_per_step": batch.num_samples,
+            "target_tokens_per_step": batch.num_targets,
+            "samples_per_step_without_packing": batch.num_plain,
+            "target_tokens_per_step_without_packing": batch.num_plain_targets,
             "padding_of_plain_batches": self.plain.padding,
             "rows_of_plain_batches": self.plain.rows,
             "steps_of_plain_batches": self.plain.steps,
@@ -129,6 +135,19 @@ class Preview:
             slowest = balance.flops * mean / self.options.world_size / self.sequence_parallel_size
             found["hours"] = slowest * self.num_epochs / (tflops * 1e12 * mfu) / 3600
         return found
+
+    @property
+    def batch_line(self) -> str | None:
+        """A sentence about what packs make of the batch; None where it is no larger than without packing."""
+        summary, options, batch = self.plan.summary, self.options, BatchGrowth.of(self.plan.summary)
+        if options.samples_per_step is not None:
+            return f"{summary.num_steps:,} steps, as without packing: {own_steps_line(summary, self.plan.steps)}"
+        if not options.packing or not batch.is_large:
+            return None
+        factors = (options.per_device_train_batch_size, options.gradient_accumulation_steps, options.world_size)
+        keeps = "--packing false" if options.skrull is not None else f"--samples-per-step {batch.num_plain}"
+        both = batch.sentence(" x ".join(map(str, factors)), knows_targets=self.reader is not None)
+        return f"{both}: {keeps} keeps that batch; {batch.advice()}"
 
     @property
     def shared_line(self) -> str | None:
@@ -164,9 +183,13 @@ class Preview:
         after = imbalance(self.plan.steps.rank_costs(costs))
         if self.options.dynamic_batch_tokens is not None:
             return after, after
-        in_turn = dataclasses.replace(self.options, balance="none", skrull=None)
+        if self.plan.drawn is not None and self.options.samples_per_step is not None:
+            each = pack_costs(self.plan.drawn, self.options.cost, self.target_tokens, self.towers)
+            in_turn = costs_in_turn(each, self.options.samples_per_step, self.options.world_size)
+            return imbalance(in_turn), after
+        without = dataclasses.replace(self.options, balance="none", skrull=None)
         packs = self.plan.whole_packs
-        plain = assign_packs(packs, self.target_tokens, in_turn, towers=self.towers)
+        plain = assign_packs(packs, self.target_tokens, without, towers=self.towers)
         costs = pack_costs(packs, self.options.cost, self.target_tokens, self.towers)
         return imbalance(plain.steps.rank_costs(costs)), after
 
@@ -261,6 +284,7 @@ def _plain_batches(
         group_by_length=False,
         dynamic_batch_tokens=None,
         dynamic_max_batch_size=None,
+        samples_per_step=None,
         skrull=None,
     )
     padded = plan_epoch(lengths, targets, rows, seed=seed)

@@ -13,6 +13,7 @@ from packtool.cache.evaluation_file import plain_json
 from packtool.config.plan import PlanConfig
 from packtool.config.settings import flag
 from packtool.config.train import TrainConfig
+from packtool.plan.batch_growth import BatchGrowth, own_steps_line
 from packtool.plan.summary import SkrullFigures
 from packtool.train.prepare.place import RESULT_NAME
 from packtool.train.prepare.schedule import PlannedSchedule
@@ -135,6 +136,7 @@ def schedule_lines(config: TrainConfig, schedule: PlannedSchedule, result: Train
     if summary.skrull is not None:
         yield _skrull_line(summary.skrull, summary.num_tokens, summary.num_empty_micro_batches)
         yield f"optimizer steps: {result.steps:,}; {processes}"
+        yield from _batch_lines(config, schedule, result)
         return
     if not summary.packing:
         yield f"packing: no, but {_unpacked(config)}, {summary.fill:.1%} of whose tokens are true; {processes}"
@@ -144,15 +146,38 @@ def schedule_lines(config: TrainConfig, schedule: PlannedSchedule, result: Train
         f"packing: yes (--packing false pads); packing length: {summary.packing_length:,}, packing processes: "
         f"{summary.packing_num_proc}, {processes}"
     )
+    keeps = config.samples_per_step is not None
+    least = "" if keeps else f" (at least {summary.lower_bound:,} are needed)"
+    free = " (nothing is computed for what is free)" if keeps else ""
     yield (
-        f"packs: {summary.num_packs:,} (at least {summary.lower_bound:,} are needed), "
-        f"{summary.samples_per_pack:.2f} samples a pack, fill {summary.fill:.2%}"
+        f"packs: {summary.num_packs:,}{least}, {summary.samples_per_pack:.2f} samples a pack, fill "
+        f"{summary.fill:.2%}{free}"
     )
+    if keeps:
+        yield f"optimizer steps: {result.steps:,}, as without packing; {own_steps_line(summary, schedule.first.steps)}"
+        return
     if last := last_step_line(schedule):
         yield last
     saved = 1 - result.steps / result.steps_without_packing
     without = result.steps_without_packing
     yield f"optimizer steps: {result.steps:,} with packing, {without:,} without, one sample a row ({saved:.0%} fewer)"
+    yield from _batch_lines(config, schedule, result)
+
+
+def _batch_lines(config: TrainConfig, schedule: PlannedSchedule, result: TrainResult) -> Iterator[str]:
+    """What packs make of the batch, and what that asks of the learning rate and the warm-up."""
+    batch = BatchGrowth.of(schedule.first.summary)
+    if not config.packing:
+        return
+    keeps = "--packing false" if config.schedule == "skrull" else f"--samples-per-step {batch.num_plain}"
+    factors = (config.per_device_train_batch_size, config.gradient_accumulation_steps, schedule.first.steps.world_size)
+    yield f"{batch.sentence(' x '.join(map(str, factors)))}: {keeps} keeps that batch"
+    if batch.is_large:
+        steps, plain = result.steps, result.steps_without_packing
+        yield (
+            f"{batch.advice(config.optim)}; warm-up: {config.num_warmup_steps(steps):,} of {steps:,} steps, unpacked "
+            f"{config.num_warmup_steps(plain):,} of {plain:,}"
+        )
 
 
 def _unpacked(config: TrainConfig) -> str:

@@ -212,6 +212,8 @@ def _not_worth_it(found: SharedPrefixes, reasons: Sequence[str]) -> str | None:
         reasons: what stands in the way.
     """
     if found.saved <= WORTH_SHARING:
+        if reasons:
+            return ""
         told = (
             f"shared prefixes: {found.saved:.1%} of the tokens could be saved, which is not worth it: each sample is "
             "computed whole, unless --share-prefix true shares them"
