@@ -246,10 +246,9 @@ class TrainConfig(
             found.append("--on-nan skip leaves out updates, which DeepSpeed makes itself: use stop or go-on")
         if self.resume_only_model and self.resume_from_checkpoint in (None, "false"):
             found.append("--resume-only-model goes with --resume-from-checkpoint, which names the weights")
-        found += self._master_problems()
         if self.overwrite_output_dir and self.add_version:
             found.append("--add-version never meets an earlier run: leave out --overwrite-output-dir")
-        found += sharding_problems(self)
+        found += self._master_problems() + sharding_problems(self)
         return [
             *found,
             *adapter_problems(self),
