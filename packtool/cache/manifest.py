@@ -13,6 +13,7 @@ from typing import Annotated, Any, get_type_hints
 from packtool import storage
 from packtool.cache.typed import WrongValue, build, value_of
 from packtool.config.export import EncodeSpec
+from packtool.config.mixture import amount_behind
 from packtool.constants import FORMAT_VERSION, MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT
 from packtool.encode.families import MediaLimits
 from packtool.errors import MismatchError
@@ -162,6 +163,11 @@ class Manifest:
         """
         path = storage.join(directory, MANIFEST_NAME)
         if not storage.exists(path):
+            if amount := amount_behind(directory):
+                raise MismatchError(
+                    f"{directory} is no cache, and #{amount} behind one is for training: caches are taken whole here",
+                    f"Leave out #{amount}.",
+                )
             raise MismatchError(
                 f"{directory} is no finished cache: "
                 + (f"it has no {MANIFEST_NAME}" if _may_be_there(directory) else "there is no such directory"),

@@ -121,6 +121,8 @@ def mixture_problems(options: MixOptions, *, rows: tuple[str, ...] = (), plan: s
         found.append(f"--mix-strategy {options.mix_strategy} contradicts --mix-stop {options.mix_stop}: give one")
     if options.mix_stop is not None and options.mix is None and not given:
         found.append("--mix-stop goes with weights: --mix FILE, or --interleave-probs")
+    if not options.resample and not options.mixing:
+        found.append("--resample false goes with mixtures: --mix FILE, --interleave-probs, or a # behind a cache")
     return found
 
 

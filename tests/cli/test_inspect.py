@@ -106,6 +106,8 @@ def test_wrong_options(cache: str, words: list[str], code: int, told: str, capsy
 def test_no_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["inspect", str(tmp_path / "nowhere")]) == 4
     assert "no finished cache" in capsys.readouterr().err
+    assert run(["inspect", str(tmp_path / "nowhere#20%")]) == 4
+    assert "Leave out #20%." in capsys.readouterr().err
     assert run(["inspect"]) == 2
 
 

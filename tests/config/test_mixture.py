@@ -94,6 +94,7 @@ def test_words_of_other_tools() -> None:
         ({"interleave_probs": ("1", "2"), "mix_strategy": "concat"}, "takes every cache whole"),
         ({"mix_strategy": "interleave_over", "mix_stop": "first"}, "contradicts"),
         ({"mix_stop": "all"}, "goes with weights"),
+        ({"resample": False}, "--resample false goes with mixtures"),
         ({"mix": "m.yaml"}, "names the caches itself"),
         ({"mix": "m.yaml", "interleave_probs": ("1", "2")}, "two recipes"),
         ({"share_prefix": "true", "mix_strategy": "interleave_once"}, "does not go with mixtures"),
