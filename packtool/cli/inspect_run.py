@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from packtool.config.inspect import InspectConfig
+from packtool.constants import TRAIN_SPLIT
 from packtool.errors import ConfigError
 from packtool.visible import show, show_json
 
@@ -28,6 +29,8 @@ def shows_run(config: InspectConfig) -> bool:
         return False
     if config.run is not None:
         raise ConfigError(f"--run goes with a cache, and {config.directory} is itself a run", "Leave --run out.")
+    if config.split != TRAIN_SPLIT:
+        raise ConfigError(f"--split {config.split}: a run trains the {TRAIN_SPLIT} split", "Leave --split out.")
     if not of_run and config.row is None:
         raise ConfigError(
             f"{config.directory} is the --output-dir of a run, and no cache",

@@ -14,7 +14,7 @@ from packtool.cache.manifest import Manifest
 from packtool.errors import ConfigError, MismatchError
 from packtool.plan.ledger import SourceLedger
 from packtool.report.tables import aligned
-from packtool.train.prepare.checkpoint import finished_checkpoints, is_checkpoint, read_run_state
+from packtool.train.prepare.checkpoint import finished_checkpoints, is_checkpoint, read_run_state, run_directory
 from packtool.train.prepare.history import has_history
 from packtool.train.prepare.ledger_file import read_ledger
 from packtool.train.prepare.replan import PlannedAgain, plan_again, segments_of
@@ -67,7 +67,7 @@ def trained_figures(directory: str) -> dict[str, Any]:
         "sources": sources,
         "tokens": sum(source["tokens"] for source in sources),
         "target_tokens": sum(source["target_tokens"] for source in sources),
-        "starts": _starts(os.path.dirname(os.path.abspath(checkpoint)), state.step),
+        "starts": _starts(run_directory(checkpoint), state.step),
     }
 
 
@@ -138,6 +138,7 @@ def step_figures(output_dir: str, step: int, model: str | None = None) -> dict[s
     """What a step of a run held, rank by rank.
 
     Args:
+        output_dir: of the run, or one of its checkpoints.
         step: 1-based, as in the log.
         model: directory of the run's model, if that has moved.
 
@@ -145,6 +146,7 @@ def step_figures(output_dir: str, step: int, model: str | None = None) -> dict[s
         ConfigError: if the run has no such step.
         MismatchError: if it keeps no history, or its caches have changed.
     """
+    output_dir = run_directory(output_dir)
     segments = segments_of(output_dir)
     segment, stop = next(each for each in reversed(segments) if each[0].first < step or each is segments[0])
     if step > segment.num_steps:
@@ -230,6 +232,7 @@ def row_figures(output_dir: str, cache: str | None, row: int, model: str | None 
     """When a sample was trained in a run.
 
     Args:
+        output_dir: of the run, or one of its checkpoints.
         cache: directory of its cache; None where the run has one.
         row: its number in the train split.
         model: directory of the run's model, if that has moved.
@@ -238,6 +241,7 @@ def row_figures(output_dir: str, cache: str | None, row: int, model: str | None 
         ConfigError: if there is no such sample, or the run never had the cache.
         MismatchError: if the run keeps no history, or its caches have changed.
     """
+    output_dir = run_directory(output_dir)
     segments = segments_of(output_dir)
     known = {fingerprint: (directory, num) for each, _ in segments for directory, fingerprint, num in each.caches}
     if cache is None:
@@ -262,10 +266,12 @@ def row_figures(output_dir: str, cache: str | None, row: int, model: str | None 
         if fingerprint not in fingerprints or stop <= segment.first:
             continue
         again = plan_again(output_dir, segment, stop, model)
-        sizes = again.reader.sizes
-        position = row + sum(sizes[: fingerprints.index(fingerprint)])
-        told = told or _sample(again, position)
-        found += [_time_trained(again, position, *place) for place in again.occurrences(position)]
+        # One cache may stand there more than once.
+        copies = [number for number, each in enumerate(fingerprints) if each == fingerprint]
+        positions = [row + sum(again.reader.sizes[:number]) for number in copies]
+        told = told or _sample(again, positions[0])
+        times = [_time_trained(again, each, *place) for each in positions for place in again.occurrences(each)]
+        found += sorted(times, key=lambda each: int(each["step"]))
     skipped = _times_skipped(output_dir, fingerprint, row)
     sample = told or {"cache": directory, "sample": row}
     return {**sample, "run": output_dir, "times": found, "num_skipped": skipped, "until_step": segments[-1][1]}
