@@ -70,8 +70,9 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
 
     resume: str | None = option(
         None,
-        "The --output-dir of a run, or one of its checkpoints: show how it would go on with these caches, or its own, "
-        "and what has changed. Options are the run's; --world-size 1 stands for as many processes as it had.",
+        "The --output-dir of a run, or one of its checkpoints: show how it would go on with these caches (or --mix), "
+        "or its own, and what has changed. Options are the run's; --world-size 1 stands for as many processes as it "
+        "had.",
     )
 
     def problems(self) -> list[str]:
@@ -118,7 +119,7 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
         others = [
             field.name
             for field in dataclasses.fields(self)
-            if field.name not in ("resume", "cached_dataset", "world_size")
+            if field.name not in ("resume", "cached_dataset", "mix", "world_size")
             and getattr(self, field.name) != field.default
             and field.name not in {each.name for each in dataclasses.fields(CacheOptions)}
         ]

@@ -12,11 +12,16 @@ import numpy as np
 import pytest
 
 from packtool.cli.main import run
+from packtool.config.mixture import MixOptions, parse_recipe
+from packtool.config.plan import PlanConfig
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, MismatchError
 from packtool.launch.world import World
 from packtool.progress import SilentProgress
+from packtool.report.trained import step_figures
 from packtool.train.prepare.cached import CachedRun, prepare_cached
+from packtool.train.prepare.mixtures import recipe_of_anywhere
+from packtool.train.prepare.resumed import resumed
 from packtool.train.run import train
 from tests.train.tiny import TinyWorld, check_same_rest, export_rows, read_metrics
 
@@ -73,6 +78,29 @@ def test_trained_logged_and_resumed(tiny: TinyWorld, caches: tuple[str, str], tm
     kept = mixed(tiny, tmp_path / "other", mix=recipe(tmp_path, caches, loss_weight=0.5), resample=False, **resume)
     with pytest.raises(MismatchError, match="plan: "):
         prepared(kept)
+    # The run's history keeps the recipe, for this file says something else by now.
+    whole = str(tmp_path / "whole")
+    assert step_figures(f"{whole}/checkpoint-{step}", step)["target_tokens"] == lines[step - 1]["target_tokens"]
+    only = resumed(PlanConfig(resume=whole, cached_dataset=(caches[0],))).figures()
+    assert [source["fate"] for source in only["sources"]] == ["as before", "gone"]
+
+
+def test_plan_resume_finds_shares_for_other_caches(
+    tiny: TinyWorld, caches: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shares = {"cached_dataset": caches, "interleave_probs": ("0.5", "0.5")}
+    train(mixed(tiny, tmp_path, **shares, max_steps=1), SilentProgress())
+    capsys.readouterr()
+    assert run(["plan", "--resume", str(tmp_path), *caches, caches[0]]) == 2
+    assert "2 for 3 caches" in capsys.readouterr().err
+
+
+def test_recipes_of_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mix.yaml").write_text("temperature: 2\nsources: [a, {path: b#20%, loss_weight: 1e-1}, {path: 's3://c/d'}]")
+    recipe = parse_recipe(recipe_of_anywhere("mix.yaml").decode(), "mix.yaml", MixOptions())
+    assert [source.path for source in recipe.sources] == [str(tmp_path / "a"), str(tmp_path / "b#20%"), "s3://c/d"]
+    assert (recipe.temperature, recipe.sources[1].loss_weight) == (2.0, 0.1)
 
 
 def test_samples_have_the_weight_and_the_name_of_their_source(

@@ -299,6 +299,11 @@ def is_checkpoint(directory: str) -> bool:
     return os.path.basename(os.path.abspath(directory)).startswith(PREFIX)
 
 
+def run_directory(directory: str) -> str:
+    """The output directory of a run, given as such or as one of its checkpoints."""
+    return os.path.dirname(os.path.abspath(directory)) if is_checkpoint(directory) else directory
+
+
 def finished_checkpoints(output_dir: str) -> list[str]:
     """The finished checkpoints in a directory, the newest last; without those whose state is broken.
 

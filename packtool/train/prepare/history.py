@@ -2,6 +2,7 @@
 
 OUTPUT_DIR/history/
     run.json                    a segment for each time: options, caches, assignment of packs, fingerprints
+    mix-120.yaml                the recipe of --mix as it was then, with absolute paths, of the segment behind step 120
     ledger-120.npz              what was trained before step 121, where the data changed there
     rows-<fingerprint>.npz      which file and row each sample of a cache was made of
 """
@@ -23,6 +24,8 @@ from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, MismatchError
 from packtool.train.prepare.carried import HISTORY
 from packtool.train.prepare.checkpoint import finished_checkpoints
+from packtool.train.prepare.mixtures import recipe_of_anywhere
+from packtool.train.prepare.result import options_given
 
 _RUN = "run.json"
 # Where and how a run goes on says nothing about what its steps hold.
@@ -38,7 +41,7 @@ class Segment:
         first: step that it begins after: 0 for a new run.
         began: seconds since 1970.
         num_steps: of the whole run, as it was planned then.
-        config: options that are not their defaults; paths are absolute.
+        config: options that are not their defaults; paths are absolute, that of ``--mix`` is the history's copy.
         caches: directory, fingerprint and number of samples of each.
         assignments: as ``RunState`` has them, at least one.
         changed_at: step after which the data last changed; None where they never did.
@@ -77,18 +80,14 @@ class Segment:
 def options_kept(config: TrainConfig) -> dict[str, Any]:
     """The options of a run that are not their defaults, as JSON has them."""
     kept: dict[str, Any] = {}
-    for setting in dataclasses.fields(config):
-        value = getattr(config, setting.name)
-        default = setting.default_factory() if callable(setting.default_factory) else setting.default
-        if setting.name in _NOT_KEPT or value == default:
+    for name, value in options_given(config).items():
+        if name in _NOT_KEPT:
             continue
-        if setting.name in _PATHS and os.path.exists(value):
+        if name in _PATHS and os.path.exists(value):
             value = storage.absolute(value)
-        if setting.name == "cached_dataset":
-            if config.mix is not None:  # which names them
-                continue
+        if name == "cached_dataset":
             value = [storage.absolute(directory) for directory in value]
-        kept[setting.name] = plain_json(dict(value) if isinstance(value, Mapping) else value)
+        kept[name] = plain_json(dict(value) if isinstance(value, Mapping) else value)
     return kept
 
 
@@ -101,7 +100,8 @@ def read_history(output_dir: str) -> list[Segment]:
     """
     if not os.path.isdir(output_dir):
         raise ConfigError(f"{output_dir}: there is no such directory")
-    path = os.path.join(output_dir, HISTORY, _RUN)
+    folder = os.path.join(output_dir, HISTORY)
+    path = os.path.join(folder, _RUN)
     if not os.path.exists(path):
         older = finished_checkpoints(output_dir)
         raise MismatchError(
@@ -112,10 +112,11 @@ def read_history(output_dir: str) -> list[Segment]:
     try:
         with open(path, encoding="utf-8") as file:
             raw = json.load(file)["segments"]
-        return [
-            Segment(**{**each, **{name: tuple(map(tuple, each[name])) for name in ("caches", "assignments")}})
-            for each in raw
-        ]
+        for each in raw:
+            each |= {name: tuple(map(tuple, each[name])) for name in ("caches", "assignments")}
+            if "mix" in each["config"]:
+                each["config"]["mix"] = os.path.join(folder, each["config"]["mix"])
+        return [Segment(**each) for each in raw]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise MismatchError(f"{path} cannot be read: {error!r}", "Copy it again.") from error
 
@@ -135,6 +136,10 @@ def begin_segment(output_dir: str, segment: Segment, checkpoint: str | None) -> 
             before = [each for each in read_history(origin) if each.first < segment.first]
             if os.path.realpath(origin) != os.path.realpath(output_dir):
                 shutil.copytree(os.path.join(origin, HISTORY), folder, dirs_exist_ok=True)
+    if (mix := segment.config.get("mix")) is not None:
+        name = f"mix-{segment.first}.yaml"
+        storage.publish(os.path.join(folder, name), recipe_of_anywhere(mix))
+        segment = dataclasses.replace(segment, config={**segment.config, "mix": name})
     told = {"segments": [dataclasses.asdict(each) for each in (*before, segment)]}
     storage.publish(os.path.join(folder, _RUN), (json.dumps(told, indent=1) + "\n").encode())
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from packtool import storage
 from packtool.cache.reader import CacheReader
 from packtool.config.mixture import MixOptions, Recipe, SourceRecipe, amount_behind, parse_amount, parse_recipe
+from packtool.config.yaml_values import parse_yaml
 from packtool.errors import ConfigError
 from packtool.plan.epoch import EpochPlan
 from packtool.plan.mixture import Mixture, mixture_of
@@ -48,6 +49,20 @@ def named_sources(options: MixOptions) -> tuple[tuple[str, ...], Recipe | None]:
         raise ConfigError.from_problems(problems)
     is_mixed = options.mix is not None or options.interleaves or any(source.amount is not None for source in sources)
     return tuple(source.path for source in sources), recipe if is_mixed else None
+
+
+def recipe_of_anywhere(path: str) -> bytes:
+    """The YAML of a file of ``--mix`` that could be read, with paths that are the same from every folder.
+
+    Raises:
+        StorageError: if it cannot be read.
+    """
+    import yaml  # here, because most runs need none of it
+
+    value = parse_yaml(storage.read_bytes(path).decode(errors="replace"))
+    sources = [{"path": each} if isinstance(each, str) else each for each in value["sources"]]
+    value["sources"] = [{**each, "path": storage.absolute(each["path"])} for each in sources]
+    return bytes(yaml.safe_dump(value, sort_keys=False, allow_unicode=True, encoding="utf-8"))
 
 
 def mixture_in(

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from packtool import storage
 from packtool.cache.reader import CacheReader
 from packtool.plan.ledger import Ledger, RowCounts, SourceLedger
-from packtool.train.prepare.carried import HISTORY, keep_origins
+from packtool.train.prepare.carried import HISTORY, history_of, keep_origins
 from packtool.train.prepare.history import Segment, begin_segment
 from packtool.train.prepare.ledger_file import write_ledger
 from packtool.train.prepare.planner import Planner
@@ -68,7 +68,7 @@ class RunRecord:
         Raises:
             StorageError: if it cannot be written.
         """
-        keep_origins(self._reader, os.path.join(os.path.dirname(os.path.abspath(checkpoint)), HISTORY))
+        keep_origins(self._reader, history_of(checkpoint))
         lengths, targets = self._reader.index.length, self._planner.targets
         ledger = ledger_after(self.ledger, self._schedule, step, lengths, targets, skipped, left_out)
         write_ledger(checkpoint, ledger)

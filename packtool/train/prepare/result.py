@@ -8,6 +8,7 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from packtool.cache.evaluation_file import plain_json
 from packtool.config.plan import PlanConfig
@@ -91,25 +92,31 @@ def settings_lines(config: TrainConfig) -> Iterator[str]:
     yield f"settings: {shlex.join(option_words(config))}"
 
 
+def options_given(config: TrainConfig | PlanConfig) -> dict[str, Any]:
+    """The settings that are not their defaults; caches that a recipe names are not among them."""
+    given: dict[str, Any] = {}
+    for setting in dataclasses.fields(config):
+        value = getattr(config, setting.name)
+        default = setting.default_factory() if callable(setting.default_factory) else setting.default
+        if value != default and not (setting.name == "cached_dataset" and config.mix is not None):
+            given[setting.name] = value
+    return given
+
+
 def option_words(config: TrainConfig | PlanConfig) -> list[str]:
     """The settings that are not their defaults as words of a command line."""
     words: list[str] = []
-    for setting in dataclasses.fields(config):
-        if setting.name == "cached_dataset" and config.mix is not None:
-            continue  # the recipe names them
-        value = getattr(config, setting.name)
-        default = setting.default_factory() if callable(setting.default_factory) else setting.default
-        if value == default:
-            continue
-        if isinstance(value, Mapping) and not setting.metadata["flag"]:
-            for name, item in value.items():
-                words += ["--set", f"{setting.name}.{name}={json.dumps(item)}"]
+    has_flag = {setting.name: setting.metadata["flag"] for setting in dataclasses.fields(config)}
+    for name, value in options_given(config).items():
+        if isinstance(value, Mapping) and not has_flag[name]:
+            for key, item in value.items():
+                words += ["--set", f"{name}.{key}={json.dumps(item)}"]
         elif isinstance(value, Mapping):
-            words += [flag(setting.name), json.dumps(value)]
+            words += [flag(name), json.dumps(value)]
         elif isinstance(value, tuple):
-            words += [flag(setting.name), *value]
+            words += [flag(name), *value]
         else:
-            words += [flag(setting.name), str(value).lower() if isinstance(value, bool) else str(value)]
+            words += [flag(name), str(value).lower() if isinstance(value, bool) else str(value)]
     return words
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from dataclasses import dataclass
 from typing import Any
 
+from packtool.config.mixture import mixture_problems
 from packtool.config.plan import PlanConfig
+from packtool.errors import ConfigError
 from packtool.launch.world import World
 from packtool.train.prepare.cached import CachedRun, prepare_cached
-from packtool.train.prepare.checkpoint import find_checkpoint, is_checkpoint, read_run_state
+from packtool.train.prepare.checkpoint import find_checkpoint, is_checkpoint, read_run_state, run_directory
 from packtool.train.prepare.continued import steps_planned
 from packtool.train.prepare.history import read_history
 
@@ -51,27 +52,32 @@ def resumed(config: PlanConfig) -> Resumed:
     """Prepare a run to go on as ``packtool train --resume-from-checkpoint`` would, with its own options.
 
     Args:
-        config: ``resume`` is the run's directory or one of its checkpoints; caches are the run's if none are given.
+        config: ``resume`` is the run's directory or one of its checkpoints; caches or their recipe are the run's if
+            none are given.
 
     Raises:
         ConfigError, MismatchError: as training, and where the run keeps no history.
     """
     assert config.resume is not None, "asked for"
     directory = config.resume.rstrip("/")
-    output_dir = os.path.dirname(os.path.abspath(directory)) if is_checkpoint(directory) else directory
+    output_dir = run_directory(directory)
     segments = read_history(output_dir)
     found = find_checkpoint(directory if is_checkpoint(directory) else "true", output_dir)
     checkpoint = str(found.directory)
     step = read_run_state(checkpoint).step
     segment = next(each for each in reversed(segments) if each.first < step or each is segments[0])
     train = segment.train_config
+    has_caches = bool(config.cached_dataset or config.mix)
     train = dataclasses.replace(
         train,
-        cached_dataset=config.cached_dataset or train.cached_dataset,
+        cached_dataset=config.cached_dataset if has_caches else train.cached_dataset,
+        mix=config.mix if has_caches else train.mix,
         output_dir=output_dir,
         resume_from_checkpoint=checkpoint,
         data_change="allow",
     )
+    if problems := mixture_problems(train, plan=train.plan):
+        raise ConfigError.from_problems(problems)
     ranks = train.sequence_parallel_ranks
     size = segment.assignments[-1][1] * ranks if config.world_size == 1 else config.world_size
     return Resumed(prepare_cached(train, World(size=size).shared_by(ranks)), steps_planned(checkpoint))
