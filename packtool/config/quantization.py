@@ -40,13 +40,18 @@ class QuantizationOptions:
 
 def quantization_problems(options: QuantizationOptions) -> list[str]:
     """Options of few bits that contradict each other."""
-    if options.quant_bits is None:
-        return (
-            [] if options.quant_method is None else [f"--quant-method {options.quant_method} needs --quant-bits 4 or 8"]
-        )
-    if options.quant_bits not in _BITS:
+    if options.quant_bits not in (None, *_BITS):
         return [f"--quant-bits {options.quant_bits}: known are {' and '.join(map(str, _BITS))}"]
-    return []
+    found = []
+    if options.quant_method is not None and options.quant_bits is None:
+        found.append(f"--quant-method {options.quant_method} needs --quant-bits 4 or 8")
+    if options.quant_bits != 4:
+        asked = {
+            f"--bnb-4bit-quant-type {options.bnb_4bit_quant_type}": options.bnb_4bit_quant_type != "nf4",
+            "--bnb-4bit-use-double-quant false": not options.bnb_4bit_use_double_quant,
+        }
+        found += [f"{name} goes with --quant-bits 4" for name, is_given in asked.items() if is_given]
+    return found
 
 
 def few_bits_problems(

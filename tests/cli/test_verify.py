@@ -74,6 +74,7 @@ def test_a_leak_is_exit_4_and_is_named(
         (["--packing-length", "1"], EXIT_USAGE, "below 2"),
         (["--torch-dtype", "float16"], EXIT_USAGE, "needs a GPU"),
         (["--cached-dataset", "nowhere"], EXIT_MISMATCH, "no finished cache"),
+        (["--cached-dataset", "nowhere#20%"], EXIT_MISMATCH, "caches are taken whole here"),
     ],
 )
 def test_wrong_options(

@@ -57,7 +57,7 @@ class Basis:
         directories, recipe = named_sources(config)
         if config.mix is not None:
             config = dataclasses.replace(config, cached_dataset=directories)
-        reader = open_caches(config, files)
+        reader = open_caches(directories, config, files)
         config, evaluated = with_evaluation(config, reader)
         files = with_template_of(reader, files)
         choice = choice_of_targets(config, reader, files)

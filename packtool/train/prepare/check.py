@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import shlex
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -27,21 +28,21 @@ from packtool.encode.relabel import TargetChoice
 from packtool.encode.row_parts import expansion_of
 from packtool.errors import MismatchError
 from packtool.plan.pack_plan import PackPlan
-from packtool.train.prepare.mixtures import named_sources
 
 _MEDIA_NAMES = frozenset(field.name for field in fields(MediaOptions))
 
 
-def open_caches(config: TrainConfig, files: ModelFiles) -> CacheReader:
+def open_caches(directories: Sequence[str], config: TrainConfig, files: ModelFiles) -> CacheReader:
     """Open all caches of a run and check that this model, with these options, may train on them.
 
     Args:
+        directories: of the caches.
         files: of ``config.model``.
 
     Raises:
         MismatchError: naming both values, and the export that would mend it.
     """
-    reader = CacheReader.open(named_sources(config)[0], copies=LocalCopies.of(config))
+    reader = CacheReader.open(directories, copies=LocalCopies.of(config))
     for directory, manifest in zip(reader.directories, reader.manifests, strict=True):
         check_model(directory, manifest, files, config)
         check_limits(directory, manifest, config)

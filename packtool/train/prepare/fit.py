@@ -121,7 +121,7 @@ class Search:
         self.config, self.hardware = config, read_hardware(config.hardware)
         self.base = part_of(TrainConfig, config, model=model, output_dir="output", share_prefix="false")
         self.files = ModelFiles.load(model)
-        self.reader = open_caches(self.base, self.files)
+        self.reader = open_caches(config.cached_dataset, self.base, self.files)
         self.max_length = config.max_length or max(manifest.max_length for manifest in self.reader.manifests)
         self._packs: dict[int, PackPlan] = {}
         self._plans: dict[tuple[int, int], EpochPlan] = {}

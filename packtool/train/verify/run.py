@@ -135,7 +135,7 @@ def verify(config: VerifyConfig, progress: Progress | None = None, world: World 
     world = (world or World.from_environment()).shared_by(config.sequence_parallel_ranks)
     files = ModelFiles.load(config.model)
     run = _as_training(config)
-    reader = open_caches(run, files)
+    reader = open_caches(config.cached_dataset, run, files)
     spec = InputSpec.load(files.directory, reader.manifests[0].identity.media_limits, config)
     refuse_unsupported(spec.config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

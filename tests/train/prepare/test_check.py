@@ -25,7 +25,7 @@ from tests.train.tiny import TinyWorld, export_rows
 
 def open_for(tiny: TinyWorld, **settings: Any) -> CacheReader:
     config = tiny.config("unused", **settings)
-    return open_caches(config, ModelFiles.load(config.model))
+    return open_caches(config.cached_dataset, config, ModelFiles.load(config.model))
 
 
 def test_a_cache_fits_the_model_it_was_exported_for(tiny: TinyWorld) -> None:
