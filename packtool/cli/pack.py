@@ -32,7 +32,7 @@ def run_pack(config: PackConfig, invocation: Invocation) -> None:
     lines = [
         ("packs", f"{summary.packs:,} of at most {summary.capacity:,} tokens, in {plural(summary.files, 'file')}"),
         ("samples", f"{summary.samples:,}"),
-        ("  left out, too long", f"{summary.filtered:,}"),
+        ("  left out, too long" if config.plan is None else "  not in the plan", f"{summary.filtered:,}"),
         ("tokens", f"{summary.tokens:,}, fill {summary.tokens / (summary.packs * summary.capacity):.2%}"),
         ("  target tokens", f"{summary.target_tokens:,}"),
     ]

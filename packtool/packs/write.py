@@ -41,7 +41,7 @@ class PacksSummary:
     """What was written.
 
     Args:
-        filtered: samples that are longer than ``max_length``.
+        filtered: samples that are longer than ``max_length``, or that ``plan`` lacks.
     """
 
     output_dir: str
@@ -154,7 +154,7 @@ def _plan(config: PackConfig, reader: CacheReader) -> tuple[npt.NDArray[np.int64
         saved = read_plan_of(reader, config.plan)
         if saved.shared is not None:
             raise ConfigError(f"--plan {config.plan} shares prefixes among samples.", _SHARED_REMEDY)
-        return saved.samples, saved.offsets, saved.info.capacity, len(reader) - len(saved.samples)
+        return saved.samples, saved.offsets, saved.info.capacity, len(reader) - len(np.unique(saved.samples))
     lengths = reader.index.length
     most = min(config.max_length or int(lengths.max()), config.packing_length or int(lengths.max()))
     kept = np.flatnonzero(lengths <= most)

@@ -88,7 +88,7 @@ class PlanSummary:
 
     Args:
         num_cached: samples in the cache.
-        num_filtered: those longer than ``max_length``, left out.
+        num_filtered: those longer than ``max_length``, left out; of a saved plan those that it lacks.
         num_samples: those in the plan, one length each.
         num_tokens: tokens of the samples in the plan; those of shared prefixes count once.
         num_target_tokens: labels that carry loss among them.
@@ -175,7 +175,7 @@ def summarize(
     tokens = packs.tokens_per_pack().astype(np.float64)
     return PlanSummary(
         num_cached=num_cached,
-        num_filtered=num_cached - packs.num_samples,
+        num_filtered=max(num_cached - packs.num_samples, 0),  # plans of mixtures may repeat samples
         num_samples=packs.num_samples,
         num_tokens=packs.num_tokens,
         num_target_tokens=int(steps.target_tokens_per_step.sum()),

@@ -136,8 +136,8 @@ def test_what_is_refused(tiny: TinyWorld, caches: tuple[str, str], tmp_path: Pat
         prepared(mixed(tiny, tmp_path, cached_dataset=weighed, mix_strategy="interleave_under"))
 
 
-def test_plan_prints_and_draws_the_shares(
-    caches: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_plan_prints_draws_and_saves_the_shares(
+    tiny: TinyWorld, caches: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["plan", f"{caches[0]}#1.5x", f"{caches[1]}#10", "--packing-length", "256"]
     page = tmp_path / "plan.html"
@@ -150,6 +150,10 @@ def test_plan_prints_and_draws_the_shares(
     assert sources["cache"]["epochs"] == pytest.approx(1.5, abs=0.05)
     saved = str(tmp_path / "a.plan")
     assert run([*words, "--save", saved]) == 0
+    again = prepared(tiny.config(tmp_path, cached_dataset=caches, plan=saved, gradient_accumulation_steps=1))
+    trained = again.schedule.first.packs.samples
+    assert len(trained) == sum(each["num_samples"] for each in sources.values())
+    assert again.schedule.first.summary.num_filtered >= 0
 
 
 def test_rows_that_are_mixed_become_a_cache_each(tiny: TinyWorld, tmp_path: Path) -> None:

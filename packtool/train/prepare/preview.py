@@ -333,7 +333,8 @@ def save_plan(found: Preview, config: PlanConfig) -> None:
     """
     assert config.save is not None, "asked for"
     assert found.reader is not None, "checked with the settings"
-    packs, trained = found.plan.whole_packs, found.plan.packs
+    # A file keeps packs, and not what else epochs of a mixture would draw.
+    packs, trained = dataclasses.replace(found.plan.whole_packs, mixture=""), found.plan.packs
     info = PlanInfo(
         capacity=packs.capacity,
         max_length=found.options.max_length,
