@@ -118,13 +118,15 @@ def _keyframes(container: Any, stream: Any, last: int) -> _Keyframes:
     """
     if stream.codec_context.codec.canonical_name not in _CODECS:
         raise Unnumbered
-    index = index_of(stream) if is_indexed(container) else ()
-    if index and len(index) == stream.frames:
+    by_contents = is_indexed(container)
+    if by_contents and len(index := index_of(stream)) == stream.frames:
         packets = ((entry.pos, entry.timestamp, entry.is_keyframe, entry.is_discard) for entry in index)
         return _counted(packets, last)
-    if not any(name in container.format.name.split(",") for name in _READ_ONCE):
+    if not by_contents and not any(name in container.format.name.split(",") for name in _READ_ONCE):
         raise Unnumbered
-    packets = ((packet.pos, packet.pts, packet.is_keyframe, packet.is_discard) for packet in container.demux(stream))
+    # Tables of contents go by the order of decoding, and so does seeking in them.
+    read = container.demux(stream)
+    packets = ((p.pos, p.dts if by_contents else p.pts, p.is_keyframe, p.is_discard) for p in read)
     keys = _counted(packets, last)
     _go_to(container, stream, keys.times[0])
     return keys
@@ -132,19 +134,18 @@ def _keyframes(container: Any, stream: Any, last: int) -> _Keyframes:
 
 def _counted(packets: Iterable[tuple[int, int | None, bool, bool]], last: int) -> _Keyframes:
     keys = _Keyframes([], [], {})
-    shown, latest = 0, 0
+    shown, latest = 0, -(2**62)
     for position, time, is_key, is_discarded in packets:
         if time is None:  # the empty packet at the end
             continue
         if is_key:
             if keys.numbers:
-                keys.times.append(max(latest, time - 1))
+                keys.times.append(time - 1)
             keys.numbers.append(shown)
             keys.at[position] = shown
-            latest = time
         elif not keys.numbers:  # a decoder shows nothing of what comes before the first keyframe
             raise Unnumbered
-        shown += not is_discarded
+        shown, latest = shown + (not is_discarded), max(latest, time)
         if shown > last + _MOST_REORDERED and is_key:
             break
     keys.times.append(latest)
