@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def _make(path: Path, minutes: int, size: int, group: int) -> None:
-    """H.264 of moving noise with a keyframe every ``group`` frames: one minute is encoded, and written so many times."""
+    """H.264 of moving noise with a keyframe every ``group`` frames: one minute, written so many times."""
     noise = np.random.default_rng(0).integers(0, 256, (2 * size, 2 * size, 3), np.uint8)
     settings = {"preset": "veryfast", "g": str(group), "keyint_min": str(group), "sc_threshold": "0"}
     with av.open(str(path), "w") as container:

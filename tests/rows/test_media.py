@@ -60,6 +60,33 @@ def test_lists_as_text() -> None:
     assert to_sample({"text": "x", "images": ""}, Source("/f/x.csv"), 0).images == ()
 
 
+def test_clips_of_a_video() -> None:
+    named = [{"video": "a.mp4", "video_start": 1, "video_end": 2.5}, {"path": "a.mp4", "video_start": 2}, "a.mp4"]
+    rows: list[dict[str, Any]] = [
+        {"text": "x", "videos": named},
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "video", "video": "a.mp4", "video_start": 1, "video_end": 2.5},
+                        {"type": "video_url", "video_url": {"url": "a.mp4"}, "video_start": 2, "video_end": None},
+                        {"type": "video", "video": {"path": "a.mp4", "video_end": None}},
+                    ],
+                },
+                {"role": "assistant", "content": "!"},
+            ]
+        },
+    ]
+    for row in rows:
+        videos = to_sample(row, Source("/folder/rows.jsonl"), 0).videos
+        assert [(ref.path, ref.clip) for ref in videos] == [
+            ("/folder/a.mp4", (1.0, 2.5)),
+            ("/folder/a.mp4", (2.0, None)),
+            ("/folder/a.mp4", None),
+        ]
+
+
 def test_videos_and_their_frames() -> None:
     frames = (MediaRef("/folder/1.png"), MediaRef(None, b"hi"))
     assert read({"videos": ["a.mp4"]}).videos == (MediaRef("/folder/a.mp4"),)
@@ -83,6 +110,11 @@ def test_videos_and_their_frames() -> None:
         ({"images": ["gopher://host/a.png"]}, "none of the places"),
         ({"videos": [[]]}, "video 0 is"),
         ({"videos": [{"frames": ["a"], "fps": 0}]}, "0 frames a second"),
+        ({"videos": [{"video": "a.mp4", "video_start": "x"}]}, "'x' as video_start, not seconds"),
+        ({"videos": [{"video": "a.mp4", "video_end": -1}]}, "-1 as video_end, not seconds"),
+        ({"videos": [{"video": "a.mp4", "video_start": 3, "video_end": 3}]}, "ends at 3 s, .* not begin before 3 s"),
+        ({"videos": [{"video": "a.mp4", "video_end": 0}]}, "ends at 0 s"),
+        ({"videos": [{"frames": ["a"], "video_start": 3}]}, "video 0 is a list of frames and has video_start"),
         ({"audios": [{"array": [0.5, 0.25], "sampling_rate": 16000}]}, "its keys are: array, sampling_rate"),
     ],
 )

@@ -7,6 +7,7 @@ limits: ``VIDEO_MAX_PIXELS`` for one frame, ``VIDEO_TOTAL_PIXELS`` for all, ``FP
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -115,6 +116,43 @@ def sample_frames(num_frames: int, fps: float, limits: VideoLimits) -> tuple[int
     # The processor's torch.arange counts in float32, whose rounding decides which frame comes first.
     places = (np.arange(count) * (num_frames / count)).astype(np.float32)
     return tuple(places.astype(int).tolist())
+
+
+def clip_frames(clip: tuple[float | None, float | None], num_frames: int, fps: float) -> tuple[int, int]:
+    """(first frame, number of frames) from one second of a video to another, as Qwen's tools count them.
+
+    The last frame belongs to it, and a clip that goes on behind the end of the video ends there.
+
+    Raises:
+        ValueError: if the clip begins behind the end of the video, or has no two frames.
+    """
+    seconds = num_frames / fps
+    start, end = clip[0] or 0.0, seconds if clip[1] is None else clip[1]
+    if start >= seconds:
+        raise ValueError(f"a clip from {start:g} s on, and the video is {seconds:.2f} s long")
+    first, last = math.ceil(start * fps), min(math.floor(min(end, seconds) * fps), num_frames - 1)
+    if first >= last:
+        raise ValueError(f"a clip from {start:g} to {end:g} s, in which there are no two of {fps:g} frames a second")
+    return first, last - first + 1
+
+
+def sample_clip(start: int, num_frames: int, fps: float, limits: VideoLimits) -> tuple[int, ...]:
+    """Numbers of the frames to take of a clip.
+
+    Processors know no clips: these are the frames of Qwen's tools, which take a multiple of the model's step and
+    spread it from the first to the last one, whatever the family.
+
+    Raises:
+        ValueError: if it has too few for one step of the model's time.
+    """
+    step = limits.temporal_patch_size
+    whole = dataclasses.replace(limits, even_ends=False, min_frames=-(-limits.min_frames // step) * step)
+    taken = len(sample_frames(num_frames, fps, whole))
+    # Theirs is torch.linspace, which goes by a step in float32 from both ends, and whose rounding decides.
+    gap = float(np.float32(num_frames - 1) / np.float32(taken - 1))
+    numbers = np.arange(taken)
+    places = np.where(numbers < taken // 2, start + gap * numbers, start + num_frames - 1 - gap * numbers[::-1])
+    return tuple(places.astype(np.float32).round().astype(int).tolist())
 
 
 def video_grid(height: int, width: int, num_taken: int, limits: VideoLimits) -> tuple[int, int, int]:

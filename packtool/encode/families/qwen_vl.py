@@ -13,7 +13,14 @@ from typing import Any
 from packtool.config.rows import ImageOptions, MediaOptions
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedVideo
 from packtool.encode.families.base import ImageLimits, MediaKind, MediaLimits, Medium, Part
-from packtool.encode.families.qwen_video import sample_frames, timestamps, video_grid, video_limits
+from packtool.encode.families.qwen_video import (
+    clip_frames,
+    sample_clip,
+    sample_frames,
+    timestamps,
+    video_grid,
+    video_limits,
+)
 from packtool.encode.families.resize import smart_resize
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError
@@ -136,7 +143,12 @@ class QwenVL:
         size = measure_video(ref)
         limits = self._videos
         try:
-            indices = tuple(range(size.num_frames)) if ref.frames else sample_frames(size.num_frames, size.fps, limits)
+            num_frames, indices = size.num_frames, tuple(range(size.num_frames))
+            if ref.clip is not None:
+                start, num_frames = clip_frames(ref.clip, num_frames, size.fps)
+                indices = sample_clip(start, num_frames, size.fps, limits)
+            elif not ref.frames:
+                indices = sample_frames(num_frames, size.fps, limits)
             grid = video_grid(size.height, size.width, len(indices), limits)
         except ValueError as error:
             raise MediaProblem("media_size", f"{label(ref)}: {error}") from error
@@ -146,11 +158,11 @@ class QwenVL:
             frames=tuple((frame.path, frame.data) for frame in ref.frames),
             height=size.height,
             width=size.width,
-            num_frames=size.num_frames,
+            num_frames=num_frames,
             fps=size.fps,
             indices=indices,
             grid=grid,
-            seconds_per_grid=self._seconds_per_grid(size.num_frames, size.fps, len(indices)),
+            seconds_per_grid=self._seconds_per_grid(num_frames, size.fps, len(indices)),
             num_tokens=grid[0] * grid[1] * grid[2] // limits.merge_size**2,
             audio=self._sound_track(ref) if size.has_sound else None,
         )

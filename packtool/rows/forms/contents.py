@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from packtool.rows.forms.media import Found
+from packtool.rows.forms.media import CLIP, Found
 from packtool.rows.forms.problem import RowProblem
 from packtool.rows.forms.values import finite, listed, shown
 from packtool.rows.sample import Turn
@@ -131,7 +131,13 @@ def _text(who: str, kind: str, value: Any) -> str:
 
 
 def _medium(who: str, kind: str, part: Mapping[str, Any]) -> Any:
-    """What a part names as its medium; None if it is only a place for one."""
+    """What a part names as its medium, and the clip of it; None if it is only a place for one."""
+    value = _named(who, kind, part)
+    clip = {key: part[key] for key in CLIP if part.get(key) is not None}
+    return {"video": value, **clip} if value and clip and _MEDIA[kind] == "video" else value
+
+
+def _named(who: str, kind: str, part: Mapping[str, Any]) -> Any:
     plain = _MEDIA[kind]
     value = next((part[key] for key in (kind, plain, f"{plain}_url", *_KEYS_OF_MEDIA) if part.get(key)), None)
     if not isinstance(value, Mapping):

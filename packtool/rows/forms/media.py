@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import dataclasses
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,8 @@ from packtool.rows.sample import MediaRef
 from packtool.rows.source import Source
 
 MEDIA_KINDS = ("image", "video", "audio")
+CLIP = ("video_start", "video_end")
+"""What Qwen's tools call the seconds from which, and up to which, a video is meant."""
 _KEYS = ("url", "path", "data")
 _LEAST_BASE64 = 1024
 _DEEPEST = 8
@@ -105,7 +108,8 @@ def media_ref(kind: str, value: Any, source: Source, position: int = 0, depth: i
     if isinstance(value, (bytes, bytearray)) or _is_bytes(value):
         return MediaRef(path=None, data=bytes(value))
     if isinstance(value, Mapping):
-        return _of_mapping(kind, name, value, source, depth)
+        ref = _of_mapping(kind, name, value, source, depth)
+        return _clipped(ref, name, value) if kind == "video" else ref
     if isinstance(value, (list, tuple)) and value and kind == "video":
         frames = tuple(media_ref("image", frame, source, i, depth + 1) for i, frame in enumerate(value))
         return MediaRef(path=None, frames=frames)
@@ -129,6 +133,24 @@ def _of_mapping(kind: str, name: str, value: Mapping[str, Any], source: Source, 
     if rate is None or rate <= 0:
         raise RowProblem("invalid_media", f"{name} has {shown(fps)} frames a second")
     return MediaRef(path=None, frames=ref.frames, fps=rate)
+
+
+def _clipped(ref: MediaRef, name: str, value: Mapping[str, Any]) -> MediaRef:
+    """The part of a video from ``video_start`` to ``video_end``, in seconds."""
+    given = {key: value[key] for key in CLIP if value.get(key) is not None}
+    if not given:
+        return ref
+    if ref.frames:
+        told = f"{name} is a list of frames and has {listed(given)}: list the frames that are meant"
+        raise RowProblem("invalid_media", told)
+    numbers = {key: finite(value) for key, value in given.items()}
+    for key, number in numbers.items():
+        if number is None or number < 0:
+            raise RowProblem("invalid_media", f"{name} has {shown(given[key])} as {key}, not seconds")
+    start, end = (numbers.get(key) for key in CLIP)
+    if end is not None and end <= (start or 0.0):
+        raise RowProblem("invalid_media", f"{name} ends at {end:g} s, where it does not begin before {start or 0:g} s")
+    return dataclasses.replace(ref, clip=(start, end))
 
 
 def _of_text(name: str, text: str, source: Source) -> MediaRef:
