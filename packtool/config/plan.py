@@ -29,6 +29,7 @@ class PlanConfig(CacheOptions, PackingOptions, ParallelOptions, MemoryOptions, A
         "per_device_train_batch_size",
         "sweep",
         "fit",
+        "media",
         "save",
         "html",
     )
@@ -65,6 +66,11 @@ class PlanConfig(CacheOptions, PackingOptions, ParallelOptions, MemoryOptions, A
     mfu: float = option(
         0.4, "Share of the peak that training reaches.", minimum=0.001, maximum=1.0, panel="Model and hardware"
     )
+    media: bool = option(
+        False,
+        "Load some of the caches' media on this machine, drawn by the seed, and tell the processes and the bandwidth "
+        "that a rank's steps will need, by --hardware and --model or --tflops.",
+    )
     save: str | None = option(None, "Write the plan to this file, for packtool train --plan and inspect --plan.")
     html: str | None = option(None, "Write a page that draws the plan, or compares those of --sweep, to this file.")
 
@@ -87,6 +93,10 @@ class PlanConfig(CacheOptions, PackingOptions, ParallelOptions, MemoryOptions, A
             found.append("--save writes one plan, and --sweep makes several: give --packing-length instead of --sweep")
         if self.lengths is not None and self.save is not None:
             found.append("--save needs caches: a plan belongs to the cache it was made for")
+        if self.media and self.lengths is not None:
+            found.append("--media needs caches: it loads the media that they name")
+        if self.media and (self.sweep is not None or self.fit is not None):
+            found.append("--media measures what one plan needs: leave out --sweep and --fit")
         if self.lengths is not None and self.share_prefix == "true":
             found.append("--share-prefix true needs caches: lengths do not tell what samples begin with")
         found += sharing_problems(self)
