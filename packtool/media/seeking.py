@@ -132,13 +132,20 @@ def _keyframes(container: Any, stream: Any, last: int) -> _Keyframes:
     return keys
 
 
-def _counted(packets: Iterable[tuple[int, int | None, bool, bool]], last: int) -> _Keyframes:
+def _counted(packets: Iterable[tuple[int | None, int | None, bool, bool]], last: int) -> _Keyframes:
+    """Keyframes of packets: of each its position in the file, its time, whether it is one, whether it is not shown.
+
+    Args:
+        last: number of the last frame that is needed.
+    """
     keys = _Keyframes([], [], {})
     shown, latest = 0, -(2**62)
     for position, time, is_key, is_discarded in packets:
         if time is None:  # the empty packet at the end
             continue
         if is_key:
+            if position is None or position < 0 or position in keys.at:
+                raise Unnumbered  # nothing to know it by again
             if keys.numbers:
                 keys.times.append(time - 1)
             keys.numbers.append(shown)
