@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedConfig,
 )
 from transformers.integrations import deepspeed as transformers_deepspeed
+from transformers.utils import logging
 
 from packtool.batch.micro_batch import Tower
 from packtool.config.adapters import LearningOptions
@@ -141,7 +142,15 @@ class InputSpec:
 
 def model_config(model: str) -> PreTrainedConfig:
     """The configuration of what is trained: of an Omni model its thinker, which reads; the talker is left alone."""
-    config = AutoConfig.from_pretrained(model)
+    logs: Any = logging
+    talk = logs.get_verbosity()
+    if "thinker_config" in PreTrainedConfig.get_config_dict(model)[0]:
+        # transformers finds fault with every talker's token ids, and with what it reads itself of rope's settings.
+        logs.set_verbosity_error()
+    try:
+        config = AutoConfig.from_pretrained(model)
+    finally:
+        logs.set_verbosity(talk)
     thinker = getattr(config, "thinker_config", None)
     return thinker if isinstance(thinker, PreTrainedConfig) else config
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
+_BASES = ((1000, ""), (1024, "i"))
 _POWERS = {"": 0, "k": 1, "m": 2}
 
 
@@ -46,6 +47,13 @@ def num_bytes(text: str) -> int:
         raise ValueError(f"{text!r} is no size; write it as in 200GB")
     base = 1024 if match[3] else 1000
     return int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " "))
+
+
+def written_bytes(num: int) -> str:
+    """A size in the largest unit that it is a whole number of: ``1KB`` for 1000, ``4KiB`` for 4096, ``80`` for 80."""
+    sizes = [(base**power, f"{letter}{i}B") for power, letter in enumerate("KMGT", 1) for base, i in _BASES]
+    size, unit = max(((size, unit) for size, unit in sizes if num % size == 0), default=(1, ""))
+    return f"{num // size}{unit}"
 
 
 Tokens = Annotated[int, Unit("TOKENS", num_tokens)]

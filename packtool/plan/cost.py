@@ -9,7 +9,8 @@ A pack costs
     + per_audio_token * audio tokens                                                                 audio tower
 
 with two operations for each multiply-add of the steps in ``stacks``; layers whose attention sees a window of w tokens
-have min(len, w) * (2 len - min(len, w)) in place of len^2. Forward counts once. Backward counts once more for the
+have min(len, w) * (2 len - min(len, w)) in place of len^2, and those that see no further than their chunk of w tokens
+have w^2 for each whole chunk and the square of the rest. Forward counts once. Backward counts once more for the
 gradients of what a product takes, where anything before it learns, and once more for the gradients of its weights,
 where these learn. So nothing goes backward below the first weight that learns, a frozen tower costs its forward pass,
 and a module with an adapter has gradients of the adapter's weights alone. Attention's backward is 2.5 times its
@@ -18,6 +19,7 @@ forward: flash kernels make the scores again (Dao 2023, "FlashAttention-2", sect
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +50,7 @@ class CostModel:
         per_audio_token: of each token of a sound.
         per_window: of each unit of ``seen_in_windows``.
         window: tokens that sliding layers see.
+        in_chunks: that window does not slide: layers see what is in their chunk of so many tokens.
     """
 
     per_token: float
@@ -58,6 +61,7 @@ class CostModel:
     per_audio_token: float = 0.0
     per_window: float = 0.0
     window: int = 0
+    in_chunks: bool = False
 
     def __call__(
         self,
@@ -107,14 +111,12 @@ class CostModel:
             lengths, shared: as for ``attention``, of any shape.
         """
         whole = lengths.astype(np.int64)
-        seen = np.minimum(whole, self.window)
-        found: npt.NDArray[np.int64] = seen * (2 * whole - seen)
+        if self.in_chunks:
+            found: npt.NDArray[np.int64] = whole // self.window * self.window**2 + (whole % self.window) ** 2
+        else:
+            seen = np.minimum(whole, self.window)
+            found = seen * (2 * whole - seen)
         return found if shared is None else found - self.seen_in_windows(shared)
-
-    @property
-    def per_token_of_long(self) -> float:
-        """FLOPs of each token of a sample that is much longer than the windows of sliding layers, without squares."""
-        return self.per_token + 2 * self.window * self.per_window
 
     def towers(
         self,
@@ -146,12 +148,14 @@ class CostModel:
         *,
         recomputes_language: bool = False,
         recomputes_towers: bool = False,
+        recomputes_head: bool = False,
     ) -> CostModel:
         """Read the widths off a ``config.json``, see ``stacks``.
 
         Args:
             learning: which weights learn.
             recomputes_language, recomputes_towers: layers run forward once more before they go backward.
+            recomputes_head: logits are made once more.
 
         Raises:
             KeyError: if the configuration names no hidden size or number of layers.
@@ -167,15 +171,17 @@ class CostModel:
         mergers = [sums(merger, vision) for merger in stacks.mergers]
         joined = sums(stacks.audio_aligner, audio)
         language = sums(stacks.language, *mergers, audio, joined, recomputes=recomputes_language)
+        head = dataclasses.replace(stacks.head, layer=0)  # a part that is computed again at once, as a layer is
         return cls(
             per_token=language.flops,
             per_square=language.per_square,
-            per_target_token=sums([stacks.head], language).flops,
+            per_target_token=sums([head], language, recomputes=recomputes_head).flops,
             per_vision_token=vision.flops + sum(merger.flops for merger in mergers),
             per_patch_square=vision.per_square,
             per_audio_token=audio.flops + joined.flops,
             per_window=language.per_window,
             window=stacks.window,
+            in_chunks=stacks.in_chunks,
         )
 
 

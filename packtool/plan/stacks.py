@@ -89,6 +89,7 @@ class Stacks:
         head: of a token whose logits are made.
         is_tied: the head's weights are those of the embeddings, the first step of ``language``.
         window: tokens that a sliding layer sees; 0 where there is none.
+        in_chunks: it sees those of its own chunk of so many.
         vision: the tower over tokens of pictures and videos; ``per_square`` over squares of the patches of a frame.
         mergers: of the same tokens, from tower to text: each takes what the tower makes.
         audio, audio_aligner: over tokens of sounds; the second is what ``--freeze-aligner`` keeps.
@@ -98,6 +99,7 @@ class Stacks:
     head: Step
     is_tied: bool
     window: int = 0
+    in_chunks: bool = False
     vision: tuple[Step, ...] = ()
     mergers: tuple[tuple[Step, ...], ...] = ()
     audio: tuple[Step, ...] = ()
@@ -119,6 +121,7 @@ class Stacks:
             head=Step(name="lm_head", part="language model", inputs=hidden, outputs=vocabulary),
             is_tied=bool(text.get("tie_word_embeddings") or config.get("tie_word_embeddings")),
             window=_window(text),
+            in_chunks="chunked_attention" in _layer_types(text),
             vision=tuple(_vision(config)),
             mergers=_mergers(config, hidden),
             audio=tuple(_audio(audio)),

@@ -16,7 +16,11 @@ def _number(value: float) -> str:
     return f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"
 
 
-_COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+def _shared(figures: Mapping[str, Any] | None) -> str:
+    return "none" if figures is None else percent(figures["token_share_saved"])
+
+
+_COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("capacity", "packing length", _number),
     ("packs", "packs", _number),
     ("samples_per_pack", "samples per pack", _number),
@@ -24,6 +28,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("over_lower_bound", "above lower bound", percent),
     ("steps_per_epoch", "steps per epoch", _number),
     ("filtered", "samples too long", _number),
+    ("shared_prefixes", "tokens saved by shared prefixes", _shared),
 )
 
 

@@ -3,6 +3,7 @@
 N ranks share a micro-batch; each sequence is local to one of them or sharded over all. For rank j of a micro-batch
 
     linear(n)    = ((n + n0) * f + targets * h) / (peak * matmul share)      n tokens on the rank, local ones and shards
+                   and attention in sliding layers, by what each sequence has in their windows
     local(j)     = its part of linear + sum of s (s + a0) * g / (peak * attention share)         local sequences
     sharded      = its part of linear + sum of s (s / N + a0) * g / (peak * attention share)     sharded sequences
     exposed(j)   = what its attention does not hide of the exchanges of keys, values and gradients (``exchanges``)
@@ -283,8 +284,9 @@ class Machine:
         linear = np.divide(linear, tokens, out=np.zeros_like(tokens), where=tokens > 0)
         own_attention = own(self.attention_seconds(schedule.tokens, 1))
         shard_attention = shared(self.attention_seconds(schedule.tokens, sequence_parallel_sizes))
-        local_seconds = linear * own_tokens + own_attention
-        sharded_seconds = linear * sharded_tokens / num_ranks + shard_attention
+        windows = self.window_seconds(schedule.tokens)
+        local_seconds = linear * own_tokens + own_attention + own(windows)
+        sharded_seconds = linear * sharded_tokens / num_ranks + shard_attention + shared(windows) / num_ranks
         exposed = np.zeros(len(tokens))
         for size in np.unique(schedule.cell_ranks).tolist():
             some = num_ranks == size
@@ -332,8 +334,13 @@ class Machine:
     def linear_seconds(self, tokens: npt.NDArray[Any], targets: npt.NDArray[Any]) -> Seconds:
         """Seconds of the matrix products on so many tokens, so many of them targets, of any shape; 0 for none."""
         cost, speed = self.sizes.cost, self.hardware.peak * self.hardware.matmul_share / self.passes
-        flops = (tokens + self.constants.matmul_half_tokens) * cost.per_token_of_long + targets * cost.per_target_token
+        flops = (tokens + self.constants.matmul_half_tokens) * cost.per_token + targets * cost.per_target_token
         return np.where(tokens > 0, flops / speed, 0.0)
+
+    def window_seconds(self, lengths: npt.NDArray[Any]) -> Seconds:
+        """Seconds of each sequence's attention in sliding layers on one rank, (K,): at the speed of matrix products."""
+        speed = self.hardware.peak * self.hardware.matmul_share / self.attention_passes
+        return np.asarray(self.sizes.cost.seen_in_windows(lengths) * (self.sizes.cost.per_window / speed))
 
     def attention_seconds(self, lengths: npt.NDArray[Any], num_ranks: npt.NDArray[Any] | int) -> Seconds:
         """Seconds of each sequence's attention, (K,), on one of the ranks that share it; lengths in tokens."""
@@ -353,7 +360,7 @@ class Machine:
             attention_flops=square,
             square_flops=square * (slower - 1),
             query_flops=square * slower * self.constants.attention_half_tokens,
-            batch_flops=self.constants.matmul_half_tokens * self.sizes.cost.per_token_of_long,
+            batch_flops=self.constants.matmul_half_tokens * self.sizes.cost.per_token,
             launch_seconds=self.launch_seconds,
             device=hardware.name,
         )

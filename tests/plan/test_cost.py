@@ -56,6 +56,9 @@ def test_sliding_layers_pay_for_the_tokens_that_they_see(length: int, shared: in
     found = float(cost.attention(np.array(length), np.array(shared)))
     # As in squares, what tokens see of themselves counts half.
     assert 2 * pairs - (min(length, window) - min(shared, window)) == found
+    cost, chunk = dataclasses.replace(cost, in_chunks=True), np.arange(length) // window
+    pairs = ((behind >= 0) & (chunk[:, None] == chunk))[shared:].sum()
+    assert 2 * pairs - (length - shared) == float(cost.attention(np.array(length), np.array(shared)))
 
 
 @pytest.mark.parametrize(
@@ -66,13 +69,15 @@ def test_sliding_layers_pay_for_the_tokens_that_they_see(length: int, shared: in
         ("qwen2", {"sliding_window": 512, "use_sliding_window": False}),
         ("gemma3_text", {"sliding_window": 512, "sliding_window_pattern": 6}),
         ("phi3", {"sliding_window": 512}),
+        ("mistral", {"attention_chunk_size": 512, "layer_types": ["chunked_attention", "full_attention"] * 4}),
     ],
 )
 def test_which_layers_slide_is_what_transformers_says(kind: str, layers: dict[str, Any]) -> None:
     sizes = {**QWEN3_8B, "model_type": kind, "num_hidden_layers": 8, **layers}
     config = AutoConfig.for_model(**sizes)
     cost = CostModel.of_config(sizes)
-    slides = [layer == "sliding_attention" for layer in getattr(config, "layer_types", None) or []]
+    kinds = ("sliding_attention", "chunked_attention")
+    slides = [layer in kinds for layer in getattr(config, "layer_types", None) or []]
     slides = slides or [config.sliding_window is not None] * 8
     assert cost.per_square == 3.5 * 2 * 32 * 128 * (8 - sum(slides))
     assert cost.per_window == 3.5 * 2 * 32 * 128 * sum(slides)

@@ -107,6 +107,8 @@ def test_a_sweep_tells_the_same_on_its_page(tmp_path: Path) -> None:
     np.save(tmp_path / "lengths.npy", np.random.default_rng(0).integers(10, 300, 500))
     config = PlanConfig(lengths=str(tmp_path / "lengths.npy"), sweep="300,600,900")
     rows = [preview(config, length).figures() for length in config.sweep_lengths()]
+    rows[1]["shared_prefixes"] = {"token_share_saved": 0.25}
+    assert [line[-1] for line in sweep_cells(rows)[1:]] == ["none", "25.00%", "none"]
     text = sweep_page(rows, "lengths.npy", "packtool plan --sweep")
     header, *cells = sweep_cells(rows)
     assert texts(text, "<th>(.*?)</th>") == list(header)

@@ -65,6 +65,18 @@ def test_one_rank_and_one_sequence() -> None:
     assert timing.memory[0] == SIZES.state_bytes(1) + 1000 * SIZES.token_bytes(recompute=False)
 
 
+def test_sliding_layers_cost_what_samples_have_in_windows() -> None:
+    """A short sample is not charged for a window that it does not fill; ranks that share one share its windows."""
+    cost = replace(SIZES.cost, window=4096, per_window=SIZES.cost.per_square)
+    slides = replace(machine(1), sizes=replace(SIZES, cost=cost))
+    for tokens, num_ranks in ((1000, 1), (20_000, 1), (20_000, 4)):
+        more = one_sequence(slides, tokens, num_ranks).local + one_sequence(slides, tokens, num_ranks).sharded
+        more -= one_sequence(machine(1), tokens, num_ranks).local + one_sequence(machine(1), tokens, num_ranks).sharded
+        seen = min(tokens, 4096)
+        windows = seen * (2 * tokens - seen) / num_ranks
+        assert more == pytest.approx(np.full(num_ranks, windows * cost.per_window / (989e12 * 0.8)))
+
+
 def test_only_labels_cost_logits() -> None:
     found, zero = machine(1), np.zeros(1, dtype=np.int64)
     plan = SimulatedSchedule(1, 1, zero, np.array([1000]), zero, zero, zero, np.array([1]), zero)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from packtool.config.rows import MediaOptions
-from packtool.encode.families import qwen2_5_omni, qwen2_vl, qwen3_5, qwen3_next, qwen3_omni, qwen3_vl
+from packtool.encode.families import qwen2_5_omni, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_next, qwen3_omni, qwen3_vl
 from packtool.encode.families.base import (
     AudioLimits,
     ImageLimits,
@@ -53,6 +53,7 @@ __all__ = [
 
 FAMILIES: tuple[Family, ...] = (
     qwen2_vl.FAMILY,
+    qwen2_5_vl.FAMILY,
     qwen3_vl.FAMILY,
     qwen3_5.FAMILY,
     qwen3_next.FAMILY,

@@ -68,6 +68,9 @@ class ProcessorFamily:
         """See ``MediaEncoding``."""
         if kind != "image":
             raise MediaProblem("media_unsupported", f"{label(ref)}: of this model packtool knows pictures only")
+        if ref.limits:
+            told = f"its row has {ref.limits[0][0]}, and this model's processor decides sizes by itself"
+            raise MediaProblem("media_unsupported", f"{label(ref)}: {told}")
         height, width = measure_image(ref)
         try:
             parts = self._parts_of(height, width)

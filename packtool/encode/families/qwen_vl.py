@@ -12,7 +12,8 @@ from typing import Any
 
 from packtool.config.rows import ImageOptions, MediaOptions
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedVideo
-from packtool.encode.families.base import ImageLimits, MediaKind, MediaLimits, Medium, Part
+from packtool.encode.families.base import ImageLimits, MediaKind, MediaLimits, Medium, Part, VideoLimits
+from packtool.encode.families.own_limits import of_image, of_video
 from packtool.encode.families.qwen_video import (
     clip_frames,
     sample_clip,
@@ -131,7 +132,7 @@ class QwenVL:
 
         height, width = measure_image(ref)
         try:
-            grid = image_grid(height, width, self._images)
+            grid = image_grid(height, width, of_image(self._images, ref))
         except ValueError as error:
             raise MediaProblem("media_size", f"{label(ref)}: {error}") from error
         num_tokens = grid[0] * grid[1] * grid[2] // self._images.merge_size**2
@@ -141,8 +142,8 @@ class QwenVL:
         from packtool.media.video import measure_video  # here, because most rows need none of PyAV
 
         size = measure_video(ref)
-        limits = self._videos
         try:
+            limits = of_video(self._videos, ref)
             num_frames, indices = size.num_frames, tuple(range(size.num_frames))
             if ref.clip is not None:
                 start, num_frames = clip_frames(ref.clip, num_frames, size.fps)
@@ -162,14 +163,14 @@ class QwenVL:
             fps=size.fps,
             indices=indices,
             grid=grid,
-            seconds_per_grid=self._seconds_per_grid(num_frames, size.fps, len(indices)),
+            seconds_per_grid=self._seconds_per_grid(num_frames, size.fps, len(indices), limits),
             num_tokens=grid[0] * grid[1] * grid[2] // limits.merge_size**2,
             audio=self._sound_track(ref) if size.has_sound else None,
         )
 
-    def _seconds_per_grid(self, num_frames: int, fps: float, num_taken: int) -> float:
+    def _seconds_per_grid(self, num_frames: int, fps: float, num_taken: int, limits: VideoLimits) -> float:
         sampled_fps = num_taken / num_frames * fps
-        return self._videos.temporal_patch_size / sampled_fps
+        return limits.temporal_patch_size / sampled_fps
 
     def _sound_track(self, ref: MediaRef) -> EncodedAudio | None:
         return None

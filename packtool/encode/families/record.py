@@ -15,6 +15,7 @@ from typing import Any, Literal
 from packtool.config.adapters import ModelPart
 from packtool.config.rows import MediaOptions
 from packtool.encode.families.base import MediaEncoding, MediaKind
+from packtool.encode.families.boxes import BoxForm
 from packtool.encode.model_files import ModelFiles
 
 Positions = Literal["token_types", "sound_seconds"]
@@ -100,6 +101,7 @@ class Family:
         mel_frames: of the shortest sound, which makes one token; 0 for a model that hears nothing.
         sound_chunk: mel frames of a whole chunk of sound, and the tokens that it makes.
         recurrence: its recurrent layers.
+        boxes: how it writes boxes, points and polygons in a picture; None if nobody knows.
     """
 
     model_types: tuple[str, ...] = ()
@@ -114,6 +116,7 @@ class Family:
     mel_frames: int = 0
     sound_chunk: tuple[int, int] = (1, 1)
     recurrence: Recurrence = Recurrence()
+    boxes: BoxForm | None = None
 
     @property
     def visual_inputs(self) -> dict[MediaKind, tuple[str, str]]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from packtool.rows.forms.media import CLIP, Found
+from packtool.rows.forms.media import CLIP, FIXED, LIMITS, Found
 from packtool.rows.forms.problem import RowProblem
 from packtool.rows.forms.values import finite, listed, shown
 from packtool.rows.sample import Turn
@@ -131,21 +131,22 @@ def _text(who: str, kind: str, value: Any) -> str:
 
 
 def _medium(who: str, kind: str, part: Mapping[str, Any]) -> Any:
-    """What a part names as its medium, and the clip of it; None if it is only a place for one."""
-    value = _named(who, kind, part)
-    clip = {key: part[key] for key in CLIP if part.get(key) is not None}
-    return {"video": value, **clip} if value and clip and _MEDIA[kind] == "video" else value
-
-
-def _named(who: str, kind: str, part: Mapping[str, Any]) -> Any:
+    """What a part names as its medium; None if it is only a place for one."""
     plain = _MEDIA[kind]
     value = next((part[key] for key in (kind, plain, f"{plain}_url", *_KEYS_OF_MEDIA) if part.get(key)), None)
     if not isinstance(value, Mapping):
         if isinstance(value, (list, tuple)) and plain == "video" and part.get("fps"):
-            return {"frames": value, "fps": part["fps"]}
-        return value
+            return {**_own_limits(plain, part), "frames": value, "fps": part["fps"]}
+        limits = _own_limits(plain, part)
+        return {**limits, "path" if isinstance(value, str) else "frames": value} if limits and value else value
     if value.get("type") == "base64" or (kind == "input_audio" and "data" in value):
         if not isinstance(value.get("data"), str):
             raise RowProblem("invalid_media", f"{who} has an {plain} without data")
-        return {"bytes": value["data"].partition("base64,")[2] or value["data"]}
-    return value
+        limits = _own_limits(plain, part)
+        return {**limits, "bytes": value["data"].partition("base64,")[2] or value["data"]}
+    return {**_own_limits(plain, part), **value}
+
+
+def _own_limits(kind: str, part: Mapping[str, Any]) -> dict[str, Any]:
+    """What a part says of the size that its medium is to have, and of the clip of it that is meant."""
+    return {key: part[key] for key in (*LIMITS[kind], *FIXED, *CLIP) if part.get(key) is not None}

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import base64
 import binascii
-import dataclasses
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
@@ -31,6 +30,14 @@ CLIP = ("video_start", "video_end")
 """What Qwen's tools call the seconds from which, and up to which, a video is meant."""
 _KEYS = ("url", "path", "data")
 _LEAST_BASE64 = 1024
+LIMITS: dict[str, tuple[str, ...]] = {
+    "image": ("min_pixels", "max_pixels"),
+    "video": ("fps", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels"),
+    "audio": (),
+}
+"""Limits that a row may give a medium of its own, by kind, under the names of Qwen's tools."""
+FIXED = ("resized_height", "resized_width", "nframes")
+"""What Qwen's tools know besides, and is not done here."""
 _DEEPEST = 8
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+=*\s*")
 
@@ -108,8 +115,7 @@ def media_ref(kind: str, value: Any, source: Source, position: int = 0, depth: i
     if isinstance(value, (bytes, bytearray)) or _is_bytes(value):
         return MediaRef(path=None, data=bytes(value))
     if isinstance(value, Mapping):
-        ref = _of_mapping(kind, name, value, source, depth)
-        return _clipped(ref, name, value) if kind == "video" else ref
+        return _of_mapping(kind, name, value, source, depth)
     if isinstance(value, (list, tuple)) and value and kind == "video":
         frames = tuple(media_ref("image", frame, source, i, depth + 1) for i, frame in enumerate(value))
         return MediaRef(path=None, frames=frames)
@@ -117,6 +123,30 @@ def media_ref(kind: str, value: Any, source: Source, position: int = 0, depth: i
 
 
 def _of_mapping(kind: str, name: str, value: Mapping[str, Any], source: Source, depth: int) -> MediaRef:
+    ref = _in_mapping(kind, name, value, source, depth)
+    limits = _limits(kind, name, value, has_frames=bool(ref.frames))
+    ref = replace(ref, limits=(*limits, *ref.limits)) if limits else ref
+    return _clipped(ref, name, value) if kind == "video" else ref
+
+
+def _limits(kind: str, name: str, value: Mapping[str, Any], *, has_frames: bool) -> list[tuple[str, float]]:
+    """The limits that an object gives its medium; the rate of a video of frames is none."""
+    fixed = FIXED if kind == "video" else (*FIXED, *CLIP)
+    if refused := [key for key in fixed if value.get(key) is not None]:
+        known = ", ".join(LIMITS[kind]) or "none"
+        raise RowProblem("media_limits", f"{name} has {refused[0]}, which is not done here; known are {known}")
+    found = []
+    for key in LIMITS[kind]:
+        if (given := value.get(key)) is None or (key == "fps" and has_frames):
+            continue
+        number = finite(given)
+        if number is None or number <= 0:
+            raise RowProblem("media_limits", f"{name} has {shown(given)} as {key}, which is no number above 0")
+        found.append((key, number))
+    return found
+
+
+def _in_mapping(kind: str, name: str, value: Mapping[str, Any], source: Source, depth: int) -> MediaRef:
     data = value.get("bytes")
     if data is not None:
         return MediaRef(path=None, data=_decoded(name, data) if isinstance(data, str) else _bytes(name, data))
@@ -132,7 +162,7 @@ def _of_mapping(kind: str, name: str, value: Mapping[str, Any], source: Source, 
     rate = finite(fps)
     if rate is None or rate <= 0:
         raise RowProblem("invalid_media", f"{name} has {shown(fps)} frames a second")
-    return MediaRef(path=None, frames=ref.frames, fps=rate)
+    return replace(ref, fps=rate)
 
 
 def _clipped(ref: MediaRef, name: str, value: Mapping[str, Any]) -> MediaRef:
@@ -150,7 +180,7 @@ def _clipped(ref: MediaRef, name: str, value: Mapping[str, Any]) -> MediaRef:
     start, end = (numbers.get(key) for key in CLIP)
     if end is not None and end <= (start or 0.0):
         raise RowProblem("invalid_media", f"{name} ends at {end:g} s, where it does not begin before {start or 0:g} s")
-    return dataclasses.replace(ref, clip=(start, end))
+    return replace(ref, clip=(start, end))
 
 
 def _of_text(name: str, text: str, source: Source) -> MediaRef:

@@ -135,9 +135,13 @@ class EvaluationCallback(TrainerCallback):
         self.evaluate, self.every, self.options = evaluate, every, options
         self.ended_early = False
 
+    def is_due(self, state: TrainerState) -> bool:
+        """Whether the step that is done now is evaluated."""
+        return state.global_step % self.every == 0 or state.global_step >= state.max_steps
+
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """A step is done on every rank."""
-        if state.global_step % self.every == 0 or state.global_step >= state.max_steps:
+        if self.is_due(state):
             # Logging takes back the wish to log, which the step itself may still have.
             should_log = control.should_log
             figures = self.evaluate()

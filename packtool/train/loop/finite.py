@@ -1,4 +1,4 @@
-"""Losses and gradients that are no numbers: found before they reach the weights, and named."""
+"""Losses and gradients that are no numbers: found before anything is kept of them, and named."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, tee
 from typing import Any
@@ -123,13 +123,13 @@ class StepLoader:
             if self.steps.ended:
                 return
 
-    def names(self, number: int) -> list[str]:
-        """Where the samples of one of this rank's micro-batches came from, in words.
+    def names(self) -> Callable[[int], list[str]]:
+        """What says, in words, where the samples of one of this rank's micro-batches came from.
 
-        Args:
-            number: of the micro-batch in the step that was given last, 0-based.
+        It takes the 0-based number of a micro-batch in the step that is given last now, also when others have followed.
         """
-        return self.run.names(self._given[number])
+        given = self._given
+        return lambda number: self.run.names(given[number])
 
 
 class Ranks:

@@ -30,11 +30,13 @@ def heading_lines(run: PreparedRun, gpu: str | None) -> Iterator[str]:
         "waiting": f"shares of the time that steps waited for {waited_for}",
         "memory": f"the most that this process has held so far of its {'machine' if gpu is None else 'GPU'}, in GiB",
     }
+    if run.config.router_aux_loss_coef:
+        told["balance"] = "load-balancing loss of the experts, before --router-aux-loss-coef; even routers have k"
     if run.config.torch_compile:
         told["padding"] = "tokens that make micro-batches one of a few lengths, of all that this process computes"
     if gpu is not None and (peak := peak_tflops(gpu)) is not None:
         told["MFU"] = f"FLOP/s of the model, of the {peak:,.0f} TFLOP/s that the GPU has at its best in 16 bits"
-        told["HFU"] = "the same with activations that are computed again"
+        told["HFU"] = "the same with activations and logits that are computed again"
     if run.validation is not None:
         told[_VAL_LOSS] = "the loss of the val split, a line of its own"
     yield "log lines, each of the steps since the one before (metrics.jsonl has more):"
@@ -61,6 +63,8 @@ def shown_figures(logs: Mapping[str, Any]) -> dict[str, float | int | str]:
         "waiting": "/".join(f"{100 * logs[name]:.0f}" for name in _WAITS if name in logs) + "%",
         "memory": f"{logs['memory_gib']:.1f} GiB",
     }
+    if "router_balance" in logs:
+        shown["balance"] = round(logs["router_balance"], 4)
     if "padding" in logs:
         shown["padding"] = f"{logs['padding']:.1%}"
     if "mfu" in logs:

@@ -2,7 +2,9 @@
 
     scheduler ──► launcher ──► every rank     or to one rank alone
                                  │ notes it, works on
-              before each update │ all ranks take the largest of what was noted: they agree on the step
+              before each update │ all ranks take the largest of what was noted
+      with the next log line, or │
+          before the next update │ they read it: they agree on the step
                                  ▼
               update, checkpoint, 128 + signal
 

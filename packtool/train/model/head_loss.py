@@ -21,9 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from packtool.batch.batch import Batch
-
-CHUNK_LOGITS = 2**26
-"""Logits made at a time: 256 MiB in float32."""
+from packtool.train.prepare.recompute import CHUNK_LOGITS
 
 # What some models do to logits behind the head; losses must not go through that.
 _BEHIND_THE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling", "logits_soft_cap")

@@ -24,6 +24,7 @@ from packtool.plan.towers import TowerWork
 from packtool.simulate.cost import Machine
 from packtool.simulate.hardware import Hardware
 from packtool.simulate.model_sizes import MODEL_PRESETS, ModelSizes
+from packtool.train.prepare.recompute import CHUNK_LOGITS
 from packtool.train.prepare.trained import ADAPTER_FILE
 
 
@@ -43,11 +44,15 @@ class RunCosts:
     def of(cls, config: TrainConfig, model: Mapping[str, Any]) -> RunCosts:
         """The FLOPs of a model by what a run trains and computes again."""
         recomputes, in_towers = bool(config.gradient_checkpointing), config.vit_gradient_checkpointing
+        whole = model.get("thinker_config") or model
+        vocabulary = (whole.get("text_config") or whole).get("vocab_size") or 0
         again = cost_of(
             model,
             config,
             recomputes_language=recomputes,
             recomputes_towers=recomputes if in_towers is None else in_towers,
+            # A pack of few targets may have a single chunk, which is not made again, and hardly costs anything.
+            recomputes_head=config.packing_length is None or config.packing_length * vocabulary > CHUNK_LOGITS,
         )
         return cls(cost_of(model, config), again)
 

@@ -10,6 +10,8 @@ from packtool.simulate.model_sizes import ModelSizes
 
 MOST_PARAMETERS = 100_000_000
 """Models up to here are for trying things out: what they keep of a step fits anywhere."""
+CHUNK_LOGITS = 2**26
+"""Logits made at a time, 256 MiB in float32; where a micro-batch has more, backward makes them again."""
 
 
 def with_recomputing(config: TrainConfig) -> TrainConfig:

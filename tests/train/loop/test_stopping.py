@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -18,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.api import SignalException
+from transformers import TrainerControl, TrainerState
 
 from packtool.cli.main import run
 from packtool.config.train import TrainConfig
@@ -28,6 +30,7 @@ from packtool.launch.world import World
 from packtool.progress import SilentProgress
 from packtool.train.loop.stopping import SIGNALS, StopSignals
 from packtool.train.loop.trainer import PackTrainer
+from packtool.train.loop.watch import StepWatch
 from packtool.train.prepare.cached import prepare_cached
 from packtool.train.prepare.checkpoint import finished_checkpoints
 from packtool.train.run import train
@@ -82,6 +85,12 @@ def test_a_signal_ends_a_run_with_a_checkpoint(
     train(tiny.config(tmp_path, **settings, resume_from_checkpoint="true"), SilentProgress())
     assert read_metrics(tmp_path) == read_metrics(whole)
     check_same_rest(whole, tmp_path, 0)
+
+
+def test_a_signal_is_agreed_on_a_step_later_where_no_line_is_logged(tiny: TinyWorld, tmp_path: Path) -> None:
+    with pytest.raises(StoppedError, match=r"stopped by SIGTERM after step 3 of 4; .*checkpoint-3 is complete"):
+        train(tiny.config(tmp_path, **GIVEN | {"logging_steps": 10}), Sending(1, signal.SIGTERM))
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 3]
 
 
 def test_a_signal_in_the_last_step_changes_nothing(tiny: TinyWorld, tmp_path: Path) -> None:
@@ -189,6 +198,12 @@ def bad_rows(config: TrainConfig) -> list[int]:
     return [int(position) for position in pack]
 
 
+def told_rows(error: DivergedError) -> list[int]:
+    """Numbers in the cache of the samples that an error names, of which there are at most six."""
+    assert "rank 0, micro-batch 1:" in str(error)
+    return [int(number) for number in re.findall(r"row \d+ of \S*train.json \(sample (\d+)\)", str(error))]
+
+
 def strict(text: str) -> Any:
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is no JSON")
@@ -203,13 +218,34 @@ def test_a_loss_that_is_no_number_stops_a_run(tiny: TinyWorld, tmp_path: Path) -
     with pytest.raises(DivergedError, match="gradient of step 3 is infinite or not a number") as caught:
         train(config, SilentProgress())
     assert caught.value.exit_code == 1
-    assert "rank 0, micro-batch 1:" in str(caught.value)
-    told = [int(number) for number in re.findall(r"row \d+ of \S*train.json \(sample (\d+)\)", str(caught.value))]
-    assert told == rows[: len(told)]
-    assert len(told) == min(len(rows), 6)
+    assert told_rows(caught.value) == rows[:6]
     (checkpoint,) = finished_checkpoints(str(tmp_path))
     assert checkpoint.endswith("checkpoint-2")
     assert all(torch.isfinite(weight).all() for weight in load_file(Path(checkpoint) / "model.safetensors").values())
+
+
+@pytest.mark.usefixtures("bad_third_step")
+def test_the_answer_is_read_a_step_later_where_nothing_comes_of_the_step(tiny: TinyWorld, tmp_path: Path) -> None:
+    """The third step changes the weights; the fourth, which would be saved, finds out."""
+    config = tiny.config(tmp_path, **GIVEN | {"logging_steps": 10}, save_steps=2)
+    rows, progress = bad_rows(config), Sending(0)
+    with pytest.raises(DivergedError, match="gradient of step 3 is infinite or not a number") as caught:
+        train(config, progress)
+    assert told_rows(caught.value) == rows[:6]
+    assert progress.left == -3
+    assert [Path(checkpoint).name for checkpoint in finished_checkpoints(str(tmp_path))] == ["checkpoint-2"]
+
+
+def test_the_answer_is_read_before_an_evaluation() -> None:
+    watch = StepWatch(StopSignals(), lambda: lambda _: [], on_nan="stop", world=World(), progress=SilentProgress())
+    watch.numbers.see_loss(torch.tensor(float("nan")))
+    args: Any = SimpleNamespace(device=torch.device("cpu"))
+    now = args, TrainerState(), TrainerControl()
+    watch.on_pre_optimizer_step(*now)
+    watch.on_step_end(*now)
+    watch.is_evaluated = lambda _: True
+    with pytest.raises(DivergedError, match="step 1 is infinite"):
+        watch.on_step_end(*now)
 
 
 @pytest.mark.usefixtures("bad_third_step")

@@ -168,6 +168,7 @@ def test_as_json_and_as_a_table(tiny: TinyWorld, without_traces: None, capsys: p
     ("words", "message"),
     [
         (["--fit", "80"], "--fit 80: that many bytes hold no model"),
+        (["--fit", "1KB"], "--fit 1KB: that many bytes hold no model"),
         (["--fit", "1GB", "--sweep", "200"], "--sweep is not for --fit"),
         (["--fit", "1GB", "--schedule", "skrull", "--bucket-size", "200"], "--fit searches packs"),
         (["--gradient-checkpointing", "true"], "--gradient-checkpointing goes with --model or --fit"),

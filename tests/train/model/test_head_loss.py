@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from packtool.batch.batch import Batch
 from packtool.batch.collate import collate_packs, collate_padded
+from packtool.plan.cost import CostModel
 from packtool.train.model.head_loss import HeadLoss
 from packtool.train.model.loss import sum_of_losses
 from tests.batch.reduced import mixed_samples, reduced_model, reduced_spec, save_image_processor
@@ -43,6 +45,20 @@ def test_losses_and_gradients_are_those_of_the_logits(setting: Any, chunk_logits
     assert logits.shape[-1] == spec.config.get_text_config().vocab_size
     assert torch.equal(found.positions, (labels >= 0).nonzero().squeeze(1))
     assert torch.equal(found.correct, logits.flatten(0, 1).argmax(-1)[found.positions] == labels[found.positions])
+
+
+def test_logits_that_are_made_again_are_the_work_of_the_hardware() -> None:
+    """As HFU counts them, if not those of a single chunk."""
+    spec, counted = reduced_spec("qwen3"), []
+    batch = collate_packs(mixed_samples("qwen3"), spec)
+    for chunk_logits in (None, 1):
+        model = reduced_model("qwen3")
+        with FlopCounterMode(display=False) as counter:
+            HeadLoss(model, chunk_logits).losses(model, batch).sum(None).backward()  # type: ignore[no-untyped-call]
+        counted.append(counter.get_total_flops())
+    config = spec.config.to_dict()
+    kept, again = (CostModel.of_config(config, recomputes_head=does).per_target_token for does in (False, True))
+    assert counted[1] - counted[0] == batch.num_target_tokens * (again - kept) > 0
 
 
 def test_weights_and_padding() -> None:

@@ -11,6 +11,7 @@ import copy
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,14 +19,26 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from transformers import AutoConfig, PreTrainedConfig, Qwen3_5MoeConfig, Qwen3MoeConfig, Qwen3VLMoeConfig
+from transformers import (
+    AutoConfig,
+    PreTrainedConfig,
+    Qwen3_5MoeConfig,
+    Qwen3MoeConfig,
+    Qwen3VLMoeConfig,
+    TrainerControl,
+    TrainerState,
+)
 
 from packtool.attention.register import set_attention
 from packtool.batch.batch import PackedBatch, target_positions
 from packtool.batch.spec import InputSpec, auto_class
 from packtool.batch.tower_inputs import tower_inputs
+from packtool.config.train import OnNan
 from packtool.encode.families import MediaLimits
-from packtool.train.loop.finite import StepNumbers
+from packtool.launch.world import World
+from packtool.progress import SilentProgress
+from packtool.train.loop.stopping import StopSignals
+from packtool.train.loop.watch import StepWatch
 from packtool.train.model.head_loss import HeadLoss
 from tests.attention.hybrids import hybrid_config
 from tests.batch.reduced import reduced_config
@@ -152,15 +165,57 @@ def test_no_family_waits(name: str, adapters: bool, realdata: Path, tmp_path: Pa
     assert (loss.device.type, loss.dtype, loss.shape) == ("cuda", torch.float32, ())
 
 
+class EventOfNothing:
+    """In place of CUDA's, which needs a driver."""
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+def end_of_step(norm: Tensor | float, loss: Tensor, on_nan: OnNan) -> StepWatch:
+    """What watches a step, told of its numbers and asked before its update."""
+    watch = StepWatch(
+        StopSignals(),
+        lambda: lambda numbers: map(str, numbers),
+        on_nan=on_nan,
+        world=World(),
+        progress=SilentProgress(),
+    )
+    watch.numbers.see_loss(loss)
+    watch.numbers.see_norm(norm, is_scaled=False)
+    args: Any = SimpleNamespace(device=loss.device)
+    watch.on_pre_optimizer_step(args, TrainerState(), TrainerControl())
+    return watch
+
+
 @pytest.mark.parametrize("has_norm", [True, False])
 @pytest.mark.usefixtures("fake_cuda")
-def test_numbers_that_are_none_are_found_without_waiting(has_norm: bool) -> None:
-    gpu, numbers = torch.device("cuda"), StepNumbers()
-    loss = torch.ones((), device=gpu)
-    numbers.see_loss(loss)
-    numbers.see_norm(loss if has_norm else 1.0, is_scaled=False)
-    bad = numbers.bad(gpu)
-    assert (bad.device.type, bad.dtype, bad.shape) == ("cuda", torch.int64, ())
+def test_numbers_that_are_none_are_looked_for_without_waiting(has_norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", EventOfNothing)
+    loss = torch.ones((), device="cuda")
+    norm = loss if has_norm else 1.0
+    watch = end_of_step(norm, loss, "stop")
+    with pytest.raises(DataDependentOutputException):
+        watch.settle()
+    with pytest.raises(DataDependentOutputException):
+        end_of_step(norm, loss, "skip")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_numbers_that_are_none_are_found_on_a_gpu() -> None:
+    one = torch.ones((), device="cuda")
+    bad = one * float("nan")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        good, found = end_of_step(one, one, "go-on"), end_of_step(one, bad, "go-on")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert (good.settle(), found.settle()) == (False, True)
 
 
 def step_on(device: str, kernel: str, spec: InputSpec) -> Callable[[], Tensor]:

@@ -57,10 +57,13 @@ def test_names_that_a_model_of_an_unknown_family_has_are_not_held_against_it() -
 
 
 def test_recomputing_is_the_hardwares_work_and_not_the_models() -> None:
-    plain = RunCosts.of(run_config(gradient_checkpointing=False), MODEL)
-    again = RunCosts.of(run_config(gradient_checkpointing=True), MODEL)
+    plain = RunCosts.of(run_config(gradient_checkpointing=False, packing_length=256), MODEL)
+    again = RunCosts.of(run_config(gradient_checkpointing=True, packing_length=256), MODEL)
     assert plain.model == plain.hardware == again.model
     assert again.hardware.per_token > again.model.per_token
+    # 448 logits of 151,936 numbers are more than are made at a time.
+    long, short = (RunCosts.of(run_config(packing_length=length), MODEL) for length in (448, 256))
+    assert long.hardware.per_target_token > long.model.per_target_token == short.hardware.per_target_token
     towers = RunCosts.of(
         run_config(gradient_checkpointing=False, vit_gradient_checkpointing=True, freeze_vit=False), _seeing()
     )
