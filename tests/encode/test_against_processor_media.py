@@ -130,6 +130,19 @@ def test_two_clips_of_a_video(realdata: Path, tmp_path: Path, family: str) -> No
         assert torch.equal(loaded, shown)
 
 
+def test_sound_is_not_woven_into_clips(realdata: Path, tmp_path: Path) -> None:
+    path = write_clip(tmp_path / "a.mp4", num_frames=60, seconds_of_sound=2.4)
+    row = {"messages": [{"role": "user", "content": "<video>?"}, {"role": "assistant", "content": "!"}]}
+    sample = dataclasses.replace(sample_of(row, tmp_path), videos=(MediaRef(str(path), clip=(0.5, 2.0)),))
+    directory = realdata / "tokenizers" / "qwen2.5-omni"
+    (woven,) = cached_encoder(directory, use_audio_in_video=True).encode([sample])
+    assert isinstance(woven, Dropped)
+    assert woven.reason == "media_unsupported"
+    assert "cut it into a file of its own" in woven.detail
+    (seen,) = cached_encoder(directory).encode([sample])
+    assert isinstance(seen, list), seen
+
+
 @pytest.mark.parametrize("clip", [(12.0, None), (11.97, None)])
 def test_a_clip_outside_the_video_costs_its_row(realdata: Path, tmp_path: Path, clip: Any) -> None:
     path = write_clip(tmp_path / "a.mp4", num_frames=300)

@@ -179,7 +179,7 @@ def _clipped(ref: MediaRef, name: str, value: Mapping[str, Any]) -> MediaRef:
             raise RowProblem("invalid_media", f"{name} has {shown(given[key])} as {key}, not seconds")
     start, end = (numbers.get(key) for key in CLIP)
     if end is not None and end <= (start or 0.0):
-        raise RowProblem("invalid_media", f"{name} ends at {end:g} s, where it does not begin before {start or 0:g} s")
+        raise RowProblem("invalid_media", f"{name} begins at {start or 0:g} s and ends at {end:g} s")
     return replace(ref, clip=(start, end))
 
 
