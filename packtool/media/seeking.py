@@ -119,13 +119,13 @@ def _keyframes(container: Any, stream: Any, last: int) -> _Keyframes:
     if stream.codec_context.codec.canonical_name not in _CODECS:
         raise Unnumbered
     by_contents = is_indexed(container)
-    if by_contents and len(index := index_of(stream)) == stream.frames:
+    if by_contents and 0 < len(index := index_of(stream)) == stream.frames:
         packets = ((entry.pos, entry.timestamp, entry.is_keyframe, entry.is_discard) for entry in index)
         return _counted(packets, last)
     if not by_contents and not any(name in container.format.name.split(",") for name in _READ_ONCE):
         raise Unnumbered
     # Tables of contents go by the order of decoding, and so does seeking in them.
-    read = container.demux(stream)
+    read = (packet for packet in container.demux(stream) if packet.size)  # the last one is empty
     packets = ((p.pos, p.dts if by_contents else p.pts, p.is_keyframe, p.is_discard) for p in read)
     keys = _counted(packets, last)
     _go_to(container, stream, keys.times[0])
@@ -141,8 +141,8 @@ def _counted(packets: Iterable[tuple[int | None, int | None, bool, bool]], last:
     keys = _Keyframes([], [], {})
     shown, latest = 0, -(2**62)
     for position, time, is_key, is_discarded in packets:
-        if time is None:  # the empty packet at the end
-            continue
+        if time is None:
+            raise Unnumbered
         if is_key:
             if position is None or position < 0 or position in keys.at:
                 raise Unnumbered  # nothing to know it by again
