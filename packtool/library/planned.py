@@ -34,6 +34,7 @@ ELSEWHERE = {
     "sweep": "packtool plan --sweep compares several",
     "media": "packtool plan --media measures this machine",
     "fit": "packtool plan --fit searches among several",
+    "resume": "packtool plan --resume shows how a run would go on",
 }
 """Options of the command that a single plan is not made with, and what there is instead."""
 
