@@ -4,7 +4,8 @@ does it, against decoding the video up to the last one.
 
 An hour of 25 frames a second is made on the spot, of which 64 frames are taken at equal distances. It is made with a
 keyframe every two seconds, and every ten, which is the most that x264 leaves by itself; as mp4, whose table of contents
-tells the keyframes, and as Matroska, which is read once to find them. The frames are compared.
+tells the keyframes, and as Matroska, which is read once to find them. The frames are compared. Times are those of all cores together, which other work on
+the machine changes less.
 
     python scripts/bench_media.py [--minutes 60] [--take 64] [--size 256] [--repeat 3]
 """
@@ -29,14 +30,14 @@ from packtool.rows.sample import MediaRef
 _FPS = 25
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     """Compare both ways on every file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=int, default=60, help="length of the video")
     parser.add_argument("--take", type=int, default=64, help="frames that are needed")
     parser.add_argument("--size", type=int, default=256, help="height and width of a frame in pixels")
     parser.add_argument("--repeat", type=int, default=3, help="times that everything is measured")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     num_frames = options.minutes * 60 * _FPS
     numbers = np.linspace(0, num_frames - 1, options.take).round().astype(int).tolist()
     print(f"{options.minutes} minutes, {num_frames:,} frames, of which {options.take} are taken")
@@ -79,14 +80,16 @@ def _compare(path: Path, numbers: list[int], group: int, repeat: int) -> None:
         assert all(np.array_equal(found[number], expected[number]) for number in numbers)
         ratios.append(slow / fast)
         seconds.append(fast)
-    told = f"{statistics.median(ratios):.1f} times as fast as decoding all ({statistics.median(seconds):.2f} s)"
+    told = (
+        f"{statistics.median(ratios):.1f} times as fast as decoding all ({statistics.median(seconds):.2f} s of a core)"
+    )
     print(f"{path.suffix[1:]}, a keyframe every {group // _FPS} s: {told}")
 
 
 def _timed(ref: MediaRef, numbers: list[int], way: Callable[..., Any]) -> tuple[float, Any]:
-    begin = time.perf_counter()
+    begin = time.process_time()
     found = video._decoded(ref, numbers, way)
-    return time.perf_counter() - begin, found
+    return time.process_time() - begin, found
 
 
 if __name__ == "__main__":
