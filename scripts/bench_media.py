@@ -4,8 +4,8 @@ does it, against decoding the video up to the last one.
 
 An hour of 25 frames a second is made on the spot, of which 64 frames are taken at equal distances. It is made with a
 keyframe every two seconds, and every ten, which is the most that x264 leaves by itself; as mp4, whose table of contents
-tells the keyframes, and as Matroska, which is read once to find them. The frames are compared. Times are those of all cores together, which other work on
-the machine changes less.
+tells the keyframes, and as Matroska, which is read once to find them. The frames are compared. Times are those of all
+cores together, which other work on the machine changes less.
 
     python scripts/bench_media.py [--minutes 60] [--take 64] [--size 256] [--repeat 3]
 """
@@ -81,7 +81,7 @@ def _compare(path: Path, numbers: list[int], group: int, repeat: int) -> None:
         ratios.append(slow / fast)
         seconds.append(fast)
     told = (
-        f"{statistics.median(ratios):.1f} times as fast as decoding all ({statistics.median(seconds):.2f} s of a core)"
+        f"{statistics.median(ratios):.1f} times as fast as decoding all ({statistics.median(seconds):.2f} s)"
     )
     print(f"{path.suffix[1:]}, a keyframe every {group // _FPS} s: {told}")
 
