@@ -80,9 +80,7 @@ def _compare(path: Path, numbers: list[int], group: int, repeat: int) -> None:
         assert all(np.array_equal(found[number], expected[number]) for number in numbers)
         ratios.append(slow / fast)
         seconds.append(fast)
-    told = (
-        f"{statistics.median(ratios):.1f} times as fast as decoding all ({statistics.median(seconds):.2f} s)"
-    )
+    told = f"{statistics.median(ratios):.1f} times as fast as decoding all ({statistics.median(seconds):.2f} s)"
     print(f"{path.suffix[1:]}, a keyframe every {group // _FPS} s: {told}")
 
 
