@@ -263,7 +263,7 @@ def _vision(config: Mapping[str, Any]) -> Iterator[Step]:
         return
     depth = int(vision.get("depth") or vision["num_hidden_layers"])
     width = int(vision.get("intermediate_size") or hidden * float(vision.get("mlp_ratio") or 4))
-    side = int(vision.get("patch_size") or 14)
+    side = _side(vision.get("patch_size") or 14)
     pixels = int(vision.get("in_channels") or vision.get("in_chans") or 3) * side**2
     pixels *= int(vision.get("temporal_patch_size") or 1)
     patches, window, whole = _patches(config, vision, depth)
@@ -333,7 +333,7 @@ def _mergers(config: Mapping[str, Any], text_hidden: int) -> tuple[tuple[Step, .
 
 def _patches(config: Mapping[str, Any], vision: Mapping[str, Any], depth: int) -> tuple[float, int, range | set[int]]:
     """Patches of a token, patches of a window, and the layers that look at whole frames."""
-    side = int(vision.get("patch_size") or 14)
+    side = _side(vision.get("patch_size") or 14)
     if vision.get("spatial_merge_size"):
         merge = int(vision["spatial_merge_size"])
         whole = vision.get("fullatt_block_indexes")
@@ -342,9 +342,15 @@ def _patches(config: Mapping[str, Any], vision: Mapping[str, Any], depth: int) -
         window = int(vision["window_size"]) // merge // side * merge
         return float(merge**2), window**2, set(map(int, whole))
     # A tower that makes all pictures one size: each is a window, and the cache has no grid of it.
-    of_picture = (int(vision.get("image_size") or side) // side) ** 2
-    tokens = int(config.get("mm_tokens_per_image") or config.get("image_seq_length") or of_picture)
+    of_picture = (_side(vision.get("image_size") or side) // side) ** 2
+    merge = int(config.get("spatial_merge_size") or config.get("scale_factor") or 1)
+    tokens = int(config.get("mm_tokens_per_image") or config.get("image_seq_length") or of_picture // merge**2)
     return of_picture / tokens, of_picture, range(0)
+
+
+def _side(size: Any) -> int:
+    """Pixels of one side, of a size that is told by one number or by two."""
+    return int(size[0] if isinstance(size, (list, tuple)) else size)
 
 
 def _audio(audio: Mapping[str, Any]) -> Iterator[Step]:

@@ -17,8 +17,11 @@ from packtool.config.rows import MediaOptions
 from packtool.encode.families.base import MediaEncoding, MediaKind
 from packtool.encode.model_files import ModelFiles
 
-Positions = Literal["token_types", "sound_seconds"]
-"""What a model's ``get_rope_index`` is told beside the grids: the kind of each token, or the lengths of sounds."""
+Positions = Literal["token_types", "sound_seconds", "counted"]
+"""What a model's ``get_rope_index`` is told beside the grids: the kind of each token, or the lengths of sounds.
+
+``counted``: a model with pictures whose positions are those of a text, 0, 1, 2, ...
+"""
 
 
 Encoding = Callable[[ModelFiles, MediaOptions], MediaEncoding]
@@ -97,6 +100,9 @@ class Family:
         image_inputs, video_inputs: arguments of its forward for patches of pictures (or videos), and for their grids.
         image_marks, sound_marks: names in ``config.json`` of the tokens that open and close a medium.
         positions: what its rotary positions are made of.
+        processor_inputs: of a family whose pictures are made by its own processor: what that makes of them and the
+            model's forward takes, as far as it is there. Empty where the tower takes patches and a grid.
+        refused: why its models are exported for, but not trained.
         mel_frames: of the shortest sound, which makes one token; 0 for a model that hears nothing.
         sound_chunk: mel frames of a whole chunk of sound, and the tokens that it makes.
         recurrence: its recurrent layers.
@@ -111,13 +117,17 @@ class Family:
     image_marks: tuple[str, str] = ("vision_start_token_id", "vision_end_token_id")
     sound_marks: tuple[str, str] = ("audio_start_token_id", "audio_end_token_id")
     positions: Positions = "token_types"
+    processor_inputs: tuple[str, ...] = ()
+    refused: str = ""
     mel_frames: int = 0
     sound_chunk: tuple[int, int] = (1, 1)
     recurrence: Recurrence = Recurrence()
 
     @property
     def visual_inputs(self) -> dict[MediaKind, tuple[str, str]]:
-        """What its vision tower takes, by kind."""
+        """What its vision tower takes, by kind, where that is patches and grids."""
+        if self.processor_inputs:
+            return {}
         named: dict[MediaKind, tuple[str, str]] = {"image": self.image_inputs, "video": self.video_inputs}
         return {kind: names for kind, names in named.items() if kind in self.kinds}
 
