@@ -199,7 +199,7 @@ def blank_picture(kind: MediaKind, spec: InputSpec) -> dict[str, Tensor]:
 
 
 def load_media(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
-    """What the towers take of some samples, by the model's names: ``load_pixels``, ``load_sounds``, ``load_processed``.
+    """What the towers take of some samples: see ``load_pixels`` and ``load_sounds``, or ``load_processed``.
 
     Raises:
         MediaError: naming a file that cannot be read or has changed.

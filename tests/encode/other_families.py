@@ -8,7 +8,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from transformers.models.smolvlm import processing_smolvlm
+
 from packtool.media.load import load_image
+from packtool.rows.sample import Sample
 from scripts._reduced_model import VOCABULARY, cut_tokenizer
 
 _TEMPLATE = (
@@ -74,13 +77,19 @@ def make_processor(family: str, tokenizer_folder: Path) -> Any:
             image_grid_pinpoints=[[56, 112], [112, 56], [112, 112]],
         )
         return t.LlavaNextProcessor(
-            images, tokenizer(image_token="<image>"), patch_size=14, vision_feature_select_strategy="default"
+            images,
+            tokenizer(image_token="<image>"),
+            patch_size=14,
+            vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
         )
     names = {"image_token": "<image>", "fake_image_token": "<fake_token_around_image>", "global": "<global-img>"}
     rows = {f"r{i}{j}": f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7)}
     made = tokenizer(**names, **rows, end_of_utterance_token="<end_of_utterance>")
     sizes = {"size": {"longest_edge": 224}, "max_image_size": {"longest_edge": 56}}
     if family == "smolvlm":
+        # Spells numbers of frames; an optional package, and no video is read here.
+        processing_smolvlm.num2words = processing_smolvlm.num2words or str
         return t.SmolVLMProcessor(t.SmolVLMImageProcessor(**sizes), made, t.SmolVLMVideoProcessor(), image_seq_len=4)
     return t.Idefics3Processor(t.Idefics3ImageProcessor(**sizes), made, image_seq_len=4)
 
@@ -155,15 +164,17 @@ def model_of(family: str, realdata: Path, folder: Path) -> tuple[Path, Any]:
     return target, AutoProcessor.from_pretrained(target)
 
 
-def expected(processor: Any, turns: list[tuple[str, str]], images: list[str]) -> list[int]:
+def tokens_of(processor: Any, sample: Sample) -> dict[str, Any]:
+    """What a processor makes of a row, tokens first."""
     messages = []
-    for role, text in turns:
+    for turn in sample.turns:
         parts: list[dict[str, str]] = []
-        for i, piece in enumerate(text.split("<image>")):
+        for i, piece in enumerate(turn.content.split("<image>")):
             parts += [{"type": "image"}] if i else []
             parts += [{"type": "text", "text": piece}] if piece else []
-        messages.append({"role": role, "content": parts})
+        messages.append({"role": turn.role, "content": parts})
     rendered = processor.apply_chat_template(messages, tokenize=False)
-    loaded = [[load_image(path) for path in images]] if images else None
-    ids: list[int] = processor(text=[rendered], images=loaded, add_special_tokens=False)["input_ids"][0]
-    return ids
+    loaded = [[load_image(ref.path, ref.data) for ref in sample.images]] if sample.images else None
+    settings = {"return_tensors": None, "add_special_tokens": False}
+    made = processor(text=[rendered], images=loaded, text_kwargs=settings, images_kwargs={"return_tensors": "pt"})
+    return dict(made)

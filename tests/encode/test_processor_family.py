@@ -15,7 +15,7 @@ from packtool.encode.families.processor import _special_tokens, _split
 from packtool.errors import ConfigError
 from packtool.rows.sample import Dropped, MediaRef, Sample, Turn
 from tests.encode.conftest import encoder_for
-from tests.encode.other_families import expected, model_of
+from tests.encode.other_families import model_of, tokens_of
 
 FAMILIES = ("internvl", "llava_onevision", "gemma3", "llava_next", "idefics3")
 
@@ -32,17 +32,19 @@ def pictures(realdata: Path) -> list[str]:
     return [str(name) for name in names]
 
 
-def encoded(directory: Path, turns: list[tuple[str, str]], images: list[str]) -> EncodedSample | Dropped:
-    (found,) = cached_encoder(directory).encode(
-        [
-            Sample(
-                tuple(Turn(role, text) for role, text in turns),
-                tuple(MediaRef(path) for path in images),
-                "rows.jsonl",
-                0,
-            )
-        ]
+def row(turns: list[tuple[str, str]], images: list[str]) -> Sample:
+    return Sample(
+        tuple(Turn(role, text) for role, text in turns), tuple(MediaRef(path) for path in images), "rows.jsonl", 0
     )
+
+
+def expected(processor: Any, turns: list[tuple[str, str]], images: list[str]) -> list[int]:
+    ids: list[int] = tokens_of(processor, row(turns, images))["input_ids"][0]
+    return ids
+
+
+def encoded(directory: Path, turns: list[tuple[str, str]], images: list[str]) -> EncodedSample | Dropped:
+    (found,) = cached_encoder(directory).encode([row(turns, images)])
     return found[0] if isinstance(found, list) else found
 
 

@@ -3,7 +3,7 @@
 They have in common what makes this enough: a causal text tower with plain positions, one token in ``config.json`` that
 stands for a piece of a picture, and a forward that takes what the processor made and puts features where that token is.
 ``processor.ProcessorFamily`` encodes for them, ``batch.processed`` loads for them. Each is proven in
-``tests/train/model/test_by_processor.py``.
+``tests/batch/test_processed.py``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FAMILIES: tuple[Family, ...] = (
         aligner=("model.connector",),
     ),
     Family(
-        model_types=("gemma3", "gemma3n", "gemma4", "paligemma"),
+        model_types=("gemma3", "paligemma"),
         encoding=_BY_PROCESSOR,
         refused="the tokens of a picture see each other in both directions, and packed attention is causal",
     ),

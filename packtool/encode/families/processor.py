@@ -153,6 +153,7 @@ def processed(processor: Any, rows: Sequence[Sequence[Any]]) -> tuple[list[list[
         images=[list(pictures) for pictures in rows],
         return_text_replacement_offsets=True,
         images_kwargs={"return_tensors": "pt"},
+        text_kwargs={"return_tensors": None},  # rows differ in length, and not every tokenizer can pad
     )
     found = made.get("text_replacement_offsets")
     if not found or [len(row) for row in found] != [len(pictures) for pictures in rows]:
