@@ -16,8 +16,9 @@ from scripts._reduced_model import VOCABULARY, cut_tokenizer
 
 _TEMPLATE = (
     "{{% for message in messages %}}<|im_start|>{{{{ message.role }}}}\n"
+    "{{% if message['content'] is string %}}{{{{ message['content'] }}}}{{% else %}}"
     "{{% for part in message['content'] %}}{{% if part['type'] == 'image' %}}{mark}"
-    "{{% else %}}{{{{ part['text'] }}}}{{% endif %}}{{% endfor %}}<|im_end|>\n{{% endfor %}}"
+    "{{% else %}}{{{{ part['text'] }}}}{{% endif %}}{{% endfor %}}{{% endif %}}<|im_end|>\n{{% endfor %}}"
     "{{% if add_generation_prompt %}}<|im_start|>assistant\n{{% endif %}}"
 )
 
@@ -53,6 +54,14 @@ def make_processor(family: str, tokenizer_folder: Path) -> Any:
             t.LlavaOnevisionVideoProcessor(),
             num_image_tokens=16,
             vision_feature_select_strategy="full",
+        )
+    if family.startswith("glm4"):
+        names = {"image_token": "<|image|>", "video_token": "<|video|>"}
+        names |= {f"{end}_{kind}": f"<|{end}_of_{kind}|>" for end in ("begin", "end") for kind in ("image", "video")}
+        return t.Glm4vProcessor(
+            t.Glm4vImageProcessor(size={"shortest_edge": 2 * 28 * 28, "longest_edge": 2 * 28 * 28 * 12}),
+            tokenizer(**names),
+            t.Glm4vVideoProcessor(),
         )
     if family == "llava":
         images = t.CLIPImageProcessor(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56})
@@ -127,6 +136,20 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+_GLM_TEXT = _TEXT | {"num_hidden_layers": 2, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}}
+_GLM_TEXT["rope_parameters"] |= {"partial_rotary_factor": 1.0, "rope_theta": 10000.0}
+_GLM = _SEES | {"depth": 2, "num_heads": 2, "out_hidden_size": 32, "model_type": "glm4v_vision"}
+_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+_CONFIGS |= {
+    "glm4v": {"vision_config": _GLM, "text_config": _GLM_TEXT | {"model_type": "glm4v_text"}},
+    "glm46v": {"vision_config": _GLM, "text_config": _GLM_TEXT | {"model_type": "glm4v_text"}},
+    "glm4v_moe": {
+        "vision_config": _GLM | {"model_type": "glm4v_moe_vision"},
+        "text_config": _GLM_TEXT | _EXPERTS | {"model_type": "glm4v_moe_text", "head_dim": 8},
+    },
+}
+
+
 def config_of(family: str, processor: Any) -> dict[str, Any]:
     """``config.json`` of a model of two layers for a processor's tokens."""
     token = "<image_soft_token>" if family == "gemma3" else processor.image_token
@@ -134,7 +157,12 @@ def config_of(family: str, processor: Any) -> dict[str, Any]:
     number = processor.tokenizer.convert_tokens_to_ids(token)
     # Some name it in one way and some in the other.
     name = "image_token_index" if family in ("gemma3", "llava") else "image_token_id"
-    return {"model_type": family, "text_config": _TEXT, name: number, "tie_word_embeddings": False, **_CONFIGS[family]}
+    found = {"model_type": family, "text_config": _TEXT, "tie_word_embeddings": False, **_CONFIGS[family], name: number}
+    if family.startswith("glm4"):
+        marks = {"image_start_token_id": "<|begin_of_image|>", "image_end_token_id": "<|end_of_image|>"}
+        marks |= {"video_token_id": "<|video|>"}
+        found |= {key: processor.tokenizer.convert_tokens_to_ids(mark) for key, mark in marks.items()}
+    return found
 
 
 @cache
@@ -158,6 +186,7 @@ def model_of(family: str, realdata: Path, folder: Path) -> tuple[Path, Any]:
     processor = make_processor(family, source)
     mark = "<start_of_image>" if family == "gemma3" else processor.image_token
     mark += "\\n" if family == "internvl" else ""
+    mark = "<|begin_of_image|><|image|><|end_of_image|>" if family.startswith("glm4") else mark
     processor.chat_template = _TEMPLATE.format(mark=mark.replace("\\n", "\n"))
     processor.save_pretrained(target)
     (target / "config.json").write_text(json.dumps(config_of(family, processor)))

@@ -9,7 +9,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from packtool.config.rows import MediaOptions
-from packtool.encode.families import by_processor, qwen2_5_omni, qwen2_vl, qwen3_5, qwen3_next, qwen3_omni, qwen3_vl
+from packtool.encode.families import (
+    by_processor,
+    glm4v,
+    qwen2_5_omni,
+    qwen2_vl,
+    qwen3_5,
+    qwen3_next,
+    qwen3_omni,
+    qwen3_vl,
+)
 from packtool.encode.families.base import (
     AudioLimits,
     ImageLimits,
@@ -58,6 +67,7 @@ FAMILIES: tuple[Family, ...] = (
     qwen3_next.FAMILY,
     qwen2_5_omni.FAMILY,
     qwen3_omni.FAMILY,
+    glm4v.FAMILY,
     *by_processor.FAMILIES,
 )
 """All that packtool knows by themselves."""

@@ -44,7 +44,7 @@ class ProcessorFamily:
     limits = MediaLimits()
 
     def __init__(self, files: ModelFiles, options: MediaOptions) -> None:
-        _refuse_options(files, options)
+        refuse_options(files, options)
         self._processor = load_processor(files.directory)
         self._image_token = str(self._processor.image_token)
         self._special = _special_tokens(self._processor)
@@ -98,7 +98,12 @@ class ProcessorFamily:
         return processed(self._processor, [blank])[0][0]
 
 
-def _refuse_options(files: ModelFiles, options: MediaOptions) -> None:
+def refuse_options(files: ModelFiles, options: MediaOptions) -> None:
+    """Raise if a limit on Qwen's media is set for another family.
+
+    Raises:
+        ConfigError: naming each.
+    """
     problems = []
     for field in dataclasses.fields(MediaOptions):
         if field.name != "resize" and getattr(options, field.name) is not None:
