@@ -27,6 +27,9 @@ AUDIO_MARK = "<audio>"
 MEDIA_MARKS = {"image": IMAGE_MARK, "video": VIDEO_MARK, "audio": AUDIO_MARK}
 """The mark of each kind of medium."""
 
+NAME_MARK, BOX_MARK = "<ref-object>", "<bbox>"
+"""What a row's text holds where a name, or a box of its ``objects`` goes."""
+
 ROLES = ("system", "user", "assistant", "tool")
 
 LEAST_SHARED = 64

@@ -4,7 +4,7 @@
 Rows with pictures and rows of text are exported and trained for an epoch in each way, round after round, in an order
 that turns; ratios are medians over the rounds. The ways:
 
-- packed: packtool as it is;
+- packed: packtool as it is; and with ``--samples-per-step``, whose steps have the rows of the padded ways' steps;
 - padded: packtool with ``--packing false``, in micro-batches of as many rows as a pack holds on average, so that both
   take as many micro-batches and steps; and in micro-batches of four rows, several of them a step;
 - padded, grouped: the first of these with ``--group-by-length true``;
@@ -263,6 +263,7 @@ def ways_of(setting: Setting) -> dict[str, Callable[[int], Epoch]]:
     few = {"per_device_train_batch_size": FEW_ROWS, "gradient_accumulation_steps": max(round(rows / FEW_ROWS), 1)}
     return {
         PACKED: lambda seed: run_packtool(setting, seed, packing=True),
+        f"packed, {rows} samples a step": lambda seed: run_packtool(setting, seed, samples_per_step=rows),
         f"padded, {rows} rows": lambda seed: run_packtool(setting, seed, **padded),
         f"padded, {FEW_ROWS} rows, several a step": lambda seed: run_packtool(setting, seed, **(padded | few)),
         f"{GROUPED}, {rows} rows": lambda seed: run_packtool(setting, seed, **padded, group_by_length=True),

@@ -82,7 +82,10 @@ def make_model(folder: Path) -> None:
 
 def write(directory: Path) -> None:
     """Make the set; ``media`` holds rows with pictures, ``text``, for formats without a place for them, none."""
-    directory.mkdir(parents=True)
+    try:
+        directory.mkdir(parents=True)
+    except OSError as error:
+        sys.exit(f"{directory}: {error.strerror}; name a folder that does not exist yet")
     make_model(directory / "model")
     expected = {}
     for kind in ("media", "text"):
@@ -137,6 +140,19 @@ def _expected(directory: Path) -> dict[str, Any]:
     return {"packs": packs, "loss": loss_of(packs)}
 
 
+def _read(file: str) -> dict[str, Any]:
+    """What a reader has found; ends the command with what is wrong with the file."""
+    try:
+        found = json.loads(Path(file).read_text())
+    except (OSError, ValueError) as error:
+        sys.exit(f"{file}: {getattr(error, 'strerror', None) or f'no JSON: {error}'}")
+    packs = found.get("packs") if isinstance(found, dict) else None
+    is_whole = isinstance(packs, list) and all(isinstance(pack, dict) for pack in packs)
+    if not is_whole or not isinstance(found.get("loss", 0.0), (int, float)):
+        sys.exit(f'{file}: not {{"packs": [{{"input_ids": [...], ...}}, ...], "loss": ...}}')
+    return found
+
+
 def _run(*words: str) -> None:
     if code := run([*words, "--json"]):
         sys.exit(code)
@@ -150,7 +166,7 @@ def main() -> int:
             print(f"written: {directory}")
         case ["check", file]:
             expected = json.loads((Path(__file__).parent.parent / "docs" / "format-expected.json").read_text())
-            found = json.loads(Path(file).read_text())
+            found = _read(file)
             # The two have different numbers of packs; where neither fits, the nearer is told.
             kind = min(expected, key=lambda name: abs(len(expected[name]["packs"]) - len(found["packs"])))
             wrong = check(found, expected[kind])

@@ -73,6 +73,11 @@ class Batch(Movable):
         return len(self.target_positions)
 
     @property
+    def is_token(self) -> Tensor:
+        """bool (B, T), whether a token is a sample's, and not of padding or a filler."""
+        raise NotImplementedError(f"{type(self).__name__} does not know which of its tokens are padding")
+
+    @property
     def pixel_values(self) -> Tensor | None:
         """(patches, patch_dim) of all pictures, or None."""
         return self.media.get("pixel_values")
@@ -121,6 +126,11 @@ class PackedBatch(Batch):
     def index(self) -> Tensor:
         """int64 (T,), where in the whole sequence each token lies: in its place, for the sequence is here whole."""
         return torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
+
+    @property
+    def is_token(self) -> Tensor:
+        """bool (1, T), whether a token is a sample's; fillers are behind the samples."""
+        return self.index[None] < self.cu_seqlens[self.num_samples]
 
     @property
     def max_seqlen(self) -> int:
@@ -219,6 +229,12 @@ class PaddedBatch(Batch):
     """
 
     attention_mask: Tensor
+
+    @property
+    def is_token(self) -> Tensor:
+        """bool (B, T), whether a token is a sample's; rows of fillers are behind those of samples."""
+        rows = torch.arange(len(self.attention_mask), device=self.attention_mask.device)
+        return (self.attention_mask != 0) & (rows < self.num_samples)[:, None]
 
     def model_inputs(self) -> dict[str, Any]:
         """See ``Batch``."""

@@ -12,6 +12,7 @@ from transformers import AutoImageProcessor, AutoVideoProcessor
 
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedImage, EncodedSample, EncodedVideo
+from packtool.encode.families.fitted import Bounds, image_bounds, video_bounds
 from packtool.errors import MediaError
 from packtool.media.load import load_image
 from packtool.media.video import load_video
@@ -35,16 +36,38 @@ def load_pixels(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, 
 def _pictures(images: Sequence[tuple[EncodedImage, EncodedSample]], spec: InputSpec) -> dict[str, Tensor]:
     assert spec.limits.image is not None, "a sample with pictures for a model without limits"
     pictures = [load_image(image.path, image.data, spec.media_rights) for image, _ in images]
-    size = {"shortest_edge": spec.limits.image.min_pixels, "longest_edge": spec.limits.image.max_pixels}
-    made = _image_processor(spec.model)(images=pictures, size=size, return_tensors="pt")
     pixels, places = spec.family.visual_inputs["image"]
-    grids: Tensor = made[places]
+    own = spec.limits.image
+    bounds = (
+        [(own.min_pixels, own.max_pixels)] * len(images)
+        if spec.family.keeps_bounds
+        else [image_bounds(image.height, image.width, image.grid, own) for image, _ in images]
+    )
+    patches, grids = _of_bounds(pictures, bounds, spec.model, pixels, places)
     expected = torch.tensor([image.grid for image, _ in images])
     if not torch.equal(grids, expected):
         first = int((grids != expected).any(dim=1).nonzero()[0])
         width, height = pictures[first].size
         raise _changed(*images[first], f"{width}x{height} pixels in {tuple(grids[first].tolist())}")
-    return {pixels: made[pixels], places: grids}
+    return {pixels: patches, places: grids}
+
+
+def _of_bounds(
+    pictures: Sequence[Any], bounds: Sequence[Bounds], model: str, pixels: str, places: str
+) -> tuple[Tensor, Tensor]:
+    """Patches and grids of pictures, in their order: those of the same bounds are made at once."""
+    patches: list[Tensor | None] = [None] * len(pictures)
+    grids: list[Tensor | None] = [None] * len(pictures)
+    for each in dict.fromkeys(bounds):
+        own = [number for number, of in enumerate(bounds) if of == each]
+        size = dict(zip(("shortest_edge", "longest_edge"), each, strict=True))
+        made = _image_processor(model)(images=[pictures[number] for number in own], size=size, return_tensors="pt")
+        if len(own) == len(pictures):
+            return made[pixels], made[places]
+        parts = made[pixels].split(made[places].prod(dim=1).tolist())
+        for number, part, grid in zip(own, parts, made[places], strict=True):
+            patches[number], grids[number] = part, grid
+    return torch.cat([part for part in patches if part is not None]), torch.stack([g for g in grids if g is not None])
 
 
 def _videos(videos: Sequence[tuple[EncodedVideo, EncodedSample]], spec: InputSpec) -> dict[str, Tensor]:
@@ -54,7 +77,7 @@ def _videos(videos: Sequence[tuple[EncodedVideo, EncodedSample]], spec: InputSpe
     # One at a time: a processor would stack videos of one size, and each has bounds of its own.
     for video, sample in videos:
         frames = load_video(video.path, video.data, video.frames, video.indices, spec.media_rights)
-        least, most = spec.limits.video.bounds(len(frames))
+        least, most = video_bounds(video.height, video.width, len(frames), video.grid, spec.limits.video)
         made = _video_processor(spec.model)(
             videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)],
             size={"shortest_edge": least, "longest_edge": most},

@@ -103,8 +103,7 @@ def _export(config: ExportConfig, progress: Progress, workers: Workers, collect:
         SourceInfo(storage.absolute(s.source.label), s.size, s.modified, s.digest, s.num_rows, s.spec.settings)
         for s in scanned
     )
-    left_out = splits_left_out(config) if config.TAKES_TOKENS else []
-    for note in (*left_out, *prepared_notes(scanned, config.TAKES_TOKENS)):
+    for note in (*splits_left_out(config), *prepared_notes(scanned, config.TAKES_TOKENS)):
         progress.note(note)
     check_template(config.model, files, ((found.source, found.blocks) for found in scanned))
     tasks = make_tasks(scanned, config)

@@ -23,6 +23,8 @@ _REMEDIES = {
     "template.",
     "media_unreadable": "The files are there, and are not what the rows say: look at one of them.",
     "media_size": "Their files are larger than --max-media-bytes, or the model cannot be shown media of such a size.",
+    "media_limits": "Leave out what rows say of the size of their media, but for min_pixels, max_pixels and the others "
+    "that docs/media.md names.",
     "media_refused": "Their store refuses them: check the credentials, and whether the addresses are still good.",
     "media_unreachable": "Their store does not answer: check the network and the addresses.",
     "over_max_row_bytes": "Give a larger --max-row-bytes, as in --max-row-bytes 256MB.",

@@ -1,6 +1,7 @@
-"""A saved plan: which samples share a pack, as an Arrow file that any tool can read.
+"""A saved plan: which samples share a pack, and who trains it when, as an Arrow file that any tool can read.
 
-Columns in pack order: ``pack`` int64, ``sample`` int64 (position in the caches), ``length`` int32, and where samples
+Columns in pack order: ``pack`` int64, ``sample`` int64 (position in the caches), ``length`` int32; ``step``, ``rank``
+and ``micro_batch`` int32, which older files lack: where each sample is trained in the first epoch; and where samples
 share prefixes ``shared`` int32: tokens that each has in common with the sample before it, which its ``length`` leaves
 out. The file's metadata say which caches it belongs to, so that it cannot be used with others.
 """
@@ -24,6 +25,7 @@ _SHARED_FORMAT = "packtool plan 2"
 """The format of plans that share prefixes: who does not know of these would take such a plan for damaged."""
 _KEY = b"packtool"
 _SCHEMA = pa.schema([("pack", pa.int64()), ("sample", pa.int64()), ("length", pa.int32())])
+_PLACES = [pa.field(name, pa.int32()) for name in ("step", "rank", "micro_batch")]
 _SHARED = pa.field("shared", pa.int32())
 _ROWS_AT_ONCE = 1 << 20
 
@@ -59,6 +61,8 @@ class SavedPlan:
         offsets: int64 (K + 1,).
         lengths: int32 (N,).
         shared: int32 (N,), or None where all samples are computed whole.
+        places: int32 (N, 3): 0-based step of the first epoch, data-parallel rank, and micro-batch of the rank in the
+            step; None where nobody has assigned the packs.
     """
 
     info: PlanInfo
@@ -66,6 +70,7 @@ class SavedPlan:
     offsets: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int32]
     shared: npt.NDArray[np.int32] | None = None
+    places: npt.NDArray[np.int32] | None = None
 
 
 def write_plan(path: str, plan: SavedPlan) -> None:
@@ -78,6 +83,9 @@ def write_plan(path: str, plan: SavedPlan) -> None:
     packs = np.repeat(np.arange(len(sizes), dtype=np.int64), sizes)
     columns: list[npt.NDArray[np.integer[Any]]]
     schema, columns, info = _SCHEMA, [packs, plan.samples, plan.lengths], plan.info
+    if plan.places is not None:
+        schema = pa.schema([*schema, *_PLACES])
+        columns.extend(plan.places.T)
     if plan.shared is not None:
         schema, info = schema.append(_SHARED), replace(info, format=_SHARED_FORMAT)
         columns.append(plan.shared)
@@ -109,6 +117,9 @@ def read_plan(path: str) -> SavedPlan:
         lengths = table.column("length").to_numpy().astype(np.int32)
         is_shared = info.format == _SHARED_FORMAT
         shared = table.column("shared").to_numpy().astype(np.int32) if is_shared else None
+        places = None
+        if _PLACES[0].name in table.schema.names:
+            places = np.stack([table.column(field.name).to_numpy().astype(np.int32) for field in _PLACES], axis=1)
     except (pa.ArrowInvalid, KeyError, ValueError, TypeError) as error:
         raise MismatchError(
             f"--plan {path} is no plan file, or is damaged: {error!r}", "Make it again with packtool plan --save."
@@ -116,7 +127,7 @@ def read_plan(path: str) -> SavedPlan:
     if info.format not in (_FORMAT, _SHARED_FORMAT):
         raise MismatchError(f"--plan {path} has format {info.format!r}, not {_FORMAT!r}", "Make it again.")
     starts = np.flatnonzero(np.diff(packs, prepend=-1))
-    return SavedPlan(info, samples, np.append(starts, len(packs)).astype(np.int64), lengths, shared)
+    return SavedPlan(info, samples, np.append(starts, len(packs)).astype(np.int64), lengths, shared, places)
 
 
 def read_plan_of(reader: CacheReader, plan: str) -> SavedPlan:

@@ -125,6 +125,11 @@ class CacheReader:
         names = [self.split, *(manifest.fingerprint for manifest in self.manifests)]
         return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
 
+    @property
+    def offsets(self) -> npt.NDArray[np.int64]:
+        """Where the samples of each of the C caches begin, and their number at the end; int64 (C + 1,)."""
+        return self._starts.astype(np.int64)
+
     def __len__(self) -> int:
         return int(self._starts[-1])
 
@@ -365,7 +370,7 @@ def _check_alike(first_root: str, first: Manifest, root: str, manifest: Manifest
         "model type": (a.model_type, b.model_type),
         "tokenizer": (a.tokenizer_hash, b.tokenizer_hash),
         "chat template": (a.template_hash, b.template_hash),
-        "media limits": (a.media_limits, b.media_limits),
+        "patches and sampling rate": (a.media_limits.unbounded, b.media_limits.unbounded),
     }
     different = [f"  - {name}: {there} and {here}" for name, (there, here) in pairs.items() if there != here]
     if different:

@@ -15,7 +15,7 @@ from packtool.config.inspect import InspectConfig
 from packtool.errors import EXIT_INTERRUPTED, EXIT_MISMATCH
 from packtool.visible import show, show_json, show_styled
 
-_COLOURS = {"media": "cyan", "plain": "dim", "trained": "green"}
+_COLOURS = {"media": "cyan", "plain": "dim", "trained": "green", "truncated": "red"}
 
 
 def run_inspect(config: InspectConfig, invocation: Invocation) -> None:
@@ -97,12 +97,13 @@ def _leaf_through(config: InspectConfig, as_json: bool) -> None:
 def _verify(directory: str, as_json: bool) -> None:
     """Print what is damaged; exits with 4 if anything is."""
     from packtool.report import damage
+    from packtool.report.names import named
     from packtool.report.terminal import TerminalProgress
 
     with TerminalProgress() as progress:
         found = damage.find_damage(directory, progress)
     if as_json:
-        show_json(found)
+        show_json(named(found))
     else:
         show("\n".join(damage.lines(found)))
     if found["damaged"]:

@@ -22,6 +22,7 @@ def run_plan(config: PlanConfig, invocation: Invocation) -> None:
         _fit(config, invocation)
         return
     from packtool.library.planned import Plan
+    from packtool.report.statistics import source_rows
     from packtool.report.tables import print_table
 
     plan = Plan(config)
@@ -36,9 +37,13 @@ def run_plan(config: PlanConfig, invocation: Invocation) -> None:
             summary["memory_gib"] = None if isinstance(memory, str) else memory.total
         show_json(summary)
         return
-    print_table(f"plan for {' '.join(config.cached_dataset) or config.lengths}", plan.lines)
-    if plan.preview.shared_line is not None:
-        show(f"\n{plan.preview.shared_line}")
+    print_table(f"plan for {' '.join(config.cached_dataset) or config.mix or config.lengths}", plan.lines)
+    if (sources := plan.preview.source_figures) is not None:
+        show("")
+        print_table("what an epoch has of each source", source_rows(sources))
+    for line in (plan.preview.batch_line, plan.preview.shared_line):
+        if line is not None:
+            show(f"\n{line}")
     _print_histograms(plan.preview)
     if config.model is not None:
         # Behind all that is known at once, for it takes seconds.
@@ -59,7 +64,7 @@ def _sweep(config: PlanConfig, invocation: Invocation) -> None:
     plans = [preview(config, length) for length in config.sweep_lengths()]
     rows = [plan.figures(config.tflops, config.mfu) for plan in plans]
     if config.html is not None:
-        title = names_of(config.cached_dataset or (str(config.lengths),))
+        title = names_of(config.cached_dataset or (str(config.mix or config.lengths),))
         storage.publish(config.html, sweep_page(rows, title, invocation.command).encode())
     if invocation.as_json:
         show_json([named(row) for row in rows])

@@ -36,7 +36,7 @@ def run_train(config: TrainConfig, invocation: Invocation) -> None:
         even_one=config.deepspeed is not None,
         starts_none=config.dry_run,
     )
-    from packtool.report.statistics import train_lines
+    from packtool.report.statistics import source_rows, train_lines
     from packtool.report.tables import print_table
     from packtool.report.terminal import TerminalProgress
     from packtool.rows.boundary import unforeseen_note
@@ -64,6 +64,8 @@ def run_train(config: TrainConfig, invocation: Invocation) -> None:
         print_table("planned, nothing trained (--dry-run)", train_lines(result))
     else:
         print_table(f"trained: {result.checkpoint or 'nothing saved (--save-strategy no)'}", train_lines(result))
+        if result.sources:
+            print_table("what these steps had of each source", source_rows(result.sources))
         for line in next_lines(config, result):
             show(line)
         if curves is not None:

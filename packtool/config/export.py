@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from packtool.config.rows import (
+    BOX_SETTINGS,
     DATASET_HELP,
     EXPAND_HELP,
     LOSS_SCALE_HELP,
     OVERFLOW_HELP,
     TEMPLATE_HELP,
     TRUNCATION_HELP,
+    BoxOptions,
     ExpandTurns,
     MediaOptions,
     MediaOverflow,
@@ -31,7 +33,7 @@ MediaStorage = Literal["reference", "embed"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncodeSpec(MediaOptions):
+class EncodeSpec(BoxOptions, MediaOptions):
     """Everything that decides what a row becomes: two exports with the same spec write the same tokens."""
 
     model: str = option(
@@ -53,6 +55,9 @@ class EncodeSpec(MediaOptions):
         A later option that is not given leaves no trace, so that the identity of caches that need none of it stays.
         """
         values = dataclasses.asdict(self)
+        for name in BOX_SETTINGS:
+            if values[name] is None:
+                del values[name]
         if self.expand_turns == "false":
             del values["expand_turns"]
         if self.chat_template is None:

@@ -17,15 +17,18 @@ class InspectConfig(AccessOptions):
     row: int | None = option(None, "Show this sample of the split, as a person can read it.", minimum=0)
     split: str = option(TRAIN_SPLIT, "Split that --row counts in, and that pages show.")
     model: str | None = option(None, "Directory of the tokenizer and config.json; by default the export's model.")
-    plan: str | None = option(None, "A plan of the cache, from packtool plan --save.")
+    plan: str | None = option(None, "A plan of the cache, with its steps, from packtool plan --save.")
     pack: int | None = option(None, "Show this pack of --plan; samples that share a prefix as a tree.", minimum=0)
     html: str | None = option(
         None,
-        "Write pages into this new folder, to leaf through samples and their media, dropped rows, and the packs of "
-        "--plan; they need no server.",
+        "Write pages into this new folder, to leaf through samples and their media, dropped rows, and the steps and "
+        "packs of --plan; they need no server.",
     )
     max_samples: int = option(
-        1000, "Most samples on the pages of --html, evenly chosen from the split.", minimum=1, maximum=1_000_000
+        1000,
+        "Most samples on the pages of --html, evenly chosen from the split; with --plan about so many, of whole steps.",
+        minimum=1,
+        maximum=1_000_000,
     )
     serve: bool = option(False, "Show the pages of the whole cache at an address of this machine, until Ctrl-C.")
     port: int = option(0, "Port of --serve; 0 takes one that is free.", minimum=0, maximum=65_535)

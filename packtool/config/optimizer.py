@@ -50,6 +50,12 @@ class OptimizerOptions:
     max_grad_norm: float = option(
         1.0, "Gradient norm above which gradients are scaled down.", panel=_PANEL, minimum=0.0
     )
+    router_aux_loss_coef: float = option(
+        0.0,
+        "Weight of the loss that balances the experts of a mixture, over the tokens of samples; 0 leaves it out.",
+        panel=_PANEL,
+        minimum=0.0,
+    )
     neftune_noise_alpha: float | None = option(
         None,
         "Noise on the embeddings of training, NEFTune's alpha; each sample of a pack has the noise of its own length.",
@@ -62,3 +68,15 @@ class OptimizerOptions:
         if self.warmup_steps is not None:
             return self.warmup_steps
         return math.ceil(num_steps * self.warmup_ratio)
+
+
+def router_problems(options: OptimizerOptions, others: Mapping[str, bool]) -> list[str]:
+    """Options that do not go with ``--router-aux-loss-coef``.
+
+    Args:
+        others: options, as they are given, and whether they are.
+    """
+    if not options.router_aux_loss_coef:
+        return []
+    given = f"--router-aux-loss-coef {options.router_aux_loss_coef:g}"
+    return [f"{given} does not go with {name}" for name, is_given in others.items() if is_given]

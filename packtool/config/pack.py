@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -44,7 +45,7 @@ class PackConfig(CacheOptions, AccessOptions, PackOptions):
     media: PackedMedia | None = option(
         None,
         "Keep where media lie (reference), or write their files into the packs (embed); by default embed in tar files, "
-        "and reference elsewhere.",
+        "and elsewhere as the caches have them.",
     )
     packs_per_file: int = option(1000, "Packs of each file.", minimum=1)
     dataset_num_proc: int = option(
@@ -58,8 +59,16 @@ class PackConfig(CacheOptions, AccessOptions, PackOptions):
 
     @property
     def embeds(self) -> bool:
-        """Whether files of media are written into the packs."""
-        return (self.media or ("embed" if self.format in ("webdataset", "energon") else "reference")) == "embed"
+        """Whether files of all media are written into the packs."""
+        return self.media == "embed" or (self.media is None and self.format in ("webdataset", "energon"))
+
+    def media_of(self, cached: Sequence[str]) -> PackedMedia:
+        """How packs have media.
+
+        Args:
+            cached: how each of the caches has them.
+        """
+        return "embed" if self.embeds or (self.media is None and "embed" in cached) else "reference"
 
     def problems(self) -> list[str]:
         """Mistakes that only show when settings are seen together."""

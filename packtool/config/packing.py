@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from packtool.config.settings import YES_OR_NO, option
+from packtool.config.settings import YES_OR_NO, flag, option
 from packtool.config.sizes import Tokens, num_tokens
 
 Balance = Literal["none", "within-step", "window"]
@@ -105,6 +105,14 @@ class StepOptions(PackOptions):
     gradient_accumulation_steps: int = option(
         1, "Micro-batches of an optimizer step on each rank.", panel="Training", minimum=1
     )
+    samples_per_step: int | None = option(
+        None,
+        "A step has exactly the samples that it would have without packing, with batch size times accumulation times "
+        "ranks equal to this: packed among themselves, so that steps, learning rates and losses stay what they were. "
+        "By default a step has so many packs.",
+        panel="Training",
+        minimum=1,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +162,11 @@ class PackingOptions(SharingOptions, StepOptions):
         return self.dynamic_batch_tokens is not None or self.schedule == "skrull"
 
     @property
+    def has_as_many_micro_batches(self) -> bool:
+        """Whether every epoch has as many micro-batches as the first: not where tokens decide how many a step has."""
+        return not self.has_no_rows and self.samples_per_step is None
+
+    @property
     def bucket_tokens(self) -> int | None:
         """``--bucket-size`` as a number; None if it is auto or was not given.
 
@@ -174,6 +187,7 @@ def packing_problems(options: PackingOptions, packing: bool) -> list[str]:
     if options.dynamic_max_batch_size is not None and options.dynamic_batch_tokens is None:
         found.append("--dynamic-max-batch-size goes with --dynamic-batch-tokens")
     found += _skrull_problems(options)
+    found += _samples_per_step_problems(options, packing)
     return found + budget_problems(options)
 
 
@@ -192,6 +206,8 @@ def no_sharing_with(options: PackingOptions, packing: bool, processes: int) -> l
         found.append("--schedule skrull")
     if options.max_samples_per_pack is not None:
         found.append("--max-samples-per-pack")
+    if options.samples_per_step is not None:
+        found.append("--samples-per-step")
     return found + ([SEQUENCE_PARALLELISM] if processes > 1 else [])
 
 
@@ -224,6 +240,33 @@ def _skrull_problems(options: PackingOptions) -> list[str]:
         found.append(
             "--dynamic-batch-tokens and --schedule skrull are two ways to make micro-batches: give one of them"
         )
+    return found
+
+
+def _samples_per_step_problems(options: PackingOptions, packing: bool) -> list[str]:
+    if options.samples_per_step is None:
+        return []
+    given = f"--samples-per-step {options.samples_per_step}"
+    if not packing:
+        return [
+            f"{given} packs the samples of a step: leave out --packing false; without packing a step has batch size "
+            "times accumulation times ranks of them"
+        ]
+    found = []
+    for name in ("gradient_accumulation_steps", "per_device_train_batch_size"):
+        if getattr(options, name) != 1:
+            found.append(
+                f"{given} says what a step has, and --packing-length what a micro-batch holds: leave out "
+                f"{flag(name)} {getattr(options, name)}"
+            )
+    if options.schedule == "skrull":
+        found.append(f"{given} and --schedule skrull assign a step's samples in two ways: give one of them")
+    elif options.balance != "within-step":
+        found.append(f"{given} balances each step itself: leave out --balance {options.balance}")
+    if options.packing_algorithm != "best_fit":
+        found.append(f"{given} packs each step by itself: leave out --packing-algorithm {options.packing_algorithm}")
+    if options.packing_window is not None:
+        found.append(f"{given} packs each step by itself: leave out --packing-window")
     return found
 
 

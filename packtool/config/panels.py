@@ -7,6 +7,7 @@ from typing import Literal, get_args
 Panel = Literal[
     "Options",
     "Model and hardware",
+    "Mixtures",
     "Packing",
     "Training",
     "Optimizer",

@@ -9,6 +9,7 @@ from typing import ClassVar
 from packtool.config.adapters import AdapterOptions, LearningOptions, adapter_problems
 from packtool.config.caches import CacheOptions
 from packtool.config.memory import MemoryOptions, sharding_problems
+from packtool.config.mixture import MixOptions, mixture_problems
 from packtool.config.packing import PackingOptions, no_sharing_with, packing_problems, sharing_problems
 from packtool.config.parallel import ParallelOptions, parallel_problems
 from packtool.config.settings import flag, option
@@ -16,7 +17,7 @@ from packtool.config.sizes import Bytes, num_tokens, written_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanConfig(CacheOptions, PackingOptions, ParallelOptions, MemoryOptions, AdapterOptions):
+class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, MemoryOptions, AdapterOptions):
     """What ``packtool plan`` needs to know."""
 
     NEEDED_FIRST: ClassVar[tuple[str, ...]] = (
@@ -33,7 +34,6 @@ class PlanConfig(CacheOptions, PackingOptions, ParallelOptions, MemoryOptions, A
         "html",
     )
 
-    cached_dataset: tuple[str, ...] = option((), "Caches to plan for; they may stand without the option's name.")
     lengths: str | None = option(None, "Plan for the lengths in this .npy, .json or .txt file instead of a cache's.")
     model: str | None = option(
         None,
@@ -79,14 +79,22 @@ class PlanConfig(CacheOptions, PackingOptions, ParallelOptions, MemoryOptions, A
                 f"--world-size {self.world_size} is no multiple of the {self.sequence_parallel_ranks} processes that "
                 "share a pack"
             )
-        if bool(self.cached_dataset) == (self.lengths is not None):
-            found.append("give either caches or --lengths FILE")
+        if bool(self.cached_dataset or self.mix) == (self.lengths is not None):
+            found.append("give either caches (or --mix) or --lengths FILE")
+        found += mixture_problems(self)
         if self.lengths is not None and self.packing_length is None and self.sweep is None and self.fit is None:
             found.append("--packing-length is missing: a file of lengths does not tell it")
         if self.sweep is not None and self.save is not None:
             found.append("--save writes one plan, and --sweep makes several: give --packing-length instead of --sweep")
+        if self.samples_per_step is not None and self.save is not None:
+            found.append(
+                "--save writes packs, which are trained in any order, and --samples-per-step packs each step: leave "
+                "out one of them"
+            )
         if self.lengths is not None and self.save is not None:
             found.append("--save needs caches: a plan belongs to the cache it was made for")
+        if self.mix is not None and self.save is not None:
+            found.append("--save keeps packs, and of a recipe nothing else: give --mix to packtool train instead")
         if self.lengths is not None and self.share_prefix == "true":
             found.append("--share-prefix true needs caches: lengths do not tell what samples begin with")
         found += sharing_problems(self)
@@ -100,7 +108,7 @@ class PlanConfig(CacheOptions, PackingOptions, ParallelOptions, MemoryOptions, A
     @property
     def not_shared_with(self) -> list[str]:
         """Options, as they are given, with which no prefixes are shared."""
-        return no_sharing_with(self, self.packing, self.sequence_parallel_ranks)
+        return [*no_sharing_with(self, self.packing, self.sequence_parallel_ranks), *self.mixing]
 
     def _fit_problems(self) -> list[str]:
         """What does not go with ``--fit``, or only goes with it."""
@@ -122,6 +130,8 @@ class PlanConfig(CacheOptions, PackingOptions, ParallelOptions, MemoryOptions, A
         ]
         if self.lengths is not None:
             found.append("--fit needs caches: it plans what training would, and prints the command that trains on them")
+        if self.mixing:
+            found.append("--fit takes caches whole: leave out --mix, --interleave-probs and what stands behind a #")
         if self.fit < 10**6:
             found.append(f"--fit {written_bytes(self.fit)}: that many bytes hold no model; memory is given as in 80GB")
         if self.share_prefix == "true" or self.max_rows_per_tree is not None:

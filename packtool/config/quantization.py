@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from packtool.config.adapters import AdapterOptions
+from packtool.config.memory import MemoryOptions
 from packtool.config.panels import Panel
 from packtool.config.settings import option
 
@@ -45,3 +47,20 @@ def quantization_problems(options: QuantizationOptions) -> list[str]:
     if options.quant_bits not in _BITS:
         return [f"--quant-bits {options.quant_bits}: known are {' and '.join(map(str, _BITS))}"]
     return []
+
+
+def few_bits_problems(
+    bits: int | None, adapters: AdapterOptions, memory: MemoryOptions, *, compiles: bool
+) -> list[str]:
+    """Options of training that do not go with ``--quant-bits``."""
+    if bits is None:
+        return []
+    begin = adapters.init_weights
+    refused = {
+        "--train-type full: few bits cannot learn, adapters on them can": adapters.train_type == "full",
+        f"--init-weights {begin}, which changes the base model's weights": begin in ("pissa", "olora"),
+        "--fsdp, which shards weights of one precision": bool(memory.fsdp),
+        f"--deepspeed {memory.deepspeed}, which shards weights of one precision": memory.deepspeed is not None,
+        "--torch-compile true": compiles,
+    }
+    return [f"--quant-bits {bits} does not go with {told}" for told, is_given in refused.items() if is_given]

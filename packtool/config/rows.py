@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
 from packtool.config.settings import YES_OR_NO, option
@@ -12,12 +12,16 @@ TruncationStrategy = Literal["delete", "left", "right", "split", "raise"]
 MediaOverflow = Literal["drop", "trim", "raise"]
 MediaAccess = Literal["root", "local", "any"]
 ExpandTurns = Annotated[Literal["auto", "true", "false"], YES_OR_NO]
+BboxType = Literal["real", "norm1", "norm1000"]
+"""Units of coordinates: pixels of the picture, shares of its sides, thousandths of them."""
+BboxFormat = Literal["legacy", "new"]
+NormBbox = Literal["norm1000", "none"]
 
 MAX_ROW_BYTES = 64_000_000
 
 DATASET_HELP = (
     "Rows: files (json, jsonl, csv, tsv, txt, parquet, arrow, also .gz and .zst), folders, patterns, ids of the "
-    "hub, or names in --dataset-info; several may follow, and #1000 behind one draws so many rows of it."
+    "hub, or names in --dataset-info; several may follow, and #1000, #20% or #2.5x behind one draws so many rows of it."
 )
 TRUNCATION_HELP = (
     "What becomes of a longer row: left out, cut on the left or right with its media kept whole, cut into pieces "
@@ -49,7 +53,8 @@ class AccessOptions:
     media_access: MediaAccess = option(
         "root",
         "Media that rows may name: root, files below the rows' folder and --media-root and the remote stores that "
-        "these lie in; local, also any other file of this machine; any, also any other bucket and address.",
+        "these lie in; local, also any other file of this machine; any, also any other bucket and address. Caches, "
+        "whose rows an export has checked, may name files and buckets, and with any other addresses, too.",
         panel="Media access",
     )
     max_media_bytes: Bytes | None = option(
@@ -179,6 +184,34 @@ class MediaOptions(ImageOptions):
     sampling_rate: int | None = option(
         None, "Samples a second of sound.", panel="Video and audio", env="SAMPLING_RATE", minimum=1
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoxOptions:
+    """How boxes, points and polygons are read and written. Unset ones: as the row says, and as the family writes."""
+
+    bbox_type: BboxType | None = option(
+        None,
+        "Unit of the coordinates that texts have as JSON (bbox_2d, point_2d), of rows that do not say it: pixels of "
+        "the picture (real), shares of its sides, or thousandths. By default such texts stay as they are.",
+        panel="Pictures",
+    )
+    bbox_format: BboxFormat | None = option(
+        None,
+        "How <bbox> and <ref-object> are written: legacy, with Qwen2-VL's tokens, or new, as lists for JSON. By "
+        "default as the model's family has it.",
+        panel="Pictures",
+        env="QWENVL_BBOX_FORMAT",
+    )
+    norm_bbox: NormBbox | None = option(
+        None,
+        "What written coordinates are: thousandths of the picture's sides (norm1000), or pixels of the resized "
+        "picture (none). By default as the model's family has it.",
+        panel="Pictures",
+    )
+
+
+BOX_SETTINGS = tuple(field.name for field in fields(BoxOptions))
 
 
 def expand_problems(expand_turns: ExpandTurns | None, loss_scale: str | None) -> list[str]:

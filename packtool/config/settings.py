@@ -169,7 +169,8 @@ def resolve(
         if name not in fields:
             unknown = f"unknown setting {key!r}{did_you_mean(name, fields)}"
             said = stranger(name, raw) if stranger is not None else unknown
-            problems += [f"{origin}: {said}"] if said is not None else []
+            # A flag that nobody knows is its own origin.
+            problems += [said if origin == key else f"{origin}: {said}"] if said is not None else []
             continue
         try:
             value = _convert(raw, _declared(fields[name], cls))

@@ -12,9 +12,11 @@ from packtool.config.checkpoints import CheckpointOptions, checkpoint_problems
 from packtool.config.evaluate import MAX_TOKENS_HELP
 from packtool.config.export import ExportConfig
 from packtool.config.memory import MemoryOptions, sharding_problems
+from packtool.config.mixture import MixOptions, mixed_rows_problems, mixture_problems
 from packtool.config.model import ATTN_IMPL_HELP, AttnImpl, DType
-from packtool.config.optimizer import OptimizerOptions
+from packtool.config.optimizer import OptimizerOptions, router_problems
 from packtool.config.packing import (
+    SEQUENCE_PARALLELISM,
     IntervalOptions,
     PackingOptions,
     no_sharing_with,
@@ -22,7 +24,7 @@ from packtool.config.packing import (
     sharing_problems,
 )
 from packtool.config.parallel import ParallelOptions, parallel_problems
-from packtool.config.quantization import QuantizationOptions, quantization_problems
+from packtool.config.quantization import QuantizationOptions, few_bits_problems, quantization_problems
 from packtool.config.rows import (
     EXPAND_HELP,
     LOSS_SCALE_HELP,
@@ -30,6 +32,7 @@ from packtool.config.rows import (
     OVERFLOW_HELP,
     TEMPLATE_HELP,
     TRUNCATION_HELP,
+    BoxOptions,
     ExpandTurns,
     MediaOptions,
     MediaOverflow,
@@ -62,7 +65,9 @@ EvalStrategy = Annotated[Literal["no", "steps", "epoch"], NOT_AT_ALL]
 class TrainConfig(
     CacheOptions,
     RowOptions,
+    BoxOptions,
     MediaOptions,
+    MixOptions,
     PackingOptions,
     IntervalOptions,
     ParallelOptions,
@@ -90,11 +95,6 @@ class TrainConfig(
     )
 
     model: str = option(REQUIRED, "Directory (or hub id) of the model.", panel="Options")
-    cached_dataset: tuple[str, ...] = option(
-        (),
-        "Caches that packtool export made; several may follow. --dataset gives rows instead.",
-        panel="Options",
-    )
     output_dir: str = option(REQUIRED, "Directory for checkpoints and figures.", panel="Options")
     truncation_strategy: TruncationStrategy | None = option(None, TRUNCATION_HELP, panel="Rows")
     media_overflow: MediaOverflow | None = option(None, OVERFLOW_HELP, panel="Rows")
@@ -221,6 +221,8 @@ class TrainConfig(
             *access_problems(self),
             *expand_problems(self.expand_turns, self.loss_scale),
             *packing_problems(self, self.packing),
+            *mixture_problems(self, rows=self.dataset, plan=self.plan),
+            *(mixed_rows_problems(streaming=self.streaming, val_dataset=self.val_dataset) if self.interleaves else []),
             *self._row_problems(),
         ]
         found += parallel_problems(self, removes_padding=self.removes_padding, attn_impl=self.attn_impl)
@@ -229,15 +231,14 @@ class TrainConfig(
             found.append("--padding-free true goes with --packing true, or with --dynamic-batch-tokens N")
         if self.padding_free is False and self.removes_padding:
             found.append("--padding-free false: packs have no padding; leave it out, or set --packing false")
-        if self.plan is not None and not self.packing:
-            found.append("--plan names a file of packs: leave out --packing false")
+        if self.plan is not None and (not self.packing or self.samples_per_step is not None):
+            found.append("--plan names a file of packs: leave out --packing false and --samples-per-step")
         if self.deepspeed is not None and self.on_bad_media == "skip":
             found.append("--on-bad-media skip corrects gradients before they are applied, which DeepSpeed does itself")
         if self.sequence_parallel_ranks > 1 and self.on_bad_media == "skip":
             found.append(
                 "--on-bad-media skip: processes that share a sequence load different media of it, and would not "
-                "skip alike; "
-                "leave out --sequence-parallel-size, or skip bad rows at export"
+                "skip alike; leave out --sequence-parallel-size, or skip bad rows at export"
             )
         if not self.num_train_epochs and self.max_steps is None:
             found.append("--num-train-epochs 0 trains nothing: give more, or --max-steps")
@@ -256,14 +257,24 @@ class TrainConfig(
             *self._precision_problems(),
             *self._compile_problems(),
             *quantization_problems(self),
-            *self._quantized_problems(),
+            *few_bits_problems(self.quant_bits, self, self, compiles=self.torch_compile),
+            *router_problems(
+                self,
+                {
+                    "--deepspeed": self.deepspeed is not None,
+                    "--fp16 true": self.computation_dtype == "float16",
+                    "--torch-compile true": self.torch_compile,
+                    SEQUENCE_PARALLELISM: self.sequence_parallel_ranks > 1,
+                },
+            ),
         ]
 
     @property
     def not_shared_with(self) -> list[str]:
         """Options, as they are given, with which no prefixes are shared."""
         found = no_sharing_with(self, self.packing, self.sequence_parallel_ranks)
-        return [*found, *(["--neftune-noise-alpha"] if self.neftune_noise_alpha else [])]
+        others = ("neftune_noise_alpha", "router_aux_loss_coef")
+        return [*found, *self.mixing, *(flag(name) for name in others if getattr(self, name))]
 
     def _precision_problems(self) -> list[str]:
         """Options of the precision that contradict each other."""
@@ -291,21 +302,6 @@ class TrainConfig(
         if self.use_liger_kernel:
             found.append("--torch-compile and --use-liger-kernel fuse the same operations: give one of them")
         return found
-
-    def _quantized_problems(self) -> list[str]:
-        """Options that do not go with ``--quant-bits``."""
-        if self.quant_bits is None:
-            return []
-        given = f"--quant-bits {self.quant_bits}"
-        refused = {
-            "--train-type full: few bits cannot learn, adapters on them can": self.train_type == "full",
-            f"--init-weights {self.init_weights}, which changes the base model's weights": self.init_weights
-            in ("pissa", "olora"),
-            "--fsdp, which shards weights of one precision": bool(self.fsdp),
-            f"--deepspeed {self.deepspeed}, which shards weights of one precision": self.deepspeed is not None,
-            "--torch-compile true": self.torch_compile,
-        }
-        return [f"{given} does not go with {told}" for told, is_given in refused.items() if is_given]
 
     def _master_problems(self) -> list[str]:
         """Where ``--master-weights`` says something that would not be done."""
@@ -340,8 +336,8 @@ class TrainConfig(
     def _row_problems(self) -> list[str]:
         """Mistakes about where the samples come from."""
         found = []
-        if bool(self.cached_dataset) == bool(self.dataset):
-            found.append("give either --cached-dataset, made by packtool export, or --dataset with rows")
+        if bool(self.cached_dataset or self.mix) == bool(self.dataset):
+            found.append("give either --cached-dataset (or --mix), made by packtool export, or --dataset with rows")
         if not self.dataset:
             given = [name for name in ROWS_ONLY if getattr(self, name)]
             given += ["max_row_bytes"] if self.max_row_bytes != MAX_ROW_BYTES else []
@@ -364,6 +360,8 @@ class TrainConfig(
             found.append("--save-strategy epoch needs a cache: --streaming true does not know where an epoch ends")
         if self.schedule != "packs":
             found.append(f"--schedule {self.schedule} needs a cache: leave out --streaming true")
+        if self.samples_per_step is not None:
+            found.append("--samples-per-step draws from all samples of a cache: leave out --streaming true")
         if self.plan is not None:
             found.append("--plan needs a cache: --streaming true plans while it reads")
         if self.val_dataset or self.split_dataset_ratio:

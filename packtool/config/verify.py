@@ -29,6 +29,13 @@ class VerifyConfig(CacheOptions, AccessOptions, ParallelOptions, SharingOptions)
     torch_dtype: DType = option(
         "auto", "Precision of the weights; auto is the checkpoint's on a GPU, and float32 on the CPU."
     )
+    trajectory: int | None = option(
+        None,
+        "Instead, train so many steps with AdamW in float32 twice, packed with --samples-per-step and unpacked, and "
+        "compare the losses of all steps and the weights in the end.",
+        minimum=1,
+    )
+    samples_per_step: int | None = option(None, "Samples of a step of --trajectory; by default 16.", minimum=1)
     seed: int = option(42, "Seed of the packing.", minimum=0)
 
     @property
@@ -39,8 +46,21 @@ class VerifyConfig(CacheOptions, AccessOptions, ParallelOptions, SharingOptions)
     @property
     def not_shared_with(self) -> list[str]:
         """Options, as they are given, with which no prefixes are shared."""
-        return [SEQUENCE_PARALLELISM] if self.sequence_parallel_ranks > 1 else []
+        trained = ["--trajectory"] if self.trajectory is not None else []
+        return trained + ([SEQUENCE_PARALLELISM] if self.sequence_parallel_ranks > 1 else [])
 
     def problems(self) -> list[str]:
         """Mistakes that only show when settings are seen together."""
-        return [*parallel_problems(self, attn_impl=self.attn_impl), *access_problems(self), *sharing_problems(self)]
+        found = [*parallel_problems(self, attn_impl=self.attn_impl), *access_problems(self), *sharing_problems(self)]
+        if self.trajectory is None:
+            return found + (["--samples-per-step goes with --trajectory"] if self.samples_per_step is not None else [])
+        if self.torch_dtype not in ("auto", "float32"):
+            found.append(
+                f"--trajectory computes in float32, for {self.torch_dtype} would round steps apart: leave out "
+                "--torch-dtype"
+            )
+        if self.sequence_parallel_ranks > 1:
+            found.append("--trajectory trains in one process: leave out --sequence-parallel-size")
+        if self.num_packs != type(self).num_packs:
+            found.append("--num-packs is for single packs, and --trajectory trains whole steps: leave out one of them")
+        return found

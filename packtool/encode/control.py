@@ -57,13 +57,17 @@ class Shield:
     Args:
         vocabulary: the control tokens.
         strings: every string of the row.
+        spared: control tokens that are not text in them.
 
     Raises:
         ValueError: if the row leaves no block of private-use characters free.
     """
 
-    def __init__(self, vocabulary: ControlVocabulary, strings: Iterable[str]) -> None:
+    def __init__(
+        self, vocabulary: ControlVocabulary, strings: Iterable[str], spared: frozenset[str] = frozenset()
+    ) -> None:
         self._vocabulary = vocabulary
+        self._spared = spared
         self._base = _free_base(strings)
         self._used = False
         self._kinds: Mapping[str, str] = {}
@@ -73,8 +77,10 @@ class Shield:
         if not self._vocabulary.pattern.search(string):
             return string
         self._used = True
-        slot = self._vocabulary.slots
-        return self._vocabulary.pattern.sub(lambda match: chr(self._base + slot[match.group()]), string)
+        slot, spared = self._vocabulary.slots, self._spared
+        return self._vocabulary.pattern.sub(
+            lambda match: match.group() if match.group() in spared else chr(self._base + slot[match.group()]), string
+        )
 
     def value(self, value: Any) -> Any:
         """Shield every string of nested lists and mappings, their keys too."""

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from packtool.config.export import EncodeSpec
 from packtool.encode.assemble import MediaLayout, TokenizedLayout, join_pieces, lay_out, num_common
+from packtool.encode.boxes import BoxWriter
 from packtool.encode.control import ControlVocabulary, Piece, Shield
 from packtool.encode.encoded import EncodedSample, IntArray
 from packtool.encode.families import MediaEncoding, MediaKind, Medium, media_encoding
@@ -68,9 +69,8 @@ class Encoder:
         self._media = media or media_encoding(files, spec)
         self.limits = self._media.limits
         self.media_tokens = MediaTokens.of(files.config)
-        media_tokens = self._media.control_tokens
+        media_tokens, as_list = self._media.control_tokens, self._media.content_as_list
         tokenizer = _tokenizer(files)
-        as_list = self._media.content_as_list
         self._template: ChatTemplate | None = None
         self._finder: TurnFinder | None = None
         if files.chat_template:
@@ -84,6 +84,7 @@ class Encoder:
                 f"--model {spec.model}: its tokenizer does not know {', '.join(missing)}, which config.json calls for",
                 "Tokenizer and config.json belong to different models: take both from one.",
             )
+        self._boxes = BoxWriter.of(files, spec, self.limits.image, frozenset(self._vocabulary.ids), self._measure)
         self._pieces = PieceTokenizer(tokenizer, self._vocabulary)
         self._tokenizer = tokenizer
         self._is_hybrid_thinking = is_hybrid_thinking(files)
@@ -91,7 +92,7 @@ class Encoder:
         self._parts = RowParts(expansion, self._template, self._finder, self._cut_or_none)
         self.remarks = remarks_on(spec, files, self._media)
         self._end_of_text = files.template_variables.get("eos_token", "")
-        self._measured: dict[tuple[str, str, MediaRights], Medium] = {}
+        self._measured: dict[tuple[str, str, tuple[tuple[str, float], ...], MediaRights], Medium] = {}
         self._header_ids: dict[tuple[str, str], list[int]] = {}
 
     def encode(self, samples: Sequence[Sample]) -> list[list[EncodedSample] | Dropped]:
@@ -106,9 +107,10 @@ class Encoder:
         """
         if any(sample.tokens is not None for sample in samples):
             return [self._as_prepared(s) if s.tokens is not None else self.encode([s])[0] for s in samples]
-        parts = [self._parts.of(sample) for sample in samples]
-        found = iter(self._encode([part for of_row in parts for part in of_row]))
-        return [next(found) if len(of_row) == 1 else joined(of_row, [next(found) for _ in of_row]) for of_row in parts]
+        ready = [self._boxes.ready(sample) for sample in samples]
+        parts = [each if isinstance(each, Dropped) else self._parts.of(each) for each in ready]
+        found = iter(self._encode([part for of_row in parts if isinstance(of_row, list) for part in of_row]))
+        return [joined(row, [next(found) for _ in row]) if isinstance(row, list) else row for row in parts]
 
     def _encode(self, samples: Sequence[Sample]) -> list[list[EncodedSample] | Dropped]:
         prepared = [self._render(sample) for sample in samples]
@@ -175,11 +177,7 @@ class Encoder:
         Raises:
             MediaProblem: if one cannot be used.
         """
-        return {
-            "image": [self._measure("image", ref) for ref in sample.images],
-            "video": [self._measure("video", ref) for ref in sample.videos],
-            "audio": [self._measure("audio", ref) for ref in sample.audios],
-        }
+        return {kind: [self._measure(kind, ref) for ref in refs] for kind, refs in _refs_of(sample).items()}
 
     def _render(self, sample: Sample) -> _Rendered | Dropped:
         try:
@@ -233,10 +231,9 @@ class Encoder:
         Raises:
             CannotRender: if the template refuses it.
         """
+        strings = strings_of(sample)
         try:
-            shield = Shield(self._vocabulary, strings_of(sample))
-        except CannotRender:
-            raise
+            shield = Shield(self._vocabulary, strings, sample.control)
         except ValueError as error:
             raise CannotRender("private_characters", str(error)) from error
         if sample.is_text:
@@ -262,16 +259,15 @@ class Encoder:
         return shield.cut(rendered, self._media.placeholders)
 
     def _cut_or_none(self, sample: Sample) -> list[Piece] | None:
-        media = {"image": sample.images, "video": sample.videos, "audio": sample.audios}
         try:
-            return self._cut(sample, [kind for kind, refs in media.items() if refs])
+            return self._cut(sample, [kind for kind, refs in _refs_of(sample).items() if refs])
         except CannotRender:
             return None
 
     def _measure(self, kind: MediaKind, ref: MediaRef) -> Medium:
         if ref.path is None:
             return self._media.measure(kind, ref)
-        key = kind, ref.path, ref.rights
+        key = kind, ref.path, ref.limits, ref.rights
         medium = self._measured.get(key)
         if medium is None:
             medium = self._media.measure(kind, ref)
@@ -386,6 +382,10 @@ class _TrainedTurn(NamedTuple):
     first_unit: int
     last_unit: int
     opening: tuple[int, ...] = ()
+
+
+def _refs_of(sample: Sample) -> dict[MediaKind, tuple[MediaRef, ...]]:
+    return {"image": sample.images, "video": sample.videos, "audio": sample.audios}
 
 
 def _borders(turns: Sequence[_TrainedTurn]) -> IntArray:

@@ -198,8 +198,10 @@ class RowParts:
         return leaves[::-1]
 
 
-def joined(parts: Sequence[Sample], results: Sequence[list[EncodedSample] | Dropped]) -> EncodedRow | Dropped:
+def joined(parts: Sequence[Sample], results: Sequence[list[EncodedSample] | Dropped]) -> list[EncodedSample] | Dropped:
     """What became of a row, of what became of its parts: it is dropped if all of them are."""
+    if len(parts) == 1:
+        return results[0]
     lost = [(part, item) for part, item in zip(parts, results, strict=True) if isinstance(item, Dropped)]
     row = EncodedRow(sample for item in results if not isinstance(item, Dropped) for sample in item)
     if not row:

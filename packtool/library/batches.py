@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields, replace
 from functools import lru_cache
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, Unpack
@@ -26,6 +26,7 @@ from packtool.library.training import Targets
 from packtool.train.loop.loader import input_spec, micro_batches
 from packtool.train.model.loss import label_positions
 from packtool.train.prepare.cached import CachedRun, prepare_cached
+from packtool.train.prepare.checkpoint import RunState
 from packtool.train.prepare.figures import units_per_step
 from packtool.train.prepare.prepared import Beginning
 from packtool.train.prepare.workers import workers_of
@@ -35,11 +36,17 @@ if TYPE_CHECKING:
 
 OPTIONS = frozenset(
     {
-        *("loss_scale", "loss_reduction", "max_steps", "dataloader_num_workers", "media_root"),
+        *("loss_scale", "loss_reduction", "max_steps", "dataloader_num_workers", "media_root", "torch_compile"),
         *(field.name for field in fields(AccessOptions)),
     }
 )
 """Options of ``packtool train`` that decide what batches hold, and that a plan does not know."""
+
+_ELSEWHERE = {
+    "on_bad_media": "a sample that is skipped changes what its whole step is divided by when gradients are there "
+    "already, which packtool train --on-bad-media skip mends; export again without such rows",
+}
+"""Options of ``packtool train`` that need its loop, and what there is instead."""
 
 
 class Batches(Dataset[dict[str, Any]]):
@@ -52,9 +59,10 @@ class Batches(Dataset[dict[str, Any]]):
                 optimizer.zero_grad()
 
     Iterating loads ahead in worker processes. ``state_dict`` says how far the last iteration has come, and the next one
-    after ``load_state_dict`` goes on there, with the very next micro-batch. By number, ``batches[i]``, it is a dataset
-    for ``torch.utils.data.DataLoader`` and torchdata's ``StatefulDataLoader``, with ``batch_size=None``, or with 1 and
-    a collate function that takes the only item. The order is the plan's: nobody may shuffle it.
+    after ``load_state_dict`` goes on there, with the very next micro-batch. With another number of ranks the packs that
+    are left are assigned anew, if a step has just ended, and numbers count from there. By number, ``batches[i]``, it is
+    a dataset for ``torch.utils.data.DataLoader`` and torchdata's ``StatefulDataLoader``, with ``batch_size=None``, or
+    with 1 and a collate function that takes the only item. The order is the plan's: nobody may shuffle it.
 
     A micro-batch also holds ``labels`` and ``shift_labels``, for trainers that count them, and ``targets``
     (``packtool.Targets``), from which ``packtool.loss`` is made.
@@ -69,7 +77,8 @@ class Batches(Dataset[dict[str, Any]]):
         device: where iterating puts the tensors; by default they stay on the host, in page-locked memory if there is a
             GPU.
         options: of ``packtool train``: ``loss_scale``, ``loss_reduction``, ``max_steps``, ``dataloader_num_workers``,
-            ``media_root``, ``media_access``, ``max_media_bytes``.
+            ``media_root``, ``media_access``, ``max_media_bytes``; ``torch_compile`` pads micro-batches to a few
+            lengths, for a model that you compile.
 
     Raises:
         ConfigError, DataError, MismatchError: as ``packtool train`` before its first step.
@@ -90,15 +99,24 @@ class Batches(Dataset[dict[str, Any]]):
             raise ConfigError(f"packtool.Batches takes a plan, not {plan!r}.", "Make one: packtool.plan(caches, ...).")
         self.plan, self.model, self.device, self.options = plan, model, device, options
         self.rank = _rank(rank, plan.world_size)
-        config = _training(plan, model, options)
-        self._run: CachedRun = prepare_cached(config, World(size=plan.world_size), Beginning(None, None, None, ()))
+        self._config = _training(plan, model, options)
+        self._prepare(None)
         if self._run.schedule.first.packs.fingerprint != plan.preview.plan.packs.fingerprint:
             raise MismatchError(
                 "the caches are not what they were when the plan was made", "Call packtool.plan again, and look at it."
             )
+
+    def _prepare(self, before: RunState | None) -> None:
+        """Go through the plan, or through what a run with that state has left of it."""
+        self._before = before
+        beginning = Beginning(None, before, None, ())
+        self._run: CachedRun = prepare_cached(self._config, World(size=self.plan.world_size), beginning)
         self._tensors = micro_batches(self._run, input_spec(self._run))
         self._epoch = lru_cache(maxsize=2)(self._epoch_of)
-        self._ends, self.micro_batches_per_step = self._count()
+        # The first step that was assigned to as many ranks as there are; numbers count from there.
+        self._base = self._run.state.assignments[-1][0] if self._run.state.assignments else 0
+        self._first_epoch = self._run.schedule.locate(self._base)[0]
+        self._ends, self._starts, self.micro_batches_per_step = self._count()
         self._begin = self._place = 0
 
     @property
@@ -109,7 +127,7 @@ class Batches(Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         """Micro-batches of the whole run, of this rank or of all."""
         if self.rank == "all":
-            return self.num_steps * self.micro_batches_per_step * self.plan.world_size
+            return (self.num_steps - self._base) * self.micro_batches_per_step * self.plan.world_size
         return int(self._ends[-1])
 
     def __getitem__(self, number: int) -> dict[str, Any]:
@@ -144,53 +162,68 @@ class Batches(Dataset[dict[str, Any]]):
         self._begin = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the last iteration has come, and what it goes through; plain numbers and text."""
-        return {"micro_batch": self._place, **self._identity}
+        """How far the last iteration has come, and what it goes through; plain numbers and text, alike on all ranks."""
+        step, is_whole = self._base, True
+        if self._place:
+            epoch, in_epoch, _, place = self._locate(self._place - 1)
+            is_whole = place + 1 == self._num_micro_batches(epoch, in_epoch)
+            step = self._starts[epoch - self._first_epoch] + in_epoch + is_whole
+        run = asdict(replace(self._run.state, step=step))
+        return {"micro_batch": self._place, "of_all_ranks": self.rank == "all", "ends_step": is_whole, "run": run}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration go on behind the micro-batch that was given last before ``state_dict``.
 
         Raises:
-            MismatchError: if the state belongs to another plan, other caches, or another number of ranks.
+            MismatchError: if the state belongs to another plan or other caches, or, with another number of ranks, was
+                taken within a step.
         """
-        mine = self._identity
-        different = [
-            f"  - {name}: {state.get(name)} there, {mine[name]} here" for name in mine if mine[name] != state.get(name)
-        ]
-        if different:
-            lines = "\n".join(different)
+        try:
+            values = dict(state["run"])
+            values["assignments"] = tuple(map(tuple, values["assignments"]))
+            before, micro_batch = RunState(**values), int(state["micro_batch"])
+            of_all_ranks, is_whole = bool(state["of_all_ranks"]), bool(state["ends_step"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise MismatchError(f"this is no state of packtool.Batches: {error!r}") from error
+        mine = replace(self._run.state, assignments=())
+        is_anew = mine.is_assigned_anew_after(before)
+        try:
+            mine.check_continues("this state", before)
+        except MismatchError as error:
+            raise MismatchError(error.message, "Make plan and batches with the options that they had.") from None
+        if of_all_ranks != (self.rank == "all") and not is_anew:
+            raise MismatchError('this state counts the batches of all ranks (rank="all"), or these do, and not both.')
+        if is_anew and not is_whole:
             raise MismatchError(
-                f"this state belongs to other batches:\n{lines}",
-                "Make the plan and the batches with the options that they had, for as many ranks.",
+                f"this state is from within step {before.step}, whose other packs cannot be assigned to another number "
+                f"of ranks: {before.world_size} there, {mine.world_size} now",
+                'Take states where batch["targets"].ends_step.',
             )
-        self._begin = self._place = int(state["micro_batch"])
+        if is_anew or before.assignments != self._run.state.assignments:
+            self._prepare(before)
+        self._begin = self._place = 0 if is_anew else micro_batch
 
-    @property
-    def _identity(self) -> dict[str, Any]:
-        state = self._run.state
-        return {
-            "plan": self._run.schedule.first.fingerprint,
-            "cache": state.cache,
-            "world_size": self.plan.world_size,
-            "rank": self.rank,
-            "loss_scale": state.loss_scale,
-            "loss_reduction": state.loss_reduction,
-        }
-
-    def _count(self) -> tuple[npt.NDArray[np.int64], int]:
-        """Micro-batches of a rank before each epoch and in all of them, (epochs + 1,); most of a step."""
-        schedule, ends, most, left = self._run.schedule, [0], 1, self.num_steps
-        for epoch in count():
-            # Other epochs have as many as the first, but for micro-batches that are filled by tokens.
-            steps = (schedule.plan_of(epoch) if self.plan.config.has_no_rows else schedule.first).steps
-            trained = min(left, steps.num_steps)
+    def _count(self) -> tuple[npt.NDArray[np.int64], list[int], int]:
+        """Micro-batches of a rank before each epoch and in all, (E + 1,); each one's first step; most of a step."""
+        schedule, ends, starts, most = self._run.schedule, [0], [self._base], 1
+        for epoch in count(self._first_epoch):
+            # Other epochs have as many as the first, but for micro-batches that are filled by tokens, and a rest.
+            is_like_first = epoch > self._first_epoch and self.plan.config.has_as_many_micro_batches
+            steps = (schedule.first if is_like_first else schedule.plan_of(epoch)).steps
+            trained = min(self.num_steps - starts[-1], steps.num_steps)
             offsets = steps.step_offsets[: trained + 1] // steps.world_size
             ends.append(ends[-1] + int(offsets[-1]))
-            most = max(most, int(np.diff(offsets).max()))
-            left -= trained
-            if not left:
+            starts.append(starts[-1] + trained)
+            most = max(most, int(np.diff(offsets).max(initial=1)))
+            if starts[-1] == self.num_steps:
                 break
-        return np.array(ends, np.int64), most
+        return np.array(ends, np.int64), starts, most
+
+    def _num_micro_batches(self, epoch: int, step: int) -> int:
+        """Micro-batches of a rank in a step of an epoch."""
+        if self.rank == "all":
+            return self.micro_batches_per_step
+        return self._epoch(epoch)[0].plan.steps.num_micro_batches(step)
 
     def _epoch_of(self, epoch: int) -> tuple[PlannedEpoch, npt.NDArray[np.int64]]:
         """The micro-batches of an epoch, and what the loss of each of its steps is divided by, (S,)."""
@@ -202,10 +235,11 @@ class Batches(Dataset[dict[str, Any]]):
         if self.rank == "all":
             number, rank = divmod(number, self.plan.world_size)
             step, place = divmod(number, self.micro_batches_per_step)
-            return *self._run.schedule.locate(step), rank, place
-        epoch = int(np.searchsorted(self._ends, number, side="right")) - 1
+            return *self._run.schedule.locate(self._base + step), rank, place
+        index = int(np.searchsorted(self._ends, number, side="right")) - 1
+        epoch = self._first_epoch + index
         steps = self._epoch(epoch)[0].plan.steps
-        offsets, number = steps.step_offsets // steps.world_size, number - int(self._ends[epoch])
+        offsets, number = steps.step_offsets // steps.world_size, number - int(self._ends[index])
         step = int(np.searchsorted(offsets, number, side="right")) - 1
         return epoch, step, self.rank, number - int(offsets[step])
 
@@ -219,8 +253,7 @@ class Batches(Dataset[dict[str, Any]]):
     def _inputs(self, number: int, batch: Batch) -> dict[str, Any]:
         """A micro-batch as the model's keyword arguments, with what its loss is made of."""
         epoch, step, _, place = self._locate(number)
-        planned, units = self._epoch(epoch)
-        num = self.micro_batches_per_step if self.rank == "all" else planned.plan.steps.num_micro_batches(step)
+        _, units = self._epoch(epoch)
         targets = Targets(
             batch.labels,
             batch.loss_weights,
@@ -228,8 +261,8 @@ class Batches(Dataset[dict[str, Any]]):
             batch.num_target_tokens,
             num_items=int(units[step]),
             world_size=self.plan.world_size,
-            step=epoch * self._run.schedule.steps_per_epoch + step,
-            ends_step=place + 1 == num,
+            step=self._starts[epoch - self._first_epoch] + step,
+            ends_step=place + 1 == self._num_micro_batches(epoch, step),
         )
         return {
             **batch.model_inputs(),
@@ -242,11 +275,16 @@ class Batches(Dataset[dict[str, Any]]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process makes them anew from plan and options."""
-        return _made, (self.plan, self.rank, self.model, self.device, self.options)
+        return _made, (self.plan, self.rank, self.model, self.device, self.options, self._before)
 
 
-def _made(plan: Plan, rank: Any, model: str | None, device: Any, options: Mapping[str, Any]) -> Batches:
-    return Batches(plan, rank, model=model, device=device, **options)
+def _made(
+    plan: Plan, rank: Any, model: str | None, device: Any, options: Mapping[str, Any], before: RunState | None
+) -> Batches:
+    batches = Batches(plan, rank, model=model, device=device, **options)
+    if before is not None:
+        batches._prepare(before)
+    return batches
 
 
 def _rank(given: int | str | None, world_size: int) -> int | Literal["all"]:
@@ -275,6 +313,8 @@ def _training(plan: Plan, model: str | None, options: Mapping[str, Any]) -> Trai
             f"batches are whole packs, and this plan has {asked.sequence_parallel_ranks} processes share each",
             "Leave out --sequence-parallel-size, or train with packtool train, which divides them.",
         )
+    if problems := [f"{name} is no option here: {why}" for name, why in _ELSEWHERE.items() if name in options]:
+        raise ConfigError.from_problems(problems)
     refuse_others(options, OPTIONS)
     known = {field.name for field in fields(TrainConfig)}
     given = {

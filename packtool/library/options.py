@@ -31,6 +31,9 @@ class ExportKeywords(TypedDict, total=False):
     video_min_token_num: int | str | None
     use_audio_in_video: bool | None
     sampling_rate: int | None
+    bbox_type: Literal["real", "norm1", "norm1000"] | None
+    bbox_format: Literal["legacy", "new"] | None
+    norm_bbox: Literal["norm1000", "none"] | None
     model: Text | None
     max_length: int | str | None
     truncation_strategy: Literal["delete", "left", "right", "split", "raise"] | None
@@ -116,11 +119,17 @@ class PlanKeywords(TypedDict, total=False):
     dynamic_max_batch_size: int | None
     per_device_train_batch_size: int | None
     gradient_accumulation_steps: int | None
+    samples_per_step: int | None
     share_prefix: Literal["auto", "true", "false"] | None
     schedule: Literal["packs", "skrull"] | None
     bucket_size: Text | None
     max_rows_per_tree: int | None
     seed: int | None
+    mix: Text | None
+    mix_stop: Literal["first", "all"] | None
+    resample: bool | None
+    interleave_probs: Texts | None
+    mix_strategy: Literal["concat", "interleave_under", "interleave_over", "interleave_once"] | None
     cache_dir: Text | None
     cache_dir_size: int | str | None
     verify_cache: Literal["always", "once", "never"] | None
@@ -143,6 +152,7 @@ class BatchKeywords(TypedDict, total=False):
     loss_scale: Text | None
     max_steps: int | None
     loss_reduction: Literal["token", "sample"] | None
+    torch_compile: bool | None
     dataloader_num_workers: int | None
 
 
@@ -165,6 +175,8 @@ class VerifyKeywords(TypedDict, total=False):
     num_packs: int | None
     attn_impl: Literal["auto", "sdpa", "varlen", "flash_attention_2", "flash_attention_3", "flex"] | None
     torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] | None
+    trajectory: int | None
+    samples_per_step: int | None
     seed: int | None
 
 

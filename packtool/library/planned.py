@@ -124,7 +124,7 @@ class Plan:
         return self.preview.plan.fingerprint
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the packs as an Arrow file, for ``packtool train --plan`` and other readers.
+        """Write packs and steps as an Arrow file, for ``packtool train --plan``, ``inspect --plan`` and other readers.
 
         Raises:
             ConfigError: for a plan of a file of lengths, which belongs to no cache.
@@ -151,7 +151,7 @@ class Plan:
 
     @property
     def _title(self) -> str:
-        return names_of(self.config.cached_dataset or (str(self.config.lengths),))
+        return names_of(self.config.cached_dataset or (str(self.config.mix or self.config.lengths),))
 
     def __str__(self) -> str:
         return "\n".join(aligned(self.lines))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -107,9 +107,11 @@ def write_packs(config: PackConfig, progress: Progress) -> PacksSummary:
     ]
     storage.make_directory(directory)
     progress.start("writing packs", len(parts))
-    files = map_on_processes(
-        _write_file, parts, config.dataset_num_proc, told=lambda num_done: progress.advance(num_done)
-    )
+    try:
+        files = map_on_processes(_write_file, parts, config.dataset_num_proc, told=lambda num_done: progress.advance(1))
+    except BaseException:
+        storage.discard_unfinished(directory)  # of processes that were ended
+        raise
     progress.finish()
     if config.format == "energon":
         storage.make_directory(storage.join(directory, ".nv-meta"))
@@ -139,7 +141,7 @@ def _manifest(config: PackConfig, reader: CacheReader, summary: PacksSummary, fi
         "cache": reader.fingerprint,
         "model": config.model or reader.manifests[0].identity.spec["model"],
         "model_type": reader.manifests[0].identity.model_type,
-        "media": "embed" if config.embeds else "reference",
+        "media": config.media_of([str(manifest.identity.spec["media"]) for manifest in reader.manifests]),
         **{name: getattr(summary, name) for name in ("packs", "samples", "tokens", "target_tokens", "capacity")},
         "files": [asdict(file) for file in files],
     }
@@ -203,7 +205,11 @@ def _write_file(part: _Part) -> WrittenFile:
     try:
         for number, places in enumerate(part.samples, start=part.first):
             samples = [reader.sample(int(place)) for place in places]
-            packs.write(Pack.of(number, places, list(_embedded(samples, config)) if config.embeds else samples, spec))
+            if config.embeds:
+                samples = list(_embedded(samples, config))
+            elif config.media == "reference":
+                samples = [_referenced(sample) for sample in samples]
+            packs.write(Pack.of(number, places, samples, spec))
         for suffix, content in packs.close().items():
             storage.publish(path + suffix, content)
         state = file.commit()
@@ -220,6 +226,32 @@ def _embedded(samples: list[EncodedSample], config: PackConfig) -> Iterator[Enco
         for sample in (sample for row in group for sample in row):
             _check_media(sample)
             yield sample
+
+
+def _referenced(sample: EncodedSample) -> EncodedSample:
+    """The sample without the bytes of its media, which a cache may hold.
+
+    Raises:
+        ConfigError: if a medium lies nowhere else.
+    """
+
+    def without_bytes(medium: Any) -> Any:
+        frames = getattr(medium, "frames", ())
+        if None in (path for path, _ in frames or [(medium.path, None)]):
+            raise ConfigError(
+                f"--media reference: row {sample.row} of {sample.source} has a medium that is no file of its own",
+                "--media embed writes it into the packs.",
+            )
+        if frames:
+            return replace(medium, frames=tuple((path, None) for path, _ in frames))
+        return replace(medium, data=None)
+
+    return replace(
+        sample,
+        images=tuple(map(without_bytes, sample.images)),
+        videos=tuple(map(without_bytes, sample.videos)),
+        audios=tuple(map(without_bytes, sample.audios)),
+    )
 
 
 def _check_media(sample: EncodedSample) -> None:

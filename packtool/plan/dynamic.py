@@ -1,4 +1,4 @@
-"""Dynamic batches: the samples of a step rearranged into micro-batches by tokens instead of by count.
+"""Samples of a step rearranged into micro-batches by tokens instead of by count.
 
 What verl and MindSpeed-RL call dynamic batch size: the samples of an optimizer step stay what they are, but a
 micro-batch takes as many of them as its token budget allows, short ones many, long ones few. The budget is a hard
@@ -11,10 +11,16 @@ because sharded optimizers wait for one another, and those of one rank weigh abo
 
 Price: the samples of a step are placed one after the other, longest first, each into the emptiest micro-batch (LPT);
 if that exceeds the budget, with one micro-batch more for every rank. All steps are worked on at once.
+
+``rearrange`` makes micro-batches alike and then assigns them to ranks. ``rearrange_by_work`` makes ranks alike: a
+sample goes to the rank with the least work, and there into the micro-batch with the least. A long one then costs its
+rank other samples instead of time: with steps of 64 samples of lognormal lengths on 8 ranks, the longest 8 times the
+mean, the slowest rank does 1.13 times the mean rank's work, and not 1.34 times.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +33,19 @@ Int64Array = npt.NDArray[np.int64]
 _CELLS_AT_ONCE = 1 << 22
 _MOST_SHARING = 8
 """Samples of a bin up to which their sizes, not only their sum, tell how many bins are needed."""
+
+
+@dataclass(frozen=True, eq=False)
+class Limit:
+    """What a micro-batch may hold of something.
+
+    Args:
+        sizes: (K,), how much of it each sample has.
+        most: of a micro-batch.
+    """
+
+    sizes: npt.NDArray[np.integer[Any]]
+    most: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,84 +98,141 @@ def rearrange(
             f"the longest has {longest:,}",
             f"Raise it to {longest}, or leave those samples out with --max-length {max_tokens}.",
         )
-    num_full, num_left = divmod(len(lengths), samples_per_step)
-    steps = [np.arange(num_full * samples_per_step).reshape(num_full, samples_per_step)]
-    if num_left:
-        steps.append(np.arange(num_full * samples_per_step, len(lengths))[None])
-    orders, sizes, counts = [], [], []
-    for samples in steps:
-        bins = _bins(lengths[samples], num_ranks, max_tokens, max_samples or samples.shape[1])
-        for step, of_sample, num_bins in bins:
-            order, cell_sizes = _cells(samples[step], lengths[samples[step]], of_sample, num_bins, num_ranks)
-            orders.append(order)
-            sizes.append(cell_sizes)
-            counts.append(num_bins)
-    nothing = [np.zeros(0, dtype=np.int64)]
-    return DynamicBatches(
-        np.concatenate(orders or nothing), np.concatenate(sizes or nothing), np.array(counts, dtype=np.int64)
-    )
+    limits = _limits([Limit(lengths, max_tokens)], max_samples)
+    bin_of, num_bins = _bins(lengths, limits, samples_per_step, num_ranks, num_groups=1)
+    return _in_cells(lengths, bin_of, num_bins, samples_per_step, num_ranks, is_assigned=False)
+
+
+def rearrange_by_work(
+    work: npt.NDArray[np.floating[Any]],
+    limits: Sequence[Limit],
+    *,
+    samples_per_step: int,
+    num_ranks: int,
+    max_samples: int | None = None,
+) -> DynamicBatches:
+    """Rearrange the samples of every step into few micro-batches, so that all ranks have about equal work.
+
+    Args:
+        work: (K,), of the samples in the order of the epoch.
+        limits: what a micro-batch may hold; no sample alone is over one of them.
+        samples_per_step, num_ranks, max_samples: as for ``rearrange``.
+    """
+    limits = _limits(limits, max_samples)
+    bin_of, num_bins = _bins(work, limits, samples_per_step, num_ranks, num_groups=num_ranks)
+    return _in_cells(work, bin_of, num_bins, samples_per_step, num_ranks, is_assigned=True)
+
+
+def _limits(limits: Sequence[Limit], max_samples: int | None) -> list[Limit]:
+    counted = [] if max_samples is None else [Limit(np.ones(len(limits[0].sizes), np.int64), max_samples)]
+    return [*limits, *counted]
 
 
 def _bins(
-    lengths: npt.NDArray[np.integer[Any]], num_ranks: int, max_tokens: int, max_samples: int
-) -> list[tuple[int, Int64Array, int]]:
-    """(step, bin of each sample, number of bins) of every step, in their order; the fewest bins that LPT manages."""
-    num_steps, num_samples = lengths.shape
-    falling = np.argsort(-lengths, axis=1, kind="stable")
-    totals = lengths.sum(axis=1)
-    fewest = np.maximum(-(-totals // max_tokens), -(-num_samples // max_samples))
-    for sequence_parallel_size in range(1, _MOST_SHARING + 1):
-        # So many samples of more than 1 / (sequence_parallel_size + 1) of a bin may share one, and no more.
-        num_large = np.count_nonzero(lengths * (sequence_parallel_size + 1) > max_tokens, axis=1)
-        fewest = np.maximum(fewest, -(-num_large // sequence_parallel_size))
-    num_bins = -(-fewest // num_ranks) * num_ranks
-    found: list[tuple[int, Int64Array, int]] = []
-    todo = np.arange(num_steps)
+    work: npt.NDArray[Any], limits: Sequence[Limit], samples_per_step: int, num_ranks: int, num_groups: int
+) -> tuple[Int64Array, Int64Array]:
+    """The bin of every sample among its step's, (K,), and the bins of each step, (S,): the fewest that LPT manages."""
+    num_full = len(work) // samples_per_step
+    bin_of, num_bins = np.zeros(len(work), np.int64), np.zeros(-(-len(work) // samples_per_step), np.int64)
+    full, rest = np.split(np.arange(len(work)), [num_full * samples_per_step])
+    for steps, samples in (
+        (slice(num_full), full.reshape(num_full, samples_per_step)),
+        (slice(num_full, None), rest[None]),
+    ):
+        if samples.size:
+            of_steps = [Limit(limit.sizes[samples], limit.most) for limit in limits]
+            bin_of[samples], num_bins[steps] = _bins_of_steps(work[samples], of_steps, num_ranks, num_groups)
+    return bin_of, num_bins
+
+
+def _bins_of_steps(
+    work: npt.NDArray[Any], limits: Sequence[Limit], num_ranks: int, num_groups: int
+) -> tuple[Int64Array, Int64Array]:
+    """What ``_bins`` returns, for steps with equally many samples: (S, n) and (S,)."""
+    falling = np.argsort(-work, axis=1, kind="stable")
+    num_bins = -(-np.max([_fewest_bins(limit) for limit in limits], axis=0) // num_ranks) * num_ranks
+    bin_of, todo = np.zeros(work.shape, np.int64), np.arange(len(work))
     while len(todo):
-        failed = []
-        for bins in np.unique(num_bins[todo]):
+        fits = np.zeros(len(work), np.bool_)
+        for bins in np.unique(num_bins[todo]).tolist():
             same = todo[num_bins[todo] == bins]
-            chunk = max(1, _CELLS_AT_ONCE // int(bins))
+            chunk = max(1, _CELLS_AT_ONCE // bins)
             for start in range(0, len(same), chunk):
                 part = same[start : start + chunk]
-                placed, fits = _place(lengths[part], falling[part], int(bins), max_tokens, max_samples)
-                found += [(int(step), row, int(bins)) for step, row in zip(part[fits], placed[fits], strict=True)]
-                failed.append(part[~fits])
-        todo = np.sort(np.concatenate(failed))
+                of_part = [Limit(limit.sizes[part], limit.most) for limit in limits]
+                bin_of[part], fits[part] = _place(work[part], falling[part], of_part, num_groups, bins)
+        todo = todo[~fits[todo]]
         num_bins[todo] += num_ranks
-    return sorted(found, key=lambda item: item[0])
+    return bin_of, num_bins
+
+
+def _fewest_bins(limit: Limit) -> Int64Array:
+    """Bins that the samples of each step, (S, n), need at least for one of their sizes; (S,)."""
+    fewest: Int64Array = -(-limit.sizes.sum(axis=1, dtype=np.int64) // limit.most)
+    for sharing in range(1, _MOST_SHARING + 1):
+        # So many samples of more than 1 / (sharing + 1) of a bin may share one, and no more.
+        num_large = np.count_nonzero(limit.sizes * (sharing + 1) > limit.most, axis=1)
+        fewest = np.maximum(fewest, -(-num_large // sharing))
+    return fewest
 
 
 def _place(
-    lengths: npt.NDArray[np.integer[Any]], falling: Int64Array, num_bins: int, max_tokens: int, max_samples: int
+    work: npt.NDArray[Any], falling: Int64Array, limits: Sequence[Limit], num_groups: int, num_bins: int
 ) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
-    """The bin of every sample, and whether all bins of a step keep to the limits."""
-    num_steps, num_samples = lengths.shape
-    loads = np.zeros((num_steps, num_bins), dtype=np.int64)
-    counts = np.zeros((num_steps, num_bins), dtype=np.int64)
-    placed = np.empty((num_steps, num_samples), dtype=np.int64)
-    rows = np.arange(num_steps)
+    """The bin of every sample, (S, n), and whether all bins of a step keep to the limits, (S,).
+
+    Args:
+        num_groups: of bins; a sample goes to the group with the least work that has room, and there to such a bin.
+    """
+    num_steps, num_samples = work.shape
+    shape, rows = (num_steps, num_groups, num_bins // num_groups), np.arange(num_steps)
+    loads, used = np.zeros(shape), [np.zeros(shape, np.int64) for _ in limits]
+    of_groups = np.zeros(shape[:2])
+    placed, fits = np.empty((num_steps, num_samples), np.int64), np.ones(num_steps, np.bool_)
     for i in range(num_samples):
         sample = falling[:, i]
-        # A bin that has its number of samples is as good as full.
-        emptiest = np.where(counts < max_samples, loads, np.iinfo(np.int64).max).argmin(axis=1)
-        loads[rows, emptiest] += lengths[rows, sample]
-        counts[rows, emptiest] += 1
-        placed[rows, sample] = emptiest
-    return placed, (loads.max(axis=1) <= max_tokens) & (counts.max(axis=1) <= max_samples)
+        added, sizes = work[rows, sample], [limit.sizes[rows, sample] for limit in limits]
+        has_room = np.ones(shape, np.bool_)
+        for limit, taken, size in zip(limits, used, sizes, strict=True):
+            has_room &= taken <= (limit.most - size)[:, None, None]
+        group = np.where(has_room.any(axis=2), of_groups, np.inf).argmin(axis=1)
+        chosen = rows, group, np.where(has_room[rows, group], loads[rows, group], np.inf).argmin(axis=1)
+        fits &= has_room[chosen]
+        for taken, size in zip(used, sizes, strict=True):
+            taken[chosen] += size
+        loads[chosen] += added
+        of_groups[chosen[:2]] += added
+        placed[rows, sample] = group * shape[2] + chosen[2]
+    return placed, fits
 
 
-def _cells(
-    samples: Int64Array,
-    lengths: npt.NDArray[np.integer[Any]],
-    of_sample: Int64Array,
-    num_bins: int,
+def _in_cells(
+    work: npt.NDArray[Any],
+    bin_of: Int64Array,
+    num_bins: Int64Array,
+    samples_per_step: int,
     num_ranks: int,
-) -> tuple[Int64Array, Int64Array]:
-    """Bins in the order of a step's cells: the heaviest bins side by side on the ranks, then the next ones."""
-    loads = np.bincount(of_sample, weights=lengths, minlength=num_bins)
-    rank_by_rank = np.argsort(-loads, kind="stable").reshape(num_bins // num_ranks, num_ranks).T.reshape(-1)
-    place = np.empty(num_bins, dtype=np.int64)
-    place[rank_by_rank] = np.arange(num_bins)
-    cell = place[of_sample]
-    return samples[np.argsort(cell, kind="stable")], np.bincount(cell, minlength=num_bins)
+    *,
+    is_assigned: bool,
+) -> DynamicBatches:
+    """Bins in the order of their steps' cells, those of each rank heaviest first.
+
+    Args:
+        is_assigned: the bins of a step are those of rank 0, then those of rank 1, and so on; else they are assigned
+            here, the heaviest ones side by side, then the next ones.
+    """
+    first = np.concatenate(([0], np.cumsum(num_bins)))
+    bin_of = first[np.arange(len(work)) // samples_per_step] + bin_of
+    loads = np.bincount(bin_of, weights=work, minlength=int(first[-1]))
+    cell_of = np.empty(len(loads), np.int64)
+    for bins in np.unique(num_bins).tolist():
+        each = bins // num_ranks
+        own = first[:-1][num_bins == bins, None] + np.arange(bins)
+        by_rank = own.reshape(-1, num_ranks, each)
+        if not is_assigned:
+            falling = np.take_along_axis(own, np.argsort(-loads[own], axis=1, kind="stable"), axis=1)
+            by_rank = falling.reshape(-1, each, num_ranks).transpose(0, 2, 1)
+        by_rank = np.take_along_axis(by_rank, np.argsort(-loads[by_rank], axis=2, kind="stable"), axis=2)
+        cell_of[by_rank.reshape(-1, bins)] = own
+    cells = cell_of[bin_of]
+    return DynamicBatches(np.argsort(cells, kind="stable"), np.bincount(cells, minlength=len(loads)), num_bins)

@@ -13,8 +13,11 @@ import numpy.typing as npt
 from packtool.errors import DataError
 from packtool.plan.balance import imbalance
 from packtool.plan.dynamic import rearrange
+from packtool.plan.even_order import even_order
+from packtool.plan.mixture import Mixture
 from packtool.plan.options import PlanOptions
 from packtool.plan.pack_plan import Int64Array, PackPlan, digest_arrays, with_each_alone, with_packs_in_order
+from packtool.plan.packed_steps import costs_in_turn, pack_each_step
 from packtool.plan.packing import pack, pack_singletons, pack_trees
 from packtool.plan.prefix_trees import PrefixTrees
 from packtool.plan.shuffle import RandomStream, seeded_order
@@ -38,6 +41,7 @@ class EpochPlan:
             rank that the sample is local to.
         whole: with Skrull, the packs whose samples ``packs`` has one by one, in the same order: they say which
             samples share a step, whoever trains it.
+        drawn: with ``samples_per_step``, the samples one by one in the order in which steps take them.
     """
 
     packs: PackPlan
@@ -45,6 +49,12 @@ class EpochPlan:
     summary: PlanSummary
     places: Int64Array | None = None
     whole: PackPlan | None = None
+    drawn: PackPlan | None = None
+
+    @property
+    def lasting_fingerprint(self) -> str:
+        """sha256 in hex over what stays the same however many ranks there are."""
+        return (self.drawn or self.packs).fingerprint
 
     @property
     def whole_packs(self) -> PackPlan:
@@ -88,6 +98,7 @@ def plan_epoch(
     media_tokens: npt.NDArray[np.integer[Any]] | None = None,
     towers: TowerWork | None = None,
     trees: PrefixTrees | None = None,
+    mixture: Mixture | None = None,
 ) -> EpochPlan:
     """Filter, pack and assign to steps and ranks: a pure function, the same on every rank and machine.
 
@@ -103,12 +114,16 @@ def plan_epoch(
         towers: what its pictures and sounds cost beside ``options.cost``; None for nothing.
         trees: samples that share prefixes, of ``options.max_length`` at most, of which each group is in one pack;
             ``media_tokens`` and ``towers`` are then what each sample adds to its group.
+        mixture: what the epoch takes of the samples, ``options.max_length`` tokens at most; None for each once.
 
     Raises:
         ConfigError: an option is not positive, or options contradict each other.
         DataError: no sample is left, or some are longer than a pack.
     """
     assert len(lengths) == len(target_tokens)
+    if mixture is not None:
+        assert trees is None, "samples of a mixture are computed whole"
+        return _mixed(mixture, options, seed, epoch, media_tokens, towers)
     kept = np.flatnonzero(lengths <= options.max_length).astype(np.int64)
     if len(kept) == 0:
         raise DataError(
@@ -128,7 +143,31 @@ def plan_epoch(
         kept_media = None if media_tokens is None else media_tokens[kept]
         packs = _pack(lengths[kept], kept_media, options, seed, epoch)
         packs = PackPlan(kept[packs.samples], packs.offsets, packs.lengths, packs.capacity)
-    return assign_packs(packs, target_tokens, options, towers=towers)
+    packs = _grouped(packs, options)
+    return assign_packs(packs, target_tokens, options, media_tokens=media_tokens, towers=towers)
+
+
+def _mixed(
+    mixture: Mixture,
+    options: PlanOptions,
+    seed: int,
+    epoch: int,
+    media_tokens: npt.NDArray[np.integer[Any]] | None,
+    towers: TowerWork | None,
+) -> EpochPlan:
+    """The plan of an epoch of a mixture: its places are packed, and then filled with samples."""
+    places = mixture.places
+    packed = _pack(places.lengths, places.media_tokens, options, seed, epoch)
+    samples = mixture.drawn(epoch)[packed.samples]
+    lengths = mixture.lengths[samples].astype(np.int32, copy=False)
+    packs = PackPlan(samples, packed.offsets, lengths, packed.capacity, mixture=mixture.fingerprint)
+    if options.shuffle and not (options.packing and options.packing_algorithm == "sequential"):
+        of, amounts = mixture.source_of(samples), mixture.amounts(samples)
+        order = even_order(packs, of, amounts, seed=seed, epoch=epoch)
+        packs = with_packs_in_order(packs, order)
+    packs, targets = _grouped(packs, options), mixture.target_tokens
+    plan = assign_packs(packs, targets, options, media_tokens=media_tokens, towers=towers)
+    return replace(plan, summary=replace(plan.summary, num_filtered=mixture.num_filtered))
 
 
 def assign_packs(
@@ -136,19 +175,25 @@ def assign_packs(
     target_tokens: npt.NDArray[np.integer[Any]],
     options: PlanOptions,
     *,
+    media_tokens: npt.NDArray[np.integer[Any]] | None = None,
     towers: TowerWork | None = None,
 ) -> EpochPlan:
     """The second half of ``plan_epoch``: steps and figures for packs that are there already.
 
+    With ``samples_per_step`` the packs say in which order steps take their samples, and are made anew: what a plan has
+    left of an epoch gives its steps the samples that they had.
+
     Args:
         packs: of samples by their position in the cache.
         target_tokens: (N,), labels of each sample of the cache that carry loss.
-        options: as for ``plan_epoch``.
-        towers: as for ``plan_epoch``.
+        options, media_tokens, towers: as for ``plan_epoch``.
 
     Raises:
         ConfigError: an option is not positive, or samples are too long for Skrull's buckets.
+        DataError: with ``samples_per_step``, samples that are over a budget of a pack.
     """
+    if options.samples_per_step is not None:
+        return _assign_samples(with_each_alone(packs), target_tokens, options, media_tokens, towers)
     if options.skrull is not None:
         return _assign_skrull(packs, target_tokens, options, towers)
     costs = pack_costs(packs, options.cost, target_tokens, towers) if options.cost is not None else None
@@ -196,6 +241,27 @@ def _assign_skrull(
         skrull=figures,
     )
     return EpochPlan(assigned.singles, assigned.steps, summary, assigned.places, packs)
+
+
+def _assign_samples(
+    drawn: PackPlan,
+    target_tokens: npt.NDArray[np.integer[Any]],
+    options: PlanOptions,
+    media_tokens: npt.NDArray[np.integer[Any]] | None,
+    towers: TowerWork | None,
+) -> EpochPlan:
+    """What ``assign_packs`` returns with ``samples_per_step``; ``drawn``: one sample each, in the epoch's order."""
+    assert options.samples_per_step is not None, "asked before"
+    costs = pack_costs(drawn, options.cost, target_tokens, towers) if options.cost is not None else None
+    packs, steps = pack_each_step(drawn, target_tokens, options, costs=costs, media_tokens=media_tokens)
+    balance = None
+    if costs is not None:
+        before = imbalance(costs_in_turn(costs, options.samples_per_step, options.world_size))
+        assert options.cost is not None, "it told the costs"
+        after = imbalance(steps.rank_costs(pack_costs(packs, options.cost, target_tokens, towers)))
+        balance = BalanceFigures.of(before, after, float(costs.sum()))
+    summary = summarize(packs, steps, options, num_cached=len(target_tokens), fill=packs.fill, balance=balance)
+    return EpochPlan(packs, steps, summary, drawn=drawn)
 
 
 def _imbalance_in_turn(
@@ -256,10 +322,15 @@ def _pack(
     seed: int,
     epoch: int,
 ) -> PackPlan:
-    if options.packing:
+    if options.packing and options.samples_per_step is None:
         return pack(lengths, options.packing_length, options, seed=seed, epoch=epoch, media_tokens=media_tokens)
-    rows = pack_singletons(lengths, options.packing_length, seed=seed, epoch=epoch, shuffle=options.shuffle)
-    return group_by_length(rows, options.packs_per_step) if options.group_by_length else rows
+    return pack_singletons(lengths, options.packing_length, seed=seed, epoch=epoch, shuffle=options.shuffle)
+
+
+def _grouped(packs: PackPlan, options: PlanOptions) -> PackPlan:
+    """The same packs; rows of one sample each as ``group_by_length`` wants them."""
+    is_grouped = not options.packing and options.group_by_length
+    return group_by_length(packs, options.packs_per_step) if is_grouped else packs
 
 
 def group_by_length(rows: PackPlan, rows_per_step: int) -> PackPlan:
@@ -281,7 +352,7 @@ def group_by_length(rows: PackPlan, rows_per_step: int) -> PackPlan:
         full = falling[: num_full * rows_per_step].reshape(num_full, rows_per_step)
         shuffled = full[np.argsort(full.min(axis=1), kind="stable")] if num_full else full
         order[start : start + len(window)] = np.concatenate((shuffled.reshape(-1), falling[full.size :]))
-    return PackPlan(rows.samples[order], rows.offsets, rows.lengths[order], rows.capacity)
+    return PackPlan(rows.samples[order], rows.offsets, rows.lengths[order], rows.capacity, mixture=rows.mixture)
 
 
 def _fill(packs: PackPlan, steps: StepPlan, options: PlanOptions) -> float:

@@ -36,3 +36,8 @@ class PlanOptions(StepOptions):
     def packs_per_step(self) -> int:
         """Packs (or padded rows) of a full optimizer step over all ranks, W * G * B."""
         return self.world_size * self.gradient_accumulation_steps * self.per_device_train_batch_size
+
+    @property
+    def samples_per_plain_step(self) -> int:
+        """Samples of a full optimizer step over all ranks where nothing is packed."""
+        return self.samples_per_step or self.packs_per_step

@@ -32,6 +32,7 @@ class PackPlan:
         capacity: tokens that a pack may hold.
         shared: int32 (N,), tokens before those, which a sample has in common with others of its pack; None where all
             samples are computed whole.
+        mixture: fingerprint of what the samples were drawn by; empty where every sample is there once.
     """
 
     samples: Int64Array
@@ -39,6 +40,7 @@ class PackPlan:
     lengths: Int32Array
     capacity: int
     shared: Int32Array | None = None
+    mixture: str = ""
 
     @property
     def num_packs(self) -> int:
@@ -98,7 +100,7 @@ class PackPlan:
     @cached_property
     def fingerprint(self) -> str:
         """sha256 in hex over everything in the plan; equal plans, and only they, have the same."""
-        digest = hashlib.sha256(f"packtool pack plan 1, capacity {self.capacity}\n".encode())
+        digest = hashlib.sha256(f"packtool pack plan 1, capacity {self.capacity}\n{self.mixture}".encode())
         shared = () if self.shared is None else (self.shared,)
         return digest_arrays(digest, self.samples, self.offsets, self.lengths, *shared)
 
@@ -167,13 +169,14 @@ def with_packs_in_order(plan: PackPlan, order: Int64Array) -> PackPlan:
     offsets = offsets_of(sizes)
     taken = np.arange(offsets[-1]) - np.repeat(offsets[:-1] - plan.offsets[:-1][order], sizes)
     shared = None if plan.shared is None else plan.shared[taken]
-    return PackPlan(plan.samples[taken], offsets, plan.lengths[taken], plan.capacity, shared)
+    return PackPlan(plan.samples[taken], offsets, plan.lengths[taken], plan.capacity, shared, plan.mixture)
 
 
 def with_each_alone(plan: PackPlan) -> PackPlan:
     """A plan of the same samples in the same order, each a pack of its own."""
     assert plan.shared is None, "a sample alone shares nothing"
-    return PackPlan(plan.samples, np.arange(plan.num_samples + 1, dtype=np.int64), plan.lengths, plan.capacity)
+    each = np.arange(plan.num_samples + 1, dtype=np.int64)
+    return PackPlan(plan.samples, each, plan.lengths, plan.capacity, mixture=plan.mixture)
 
 
 def exchange_equals(plan: PackPlan, values: Int32Array, *, seed: int, epoch: int, stream: int) -> PackPlan:

@@ -17,8 +17,9 @@ class RandomStream(IntEnum):
 
     The numbers are part of every plan's identity: another number is another order, and a run that is resumed would not
     find its own. Windows of samples that are packed apart from one another use those of packing again, each window 16
-    further on (``of_window``): from 16 on all numbers are theirs, and one more purpose would begin at 2^40, beyond
-    every window. Rows drawn before there is a plan (``rows.sampling``, the val split) come from the seed alone.
+    further on (``of_window``): from 16 on all numbers are theirs, up to those of mixtures, which begin beyond every
+    window, at 2^40, and are moved by the number of a source or of a level of halving. Rows drawn before there is a plan
+    (``rows.sampling``, the val split) come from the seed alone.
     """
 
     WITHIN_LENGTH = 0
@@ -36,6 +37,12 @@ class RandomStream(IntEnum):
     SHUFFLE_BUFFER = 12
     SIMULATED_ORDER = 14
     SIMULATED_LENGTHS = 15
+    MIX_KINDS = 1 << 40
+    MIX_TURNS = (1 << 40) + (1 << 20)
+    MIX_COINS = (1 << 40) + (2 << 20)
+    MIX_STEPS = (1 << 40) + (3 << 20)
+    MIX_NEIGHBOURS = (1 << 40) + (4 << 20)
+    MIX_START = (1 << 40) + (5 << 20)
 
 
 def of_window(number: int) -> int:

@@ -52,7 +52,7 @@ class StepPlan:
 
     @property
     def num_empty_micro_batches(self) -> int:
-        """Cells without a pack; they can only occur in the last step, or with Skrull at the end of any rank's."""
+        """Cells without a pack; only in the last step, or where tokens decide how many a step has at the end of any."""
         return int(np.count_nonzero(self.cell_sizes() == 0))
 
     def cell_sizes(self) -> Int64Array:
@@ -75,6 +75,18 @@ class StepPlan:
         self._check("micro-batch", micro_batch, num_micro_batches)
         cell = self.step_offsets[step] + rank * num_micro_batches + micro_batch
         return slice(int(self.cell_offsets[cell]), int(self.cell_offsets[cell + 1]))
+
+    def places(self) -> npt.NDArray[np.int32]:
+        """Where each pack is trained, int32 (K, 3): step, rank, and micro-batch of the rank in the step."""
+        sizes = np.diff(self.step_offsets)
+        steps = np.repeat(np.arange(self.num_steps), sizes)
+        ranks, micro_batches = np.divmod(
+            np.arange(len(steps)) - self.step_offsets[steps], np.maximum(sizes // self.world_size, 1)[steps]
+        )
+        found = np.empty((self.num_packs, 3), np.int32)
+        cells = np.stack((steps, ranks, micro_batches), axis=1)
+        found[self.order] = np.repeat(cells, self.cell_sizes(), axis=0)
+        return found
 
     def target_tokens(self, step: int) -> int:
         """Labels that carry loss in a step, over all ranks: the loss is divided by it, and no rank need ask another."""

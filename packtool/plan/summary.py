@@ -101,8 +101,10 @@ class PlanSummary:
             over the batches, each padded to its longest row. Dynamic batches have no padding, and with Skrull only
             sharded samples have some.
         num_steps: optimizer steps.
-        num_steps_without_packing: steps if each pack were one sample: ceil(num_samples / (B * G * W)).
-        num_empty_micro_batches: micro-batches that carry no sample: of the last step, or with Skrull of any.
+        num_steps_without_packing: steps if each pack were one sample.
+        samples_per_plain_step: samples of a full one of these: B * G * W, or ``samples_per_step``.
+        num_empty_micro_batches: micro-batches that carry no sample: of the last step, or with Skrull or
+            ``samples_per_step`` of any.
         efficient_attn_ratio: attention that packed samples need over what the packs would need as one text each:
             sum of len^2 over sum of squared pack sizes, 0 to 1.
         balance: how even the ranks' work is, None if nobody said what a pack costs.
@@ -124,6 +126,7 @@ class PlanSummary:
     fill: float
     num_steps: int
     num_steps_without_packing: int
+    samples_per_plain_step: int
     num_empty_micro_batches: int
     efficient_attn_ratio: float
     balance: BalanceFigures | None
@@ -185,7 +188,8 @@ def summarize(
         lower_bound=packs.lower_bound,
         fill=fill,
         num_steps=steps.num_steps,
-        num_steps_without_packing=-(-packs.num_samples // options.packs_per_step),
+        samples_per_plain_step=options.samples_per_plain_step,
+        num_steps_without_packing=-(-packs.num_samples // options.samples_per_plain_step),
         num_empty_micro_batches=steps.num_empty_micro_batches,
         efficient_attn_ratio=float(packs.sum_squares_per_pack().sum()) / float(np.square(tokens).sum()),
         balance=balance,

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
 from packtool import storage
-from packtool.cache.manifest import Manifest
+from packtool.cache.manifest import Identity, Manifest
 from packtool.cache.reader import CacheReader
 from packtool.cache.restart import num_finished
 from packtool.cache.task import TASKS_DIR
 from packtool.config.export import EncodeSpec
 from packtool.constants import DROPPED_NAME, IGNORE_INDEX, MANIFEST_NAME
+from packtool.encode.boxes import box_form_of
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
 from packtool.encode.families import pad_ids_of
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, MismatchError
+from packtool.report.regions import PICTURE, ShownRegion, regions_of
 from packtool.visible import visible
 
 _EXAMPLES = 2
 _SAMPLE_RATE = 16_000
 
-Look = Literal["plain", "trained", "media"]
+Look = Literal["plain", "trained", "media", "truncated"]
 
 
 def cache_figures(directory: str) -> dict[str, Any]:
@@ -168,7 +170,11 @@ def sample_view(directory: str, split: str, row: int, model: str | None = None) 
         facts.insert(1, ("part of its row", str(sample.part)))
     if sample.num_truncated:
         facts.append(("truncated", f"{sample.num_truncated:,} tokens"))
-    return SampleView(facts, [(part.look, part.text, part.weight) for part in decoder.parts(sample)])
+    parts = list(decoder.parts(sample))
+    for number, region in enumerate(decoder.regions(sample, parts), 1):
+        image = sample.images[region.image]
+        facts.append((f"place {number}", region.told(image.width, image.height)))
+    return SampleView(facts, [(part.look, part.text, part.weight) for part in parts])
 
 
 @dataclass(frozen=True)
@@ -176,7 +182,7 @@ class Part:
     """A stretch of a sample that looks alike.
 
     Args:
-        text: what its tokens say; of a medium, what it is in brackets.
+        text: what its tokens say; of a medium, what it is in brackets, and so what was cut off in this place.
         weight: of the loss on it, where it is trained.
         medium: that its placeholder tokens stand for.
     """
@@ -192,11 +198,16 @@ class Decoder:
 
     Args:
         files: of the model that they were made for.
+        identity: of the cache that they are in.
     """
 
-    def __init__(self, files: ModelFiles) -> None:
+    def __init__(self, files: ModelFiles, identity: Identity) -> None:
+        self._strategy = str(identity.spec.get("truncation_strategy"))
+        self._trims = identity.spec.get("media_overflow") == "trim"
         self._tokenizer = Tokenizer.from_str(files.tokenizer_json)
         self._pads = _pad_ids(files.config, self._tokenizer)
+        self._limits = identity.media_limits.image
+        self._form = box_form_of(files.config, *(identity.spec.get(name) for name in ("bbox_format", "norm_bbox")))
 
     @classmethod
     def of_cache(cls, reader: CacheReader, model: str | None = None) -> Decoder:
@@ -208,11 +219,32 @@ class Decoder:
         Raises:
             ConfigError: if the model cannot be read.
         """
-        return cls(model_of_cache(reader, model))
+        return cls(model_of_cache(reader, model), reader.manifests[0].identity)
 
     def parts(self, sample: EncodedSample) -> Iterator[Part]:
-        """The sample from its first token to its last."""
-        return _parts(sample, self._tokenizer, self._pads)
+        """The sample from its first token to its last, and on the side where it was cut how much is missing.
+
+        What truncation removes is not in a cache: only how many tokens, and the side that the export was told to cut.
+        """
+        cut = [Part("truncated", self._cut(sample))] if sample.num_truncated else []
+        parts = _parts(sample, self._tokenizer, self._pads)
+        yield from (*parts, *cut) if self._strategy == "right" else (*cut, *parts)
+
+    def _cut(self, sample: EncodedSample) -> str:
+        oldest = "its oldest media"
+        if self._strategy in ("left", "right"):
+            side = "its beginning" if self._strategy == "left" else "its end"
+            oldest = f"{side}, or of {oldest}" if self._trims else f"{side}"
+        return f"[{sample.num_truncated:,} tokens of {oldest} cut off]"
+
+    def regions(self, sample: EncodedSample, parts: Sequence[Part]) -> list[ShownRegion]:
+        """What the sample says of places in its pictures.
+
+        Args:
+            parts: of the sample.
+        """
+        text = "".join(PICTURE if isinstance(part.medium, EncodedImage) else part.text for part in parts)
+        return regions_of(text, sample.images, self._form, self._limits, is_whole=not sample.num_truncated)
 
 
 def model_of_cache(reader: CacheReader, model: str | None = None) -> ModelFiles:

@@ -19,6 +19,7 @@ _NAMES = {
     "packs": "num_packs",
     "capacity": "packing_length",
     "shards": "num_shards",
+    "files": "num_files",
     "missing_shards": "num_missing_shards",
     "micro_batches": "num_micro_batches",
     "empty_micro_batches": "num_empty_micro_batches",
@@ -28,7 +29,7 @@ _NAMES = {
 # What a split of a cache counts as rows are its samples.
 _OF_A_SPLIT = {"rows": "num_samples"}
 # By name of what they belong to: a split, a channel. Their own names are the user's.
-_FURTHER = {"splits": _OF_A_SPLIT, "channels": {}}
+_FURTHER = {"splits": _OF_A_SPLIT, "channels": {}, "sources": {}}
 
 
 def named(figures: Mapping[str, Any]) -> dict[str, Any]:

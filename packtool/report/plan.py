@@ -11,14 +11,15 @@ import numpy.typing as npt
 
 from packtool.plan.pack_plan import PackPlan
 from packtool.plan.prefix_trees import Branch, branches_of
-from packtool.report.plan_page import Histogram, PageContent, PlainFigures, SharedFigures
-from packtool.report.statistics import Line, percent
+from packtool.report.plan_page import Histogram, MixtureFigures, PageContent, PlainFigures, SharedFigures
+from packtool.report.statistics import Line, percent, source_rows
 from packtool.train.prepare.preview import Preview
 
 _DRAWN_PACKS = 20
 _DRAWN_STEPS = 300
 _DRAWN_SAMPLES = 40  # of a tree
 _BINS = 48
+_DRAWN_STRETCHES = 60
 
 
 def plan_lines(figures: Mapping[str, Any]) -> list[Line]:
@@ -31,6 +32,8 @@ def plan_lines(figures: Mapping[str, Any]) -> list[Line]:
         *_shared_lines(figures),
         *_use_lines(figures),
         ("optimizer steps per epoch", f"{figures['steps_per_epoch']:,}"),
+        ("  samples a step, mean", f"{figures['samples_per_step']:,.1f}"),
+        *_target_lines(figures),
         *_plain_lines(figures),
         ("load balance, slowest rank ÷ mean rank", "round-robin → as planned"),
         ("  mean over all steps", f"{balance['mean_before']:.3f} → {balance['mean']:.3f}"),
@@ -41,6 +44,12 @@ def plan_lines(figures: Mapping[str, Any]) -> list[Line]:
     if "hours" in figures:
         lines.append(("training time, all epochs", f"{figures['hours']:,.2f} h"))
     return [*lines, ("planning time", f"{figures['plan_seconds']:.2f} s")]
+
+
+def _target_lines(figures: Mapping[str, Any]) -> list[Line]:
+    """Labels that carry loss; a file of lengths does not tell them."""
+    is_known = figures["cache_fingerprint"] is not None
+    return [("  target tokens a step, mean", f"{figures['target_tokens_per_step']:,.0f}")] if is_known else []
 
 
 def _shared_lines(figures: Mapping[str, Any]) -> list[Line]:
@@ -161,9 +170,26 @@ def page_content(found: Preview, figures: Mapping[str, Any], command: str, title
         balance=(before, after) if found.options.world_size > 1 else None,
         processes_per_rank=found.sequence_parallel_size,
         shared=_shared(packs, figures),
+        mixture=_mixture(found),
         figures=[*plan_lines(figures), *_fingerprints(figures)],
         commands=[("This page was made by", command)],
     )
+
+
+def _mixture(found: Preview) -> MixtureFigures | None:
+    """What the epoch has of each source, and how evenly it comes."""
+    sources, counts, mixture = found.source_figures, found.counts_of_steps, found.mixture
+    if sources is None or counts is None or mixture is None:
+        return None
+    each = max(min(100, -(-len(counts) // 4)), -(-len(counts) // _DRAWN_STRETCHES))
+    of_unit = counts[:, :, ("samples", "tokens", "target_tokens").index(mixture.unit)]
+    sums = np.add.reduceat(of_unit, np.arange(0, len(of_unit), each), axis=0)
+    # Sources of one name are one.
+    columns = [sums[:, [own == name for own in mixture.names]].sum(axis=1) for name in sources]
+    together = np.stack(columns, axis=1)
+    heading, *rows = source_rows(sources)
+    parts = together / np.maximum(together.sum(axis=1, keepdims=True), 1)
+    return MixtureFigures(heading, rows, parts.tolist(), mixture.unit.replace("_", " "), each)
 
 
 def _headline(figures: Mapping[str, Any]) -> tuple[tuple[str, str, str], ...]:
@@ -182,8 +208,13 @@ def _headline(figures: Mapping[str, Any]) -> tuple[tuple[str, str, str], ...]:
         use,
         (f"{figures['packs']:,}", *packs),
         (f"{steps:,}", "optimizer steps", f"per epoch, {figures['samples'] / max(steps, 1):,.1f} samples each"),
-        (f"{figures['samples']:,}", "samples", f"{figures['filtered']:,} were too long"),
+        (f"{figures['samples']:,}", "samples", f"{figures['filtered']:,} were {_unfit(figures)}"),
     )
+
+
+def _unfit(figures: Mapping[str, Any]) -> str:
+    """Why samples were left out: of a mixture also short ones."""
+    return "too long" if figures["sources"] is None else "too long or short"
 
 
 def _shared(packs: PackPlan, figures: Mapping[str, Any]) -> SharedFigures | None:
@@ -233,7 +264,8 @@ def _rows(found: Preview, figures: Mapping[str, Any]) -> list[tuple[str, int]]:
     """Kept first, then drops by reason."""
     rows = [("in the plan", int(figures["samples"]))]
     if figures["filtered"]:
-        rows.append(("longer than --max-length", int(figures["filtered"])))
+        reason = "longer than --max-length" if found.mixture is None else "of another length than is taken"
+        rows.append((reason, int(figures["filtered"])))
     lost = Counter[str]()
     for manifest in found.reader.manifests if found.reader is not None else ():
         lost.update({f"dropped at export: {reason}": count for reason, count in manifest.dropped.items()})

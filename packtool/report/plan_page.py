@@ -82,6 +82,25 @@ class SharedFigures:
 
 
 @dataclass(frozen=True)
+class MixtureFigures:
+    """What an epoch has of each source.
+
+    Args:
+        heading: of the table.
+        rows: of each source, its name first.
+        parts: of the epoch's stretches, one after the other, each source's share, 0 to 1.
+        unit: that shares are of.
+        steps: of a stretch.
+    """
+
+    heading: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    parts: Sequence[Sequence[float]]
+    unit: str
+    steps: int
+
+
+@dataclass(frozen=True)
 class PageContent:
     """What a page shows; numbers that are unknown are left out, not drawn as zero.
 
@@ -97,6 +116,7 @@ class PageContent:
         balance: (round-robin, planned) max/mean work of steps in their order, or None.
         processes_per_rank: that share a sequence.
         shared: what shared prefixes save, or None where there are none.
+        mixture: what the epoch has of each source, or None where every sample is there once.
         figures: (what, value), for the table at the end; long hexadecimal values are fingerprints.
         commands: that lead to and from here.
     """
@@ -114,6 +134,7 @@ class PageContent:
     plain: PlainFigures | None = None
     processes_per_rank: int = 1
     shared: SharedFigures | None = None
+    mixture: MixtureFigures | None = None
 
     @property
     def shares_packs(self) -> bool:
@@ -132,6 +153,8 @@ def page(content: PageContent) -> str:
         plan=content,
         rows=[(_look(i), name, count, percent(count / total)) for i, (name, count) in enumerate(content.rows)],
         share=share_drawing([count for _, count in content.rows]),
+        mixture=[(_look(i), row) for i, row in enumerate(content.mixture.rows)] if content.mixture else [],
+        shares=shares_chart(content.mixture) if content.mixture else None,
         lengths=histogram(content.lengths, "samples", "tokens of a sample", marks=marks),
         fills=histogram(content.fills, "packs", "share of a pack's tokens that samples fill", suffix="%"),
         packed=packs_drawing(content.packs, content.capacity),
@@ -200,6 +223,23 @@ def balance_chart(before: Sequence[float], after: Sequence[float]) -> Chart:
         texts = [(look, f"{value:.2f} ↑") for look, value in beyond.items() if value > y.high]
         notes = [Note(x.at((place + 0.5) / len(peaks)), texts)]
     return Chart(x, y, shapes, notes)
+
+
+def shares_chart(found: MixtureFigures) -> Chart:
+    """Shares of sources through the epoch, on top of each other: even where the borders are level."""
+    ends = [(part / 4, name) for part, name in enumerate(("first", "25%", "50%", "75%", "last"))]
+    x = Axis(f"optimizer steps of the epoch, {found.steps:,} at a time", 0, 1, ends)
+    y = Axis.over(f"share of the {found.unit}", 0, 100, 4, cover=True, suffix="%")
+    shapes: list[Box | Path] = []
+    wide = SIZE / max(len(found.parts), 1)
+    for number, part in enumerate(found.parts):
+        below = 0.0
+        for source, share in enumerate(part):
+            hint = f"{found.rows[source][0]}: {percent(share)} of these steps' {found.unit}"
+            box = Box(number * wide, SIZE * (1 - below - share), wide, SIZE * share, f"s {_look(source)}", hint)
+            shapes += [box] if share else []
+            below += share
+    return Chart(x, y, shapes)
 
 
 def share_drawing(counts: Sequence[int]) -> Drawing:

@@ -28,10 +28,10 @@ from packtool.media.load import load_image
 from packtool.media.opening import MediaProblem, open_medium
 from packtool.media.suffix import is_media, suffix_of
 from packtool.media.video import load_video
-from packtool.plan.prefix_trees import branches_of
 from packtool.progress import Progress
 from packtool.report.inspect import Decoder, all_media
 from packtool.report.markup import render
+from packtool.report.shown_packs import ShownPacks, evenly
 from packtool.rows.rights import MediaRights, rights_of_cache
 from packtool.rows.sample import MediaRef
 from packtool.visible import visible
@@ -45,10 +45,8 @@ _MOST_PLAYED = 8_000_000
 """Bytes of the largest file that a player gets."""
 _MEDIUM = re.compile(r"media/(\d+)-(\d+)(\.\w+)")
 _BLOCK = re.compile(r"data/(samples|packs)-(\d+)\.js")
-_OURS = re.compile(
-    rf"({INDEX}|samples\.js|data/(cache|dropped)\.js|{_BLOCK.pattern}|{_MEDIUM.pattern})(\.[\w-]+\.partial)?"
-)
-"""Files of pages, and what an interrupted command has left of one."""
+_OURS = re.compile(rf"{INDEX}|samples\.js|data/(cache|dropped)\.js|{_BLOCK.pattern}|{_MEDIUM.pattern}")
+"""Files of pages."""
 
 Medium = EncodedImage | EncodedVideo | EncodedAudio
 
@@ -59,7 +57,7 @@ class Pages:
     Args:
         config: which cache, split, plan and model.
         is_whole: whether all samples are shown; else about ``max_samples`` at most, evenly chosen from the split, or
-            all those of packs that are evenly chosen from the plan.
+            all those of packs that are evenly chosen from the plan, by whole steps where it knows them.
 
     Raises:
         ConfigError: if the model cannot be read.
@@ -73,15 +71,10 @@ class Pages:
         self._rights = rights_of_cache(config)
         self._plan = None if config.plan is None else read_plan_of(self._reader, config.plan)
         most = len(self._reader) if is_whole else config.max_samples
-        self._packs = np.empty(0, np.int64)
-        if self._plan is None:
-            self.numbers = _evenly(len(self._reader), most)
-        else:
-            offsets = self._plan.offsets
-            share = max(int((len(offsets) - 1) * min(1.0, most / max(len(self._plan.samples), 1))), 1)
-            self._packs = _evenly(len(offsets) - 1, share)
-            held = [self._plan.samples[offsets[pack] : offsets[pack + 1]] for pack in self._packs]
-            self.numbers = np.arange(len(self._reader)) if is_whole else np.unique(np.concatenate(held))
+        self._packs = None if self._plan is None else ShownPacks(self._plan, most)
+        self.numbers = evenly(len(self._reader), most)
+        if self._packs is not None and not is_whole:
+            self.numbers = self._packs.samples
         self._dropped = _dropped(storage.join(self._reader.directories[0], DROPPED_NAME))
 
     @property
@@ -93,7 +86,8 @@ class Pages:
         """All files but those of the media; the last makes the others pages."""
         yield "samples.js"
         yield from ("data/cache.js", "data/dropped.js")
-        yield from (f"data/packs-{block}.js" for block in range(_num_blocks(self._packs)))
+        if self._packs is not None:
+            yield from (f"data/packs-{block}.js" for block in range(_num_blocks(self._packs.numbers)))
         yield from (f"data/samples-{block}.js" for block in range(_num_blocks(self.numbers)))
         yield INDEX
 
@@ -119,9 +113,11 @@ class Pages:
         if found := _BLOCK.fullmatch(name):
             kind, block = found[1], int(found[2])
             here = slice(block * _IN_A_BLOCK, (block + 1) * _IN_A_BLOCK)
-            if kind == "packs":
-                return _script(f"packs-{block}", [self._pack(int(pack)) for pack in self._packs[here]])
-            return _script(f"samples-{block}", [self._sample(int(number)) for number in self.numbers[here]])
+            if kind == "samples":
+                return _script(f"samples-{block}", [self._sample(int(number)) for number in self.numbers[here]])
+            packs = self._packs
+            if packs is not None:
+                return _script(f"packs-{block}", [packs.pack(int(pack)) for pack in packs.numbers[here]])
         if found := _MEDIUM.fullmatch(name):
             return self._medium(int(found[1]), int(found[2]), found[3])
         return None
@@ -146,21 +142,39 @@ class Pages:
             "channels": list(index.channels),
             "inABlock": _IN_A_BLOCK,
             "dropped": dict(self._reader.manifests[0].dropped),
-            "packs": len(self._packs),
-            "allPacks": 0 if self._plan is None else len(self._plan.offsets) - 1,
-            "sharesPrefixes": self._plan is not None and self._plan.shared is not None,
-            "capacity": 0 if self._plan is None else self._plan.info.capacity,
+            "packs": None if self._packs is None else self._overview_of_packs(self._packs),
+        }
+
+    def _overview_of_packs(self, packs: ShownPacks) -> dict[str, Any]:
+        assert self._plan is not None
+        return {
+            "shown": len(packs.numbers),
+            "all": len(self._plan.offsets) - 1,
+            "capacity": self._plan.info.capacity,
+            "sharesPrefixes": self._plan.shared is not None,
+            "ranks": packs.num_ranks,
+            "places": [_packed(column) for column in packs.places()],
+            "steps": {name: _packed(column) for name, column in packs.steps().items()},
         }
 
     def _sample(self, number: int) -> dict[str, Any]:
         sample = self._reader.sample(number)
         media = all_media(sample)
-        places = {id(medium): _places(number, i, medium) for i, medium in enumerate(media)}
+        places: dict[int, dict[str, Any]] = {
+            id(medium): dict(_places(number, i, medium)) for i, medium in enumerate(media)
+        }
+        decoded = list(self._decoder.parts(sample))
+        for region in self._decoder.regions(sample, decoded):
+            image = sample.images[region.image]
+            shown = {"told": region.told(image.width, image.height), "corners": region.corners}
+            place = places[id(image)] | {"ratio": image.width / image.height}
+            place.setdefault("regions", []).append(shown | {"isCertain": region.is_certain})
+            places[id(image)] = place
         parts = [
             {"look": part.look, "text": part.text}
             | ({} if part.weight == 1 else {"weight": f"{part.weight:g}"})
             | ({} if part.medium is None else places[id(part.medium)])
-            for part in self._decoder.parts(sample)
+            for part in decoded
         ]
         return {
             "number": number,
@@ -171,20 +185,9 @@ class Pages:
             "tokens": sample.length,
             "trained": int((sample.labels != IGNORE_INDEX).sum()),
             "truncated": sample.num_truncated,
+            "place": None if self._packs is None else self._packs.place_of(number),
             "parts": parts,
         }
-
-    def _pack(self, pack: int) -> dict[str, Any]:
-        assert self._plan is not None
-        here = slice(int(self._plan.offsets[pack]), int(self._plan.offsets[pack + 1]))
-        samples = self._plan.samples[here].tolist()
-        shared = None if self._plan.shared is None else self._plan.shared[here]
-        # A prefix of several samples is nobody's own.
-        parts = [
-            (samples[branch.first] if branch.num_samples == 1 else None, branch.num_tokens, branch.num_samples)
-            for branch in branches_of(self._plan.lengths[here], shared)
-        ]
-        return {"number": pack, "samples": len(samples), "parts": parts}
 
     def _medium(self, number: int, i: int, suffix: str) -> bytes | None:
         if not 0 <= number < len(self._reader):
@@ -213,7 +216,9 @@ def write_pages(pages: Pages, directory: str, progress: Progress) -> int:
     """
     directory = storage.normalize(directory)
     there = sorted(storage.walk(directory)) if storage.is_directory(directory) else []
-    if strange := [path for path in there if not _OURS.fullmatch(path.removeprefix(directory).lstrip("/"))]:
+    # What a command that was killed has left of a file was its own, too.
+    names = {path: storage.final_name(path).removeprefix(directory).lstrip("/") for path in there}
+    if strange := [path for path, name in names.items() if not _OURS.fullmatch(name)]:
         raise ConfigError(
             f"--html {directory} is not empty: {strange[0]} would lie among the pages",
             "Name a folder that does not exist yet.",
@@ -222,26 +227,29 @@ def write_pages(pages: Pages, directory: str, progress: Progress) -> int:
         storage.remove(path)
     for name in ("data", "media"):
         storage.make_directory(storage.join(directory, name))
+    try:
+        return _write_all(pages, directory, progress)
+    except BaseException:
+        storage.discard_unfinished(directory)
+        raise
+
+
+def _write_all(pages: Pages, directory: str, progress: Progress) -> int:
     num_missing = 0
     progress.start("writing samples", len(pages.numbers))
-    for done, number in enumerate(pages.numbers.tolist(), start=1):
+    for number in pages.numbers.tolist():
         for name in pages.media_names(number):
             content = pages.content(name)
             num_missing += content is None
             if content is not None:
                 storage.publish(storage.join(directory, name), content)
-        progress.advance(done)
+        progress.advance(1)
     for name in pages.names():
         content = pages.content(name)
         assert content is not None, name
         storage.publish(storage.join(directory, name), content)
     progress.finish()
     return num_missing
-
-
-def _evenly(count: int, most: int) -> npt.NDArray[np.int64]:
-    """At most so many of the numbers below ``count``, as far apart from each other as can be."""
-    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.int64))
 
 
 def _num_blocks(numbers: npt.NDArray[np.int64]) -> int:

@@ -96,6 +96,29 @@ def train_lines(result: TrainResult) -> list[Line]:
     return lines
 
 
+def source_rows(sources: Mapping[str, Mapping[str, float]]) -> list[tuple[str, ...]]:
+    """A heading, and of each source of a mixture what was, or will be, trained of it."""
+    heading = ("source", "samples", "share", "tokens", "share", "target tokens", "share", "epochs of it")
+    return [
+        heading,
+        *(
+            (
+                name,
+                *(
+                    text
+                    for unit in ("samples", "tokens", "target_tokens")
+                    for text in (
+                        f"{each['num_samples' if unit == 'samples' else unit]:,}",
+                        percent(each[f"share_of_{unit}"]),
+                    )
+                ),
+                f"{each['epochs']:.3g}",
+            )
+            for name, each in sources.items()
+        ),
+    ]
+
+
 def _counted(name: str, counts: Mapping[str, int]) -> list[Line]:
     """A sum, and what it is made of."""
     indent = " " * (len(name) - len(name.lstrip()) + 2)

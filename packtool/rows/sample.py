@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from packtool.config.rows import BboxType
 from packtool.errors import RowError
 from packtool.rows.rights import MediaRights
 
@@ -30,6 +32,36 @@ class Turn:
     extra: dict[str, Any] = field(default_factory=dict)
     loss: bool | None = None
     loss_scale: float | None = None
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """What templates may write of it: its thoughts, its content, then what its calls say."""
+        if not self.extra:
+            return (self.content,)
+        found: list[str] = []
+
+        def note(text: str) -> str:
+            found.append(text)
+            return text
+
+        self.with_texts(note)
+        return tuple(found)
+
+    def with_texts(self, change: Callable[[str], str]) -> Turn:
+        """The turn with what ``change`` makes of each of ``texts``, which it is given in their order."""
+        told = {key: change(value) for key, value in self.extra.items() if isinstance(value, str)}
+        content = change(self.content)
+        told |= {key: _with_texts(value, change) for key, value in self.extra.items() if key not in told}
+        return replace(self, content=content, extra={key: told[key] for key in self.extra})
+
+
+def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """A value of lists and mappings with what ``change`` makes of each text in them, but for keys."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: _with_texts(item, change) for key, item in value.items()}
+    return [_with_texts(item, change) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 @dataclass(frozen=True)
@@ -76,6 +108,7 @@ class MediaRef:
         data: the encoded file's bytes, or None.
         frames: a video given as its pictures, in order; ``path`` and ``data`` are None then.
         fps: pictures a second of such a video, when the row says it.
+        limits: (name, number) of limits on the size that the row gives this medium, as Qwen's rows have them.
         rights: what the path may be; whoever makes one of a path that stands in a row gives the row's.
     """
 
@@ -83,6 +116,7 @@ class MediaRef:
     data: bytes | None = None
     frames: tuple[MediaRef, ...] = ()
     fps: float | None = None
+    limits: tuple[tuple[str, float], ...] = ()
     rights: MediaRights = field(default=MediaRights(), compare=False, repr=False)
 
     @property
@@ -91,6 +125,38 @@ class MediaRef:
         if self.frames:
             return f"<{len(self.frames)} frames>"
         return self.path if self.path is not None else f"<{len(self.data or b'')} bytes>"
+
+
+@dataclass(frozen=True)
+class Region:
+    """A box, a point or a polygon in a picture.
+
+    Args:
+        corners: x and y of each corner, from the left and the top: one of a point, two of a box, more of a polygon.
+        image: number of the picture among the row's, from 0 on.
+        unit: pixels of the picture as it is shown (``real``), shares of its sides, or thousandths of them.
+    """
+
+    corners: tuple[float, ...]
+    image: int = 0
+    unit: BboxType = "real"
+
+
+@dataclass(frozen=True)
+class Objects:
+    """Places in a row's pictures, and names, which its texts have marks of.
+
+    Args:
+        names: what stands at each ``<ref-object>``, in order.
+        boxes: what stands at each ``<bbox>``, in order; mostly one box.
+        unit: of coordinates that the texts have as JSON; None if the row does not say.
+        images: for each box of that JSON, in order, its picture; empty if the row does not say.
+    """
+
+    names: tuple[str, ...] = ()
+    boxes: tuple[tuple[Region, ...], ...] = ()
+    unit: BboxType | None = None
+    images: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,6 +190,8 @@ class Sample:
         responses: accepted answers to what the turns ask; none where the turns have the answer.
         part: of the row, where it becomes several samples and this is to be one of them.
         tokens: of a row that another tool has tokenized, which has no turns; None for all others.
+        objects: boxes and names that its texts have marks of; None if it has none, or they are written.
+        control: control tokens that its texts may hold as such; all others in them are text.
     """
 
     turns: tuple[Turn, ...]
@@ -141,6 +209,8 @@ class Sample:
     responses: tuple[Response, ...] = ()
     part: RowPart | None = None
     tokens: PreparedTokens | None = None
+    objects: Objects | None = None
+    control: frozenset[str] = frozenset()
 
 
 _LONGEST_DETAIL, _MOST_SHOWN = 1000, 300

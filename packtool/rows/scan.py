@@ -13,6 +13,7 @@ from itertools import groupby, islice
 from typing import NamedTuple
 
 from packtool import storage
+from packtool.config.mixture import Amount
 from packtool.errors import ConfigError, DataError
 from packtool.rows.file_formats import KNOWN_FORMATS, format_of
 from packtool.rows.forms import check_first_rows
@@ -71,7 +72,7 @@ def follow(spec: SourceSpec) -> tuple[Source, Iterator[RowBlock]]:
         ConfigError: if a sample of it is asked for, which needs to know all rows.
         DataError, StorageError: as ``scan``; while blocks are taken, too.
     """
-    if spec.num_sampled is not None:
+    if spec.is_sampled:
         raise ConfigError(
             f"--dataset {spec.name}: a sample can only be drawn of rows that were counted",
             "Leave out --streaming true, or the number behind #.",
@@ -91,9 +92,13 @@ def follow(spec: SourceSpec) -> tuple[Source, Iterator[RowBlock]]:
 def _sampled(members: list[ScannedSource], seed: int) -> list[ScannedSource]:
     """Sources of one argument, with its sample drawn from all of them together."""
     spec = members[0].spec
-    if spec.num_sampled is None:
+    if not spec.is_sampled:
         return members
-    drawn = draw_rows([found.blocks for found in members], spec.num_sampled, (seed, spec.group))
+    num_rows = spec.num_sampled
+    if num_rows is None:
+        assert spec.times_sampled is not None, "one of them says how many"
+        num_rows = Amount(spec.times_sampled, "epochs").of(sum(found.num_rows for found in members))
+    drawn = draw_rows([found.blocks for found in members], num_rows, (seed, spec.group))
     return [replace(found, blocks=blocks) for found, blocks in zip(members, drawn, strict=True)]
 
 

@@ -40,6 +40,7 @@ class SourceSpec:
         split: ``train`` or ``val``.
         group: position of that argument among all; its files are sampled together.
         num_sampled: rows to draw from the group's files, None for all of them.
+        times_sampled: the same as a multiple of the rows that there are, 0.2 or 2.5.
         columns: (this project's name, the file's name) of columns that the user named.
         tags: (name in ``dataset_info.json``, value) of roles and keys of messages that the user named.
         formatting: ``alpaca`` or ``sharegpt`` where ``dataset_info.json`` says it; ``tokens`` for ``packtool import``.
@@ -55,6 +56,7 @@ class SourceSpec:
     split: str = TRAIN_SPLIT
     group: int = 0
     num_sampled: int | None = None
+    times_sampled: float | None = None
     columns: Pairs = ()
     tags: Pairs = ()
     formatting: str | None = None
@@ -73,12 +75,17 @@ class SourceSpec:
         return spec
 
     @property
+    def is_sampled(self) -> bool:
+        """Whether some rows are drawn, and perhaps some more than once."""
+        return self.num_sampled is not None or self.times_sampled is not None
+
+    @property
     def settings(self) -> str:
         """What of it, beside the file, decides the samples, as one line of JSON; empty where nothing was asked for."""
         if (values := _settings(self)) == _USUAL:
             return ""
         told = {name: value for name, value, usual in zip(_SETTINGS, values, _USUAL, strict=True) if value != usual}
-        if self.num_sampled is None:
+        if not self.is_sampled:
             told.pop("group", None)
         return json.dumps(told, sort_keys=True) if told else ""
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from packtool import storage
 from packtool.config.export import ExportConfig
+from packtool.config.mixture import amount_behind, parse_amount
 from packtool.constants import MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT
 from packtool.errors import ConfigError, DataError, did_you_mean
 from packtool.rows.dataset_info import DatasetInfo, Entry
@@ -19,7 +20,6 @@ from packtool.rows.hub import HUB_PREFIX, hub_files, hub_id
 from packtool.rows.modelscope import copy_of_rows
 from packtool.rows.source import Pairs, SourceSpec
 
-_SAMPLE = re.compile(r"(.+)#(\d+)", re.DOTALL)
 _MAGIC = re.compile(r"[*?[]")
 _HIDDEN = re.compile(r"(?:^|[/\\])\.")
 # Files beside the rows that datasets and its like write about them.
@@ -31,7 +31,8 @@ def sources_of(config: ExportConfig) -> list[SourceSpec]:
     """Files of rows, in the order they were asked for, those for the val split last.
 
     An argument is, in this order, a name in ``--dataset-info``, a file or folder, a pattern, or an id of the hub;
-    ``#1000`` at its end draws so many rows of it, unless there is a file of that very name.
+    ``#1000``, ``#20%`` or ``#2.5x`` at its end draws so many rows of it, a share of them, or each so often, unless
+    there is a file of that very name.
 
     Raises:
         ConfigError: if ``--dataset-info`` or ``--columns`` cannot be understood.
@@ -63,7 +64,7 @@ def splits_left_out(config: ExportConfig) -> list[str]:
     """A line for each saved ``DatasetDict`` among ``--dataset`` of which only one split is read."""
     lines = []
     for name in config.dataset:
-        path = name if _exists(name) else (_SAMPLE.fullmatch(name) or [name, name])[1]
+        path = name if _exists(name) else _without_amount(name)
         if not _exists(storage.join(path, _DICT_NAME)):
             continue
         splits = _json(storage.join(path, _DICT_NAME), "--dataset").get("splits") or []
@@ -81,17 +82,18 @@ def splits_left_out(config: ExportConfig) -> list[str]:
 def _paths(given: str, option: str, info: DatasetInfo | None, plain: SourceSpec) -> tuple[list[str], dict[str, Any]]:
     """The files that one argument names, and what their specs have of their own."""
     name, own = given, dict[str, Any]()
-    sample = _SAMPLE.fullmatch(name)
-    if sample and not (info and name in info.names) and not _exists(name):
-        name, count = sample[1], int(sample[2])
-        if count < 1:
-            raise ConfigError(f"{option} {given}: a sample of no rows", "Give a number of at least 1 behind the #.")
-        own["num_sampled"] = count
+    if (text := amount_behind(name)) and not (info and name in info.names) and not _exists(name):
+        try:
+            amount = parse_amount(text)
+        except ValueError as error:
+            raise ConfigError(f"{option} {given}: {error}", "Give a number of at least 1 behind the #.") from error
+        name = _without_amount(name)
+        own = {"num_sampled": int(amount.number)} if amount.kind == "samples" else {"times_sampled": amount.number}
     entry = info.get(name) if info else None
     if entry is None:
         return _files(name, option, info), own
     own = {
-        "num_sampled": entry.num_samples,
+        "num_sampled": None if "times_sampled" in own else entry.num_samples,
         "columns": plain.columns or entry.columns,
         "tags": entry.tags,
         "formatting": entry.formatting or plain.formatting,
@@ -100,6 +102,11 @@ def _paths(given: str, option: str, info: DatasetInfo | None, plain: SourceSpec)
         **own,
     }
     return _named_files(entry, option, name), own
+
+
+def _without_amount(name: str) -> str:
+    text = amount_behind(name)
+    return name[: -len(text) - 1] if text else name
 
 
 def _named_files(entry: Entry, option: str, name: str) -> list[str]:

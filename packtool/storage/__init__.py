@@ -22,7 +22,7 @@ from typing import BinaryIO
 
 from packtool.errors import StorageError
 from packtool.storage.health import failed, forget_failures, retries_for, worked
-from packtool.storage.local import LocalStore
+from packtool.storage.local import LocalStore, final_name
 from packtool.storage.options import StorageOptions, set_options
 from packtool.storage.options import options as options
 from packtool.storage.paths import absolute, is_remote, join, masked, name, normalize, parent, scheme_of, scrubbed
@@ -43,6 +43,7 @@ __all__ = [
     "entries",
     "exists",
     "failed",
+    "final_name",
     "find",
     "glob",
     "is_directory",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -13,7 +14,8 @@ from typing import BinaryIO
 from packtool.errors import StorageError
 from packtool.storage.store import Bounds, FileState
 
-_UNFINISHED = ".partial"
+_UNFINISHED = re.compile(r"\.\d+-[0-9a-f]{8}\.partial\Z")
+"""What a file's name ends in while it is written: process, chance, and a word for people."""
 
 
 class LocalStore:
@@ -121,7 +123,7 @@ class LocalStore:
     def discard_unfinished(self, path: str) -> None:
         """Remove the temporary files of killed processes under a directory."""
         for file in self.walk(path):
-            if file.endswith(_UNFINISHED):
+            if final_name(file) != file:
                 _forget(file)
 
 
@@ -132,7 +134,7 @@ class LocalWriter:
     """
 
     def __init__(self, path: str) -> None:
-        self._path, self._temporary = path, f"{path}.{os.getpid()}-{secrets.token_hex(4)}{_UNFINISHED}"
+        self._path, self._temporary = path, f"{path}.{os.getpid()}-{secrets.token_hex(4)}.partial"
         self._failed: StorageError | None = None
         try:
             self._file = open(self._temporary, "wb")  # noqa: SIM115
@@ -197,6 +199,11 @@ class LocalWriter:
         with suppress(OSError):  # closing writes what is still buffered, which may be what has just failed
             self._file.close()
         _forget(self._temporary)
+
+
+def final_name(path: str) -> str:
+    """The place for which a temporary file was written; the path itself if it is no such file."""
+    return _UNFINISHED.sub("", path)
 
 
 def local_error(path: str, error: OSError | ValueError) -> StorageError:

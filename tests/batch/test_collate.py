@@ -124,6 +124,21 @@ def test_pixels_are_the_processors_at_the_caches_limits(vision: InputSpec) -> No
     assert (batch.input_ids == IMAGE_PAD).sum() * 4 == len(batch.pixel_values)
 
 
+def test_pictures_of_other_limits_are_as_with_these(vision: InputSpec) -> None:
+    """Caches of unlike limits are trained together: each picture has the size that its cache counted tokens for."""
+    own = vision.limits.image
+    assert own is not None
+    there = dataclasses.replace(own, min_pixels=1, max_pixels=own.pixels_per_token * 2)
+    samples = [make_sample(3, ((90, 70), (30, 30)), seed=seed, limits=each) for seed, each in enumerate((own, there))]
+    assert samples[0].images[0].grid != samples[1].images[0].grid
+    both = collate_packs(samples, vision)
+    limits = dataclasses.replace(vision.limits, image=there)
+    alone = collate_packs(samples[1:], dataclasses.replace(vision, limits=limits))
+    assert both.pixel_values is not None
+    assert alone.pixel_values is not None
+    assert torch.equal(both.pixel_values[-len(alone.pixel_values) :], alone.pixel_values)
+
+
 @pytest.mark.parametrize("collate", [collate_packs, collate_padded])
 def test_a_batch_without_pictures_gets_a_filler_without_labels(collate: object, vision: InputSpec) -> None:
     batch = collate([make_sample(5, seed=0)], vision)  # type: ignore[operator]

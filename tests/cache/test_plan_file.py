@@ -20,6 +20,10 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert found.info == info
     for name in ("samples", "offsets", "lengths"):
         np.testing.assert_array_equal(getattr(found, name), getattr(plan, name))
+    assert found.places is None
+    places = np.arange(15_000, dtype=np.int32).reshape(5000, 3)
+    write_plan(path, SavedPlan(info, plan.samples, plan.offsets, plan.lengths, None, places))
+    np.testing.assert_array_equal(read_plan(path).places, places)
 
 
 @pytest.mark.parametrize("content", [b"", b"not arrow at all", b"ARROW1\0\0"])

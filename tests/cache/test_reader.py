@@ -57,8 +57,8 @@ def test_samples_say_where_they_come_from(run_export: Export, tmp_path: Path, ro
 def test_caches_of_other_settings_do_not_join(run_export: Export, tmp_path: Path, model: Path) -> None:
     run_export("a")
     run_export("b", image_max_token_num=20)
-    with pytest.raises(MismatchError, match="media limits"):
-        CacheReader.open([str(tmp_path / "a"), str(tmp_path / "b")])
+    # Limits belong to a cache: each sample keeps the size that its tokens were counted for.
+    assert len(CacheReader.open([str(tmp_path / "a"), str(tmp_path / "b")])) > 0
     other = tmp_path / "other-model"
     shutil.copytree(model, other)
     (other / "chat_template.jinja").write_text((model / "chat_template.jinja").read_text() + "{# other #}")

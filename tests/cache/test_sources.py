@@ -7,13 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from packtool.cache.summary import ExportSummary
 from packtool.errors import MismatchError
-from tests.cache.conftest import tree
+from tests.cache.conftest import Told, tree
 
 Export = Callable[..., ExportSummary]
 
@@ -54,3 +55,15 @@ def test_how_rows_are_read_is_part_of_a_cache(
     run_export(**mixed)
     with pytest.raises(MismatchError, match="holds a finished cache of other settings:\n  - dataset: "):
         run_export(**{**mixed, **changed})
+
+
+def test_what_is_not_read_of_a_saved_dataset_dict_is_said(run_export: Export, tmp_path: Path) -> None:
+    data = datasets.Dataset.from_dict({"question": ["a", "b"], "answer": ["c", "d"]})
+    folder = str(tmp_path / "saved")
+    datasets.DatasetDict(train=data, validation=data, extra=data).save_to_disk(folder)
+    told = Told()
+    assert run_export(dataset=(folder,), progress=told).rows == 2
+    assert [note for note in told.notes if "is not" in note] == [
+        f"{folder}: its split train is read, and validation, extra is not; --val-dataset {folder}/validation would "
+        "read it"
+    ]

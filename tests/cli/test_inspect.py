@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from packtool.cache.plan_file import PlanInfo, SavedPlan, write_plan
 from packtool.cache.reader import CacheReader
 from packtool.cli.main import run
 from packtool.plan.packing import pack_best_fit
+from packtool.report.inspect import Decoder, model_of_cache
 from packtool.report.tables import histogram_lines
 from tests.cache.conftest import model as model
 from tests.cache.conftest import rows as rows
@@ -54,6 +56,17 @@ def test_a_sample_can_be_read(cache: str, capsys: pytest.CaptureFixture[str]) ->
     assert run(["inspect", cache, "--row", "3", "--split", "val", "--json"]) == 0
     parts = json.loads(capsys.readouterr().out)["parts"]
     assert {part["look"] for part in parts} <= {"plain", "trained", "media"}
+    cut = dataclasses.replace(reader.sample(with_picture), num_truncated=1234)
+    for spec, at, words in (
+        ({"truncation_strategy": "left"}, 0, "1,234 tokens of its beginning cut off"),
+        ({"truncation_strategy": "right", "media_overflow": "trim"}, -1, "of its end, or of its oldest media cut off"),
+        ({"truncation_strategy": "delete", "media_overflow": "trim"}, 0, "1,234 tokens of its oldest media cut off"),
+    ):
+        identity = reader.manifests[0].identity
+        identity = dataclasses.replace(identity, spec={**identity.spec, **spec})
+        part = list(Decoder(model_of_cache(reader), identity).parts(cut))[at]
+        assert part.look == "truncated"
+        assert words in part.text
 
 
 def test_a_pack_can_be_looked_into(cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import packtool
 from packtool.cache.plan_file import read_plan
 from packtool.cli.main import run
 from packtool.simulate.hardware import HARDWARE_PRESETS
@@ -72,6 +73,27 @@ def test_a_plan_is_the_one_that_is_trained(cache: str, model: Path, tmp_path: Pa
     assert run([*train, "--plan", path, "--packing-length", "500"]) == 4
     assert "--packing-length: 400 there, 500 here" in capsys.readouterr().err
     assert run([*train, "--plan", cache + "/packtool.json"]) == 4
+
+
+def test_steps_of_so_many_samples(cache: str, model: Path, tmp_path: Path, capsys: Any) -> None:
+    """Planned and trained alike, and sparing the advice that packs call for."""
+    options = ["--packing-length", "400", "--world-size", "2"]
+    plain, kept = planned(capsys, cache, *options), planned(capsys, cache, *options, "--samples-per-step", "2")
+    assert plain["samples_per_step_without_packing"] == kept["samples_per_step_without_packing"] == 2
+    assert plain["samples_per_step"] > 2 >= kept["samples_per_step"]
+    assert kept["steps_per_epoch"] == kept["steps_without_packing"] == plain["steps_without_packing"]
+    capsys.readouterr()
+    assert run(["plan", cache, *options]) == 0
+    told = capsys.readouterr().out
+    assert "--samples-per-step 2 keeps that batch" in told
+    assert "Malladi" in told
+    assert "Goyal" in told
+    assert run(["plan", cache, *options, "--samples-per-step", "2", "--html", str(tmp_path / "plan.html")]) == 0
+    told = capsys.readouterr().out
+    assert "as without packing: each has the 2 samples that it has unpacked" in told
+    assert "Malladi" not in told
+    assert run(["plan", cache, *options, "--samples-per-step", "2", "--save", str(tmp_path / "p")]) == 2
+    assert "--save writes packs" in capsys.readouterr().err
 
 
 class Tags(HTMLParser):
@@ -161,8 +183,16 @@ def test_skrull(cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert figures["micro_batches"] >= found["tokens"] / (256 * 4)
     assert figures["device_balance"]["worst"] >= figures["device_balance"]["mean"] >= found["balance"]["mean"]
     assert found["hours"] > 0
-    # What is saved are the packs, which say what shares a step: Skrull assigns them when they are trained.
-    assert read_plan(str(tmp_path / "b.plan")).offsets.tolist() == read_plan(str(tmp_path / "a.plan")).offsets.tolist()
+    # The packs say what shares a step; Skrull assigns their samples to different ranks.
+    of_skrull, saved = (read_plan(str(tmp_path / name)) for name in ("b.plan", "a.plan"))
+    assert of_skrull.offsets.tolist() == saved.offsets.tolist()
+    assert of_skrull.places is not None
+    assert saved.places is not None
+    assert of_skrull.places[:, 0].tolist() == saved.places[:, 0].tolist()
+    step, rank, micro_batch = of_skrull.places[-1].tolist()
+    options = {"sequence_parallel_size": 4, "gradient_accumulation_steps": 4, "schedule": "skrull", "bucket_size": 256}
+    steps = packtool.plan(cache, world_size=8, hardware="a100", **options).steps
+    assert (int(of_skrull.samples[-1]),) in steps[step].micro_batches[rank][micro_batch]
     assert f'{figures["bucket_fill"]:.2%}</p><p class="what">fill of the micro-batches' in html.read_text()
     assert "A rank here is 4 processes" in html.read_text()
     assert run(["plan", *skrull]) == 0
@@ -182,7 +212,7 @@ def test_skrull(cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     ("words", "told"),
     [
         (["--schedule", "skrull", "--bucket-size", "auto"], "--bucket-size auto measures a device"),
-        ([], "give either caches or --lengths"),
+        ([], "give either caches"),
         (["--lengths", "x.npy"], "--packing-length is missing"),
         (["--lengths", "x.npy", "--packing-length", "9", "--save", "y"], "--save needs caches"),
         (["--lengths", "x.npy", "--sweep", "a,b"], "--sweep a,b"),

@@ -98,3 +98,18 @@ def test_a_hybrid_is_isolated(tiny: TinyWorld, tmp_path: Path, capsys: pytest.Ca
     export_rows(hybrid, hybrid.cache)
     assert run(words(hybrid, "--json")) == EXIT_OK
     assert json.loads(capsys.readouterr().out)["passed"] is True
+
+
+def test_a_trajectory(tiny: TinyWorld, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["verify", "--model", tiny.model, "--cached-dataset", tiny.cache, "--packing-length", "128"]
+    given += ["--trajectory", "1", "--samples-per-step", "6"]
+    assert run(given) == EXIT_OK
+    told = capsys.readouterr().out
+    for word in ("loss packed", "loss unpacked", "packed steps train what unpacked steps do", "weights in the end"):
+        assert word in told
+    assert run([*given, "--json"]) == EXIT_OK
+    document = json.loads(capsys.readouterr().out)
+    (step,) = document["trajectory"]
+    assert abs(step["packed"] - step["unpacked"]) < 1e-5
+    assert step["num_samples"] == 6
+    assert [check["name"] for check in document["checks"]] == ["losses", "weights"]

@@ -17,6 +17,7 @@ from packtool.train.prepare.planner import plan_options
 TRAIN = {"model": "m", "cached_dataset": ("c",), "output_dir": "o", "packing": "true"}
 
 SKRULL = {"schedule": "skrull", "bucket_size": "8K"}
+STEPS = {"samples_per_step": "64"}
 
 
 def test_all_reach_the_packer() -> None:
@@ -73,6 +74,21 @@ def test_all_reach_the_packer() -> None:
         (
             {**SKRULL, "cached_dataset": (), "dataset": ("d",), "streaming": "true", "max_steps": "9"},
             ("--schedule skrull needs a cache",),
+        ),
+        ({**STEPS, "packing": "false"}, ("--samples-per-step 64 packs the samples of a step", "--packing false")),
+        ({**STEPS, "gradient_accumulation_steps": "2"}, ("leave out --gradient-accumulation-steps 2",)),
+        ({**STEPS, "per_device_train_batch_size": "4"}, ("leave out --per-device-train-batch-size 4",)),
+        ({**STEPS, "balance": "window"}, ("--samples-per-step 64 balances each step itself", "--balance window")),
+        ({**STEPS, **SKRULL}, ("--samples-per-step 64 and --schedule skrull",)),
+        ({**STEPS, "dynamic_batch_tokens": "99"}, ("--dynamic-batch-tokens is for runs without packing",)),
+        ({**STEPS, "packing_algorithm": "sequential"}, ("leave out --packing-algorithm sequential",)),
+        ({**STEPS, "packing_window": "9"}, ("leave out --packing-window",)),
+        ({**STEPS, "plan": "p"}, ("--plan names a file of packs", "--samples-per-step")),
+        ({**STEPS, "share_prefix": "true"}, ("--share-prefix true does not go with --samples-per-step",)),
+        ({"samples_per_step": "0"}, ("--samples-per-step",)),
+        (
+            {**STEPS, "cached_dataset": (), "dataset": ("d",), "streaming": "true", "max_steps": "9"},
+            ("--samples-per-step draws from all samples of a cache",),
         ),
     ],
 )

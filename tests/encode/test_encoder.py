@@ -185,6 +185,24 @@ def test_answers_that_begin_with_blanks_keep_them_as_targets(qwen3_vl: Encoder) 
         assert len(text) >= len(f"{answer}<|im_end|>")
 
 
+def test_a_picture_has_the_limits_of_its_row(vision: Encoder, tmp_path: Path) -> None:
+    """The same file in two sizes: what was measured is remembered for the limits that it was measured at."""
+    Image.new("RGB", (600, 400)).save(tmp_path / "a.png")
+    path = str(tmp_path / "a.png")
+    plain = kept(vision, "<image>?", "!", images=[path])
+    small = kept(vision, "<image>?", "!", images=[{"image": path, "max_pixels": 800}])  # type: ignore[list-item]
+    again = kept(vision, "<image>?", "!", images=[path])
+    assert small.num_media_tokens < plain.num_media_tokens == again.num_media_tokens
+    dropped = encode(
+        vision,
+        "<image>?",
+        "!",
+        images=[{"image": path, "min_pixels": 9, "max_pixels": 5}],  # type: ignore[list-item]
+    )
+    assert isinstance(dropped, Dropped)
+    assert "at least 9 and at most 5 pixels" in dropped.detail
+
+
 def test_pictures_that_cannot_be_used(vision: Encoder, chatml: Encoder, picture: str, tmp_path: Path) -> None:
     (tmp_path / "text.png").write_text("no picture")
     (tmp_path / "empty.png").touch()

@@ -104,8 +104,62 @@ def test_a_state_goes_on_with_the_very_next(plan: packtool.Plan, batches: packto
         assert given + [ids(batch) for batch in other] == whole
         assert [ids(batch) for batch in other] == whole
     elsewhere = packtool.Batches(plan, loss_reduction="sample", **HERE)
-    with pytest.raises(MismatchError, match="loss_reduction: token there, sample here"):
+    with pytest.raises(MismatchError, match="loss_reduction: token there, sample now"):
         elsewhere.load_state_dict(batches.state_dict())
+
+
+def test_a_state_goes_on_with_another_number_of_ranks(tiny: TinyWorld) -> None:
+    """Every sample that was not trained in the epoch is trained once, and later epochs are whole."""
+
+    def made(world_size: int, rank: Any = 0) -> packtool.Batches:
+        return packtool.Batches(
+            packtool.plan(tiny.cache, world_size=world_size, num_train_epochs=2, **PLAN), rank, **HERE
+        )
+
+    def targets(given: list[dict[str, Any]]) -> int:
+        return sum(batch["targets"].num_targets for batch in given)
+
+    two = [made(2, rank) for rank in range(2)]
+    whole = targets([batch for rank in two for batch in rank])
+    before = [list(islice(rank, two[0].micro_batches_per_step)) for rank in two]
+    assert before[0][-1]["targets"].ends_step
+    states = [json.loads(json.dumps(rank.state_dict())) for rank in two]
+    assert states[0] == states[1], "as good for any rank"
+    one = made(1)
+    one.load_state_dict(states[1])
+    after = list(one)
+    assert len(after) == len(one)
+    assert targets([*before[0], *before[1], *after]) == whole
+    assert [batch["targets"].step for batch in after if batch["targets"].ends_step] == list(range(1, one.num_steps))
+    assert {batch["targets"].world_size for batch in after} == {1}
+    assert [ids(one[number]) for number in range(len(one))] == [ids(batch) for batch in after]
+    assert ids(pickle.loads(pickle.dumps(one))[0]) == ids(after[0])
+    given = [ids(batch) for batch in islice(one, 3)]
+    again, every = made(1), made(1, "all")
+    again.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    assert given + [ids(batch) for batch in again] == [ids(batch) for batch in after]
+    every.load_state_dict(states[0])
+    full = [batch for batch in every if batch["targets"].num_targets]
+    assert [ids(batch) for batch in full] == [ids(batch) for batch in after]
+    assert [batch["targets"].step for batch in full] == [batch["targets"].step for batch in after]
+    next(iter(two[0]))
+    with pytest.raises(MismatchError, match=r"within step 0, whose other packs .* 2 there, 1 now"):
+        made(1).load_state_dict(two[0].state_dict())
+    with pytest.raises(MismatchError, match="counts the batches of all ranks"):
+        made(2, "all").load_state_dict(states[0])
+    with pytest.raises(MismatchError, match=r"no state of packtool\.Batches"):
+        made(1).load_state_dict({"micro_batch": 3})
+
+
+def test_few_lengths_for_compiled_models(plan: packtool.Plan, batches: packtool.Batches, model: Any) -> None:
+    padded = packtool.Batches(plan, torch_compile=True, **HERE)
+    lengths = {batch["input_ids"].shape[1] for batch in padded}
+    assert len(lengths) < len({batch["input_ids"].shape[1] for batch in batches})
+    assert all(length % 32 == 0 for length in lengths)
+    assert [b["targets"].num_targets for b in padded] == [b["targets"].num_targets for b in batches]
+    with torch.no_grad():
+        losses = [packtool.loss(model(**batch), batch).item() for batch in (padded[1], batches[1])]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
 
 def test_torchdatas_loader(batches: packtool.Batches) -> None:
@@ -135,6 +189,10 @@ def test_what_is_refused(tiny: TinyWorld, plan: packtool.Plan, tmp_path: Any) ->
         packtool.Batches(plan, loss_reductoin="sample")  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="learning_rate is no option here"):
         packtool.Batches(plan, learning_rate=1.0)  # type: ignore[call-arg]
+    with pytest.raises(
+        ConfigError, match=r"on_bad_media is no option here: .* packtool train --on-bad-media skip mends"
+    ):
+        packtool.Batches(plan, on_bad_media="skip")  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="2 processes share each"):
         packtool.Batches(packtool.plan(tiny.cache, packing_length=256, world_size=2, sequence_parallel_size=2))
     (tmp_path / "lengths.txt").write_text("3 4 5")

@@ -85,7 +85,7 @@ def test_a_plan_is_saved_and_drawn(tiny: TinyWorld, tmp_path: Path, capsys: pyte
 
 
 def test_options_are_checked_as_those_of_the_command(tiny: TinyWorld, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="unknown setting 'packing_lenght'; did you mean 'packing_length'"):
+    with pytest.raises(ConfigError, match=r"^unknown setting 'packing_lenght'; did you mean 'packing_length'"):
         packtool.plan(tiny.cache, packing_lenght=256)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="2 settings are wrong") as found:
         packtool.plan(tiny.cache, packing_length="much", balance="none", world_size=0)
@@ -93,7 +93,7 @@ def test_options_are_checked_as_those_of_the_command(tiny: TinyWorld, tmp_path: 
     assert packtool.plan(tiny.cache, packing_length="1K").summary["packing_length"] == 1024
     with pytest.raises(ConfigError, match="save is no option here: Plan"):
         packtool.plan(tiny.cache, save=str(tmp_path / "plan"), packing_length=256)  # type: ignore[call-arg]
-    with pytest.raises(ConfigError, match="give either caches or --lengths"):
+    with pytest.raises(ConfigError, match="give either caches"):
         packtool.plan()
     with pytest.raises(ConfigError, match="--output-dir is missing"):
         packtool.export(model=tiny.model, dataset=tiny.rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import json
 import struct
@@ -23,6 +24,8 @@ from packtool.batch.spec import InputSpec
 from packtool.cache.plan_file import read_plan
 from packtool.cache.reader import CacheReader
 from packtool.cli.main import run
+from packtool.packs import write
+from packtool.report.terminal import TerminalProgress
 
 ROOT = Path(__file__).parent.parent.parent
 _spec = importlib.util.spec_from_file_location("conformance", ROOT / "scripts" / "conformance.py")
@@ -81,6 +84,10 @@ def packs_in(folder: Path, layout: str) -> list[dict[str, Any]]:
     return list(datasets.load_dataset(kind, data_files=files, split="train", cache_dir=str(folder.parent / "hf")))
 
 
+def interrupted(*args: Any, **kwargs: Any) -> None:
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("kind", ["media", "text"])
 def test_every_layout_holds_the_expected_numbers(kind: str, fixed: Path) -> None:
     """The committed numbers, which readers of others are held against too."""
@@ -137,10 +144,14 @@ def test_tar_files_hold_media_and_say_where_packs_begin(fixed: Path) -> None:
     ]
 
 
-def test_any_number_of_processes_writes_the_same(fixed: Path) -> None:
+def test_any_number_of_processes_writes_the_same(fixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["pack", str(fixed / "text-cache"), "--packing-length", "160", "--packs-per-file", "2"]
+    done: list[int] = []
+    monkeypatch.setattr(TerminalProgress, "advance", lambda self, num_done: done.append(num_done))
     for number in ("1", "2"):
+        done.clear()
         assert run([*words, "--output-dir", str(fixed / f"by{number}"), "--dataset-num-proc", number]) == 0
+        assert sum(done) == len(list((fixed / f"by{number}").glob("*.parquet")))
     for path in (fixed / "by1").iterdir():
         assert path.read_bytes() == (fixed / "by2" / path.name).read_bytes()
 
@@ -173,6 +184,27 @@ def test_wrong_options(
     assert not (tmp_path / "new").exists()
 
 
+def test_references_take_no_bytes_along(fixed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a cache with embedded media: by default tables have them as it does."""
+    words = ["--model", str(fixed / "model"), "--max-length", "160", "--media", "embed"]
+    rows = conformance.rows(fixed, True)[1:3]
+    rows[1]["images"] = [{"bytes": base64.b64encode((fixed / "tall.png").read_bytes()).decode()}] * 2
+    for name, number in (("named", 1), ("held", 2)):
+        (fixed / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:number]))
+        data = ["--dataset", str(fixed / f"{name}.jsonl"), "--output-dir", str(fixed / name)]
+        assert run(["export", *words, *data]) == 0
+    for media, how in (((), "embed"), (("--media", "reference"), "reference")):
+        place = fixed / f"packs-{how}"
+        assert run(["pack", str(fixed / "named"), *media, "--output-dir", str(place)]) == 0
+        assert json.loads((place / "packs.json").read_text())["media"] == how
+        (image,) = packs_in(place, "parquet")[0]["images"]
+        assert (image["bytes"] is not None) == (how == "embed")
+        assert Path(image["path"]).name == "wide.png"
+    capsys.readouterr()
+    assert run(["pack", str(fixed / "held"), "--media", "reference", "--output-dir", str(fixed / "lost")]) == 2
+    assert "row 1 of" in capsys.readouterr().err
+
+
 def test_what_cannot_be_written_leaves_nothing_that_looks_whole(
     fixed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +230,13 @@ def test_what_cannot_be_written_leaves_nothing_that_looks_whole(
     with monkeypatch.context() as patched:
         patched.setattr(storage, "publish", stop)
         assert run(words) == 130
+    # Processes that are ended clean nothing up.
+    (tmp_path / "packs" / "packs-00000-of-00003.parquet.4711-0a1b2c3d.partial").touch()
+    with monkeypatch.context() as patched:
+        patched.setattr(write, "_check_empty", lambda directory: None)
+        patched.setattr(write, "map_on_processes", interrupted)
+        assert run(words) == 130
+    assert not list((tmp_path / "packs").glob("*.partial"))
     assert run(words) == 0, "what was begun is begun anew"
     assert len(packs_in(tmp_path / "packs", "parquet")) == 5
     assert run(words) == 4, "and what is finished stays"

@@ -70,7 +70,10 @@ def test_negative_is_refused(seed: int, epoch: int) -> None:
 
 def test_streams_keep_their_numbers() -> None:
     """Saved plans and checkpoints hold orders that these numbers drew; ``unique`` sees to it that no two are alike."""
-    assert [stream.value for stream in RandomStream] == [*range(13), 14, 15]  # 13 drew something that is no more
+    assert [stream.value for stream in RandomStream] == [  # 13 drew something that is no more
+        *(*range(13), 14, 15),
+        *((1 << 40) + (purpose << 20) for purpose in range(6)),
+    ]
     assert RandomStream.WITHIN_LENGTH == 0
     assert RandomStream.SHUFFLE_BUFFER == 12
     assert [of_window(number) for number in range(3)] == [16, 32, 48]

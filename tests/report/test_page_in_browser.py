@@ -174,7 +174,7 @@ def test_hostile_names_run_no_script(browser: Browser, shown: Callable[..., dict
     """Whatever rows, caches and manifests call themselves: the page shows it as text, and asks for nothing."""
     parts = content(title=EVIL, reason=EVIL, command=f"packtool plan {EVIL}")
     parts = dataclasses.replace(parts, figures=[(EVIL, EVIL), *parts.figures], headline=[(EVIL, EVIL, EVIL)])
-    rows = [{name: 1 for name, *_ in _COLUMNS} | {"samples": 1}]
+    rows = [{name: 1 for name, *_ in _COLUMNS} | {"samples": 1, "shared_prefixes": None}]
     for text in (page(parts), sweep_page(rows, EVIL, EVIL)):
         text = text.replace("<head>", "<head><script>window.hits = 0; window.hit = () => { hits += 1; };</script>")
         found = shown(text, DESK)

@@ -100,7 +100,7 @@ def test_words_of_others_are_no_markup() -> None:
     evil = "<b>'\"&\u202e\x1b]0;t\x07_<i onload=hit()>"
     parts = content(title=evil, reason=evil, command=f"packtool {evil}")
     parts = dataclasses.replace(parts, figures=[(evil, evil)], headline=[(evil, evil, evil)])
-    row = {name: 1 for name, *_ in _COLUMNS} | {"samples": 1}
+    row = {name: 1 for name, *_ in _COLUMNS} | {"samples": 1, "shared_prefixes": None}
     for text in (page(parts), sweep_page([row], evil, evil)):
         assert [part for part in HOSTILE if part in text] == []
         assert "&lt;b&gt;&#39;&#34;&amp;\\u202e\\x1b]0;t\\x07_" in text.replace("<wbr>", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import re
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import packtool
 from packtool.cache.plan_file import PlanInfo, SavedPlan, write_plan
 from packtool.cache.reader import CacheReader
 from packtool.cli.main import run
@@ -60,11 +62,26 @@ def given(content: bytes | None) -> Any:
     return json.loads(found[1])
 
 
+class Counted(SilentProgress):
+    """Adds up what is done."""
+
+    num_done = 0
+
+    def advance(self, num_done: int, **fields: float | int | str) -> None:
+        self.num_done += num_done
+
+
+def ints(packed: str) -> Any:
+    """Numbers as pages have them."""
+    return np.frombuffer(base64.b64decode(packed), "<i4")
+
+
 @pytest.mark.parametrize("most", [7, 10_000])
 def test_pages_hold_what_the_cache_holds(cache: str, most: int, tmp_path: Path) -> None:
-    site, reader = tmp_path / "site", CacheReader.open([cache])
+    site, reader, counted = tmp_path / "site", CacheReader.open([cache]), Counted()
     pages = Pages(InspectConfig(directory=cache, max_samples=most), is_whole=False)
-    assert write_pages(pages, str(site), SilentProgress()) == 0
+    assert write_pages(pages, str(site), counted) == 0
+    assert counted.num_done == len(pages.numbers)
     names = {str(path.relative_to(site)) for path in site.rglob("*") if path.is_file()}
     shown = [sample for block in sorted(site.glob("data/samples-*.js")) for sample in given(block.read_bytes())]
     assert len(shown) == min(most, len(reader))
@@ -96,6 +113,33 @@ def test_packs_are_shown_whole(cache: str, run_export: Callable[..., Any], tmp_p
     assert 20 < len(held) < 80
     whole = Pages(InspectConfig(directory=cache, plan=plan), is_whole=True)
     assert len(whole.numbers) == whole.num_cached
+    found = packtool.plan(cache, packing_length=400, world_size=2, gradient_accumulation_steps=3)
+    found.save(plan)
+    pages = Pages(InspectConfig(directory=cache, plan=plan, max_samples=40), is_whole=False)
+    cached = given(pages.content("data/cache.js"))["packs"]
+    places = np.stack([ints(column) for column in cached["places"]], axis=1).tolist()
+    packs = iter([pack for i in range(2) for pack in given(pages.content(f"data/packs-{i}.js"))])
+    steps = {name: ints(column).tolist() for name, column in cached["steps"].items()}
+    rows = zip(*(steps[name] for name in ("number", "packs", "microBatches", "tokens", "least", "most")), strict=True)
+    for number, *figures in rows:
+        step = found.steps[number]
+        tokens = []
+        for rank, micro_batches in enumerate(step.micro_batches):
+            for micro_batch, held in enumerate(micro_batches):
+                for members in held:
+                    assert places.pop(0) == [number, rank, micro_batch]
+                    pack = next(packs)
+                    assert {part[0] for part in pack["parts"]} - {None} == set(members)
+                    place = [pack["number"], number, rank, micro_batch]
+                    assert pages._sample(members[-1])["place"] == place
+                    tokens.append((rank, sum(part[1] for part in pack["parts"])))
+        of_ranks = [sum(num for rank, num in tokens if rank == r) for r in range(2)]
+        assert figures == [len(tokens), len(step.micro_batches[0]), sum(of_ranks), min(of_ranks), max(of_ranks)]
+    assert next(packs, None) is None
+    assert not places
+    # A step alone that is too large has fewer of its packs shown.
+    few = Pages(InspectConfig(directory=cache, plan=plan, max_samples=4), is_whole=False)
+    assert 1 <= len(given(few.content("data/packs-0.js"))) < 6
     run_export("other")
     with pytest.raises(MismatchError, match="belongs to the cache"):
         Pages(InspectConfig(directory=str(tmp_path / "other"), plan=plan), is_whole=False)
@@ -130,8 +174,12 @@ def test_an_interrupted_writing_has_no_index(cache: str, tmp_path: Path, monkeyp
         def advance(self, num_done: int, **fields: float | int | str) -> None:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        write_pages(pages, str(site), Interrupted())
+    left = site / "data" / "samples-0.js.4711-0a1b2c3d.partial"
+    with monkeypatch.context() as patched:
+        patched.setattr(pages, "media_names", lambda number: left.touch() or [])
+        with pytest.raises(KeyboardInterrupt):
+            write_pages(pages, str(site), Interrupted())
+    assert not left.exists()
     assert not (site / "index.html").exists()
     write_pages(pages, str(site), SilentProgress())
     assert (site / "index.html").exists()
@@ -201,7 +249,7 @@ def settled(browser: Browser, script: str) -> Any:
 def test_as_a_reader_sees_it(cache: str, browser: Browser, tmp_path: Path) -> None:
     """Opened from the disk, on a desk and on a phone: nothing overflows, and nothing that a row says is obeyed."""
     plan, site = str(tmp_path / "a.plan"), tmp_path / "site"
-    assert run(["plan", cache, "--packing-length", "400", "--save", plan]) == 0
+    assert run(["plan", cache, "--packing-length", "400", "--world-size", "2", "--save", plan]) == 0
     pages = Pages(InspectConfig(directory=cache, plan=plan), is_whole=False)
     write_pages(pages, str(site), SilentProgress())
     shutil.rmtree(cache)
@@ -231,12 +279,59 @@ def test_as_a_reader_sees_it(cache: str, browser: Browser, tmp_path: Path) -> No
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
         browser.evaluate("document.querySelector('#views [value=packs]').click()")
         settled(browser, "document.querySelectorAll('.pack').length > 5")
+        settled(browser, "document.querySelector('.step p')?.textContent.startsWith('2 packs, ')")
+        browser.evaluate(f"{type_in}('step', '3'), {type_in}('rank', '1')")
+        settled(browser, "document.querySelectorAll('h4').length === 1")
+        assert browser.evaluate("document.querySelector('h4').textContent").startswith("rank 1, micro-batch 0, pack ")
         browser.evaluate("document.querySelector('.pack button').click()")
         settled(browser, "!document.getElementById('detail').hidden")
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
         assert browser.errors() == []
         assert all(address.startswith("file:") for address in browser.requests())
         assert browser.evaluate("location.hash").startswith("#sample=")
+
+
+@pytest.mark.parametrize("width", [DESK, PHONE])
+def test_boxes_are_drawn_where_they_are(
+    width: int, run_export: Callable[..., Any], rows: Path, browser: Browser, tmp_path: Path
+) -> None:
+    """A picture that is stored on its side: what covers its dark part on the page is the box that the row has."""
+    shown, exif = Image.new("RGB", (640, 480), (240, 240, 240)), Image.Exif()
+    shown.paste((20, 20, 20), (100, 80, 300, 240))
+    exif[0x0112] = 6
+    shown.rotate(90, expand=True).save(tmp_path / "turned.jpg", exif=exif)
+    answer = '[{"bbox_2d": <bbox>, "label": "<ref-object>"}] and <bbox>'
+    row = {
+        "messages": [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": answer}],
+        "images": ["turned.jpg"],
+        "objects": {"ref": [EVIL], "bbox": [[100, 80, 300, 240], [200, 160, 640, 480, 200, 480]]},
+    }
+    rows.write_text(json.dumps(row) + "\n")
+    run_export(max_length=2000)
+    site = tmp_path / "site"
+    pages = Pages(InspectConfig(directory=str(tmp_path / "cache")), is_whole=False)
+    write_pages(pages, str(site), SilentProgress())
+    browser.open((site / "index.html").as_uri() + "#sample=0", width)
+    settled(browser, "document.querySelector('.seen img')?.naturalWidth > 0")
+    rect = "(e => { const b = e.getBoundingClientRect(); return [b.left, b.top, b.width, b.height]; })"
+    left, top, wide, high = browser.evaluate(f"{rect}(document.querySelector('.seen img'))")
+    assert browser.evaluate(f"{rect}(document.querySelector('.seen svg'))") == [left, top, wide, high]
+    assert abs(wide / high - 640 / 480) < 0.02
+    drawn = browser.evaluate(f"[...document.querySelectorAll('.seen polygon')].map({rect})")
+    for found, expected in zip(drawn, [(100, 80, 200, 160), (200, 160, 440, 320)], strict=True):
+        place = (found[0] - left, found[1] - top, found[2], found[3])
+        assert place == pytest.approx([number / 640 * wide for number in expected], abs=2)
+    with Image.open(site / pages.media_names(0)[0]) as small:
+        dark = small.convert("L").point(lambda value: 255 * (value < 128)).getbbox()
+        assert dark == pytest.approx([number / 640 * small.width for number in (100, 80, 300, 240)], abs=2)
+    told = browser.evaluate("[...document.querySelectorAll('.seen ~ ol li')].map(e => e.textContent)")
+    assert told[0].startswith(EVIL[:9])
+    assert [text.rpartition(", ")[2][-40:] for text in told] == [
+        "box 100,80 300,240 of picture 0",
+        "polygon 200,160 640,480 200,480 of picture 0"[-40:],
+    ]
+    assert browser.evaluate("window.evil === undefined && document.documentElement.scrollWidth") <= width
+    assert browser.errors() == []
 
 
 def test_a_pack_with_shared_prefixes_is_drawn_as_it_is_laid_out(cache: str, tmp_path: Path) -> None:
@@ -251,4 +346,4 @@ def test_a_pack_with_shared_prefixes_is_drawn_as_it_is_laid_out(cache: str, tmp_
     first, second, third = lengths.tolist()
     parts = [[None, 20, 3], [0, first - 20, 1], [None, 5, 2], [1, second - 25, 1], [2, third - 25, 1]]
     assert pack == {"number": 0, "samples": 3, "parts": parts}
-    assert given(pages.content("data/cache.js"))["sharesPrefixes"]
+    assert given(pages.content("data/cache.js"))["packs"]["sharesPrefixes"]

@@ -323,7 +323,7 @@ def test_preferences_are_trained_as_their_better_side() -> None:
         ({"messages": [user("<audio><audio>")], "audios": ["a"]}, "audio_marks"),
         (
             {"messages": [user("<ref-object><bbox>")], "objects": {"ref": ["x"], "bbox": [[1, 2]]}},
-            "objects_unsupported",
+            "object_image",
         ),
         ({"query": "q", "response": None, "id": 1}, "unknown_form"),
         ({"text": "  "}, "empty_text"),

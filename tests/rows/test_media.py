@@ -54,6 +54,29 @@ def test_ways_to_name_a_picture(image: Any, ref: MediaRef) -> None:
     assert read({"image": image}).images == (ref,)
 
 
+def test_limits_that_a_row_gives_a_medium() -> None:
+    """As Qwen's rows have them: in the object of a medium, or beside it in a part of a message."""
+    limits = (("min_pixels", 4000), ("max_pixels", 90000.0))
+    wanted = {"min_pixels": 4000, "max_pixels": 90000}
+    listed = read({"images": [{"image": "a.png", **wanted}, {"path": "b.png", "max_pixels": None}]}).images
+    assert [ref.limits for ref in listed] == [limits, ()]
+    parts = [
+        {"type": "image", "image": "a.png", **wanted},
+        {"type": "video", "video": "v.mp4", "fps": 1, "max_frames": 8},
+    ]
+    parts += [
+        {"type": "image_url", "image_url": {"url": "c.png"}, "max_pixels": 5},
+        {"type": "image", "image": "d.png"},
+    ]
+    row = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "x"}]}
+    found = to_sample(row, Source("/folder/rows.json"), 0)
+    assert [ref.limits for ref in found.images] == [limits, (("max_pixels", 5),), ()]
+    assert found.videos[0].limits == (("fps", 1), ("max_frames", 8))
+    for wrong, told in (({"max_pixels": -1}, "no number above 0"), ({"resized_height": 28}, "is not done here")):
+        with pytest.raises(RowProblem, match=told):
+            read({"images": [{"image": "a.png", **wrong}]})
+
+
 def test_lists_as_text() -> None:
     two = to_sample({"text": "<image><image>", "images": '["a.png", "b.png"]'}, Source("/f/x.csv"), 0)
     assert [ref.path for ref in two.images] == ["/f/a.png", "/f/b.png"]

@@ -59,7 +59,9 @@ def test_samples_and_files_with_a_number_sign(folder: Path) -> None:
     first, *_ = both = specs_of(f"{folder}/b#10", f"{folder}/a.txt")
     assert [(spec.group, spec.num_sampled) for spec in both] == [(0, 10), (0, 10), (1, None)]
     assert json.loads(first.settings) == {"num_sampled": 10}
-    with pytest.raises(ConfigError, match="a sample of no rows"):
+    shares = [specs_of(f"{folder}/a.txt#{amount}")[0].times_sampled for amount in ("20%", "2.5x")]
+    assert shares == [0.2, 2.5]
+    with pytest.raises(ConfigError, match="#0 takes nothing"):
         specs_of(f"{folder}/a.txt#0")
 
 

@@ -116,3 +116,26 @@ def test_it_tells_the_precision_that_the_run_tells(tiny: TinyWorld, tmp_path: Pa
         told.append([note for note in progress.notes if note.startswith(("trained weights: ", "parameters: "))])
     assert told[0] == told[1]
     assert len(told[0]) == 2
+
+
+def test_the_log_says_what_packs_make_of_the_batch(tiny: TinyWorld, tmp_path: Path) -> None:
+    def plan(**given: Any) -> str:
+        progress = Recording()
+        train(tiny.config(tmp_path, dry_run=True, **given), progress, World(0, 2))
+        return "\n".join(progress.notes)
+
+    # Two packs of five samples on each of two ranks; without packing, two rows on each.
+    said = plan(gradient_accumulation_steps=2)
+    assert "a step holds 20.0 samples and 110 target tokens on average" in said
+    assert "(batch size x accumulation x ranks: 1 x 2 x 2) 4 and 22: --samples-per-step 4 keeps that batch" in said
+    assert "5.0 times the batch: a learning rate tuned unpacked rises up to 2.2 times with Adam" in said
+    assert "warm-up: 1 of 2 steps, unpacked 1 of 10" in said
+    assert "warm-up: 4 of 2 steps, unpacked 4 of 10" in plan(gradient_accumulation_steps=2, warmup_steps=4)
+    assert "5.0 times with SGD (linear: Goyal et al. 2017)" in plan(gradient_accumulation_steps=2, optim="sgd")
+    for kept in ({"samples_per_step": 4}, {"packing": False}):
+        said = plan(**kept)
+        assert "a step holds" not in said
+        assert "tuned" not in said
+    assert "optimizer steps: 10, as without packing; each has the 4 samples that it has unpacked" in plan(
+        samples_per_step=4
+    )

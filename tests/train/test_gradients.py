@@ -37,6 +37,7 @@ ONE_PROCESS: dict[str, dict[str, Any]] = {
     "packed-workers": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "dataloader_num_workers": 2},
     "packed-checkpointed": {"per_device_train_batch_size": 8, "gradient_checkpointing": True},
     "dynamic": {"packing": False, "per_device_train_batch_size": 40, "dynamic_batch_tokens": 300},
+    "samples-per-step": {"samples_per_step": 40},
     "grouped": {"packing": False, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 5}
     | {"group_by_length": True},
     "padded-g1": {"packing": False, "per_device_train_batch_size": 40},
@@ -50,6 +51,7 @@ TWO_PROCESSES: dict[str, dict[str, Any]] = {
     "balanced": {"balance": "window", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
     "dynamic": {"packing": False, "per_device_train_batch_size": 20, "dynamic_batch_tokens": 200}
     | {"dynamic_max_batch_size": 3},
+    "samples-per-step": {"samples_per_step": 40, "packing_length": 128, "fsdp": ["full_shard"]},
     "fsdp": {"fsdp": ["full_shard"], "gradient_accumulation_steps": 4},
     "fsdp-uneven": {"fsdp": ["shard_grad_op"], "packing_length": 320, "gradient_accumulation_steps": 7},
     "padded-g1": {"packing": False, "per_device_train_batch_size": 20},
@@ -62,6 +64,10 @@ CHECKED = ("packed-uneven", "fsdp", "padded-g4", "stream")
 ALONE: dict[str, Any] = {"num_train_epochs": 2.0, "save_steps": 1, "gradient_accumulation_steps": 1}
 FSDP_RESUMED: dict[str, Any] = {"fsdp": ["full_shard"], "max_steps": 3, "save_steps": 2}
 RESUMED: dict[str, Any] = {"num_train_epochs": 2.0, "save_steps": 1, "gradient_accumulation_steps": 2}
+# Three steps an epoch, the third of 12 samples, with AdamW.
+KEPT: dict[str, Any] = {"num_train_epochs": 2.0, "save_steps": 2, "packing_length": 128}
+UNPACKED: dict[str, Any] = KEPT | {"packing": False, "per_device_train_batch_size": 7, "gradient_accumulation_steps": 2}
+SAMPLED: dict[str, Any] = KEPT | {"samples_per_step": 14}
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +115,55 @@ def alone(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two_processes(tiny: TinyWorld, alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def unpacked(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in padded batches, whose steps ``--samples-per-step`` keeps."""
+    output_dir = tmp_path_factory.mktemp("unpacked")
+    train(tiny.config(output_dir, **UNPACKED), SilentProgress())
+    return output_dir
+
+
+@pytest.fixture(scope="module")
+def sampled(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same steps in packs of one process."""
+    output_dir = tmp_path_factory.mktemp("sampled")
+    train(tiny.config(output_dir, **SAMPLED), SilentProgress())
+    return output_dir
+
+
+def check_same_curve(found: Path, expected: Path, first: int = 0) -> None:
+    """Losses, learning rates and target tokens of all steps from ``first`` on, and the weights in the end."""
+    lines, others = read_metrics(found), read_metrics(expected)[first:]
+    assert len(lines) == len(others) > 0
+    for line, other in zip(lines, others, strict=True):
+        assert [line[name] for name in ("step", "learning_rate", "target_tokens")] == [
+            other[name] for name in ("step", "learning_rate", "target_tokens")
+        ]
+        assert line["loss"] == pytest.approx(other["loss"], rel=1e-6)
+        assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+    weights, wanted = (load_file(run / "checkpoint-6" / "model.safetensors") for run in (found, expected))
+    for name, weight in wanted.items():
+        torch.testing.assert_close(weights[name], weight, rtol=0, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_packed_steps_are_the_unpacked_ones(sampled: Path, unpacked: Path) -> None:
+    check_same_curve(sampled, unpacked)
+    assert read_metrics(sampled)[0]["fill"] != read_metrics(unpacked)[0]["fill"]
+
+
+@pytest.mark.parametrize(("name", "first"), [("sampled", 0), ("sampled-from-one", 2)])
+def test_packed_steps_are_the_unpacked_ones_on_two_processes(
+    name: str, first: int, two_processes: Path, unpacked: Path
+) -> None:
+    """Resumed, too, by two processes where one had begun."""
+    check_same_curve(two_processes / name, unpacked, first)
+
+
+def test_packed_steps_resume_exactly(two_processes: Path) -> None:
+    check_same_rest(two_processes / "sampled", two_processes / "sampled-again", 4)
+
+
+@pytest.fixture(scope="module")
+def two_processes(tiny: TinyWorld, alone: Path, sampled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All jobs of two processes, in one process group."""
     root = tmp_path_factory.mktemp("two")
     jobs: list[Job] = [("train", root / name, DESCENT | settings) for name, settings in TWO_PROCESSES.items()]
@@ -132,6 +186,9 @@ def two_processes(tiny: TinyWorld, alone: Path, tmp_path_factory: pytest.TempPat
     )
     larger = ALONE | {"gradient_accumulation_steps": 2, "resume_from_checkpoint": f"{alone}/checkpoint-3"}
     jobs.append(("train", root / "assigned-to-larger-steps", larger))
+    jobs.append(("train", root / "sampled", SAMPLED))
+    for name, checkpoint in (("again", f"{root}/sampled/checkpoint-4"), ("from-one", f"{sampled}/checkpoint-2")):
+        jobs.append(("train", root / f"sampled-{name}", SAMPLED | {"resume_from_checkpoint": checkpoint}))
     for step in (1, 3):
         jobs.append(
             ("train", root / f"resumed-{step}", RESUMED | {"resume_from_checkpoint": f"{whole}/checkpoint-{step}"})

@@ -298,6 +298,8 @@ def test_targets_are_chosen_without_another_export(tiny: TinyWorld, tmp_path: Pa
         train(tiny.config(tmp_path / "d", loss_scale="last_round+react"), SilentProgress())
     with pytest.raises(MismatchError, match="--truncation-strategy delete, and this run asks for left"):
         train(tiny.config(tmp_path / "d", truncation_strategy="left"), SilentProgress())
+    with pytest.raises(MismatchError, match=r"without --norm-bbox, and this run asks for none(.|\n)* --norm-bbox none"):
+        train(tiny.config(tmp_path / "d", norm_bbox="none"), SilentProgress())
 
 
 def test_evaluations_between_steps_change_nothing(tiny: TinyWorld, tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "checkpointed": TWO | {"ring_size": 2, "per_device_train_batch_size": 8, "gradient_checkpointing": True},
     "workers": TWO | {"per_device_train_batch_size": 8, "dataloader_num_workers": 2},
     "sharded": TWO | {"fsdp": ["full_shard"], "gradient_accumulation_steps": 8},
+    "samples-per-step": TWO | {"samples_per_step": 40},
     "dynamic": TWO | {"packing": False, "per_device_train_batch_size": 40, "dynamic_batch_tokens": 300},
     "skrull": TWO | SKRULL | {"per_device_train_batch_size": 8},
     "skrull-ranks": SKRULL | {"per_device_train_batch_size": 4},

@@ -13,6 +13,7 @@ from packtool.encode.families import (
     by_processor,
     glm4v,
     qwen2_5_omni,
+    qwen2_5_vl,
     qwen2_vl,
     qwen3_5,
     qwen3_next,
@@ -62,6 +63,7 @@ __all__ = [
 
 FAMILIES: tuple[Family, ...] = (
     qwen2_vl.FAMILY,
+    qwen2_5_vl.FAMILY,
     qwen3_vl.FAMILY,
     qwen3_5.FAMILY,
     qwen3_next.FAMILY,

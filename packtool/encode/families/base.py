@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
 
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedVideo
 from packtool.rows.sample import MediaRef
@@ -105,7 +105,21 @@ class MediaLimits:
     video: VideoLimits | None = None
     audio: AudioLimits | None = None
 
+    @property
+    def unbounded(self) -> MediaLimits:
+        """What is left when nothing bounds sizes and frames: caches that differ in it cannot be trained together."""
+        image, video = self.image, self.video
+        return MediaLimits(
+            None if image is None else replace(image, min_pixels=0, max_pixels=0),
+            None if video is None else replace(video, **_NO_BOUNDS),
+            self.audio,
+        )
 
+
+_NO_BOUNDS: dict[str, Any] = {
+    **dict.fromkeys(("fps", "min_frames", "max_frames", "min_pixels", "max_pixels"), 0),
+    **dict.fromkeys(("frame_min_pixels", "frame_max_pixels", "total_pixels"), None),
+}
 MediaKind = Literal["image", "video", "audio"]
 Medium = EncodedImage | EncodedVideo | EncodedAudio
 Part = str | tuple[str, int]

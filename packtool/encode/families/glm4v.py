@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from packtool.config.rows import MediaOptions
 from packtool.encode.families.base import MediaLimits
+from packtool.encode.families.own_limits import refuse_own_limits
 from packtool.encode.families.processor import refuse_options
 from packtool.encode.families.qwen_video import resize_together
 from packtool.encode.families.qwen_vl import QwenVL, image_limits
 from packtool.encode.families.record import Family, Towers, encoded_by
 from packtool.encode.model_files import ModelFiles
+from packtool.rows.sample import MediaRef
 
 
 class Glm4v(QwenVL):
@@ -34,7 +36,8 @@ class Glm4v(QwenVL):
         self._pads = {"image": "<|image|>"}
         self.missing_video = "videos of this model are not taken yet"
 
-    def _grid(self, height: int, width: int) -> tuple[int, int, int]:
+    def _grid(self, height: int, width: int, ref: MediaRef) -> tuple[int, int, int]:
+        refuse_own_limits(ref)
         limits = self._images
         new_height, new_width = resize_together(
             height, width, limits.temporal_patch_size, limits, limits.min_pixels, limits.max_pixels
@@ -48,4 +51,5 @@ FAMILY = Family(
     kinds=("image",),
     towers=Towers(vision=("model.visual",), aligner=("model.visual.merger",)),
     image_marks=("image_start_token_id", "image_end_token_id"),
+    keeps_bounds=True,
 )

@@ -18,6 +18,7 @@ import numpy as np
 from packtool.config.rows import ImageOptions, MediaOptions
 from packtool.encode.encoded import EncodedImage
 from packtool.encode.families.base import MediaKind, MediaLimits, Medium, Part
+from packtool.encode.families.own_limits import refuse_own_limits
 from packtool.encode.families.record import pad_ids_of
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.template import ChatTemplate, TemplateFailure
@@ -72,6 +73,7 @@ class ProcessorFamily:
         """See ``MediaEncoding``."""
         if kind != "image":
             raise MediaProblem("media_unsupported", f"{label(ref)}: of this model packtool knows pictures only")
+        refuse_own_limits(ref)
         height, width = measure_image(ref)
         try:
             parts = self._parts_of(height, width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from packtool.encode.families.boxes import BoxForm
 from packtool.encode.families.record import Family, Towers, encoded_by
 
 FAMILY = Family(
@@ -16,4 +17,5 @@ FAMILY = Family(
     positions="sound_seconds",
     mel_frames=4,
     sound_chunk=(4, 1),
+    boxes=BoxForm(spelling="lists", scale="pixels"),
 )

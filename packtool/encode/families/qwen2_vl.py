@@ -1,12 +1,14 @@
-"""Qwen2-VL and Qwen2.5-VL."""
+"""Qwen2-VL, which writes boxes in pictures between control tokens."""
 
 from __future__ import annotations
 
+from packtool.encode.families.boxes import BoxForm
 from packtool.encode.families.record import Family, Towers, encoded_by
 
 FAMILY = Family(
-    model_types=("qwen2_vl", "qwen2_5_vl"),
+    model_types=("qwen2_vl",),
     encoding=encoded_by("qwen_vl.QwenVL", is_qwen3=False),
     kinds=("image", "video"),
     towers=Towers(vision=("model.visual",), aligner=("model.visual.merger",)),
+    boxes=BoxForm(spelling="tokens", scale="thousandths"),
 )

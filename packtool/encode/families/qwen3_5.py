@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from packtool.encode.families.boxes import BoxForm
 from packtool.encode.families.record import Family, Recurrence, Towers, encoded_by
 
 FAMILY = Family(
@@ -12,4 +13,5 @@ FAMILY = Family(
     recurrence=Recurrence(
         text_types=("qwen3_5_text", "qwen3_5_moe_text"), layers=("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
     ),
+    boxes=BoxForm(spelling="lists", scale="thousandths"),
 )

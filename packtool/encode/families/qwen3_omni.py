@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from packtool.encode.families.boxes import BoxForm
 from packtool.encode.families.record import Family, Towers, encoded_by
 
 FAMILY = Family(
@@ -20,4 +21,5 @@ FAMILY = Family(
     positions="sound_seconds",
     mel_frames=4,
     sound_chunk=(100, 13),
+    boxes=BoxForm(spelling="lists", scale="thousandths"),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from packtool.encode.families.boxes import BoxForm
 from packtool.encode.families.record import Family, Towers, encoded_by
 
 FAMILY = Family(
@@ -9,4 +10,5 @@ FAMILY = Family(
     encoding=encoded_by("qwen_vl.QwenVL", is_qwen3=True),
     kinds=("image", "video"),
     towers=Towers(vision=("model.visual",), aligner=("model.visual.merger", "model.visual.deepstack_merger_list")),
+    boxes=BoxForm(spelling="lists", scale="thousandths"),
 )

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from packtool.config.rows import MediaOptions
 from packtool.encode.encoded import EncodedAudio, EncodedVideo
-from packtool.encode.families.base import AudioLimits, MediaKind, MediaLimits, Medium, Part
+from packtool.encode.families.base import AudioLimits, MediaKind, MediaLimits, Medium, Part, VideoLimits
 from packtool.encode.families.qwen_video import video_limits
 from packtool.encode.families.qwen_vl import QwenVL, image_limits
 from packtool.encode.families.record import thinker_of
@@ -80,9 +80,9 @@ class QwenOmni(QwenVL):
             raise MediaProblem("media_size", f"{label(ref)}: {num_samples} samples are too short a sound")
         return EncodedAudio(ref.path, ref.data, num_samples, num_features, num_tokens)
 
-    def _seconds_per_grid(self, num_frames: int, fps: float, num_taken: int) -> float:
+    def _seconds_per_grid(self, num_frames: int, fps: float, num_taken: int, limits: VideoLimits) -> float:
         # Omni's processors go by the rate asked for, not by the one that came of it.
-        return self._videos.temporal_patch_size / self._videos.fps
+        return limits.temporal_patch_size / limits.fps
 
     def _sound_track(self, ref: MediaRef) -> EncodedAudio | None:
         if not self._audios.in_video:

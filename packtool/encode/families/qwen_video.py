@@ -123,8 +123,14 @@ def video_grid(height: int, width: int, num_taken: int, limits: VideoLimits) -> 
     Raises:
         ValueError: if the video cannot be shown to the model.
     """
+    return grid_within(height, width, num_taken, limits, *limits.bounds(num_taken))
+
+
+def grid_within(
+    height: int, width: int, num_taken: int, limits: VideoLimits, least: int, most: int
+) -> tuple[int, int, int]:
+    """``video_grid`` with other bounds on the pixels, as the processor is given them."""
     factor = limits.patch_size * limits.merge_size
-    least, most = limits.bounds(num_taken)
     if limits.over_all_frames:
         new_height, new_width = resize_together(height, width, num_taken, limits, least, most)
     else:

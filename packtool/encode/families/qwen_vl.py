@@ -12,7 +12,8 @@ from typing import Any
 
 from packtool.config.rows import ImageOptions, MediaOptions
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedVideo
-from packtool.encode.families.base import ImageLimits, MediaKind, MediaLimits, Medium, Part
+from packtool.encode.families.base import ImageLimits, MediaKind, MediaLimits, Medium, Part, VideoLimits
+from packtool.encode.families.own_limits import of_image, of_video
 from packtool.encode.families.qwen_video import sample_frames, timestamps, video_grid, video_limits
 from packtool.encode.families.resize import smart_resize
 from packtool.encode.model_files import ModelFiles
@@ -125,21 +126,21 @@ class QwenVL:
 
         height, width = measure_image(ref)
         try:
-            grid = self._grid(height, width)
+            grid = self._grid(height, width, ref)
         except ValueError as error:
             raise MediaProblem("media_size", f"{label(ref)}: {error}") from error
         num_tokens = grid[0] * grid[1] * grid[2] // self._images.merge_size**2
         return EncodedImage(ref.path, ref.data, height, width, grid, num_tokens)
 
-    def _grid(self, height: int, width: int) -> tuple[int, int, int]:
-        return image_grid(height, width, self._images)
+    def _grid(self, height: int, width: int, ref: MediaRef) -> tuple[int, int, int]:
+        return image_grid(height, width, of_image(self._images, ref))
 
     def _video(self, ref: MediaRef) -> EncodedVideo:
         from packtool.media.video import measure_video  # here, because most rows need none of PyAV
 
         size = measure_video(ref)
-        limits = self._videos
         try:
+            limits = of_video(self._videos, ref)
             indices = tuple(range(size.num_frames)) if ref.frames else sample_frames(size.num_frames, size.fps, limits)
             grid = video_grid(size.height, size.width, len(indices), limits)
         except ValueError as error:
@@ -154,14 +155,14 @@ class QwenVL:
             fps=size.fps,
             indices=indices,
             grid=grid,
-            seconds_per_grid=self._seconds_per_grid(size.num_frames, size.fps, len(indices)),
+            seconds_per_grid=self._seconds_per_grid(size.num_frames, size.fps, len(indices), limits),
             num_tokens=grid[0] * grid[1] * grid[2] // limits.merge_size**2,
             audio=self._sound_track(ref) if size.has_sound else None,
         )
 
-    def _seconds_per_grid(self, num_frames: int, fps: float, num_taken: int) -> float:
+    def _seconds_per_grid(self, num_frames: int, fps: float, num_taken: int, limits: VideoLimits) -> float:
         sampled_fps = num_taken / num_frames * fps
-        return self._videos.temporal_patch_size / sampled_fps
+        return limits.temporal_patch_size / sampled_fps
 
     def _sound_track(self, ref: MediaRef) -> EncodedAudio | None:
         return None

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from packtool.config.adapters import ModelPart
 from packtool.config.rows import MediaOptions
 from packtool.encode.families.base import MediaEncoding, MediaKind
+from packtool.encode.families.boxes import BoxForm
 from packtool.encode.model_files import ModelFiles
 
 Positions = Literal["token_types", "sound_seconds", "counted"]
@@ -102,10 +103,12 @@ class Family:
         positions: what its rotary positions are made of.
         processor_inputs: of a family whose pictures are made by its own processor: what that makes of them and the
             model's forward takes, as far as it is there. Empty where the tower takes patches and a grid.
+        keeps_bounds: all its pictures are made at the bounds of the processor's settings.
         refused: why its models are exported for, but not trained.
         mel_frames: of the shortest sound, which makes one token; 0 for a model that hears nothing.
         sound_chunk: mel frames of a whole chunk of sound, and the tokens that it makes.
         recurrence: its recurrent layers.
+        boxes: how it writes boxes, points and polygons in a picture; None if nobody knows.
     """
 
     model_types: tuple[str, ...] = ()
@@ -118,10 +121,12 @@ class Family:
     sound_marks: tuple[str, str] = ("audio_start_token_id", "audio_end_token_id")
     positions: Positions = "token_types"
     processor_inputs: tuple[str, ...] = ()
+    keeps_bounds: bool = False
     refused: str = ""
     mel_frames: int = 0
     sound_chunk: tuple[int, int] = (1, 1)
     recurrence: Recurrence = Recurrence()
+    boxes: BoxForm | None = None
 
     @property
     def visual_inputs(self) -> dict[MediaKind, tuple[str, str]]:

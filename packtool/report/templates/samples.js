@@ -35,7 +35,7 @@ const packtool = (() => {
     (await load(`${kind}-${Math.floor(place / cache.inABlock)}`))[place % cache.inABlock];
   const value = (name) => find("filters").elements[name]?.value ?? "";
   const tell = (text) => { find("told").textContent = text; };
-  const saidBy = (sample) => sample.parts.map((part) => part.text).join("");
+  const saidBy = (sample) => sample.parts.map((part) => part.look === "truncated" ? "" : part.text).join("");
 
   function field(label, control) {
     return make("label", {}, label, control);
@@ -59,7 +59,10 @@ const packtool = (() => {
       field("Reason", choice("reason", [["", "all"],
         ...Object.entries(cache.dropped).map(([reason, number]) => [reason, `${reason} (${number.toLocaleString("en")})`])])),
     ],
-    packs: () => [],
+    packs: () => cache.packs.ranks ? [
+      field("Step", make("input", { name: "step", type: "number", min: 0 })),
+      field("Rank", make("input", { name: "rank", type: "number", min: 0, max: cache.packs.ranks - 1 })),
+    ] : [],
   };
 
   // Which samples pass the filters that need no text; places in `cache.numbers`.
@@ -104,13 +107,7 @@ const packtool = (() => {
     state.page = 0;
     if (state.view === "samples") return filterSamples();
     state.searching++;
-    if (state.view === "packs") {
-      entries = Array.from({ length: cache.packs }, (_, i) => i);
-      const of = cache.packs < cache.allPacks ? ` of ${cache.allPacks.toLocaleString("en")}` : "";
-      tell(`${count(cache.packs, "pack")}${of}, each of at most ${count(cache.capacity, "token")}.` +
-        (cache.sharesPrefixes ? " Grey pieces are prefixes that several samples share." : ""));
-      return show();
-    }
+    if (state.view === "packs") return filterPacks();
     const text = value("text").toLowerCase(), reason = value("reason");
     entries = dropped.filter((row) => (!reason || row.reason === reason) &&
       `${row.source} ${row.row} ${row.detail}`.toLowerCase().includes(text));
@@ -118,6 +115,40 @@ const packtool = (() => {
     const listed = dropped.length < all ? `, of which the first ${dropped.length.toLocaleString("en")} are listed` : "";
     tell(`${count(entries.length, "row")} here; ${count(all, "row")} were dropped${listed}.`);
     return show();
+  }
+
+  function filterPacks() {
+    const { shown, all, capacity, sharesPrefixes, ranks, places } = cache.packs;
+    const step = value("step"), rank = value("rank");
+    entries = Array.from({ length: shown }, (_, i) => i).filter((i) =>
+      (step === "" || places[0][i] === Number(step)) && (rank === "" || places[1][i] === Number(rank) || places[1][i] < 0));
+    const of = entries.length < all ? ` of ${all.toLocaleString("en")}` : "";
+    tell(`${count(entries.length, "pack")}${of}, each of at most ${count(capacity, "token")}.` +
+      (ranks ? "" : " This plan does not say who trains them: packtool plan --save writes steps, too.") +
+      (sharesPrefixes ? " Grey pieces are prefixes that several samples share." : ""));
+    return show();
+  }
+
+  // A step of the plan, for the line above the first of its packs.
+  function stepHead(step) {
+    const { steps, places, ranks } = cache.packs, at = search(steps.number, step);
+    const [packs, micro, tokens, least, most] =
+      ["packs", "microBatches", "tokens", "least", "most"].map((name) => steps[name][at]);
+    const shown = places[0].filter((each) => each === step).length;
+    const each = ranks > 1 ? `; each of ${ranks.toLocaleString("en")} ranks has ` +
+      `${least === most ? "" : `${least.toLocaleString("en")} to `}${count(most, "token")}` : "";
+    const told = `${count(packs, "pack")}, ${count(tokens, "token")}${each}, in ` +
+      `${micro === 1 ? "one micro-batch" : `${micro.toLocaleString("en")} micro-batches`}` +
+      (shown < packs ? `; ${count(shown, "pack")} of it ${shown === 1 ? "is" : "are"} here` : "");
+    return make("div", { className: "step" }, make("h3", { textContent: `Step ${step.toLocaleString("en")}` }),
+      make("p", { className: "note", textContent: `${told}.` }));
+  }
+
+  // Where a pack or a sample is trained, in words.
+  function trainedAt(step, rank, micro) {
+    if (rank < 0) return `step ${step.toLocaleString("en")}, several ranks`;
+    const of = micro < 0 ? "several micro-batches" : `micro-batch ${micro.toLocaleString("en")}`;
+    return `step ${step.toLocaleString("en")}, rank ${rank.toLocaleString("en")}, ${of}`;
   }
 
   const SHOWN = {
@@ -135,38 +166,44 @@ const packtool = (() => {
         make("span", { textContent: row.detail }),
         make("span", { className: "said", textContent: `${row.source}, row ${row.row}` }));
     },
-    async packs(place) {
-      const pack = await inBlock("packs", place);
+    async packs(place, i, page) {
+      const pack = await inBlock("packs", place), { capacity, places } = cache.packs;
       const used = pack.parts.reduce((sum, [, length]) => sum + length, 0);
       const bar = make("div", { className: "pack" }, ...pack.parts.map(([number, length, num], i) => {
         if (number === null) {
           const told = `a prefix of ${count(num, "sample")}, ${count(length, "token")}, computed once`;
           const shared = make("i", { className: "prefix", title: told });
-          shared.style.width = `${100 * length / cache.capacity}%`;
+          shared.style.width = `${100 * length / capacity}%`;
           return shared;
         }
         const told = `sample ${number}, ${count(length, "token")}`;
         const at = placeOf(number);
         const part = make("button", { type: "button", className: `c${i % 5}`, title: told, ariaLabel: told, disabled: at < 0,
           onclick: () => open(at) });
-        part.style.width = `${100 * length / cache.capacity}%`;
+        part.style.width = `${100 * length / capacity}%`;
         return part;
       }));
       const head = `pack ${pack.number.toLocaleString("en")}: ${count(pack.samples, "sample")}, ` +
-        `${count(used, "token")}, ${(100 * used / cache.capacity).toFixed(1)}% of its room`;
-      return make("div", {}, make("h3", { textContent: head }), bar);
+        `${count(used, "token")}, ${(100 * used / capacity).toFixed(1)}% of its room`;
+      if (!places.length) return make("div", {}, make("h3", { textContent: head }), bar);
+      const [step, rank, micro] = places.map((column) => column[place]);
+      const begins = i === 0 || places[0][page[i - 1]] !== step;
+      return make("div", {}, ...(begins ? [stepHead(step)] : []),
+        make("h4", { textContent: `${trainedAt(step, rank, micro).replace(/^[^,]*, /, "")}, ${head}` }), bar);
     },
   };
 
-  // Where a sample stands among those that are shown; -1 if it does not.
-  function placeOf(number) {
-    let low = 0, high = cache.numbers.length;
+  // Where a number stands among ascending ones; -1 if it does not.
+  function search(numbers, number) {
+    let low = 0, high = numbers.length;
     while (low < high) {
       const middle = (low + high) >> 1;
-      if (cache.numbers[middle] < number) low = middle + 1; else high = middle;
+      if (numbers[middle] < number) low = middle + 1; else high = middle;
     }
-    return cache.numbers[low] === number ? low : -1;
+    return numbers[low] === number ? low : -1;
   }
+
+  const placeOf = (number) => search(cache.numbers, number);
 
   let drawn = 0;
   async function show() {
@@ -180,17 +217,43 @@ const packtool = (() => {
       `page ${(state.page + 1).toLocaleString("en")} of ${(last + 1).toLocaleString("en")}`, turn("On", state.page + 1));
   }
 
+  const SVG = "http://www.w3.org/2000/svg";
+
+  // A picture with the places in it that the text tells: outlines, and the number that each has in the list below.
+  function seen(image, { regions, ratio }) {
+    const svg = document.createElementNS(SVG, "svg");
+    svg.setAttribute("viewBox", "0 0 1 1");
+    svg.setAttribute("preserveAspectRatio", "none");
+    const badges = regions.map(({ corners, isCertain }, i) => {
+      const [[left, top], last] = [corners[0], corners.at(-1)];
+      const drawn = { 1: [last, last], 2: [[left, top], [last[0], top], last, [left, last[1]]] }[corners.length] ?? corners;
+      const outline = document.createElementNS(SVG, "polygon");
+      outline.setAttribute("points", drawn.map((corner) => corner.join()).join(" "));
+      outline.setAttribute("class", `l${i % 5}${isCertain ? "" : " unsure"}${corners.length === 1 ? " point" : ""}`);
+      svg.append(outline);
+      const badge = make("b", { className: `c${i % 5}`, textContent: i + 1 });
+      badge.style.left = `${100 * left}%`;
+      badge.style.top = `${100 * top}%`;
+      return badge;
+    });
+    const place = make("div", { className: "seen" }, image, svg, ...badges);
+    place.style.setProperty("--ratio", ratio);
+    return place;
+  }
+
   function medium(part) {
     const caption = make("figcaption", { textContent: part.text });
     const figure = make("figure", {}, caption);
+    const regions = part.regions ?? [];
+    if (regions.length) figure.append(make("ol", {}, ...regions.map(({ told }) => make("li", { textContent: told }))));
     const unreadable = (element) => () => {
-      element.remove();
-      if (figure.children.length === 1) caption.textContent += " It cannot be shown: unreadable here, or too large.";
+      (element.closest(".seen") ?? element).remove();
+      if (!figure.querySelector("img, video, audio")) caption.textContent += " It cannot be shown: unreadable here, or too large.";
     };
     const add = (tag, properties) => {
       const element = make(tag, properties);
       element.onerror = unreadable(element);
-      figure.prepend(element);
+      figure.prepend(tag === "img" && regions.length ? seen(element, part) : element);
     };
     if (part.seen) add("img", { src: part.seen, alt: part.text, loading: "lazy" });
     if (part.played) add(part.seen ? "video" : "audio", { src: part.played, controls: true, preload: "metadata" });
@@ -214,6 +277,11 @@ const packtool = (() => {
     const detail = find("detail");
     const facts = [["row", `${sample.source}, row ${sample.row}${sample.part}`], ["channel", sample.channel ?? "none"],
       ["tokens", `${sample.tokens.toLocaleString("en")}, of them ${sample.trained.toLocaleString("en")} trained`]];
+    if (cache.packs) {
+      const [pack, ...at] = sample.place ?? [];
+      facts.push(["in the plan", !sample.place ? "in no pack: it is too long" :
+        `${at.length ? `${trainedAt(...at)}, ` : ""}pack ${pack.toLocaleString("en")}`]);
+    }
     if (sample.truncated) facts.push(["truncated", `${count(sample.truncated, "token")} left out`]);
     const text = make("div", { id: "text" });
     for (const part of sample.parts) {
@@ -225,7 +293,8 @@ const packtool = (() => {
       make("h2", { textContent: `Sample ${sample.number.toLocaleString("en")}` }),
       make("dl", {}, ...facts.map(([what, told]) =>
         make("div", {}, make("dt", { textContent: what }), make("dd", { textContent: told })))),
-      make("p", { className: "note", textContent: "Coloured text is trained; grey text is not." }), text);
+      make("p", { className: "note", textContent: "Coloured text is trained; grey text is not." + (sample.truncated ?
+        " What was cut off is not in the cache: a mark with its number of tokens is on the side where it was." : "") }), text);
     detail.hidden = false;
     history.replaceState(null, "", `#sample=${sample.number}`);
     detail.scrollIntoView({ block: "start" });
@@ -245,8 +314,13 @@ const packtool = (() => {
   async function start() {
     cache = await load("cache");
     for (const name of ["numbers", "lengths", "channel", "kinds"]) cache[name] = numbers(cache[name]);
+    if (cache.packs) {
+      cache.packs.places = cache.packs.places.map(numbers);
+      for (const name of Object.keys(cache.packs.steps)) cache.packs.steps[name] = numbers(cache.packs.steps[name]);
+    }
     dropped = await load("dropped");
-    const names = { samples: "Samples", dropped: "Dropped rows", ...(cache.allPacks ? { packs: "Packs" } : {}) };
+    const packs = cache.packs && { packs: cache.packs.ranks ? "Steps and packs" : "Packs" };
+    const names = { samples: "Samples", dropped: "Dropped rows", ...packs };
     find("views").replaceChildren(...Object.entries(names).map(([name, textContent]) =>
       make("button", { type: "button", value: name, textContent, onclick: () => view(name) })));
     find("filters").onsubmit = (event) => event.preventDefault();

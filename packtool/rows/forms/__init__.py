@@ -8,7 +8,6 @@ of supervised training: the conversation that is to be preferred is trained, as 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from packtool.rows.forms.columns import Fields
 from packtool.rows.forms.known import KNOWN, detect
 from packtool.rows.forms.marks import LoneMark, check_marks, lone_mark, with_marks
 from packtool.rows.forms.media import Found, media_of
+from packtool.rows.forms.objects import objects_of
 from packtool.rows.forms.problem import RowProblem
 from packtool.rows.forms.responses import responses_of
 from packtool.rows.forms.text import TEXT
@@ -25,9 +25,6 @@ from packtool.rows.sample import PreparedTokens, Sample, Turn
 from packtool.rows.source import Pairs, Source
 
 __all__ = ["RowProblem", "check_first_rows", "to_sample"]
-
-# ms-swift's marks of places in a picture; without their boxes spelled out they are nothing to train on.
-_OBJECT_MARKS = re.compile(r"<ref-object>|<bbox>")
 
 
 def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
@@ -58,8 +55,7 @@ def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
     turns, num_added = with_marks(turns, media)
     asked = lone_mark(turns, media, fields, is_text)
     said = [*turns, *(turn for response in responses for turn in response.turns)]
-    if fields.get("objects") and any(_OBJECT_MARKS.search(turn.content) for turn in said):
-        raise RowProblem("objects_unsupported", "boxes and objects (<bbox>, <ref-object>) are not spelled out yet")
+    objects = objects_of(fields, said, len(media["image"]))
     return Sample(
         turns=tuple(turns),
         images=media["image"],
@@ -74,6 +70,7 @@ def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
         loss_scale=source.loss_scale,
         lone_mark=asked,
         responses=responses,
+        objects=objects,
     )
 
 

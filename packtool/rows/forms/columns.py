@@ -40,6 +40,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "audios": ("audios", "audio"),
     "channel": ("channel",),
     "objects": ("objects",),
+    "bbox_type": ("bbox_type",),
     "reasoning_content": ("reasoning_content",),
     "responses": ("responses",),
     "response_weights": ("response_weights", "weights"),
@@ -48,7 +49,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 # Read under any of their names, row by row: a file's first rows may lack them.
 _OPTIONAL = (
     *("history", "input", "system", "tools", "images", "videos", "audios"),
-    *("channel", "objects", "reasoning_content"),
+    *("channel", "objects", "bbox_type", "reasoning_content"),
 )
 
 # Python's parser needs some hundred times a text's size in memory.

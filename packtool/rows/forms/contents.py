@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from packtool.rows.forms.media import Found
+from packtool.rows.forms.media import FIXED, LIMITS, Found
 from packtool.rows.forms.problem import RowProblem
 from packtool.rows.forms.values import finite, listed, shown
 from packtool.rows.sample import Turn
@@ -136,10 +136,17 @@ def _medium(who: str, kind: str, part: Mapping[str, Any]) -> Any:
     value = next((part[key] for key in (kind, plain, f"{plain}_url", *_KEYS_OF_MEDIA) if part.get(key)), None)
     if not isinstance(value, Mapping):
         if isinstance(value, (list, tuple)) and plain == "video" and part.get("fps"):
-            return {"frames": value, "fps": part["fps"]}
-        return value
+            return {**_own_limits(plain, part), "frames": value, "fps": part["fps"]}
+        limits = _own_limits(plain, part)
+        return {**limits, "path" if isinstance(value, str) else "frames": value} if limits and value else value
     if value.get("type") == "base64" or (kind == "input_audio" and "data" in value):
         if not isinstance(value.get("data"), str):
             raise RowProblem("invalid_media", f"{who} has an {plain} without data")
-        return {"bytes": value["data"].partition("base64,")[2] or value["data"]}
-    return value
+        limits = _own_limits(plain, part)
+        return {**limits, "bytes": value["data"].partition("base64,")[2] or value["data"]}
+    return {**_own_limits(plain, part), **value}
+
+
+def _own_limits(kind: str, part: Mapping[str, Any]) -> dict[str, Any]:
+    """What a part says of the size that its medium is to have."""
+    return {key: part[key] for key in (*LIMITS[kind], *FIXED) if part.get(key) is not None}

@@ -12,7 +12,7 @@ import binascii
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
@@ -28,6 +28,14 @@ from packtool.rows.source import Source
 MEDIA_KINDS = ("image", "video", "audio")
 _KEYS = ("url", "path", "data")
 _LEAST_BASE64 = 1024
+LIMITS: dict[str, tuple[str, ...]] = {
+    "image": ("min_pixels", "max_pixels"),
+    "video": ("fps", "min_frames", "max_frames", "min_pixels", "max_pixels", "total_pixels"),
+    "audio": (),
+}
+"""Limits that a row may give a medium of its own, by kind, under the names of Qwen's tools."""
+FIXED = ("resized_height", "resized_width", "nframes", "video_start", "video_end")
+"""What Qwen's tools know besides, and is not done here."""
 _DEEPEST = 8
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+=*\s*")
 
@@ -113,6 +121,28 @@ def media_ref(kind: str, value: Any, source: Source, position: int = 0, depth: i
 
 
 def _of_mapping(kind: str, name: str, value: Mapping[str, Any], source: Source, depth: int) -> MediaRef:
+    ref = _in_mapping(kind, name, value, source, depth)
+    limits = _limits(kind, name, value, has_frames=bool(ref.frames))
+    return replace(ref, limits=(*limits, *ref.limits)) if limits else ref
+
+
+def _limits(kind: str, name: str, value: Mapping[str, Any], *, has_frames: bool) -> list[tuple[str, float]]:
+    """The limits that an object gives its medium; the rate of a video of frames is none."""
+    if refused := [key for key in FIXED if value.get(key) is not None]:
+        known = ", ".join(LIMITS[kind]) or "none"
+        raise RowProblem("media_limits", f"{name} has {refused[0]}, which is not done here; known are {known}")
+    found = []
+    for key in LIMITS[kind]:
+        if (given := value.get(key)) is None or (key == "fps" and has_frames):
+            continue
+        number = finite(given)
+        if number is None or number <= 0:
+            raise RowProblem("media_limits", f"{name} has {shown(given)} as {key}, which is no number above 0")
+        found.append((key, number))
+    return found
+
+
+def _in_mapping(kind: str, name: str, value: Mapping[str, Any], source: Source, depth: int) -> MediaRef:
     data = value.get("bytes")
     if data is not None:
         return MediaRef(path=None, data=_decoded(name, data) if isinstance(data, str) else _bytes(name, data))
@@ -128,7 +158,7 @@ def _of_mapping(kind: str, name: str, value: Mapping[str, Any], source: Source, 
     rate = finite(fps)
     if rate is None or rate <= 0:
         raise RowProblem("invalid_media", f"{name} has {shown(fps)} frames a second")
-    return MediaRef(path=None, frames=ref.frames, fps=rate)
+    return replace(ref, fps=rate)
 
 
 def _of_text(name: str, text: str, source: Source) -> MediaRef:

@@ -24,6 +24,7 @@ from packtool.batch.worker import deaths_told
 from packtool.config.train import TrainConfig
 from packtool.encode.model_files import place_of
 from packtool.errors import ConfigError
+from packtool.plan.source_shares import share_figures
 from packtool.progress import Progress
 from packtool.train.evaluate.per_sample import evaluate_in_training
 from packtool.train.loop.agreement import check_ranks_agree
@@ -50,6 +51,7 @@ from packtool.train.model.part_rates import PartRates
 from packtool.train.model.precision import SavedPrecision, checkpoint_dtype, load_masters, loaded_dtype, precision_lines
 from packtool.train.model.quantize import quantization_line, quantization_of
 from packtool.train.model.quiet import quiet_transformers
+from packtool.train.model.router import RouterBalance
 from packtool.train.model.sharding import (
     is_zero3,
     keep_digits_of_outputs,
@@ -115,6 +117,8 @@ def estimate_training(run: PreparedRun, spec: InputSpec) -> tuple[MemoryEstimate
         args = training_arguments(run.config, num_steps=run.schedule.num_steps, dtype=dtype, on_gpu=on_gpu)
         model = model_without_weights(run.config, spec.config, dtype)
         PartRates.of(run.config, model)
+        if run.config.router_aux_loss_coef:
+            RouterBalance(model, run.config.router_aux_loss_coef)
     estimate = _estimate(run, model, spec, dtype)
     told = list(precision_lines(model, dtype, run.config, checkpoint_dtype(spec.config)))
     told += quantization_line(model, spec.config.model_type, run.config)
@@ -176,6 +180,7 @@ def execute(run: PreparedRun, spec: InputSpec, result: TrainResult, progress: Pr
     result = dataclasses.replace(
         result,
         num_skipped=len(skipped),
+        sources=share_figures(trainer.trained_sources),
         output_dir=run.config.output_dir,
         steps=steps,
         seconds=seconds,

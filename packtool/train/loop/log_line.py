@@ -30,6 +30,8 @@ def heading_lines(run: PreparedRun, gpu: str | None) -> Iterator[str]:
         "waiting": f"shares of the time that steps waited for {waited_for}",
         "memory": f"the most that this process has held so far of its {'machine' if gpu is None else 'GPU'}, in GiB",
     }
+    if run.config.router_aux_loss_coef:
+        told["balance"] = "load-balancing loss of the experts, before --router-aux-loss-coef; even routers have k"
     if run.config.torch_compile:
         told["padding"] = "tokens that make micro-batches one of a few lengths, of all that this process computes"
     if gpu is not None and (peak := peak_tflops(gpu)) is not None:
@@ -61,6 +63,8 @@ def shown_figures(logs: Mapping[str, Any]) -> dict[str, float | int | str]:
         "waiting": "/".join(f"{100 * logs[name]:.0f}" for name in _WAITS if name in logs) + "%",
         "memory": f"{logs['memory_gib']:.1f} GiB",
     }
+    if "router_balance" in logs:
+        shown["balance"] = round(logs["router_balance"], 4)
     if "padding" in logs:
         shown["padding"] = f"{logs['padding']:.1%}"
     if "mfu" in logs:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from packtool.batch.batch import Batch, TreeBatch
 from packtool.launch.exchange import all_gather_objects
+from packtool.plan.source_shares import Counts, added
 from packtool.simulate.hardware import peak_tflops
 from packtool.train.model.head_loss import TargetLosses
 from packtool.train.model.loss import mean_loss
@@ -29,10 +30,14 @@ class Meter:
 
     Args:
         by_channel: tell losses and accuracies of each channel.
+
+    Attributes:
+        sources: what all steps so far had of each source of a mixture.
     """
 
     def __init__(self, *, by_channel: bool) -> None:
         self._by_channel = by_channel
+        self.sources: Counts = {}
         self._begin()
         self._since = self._log_began = time.perf_counter()
 
@@ -42,6 +47,7 @@ class Meter:
         self._waited = self._logging = 0.0
         self._num_run, self._num_padding = 0, 0
         self._seen: list[tuple[tuple[str | None, ...], Tensor]] = []
+        self._balances: list[Tensor] = []
 
     def waited_for(self, items: Iterable[T]) -> Iterator[T]:
         """The same items, with the time counted that they let this rank wait."""
@@ -71,12 +77,17 @@ class Meter:
     def add(self, figures: StepFigures) -> None:
         """A step is done."""
         self._figures += figures
+        self.sources = added([self.sources, figures.sources])
         self._num_steps += 1
 
     def run_over(self, batch: Batch) -> None:
         """A micro-batch is computed, with the padding that compiled layers want."""
         self._num_run += batch.input_ids.numel()
         self._num_padding += batch.num_padding
+
+    def see_balance(self, balance: Tensor) -> None:
+        """Keep what this rank adds to the balance of a step's experts, 0-d."""
+        self._balances.append(balance)
 
     @torch.no_grad()
     def see(self, found: TargetLosses, batch: Batch) -> None:
@@ -118,6 +129,9 @@ class Meter:
         }
         if copying is not None:
             line["copy_wait"] = copying / max(seconds, 1e-9)
+        if self._balances:
+            mine = float(torch.stack(self._balances).sum()) / self._num_steps
+            line["router_balance"] = sum(all_gather_objects(mine, accelerator.num_processes))
         if self._num_padding:
             line["padding"] = self._num_padding / self._num_run
         peak = peak_tflops(torch.cuda.get_device_name()) if accelerator.device.type == "cuda" else None

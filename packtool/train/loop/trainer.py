@@ -25,6 +25,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from packtool.batch.batch import Batch, SkippedSample
 from packtool.cache.evaluation_file import plain_json
+from packtool.plan.source_shares import Counts
 from packtool.train.loop.arguments import refused_by_transformers
 from packtool.train.loop.copies import DeviceCopies
 from packtool.train.loop.finite import StepNumbers
@@ -36,6 +37,7 @@ from packtool.train.model.kahan import KahanAdamW
 from packtool.train.model.loss import StepMean, sum_of_losses, takes_logits_to_keep
 from packtool.train.model.part_rates import PartRates, split_groups
 from packtool.train.model.precision import SavedPrecision, load_masters, save_masters
+from packtool.train.model.router import RouterBalance
 from packtool.train.prepare.checkpoint import PREFIX
 from packtool.train.prepare.figures import StepFigures
 from packtool.train.prepare.whole import loading, saving
@@ -84,8 +86,10 @@ class PackTrainer(Trainer):
         # Not the Trainer's, which scales noise by the length of the pack.
         alpha, self.neftune_noise_alpha = args.neftune_noise_alpha, None
         self.noise = EmbeddingNoise(model, alpha) if alpha else None
+        coefficient = config.router_aux_loss_coef
+        self.balance = RouterBalance(model, coefficient) if coefficient else None
         self.skipped: list[SkippedSample] = []
-        self._meter = Meter(by_channel=config.enable_channel_loss)
+        self._meter = Meter(by_channel=loader.run.tells_channels)
         self._copies = DeviceCopies(args.device)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -170,13 +174,18 @@ class PackTrainer(Trainer):
             self.accelerator.gradient_state._set_sync_gradients(is_last)
             # FSDP would add up whole float32 gradients until the last: each rank gets its shard of the sum at once.
             exchanges = is_last or self.accelerator.is_fsdp2
-            with contextlib.nullcontext() if exchanges else self.accelerator.no_sync(model=model):
-                loss = super().training_step(model, {"batch": self._copies.bring(batch), "mean": mean})
+            moved = self._copies.bring(batch)
+            balanced = self.balance.of(moved, inputs.figures.tokens, self.args.world_size) if self.balance else None
+            alone = contextlib.nullcontext() if exchanges else self.accelerator.no_sync(model=model)
+            with alone, balanced or contextlib.nullcontext():
+                loss = super().training_step(model, {"batch": moved, "mean": mean})
             self._meter.run_over(batch)
             self.numbers.see_loss(loss)
             total += loss
             skipped += batch.skipped
         self.skipped += skipped
+        if self.balance is not None:
+            self._meter.see_balance(self.balance.taken())
         self._meter.add(self._without_skipped(inputs.figures, mean, skipped) if self.skips else inputs.figures)
         return mean.sum_over_ranks(total)
 
@@ -242,6 +251,11 @@ class PackTrainer(Trainer):
             self._meter.end_log()
         # trainer_state.json is made of these, and JSON has no word for what is not a number.
         self.state.log_history[-1] = plain_json(self.state.log_history[-1])
+
+    @property
+    def trained_sources(self) -> Counts:
+        """What this run has trained of each source of a mixture; of a run that was resumed, since then."""
+        return self._meter.sources
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Always 0: the Trainer's estimate would need a batch of its own form."""

@@ -16,8 +16,10 @@ import numpy.typing as npt
 from packtool.attention.parallel.axes import Axes
 from packtool.batch.micro_batch import MicroBatch, PlannedEpoch
 from packtool.cache.chosen import ChosenTargets, SampleReader
+from packtool.cache.mixed import MixedSamples
 from packtool.cache.plan_file import read_plan
 from packtool.cache.reader import CacheReader
+from packtool.config.mixture import Recipe
 from packtool.config.train import TrainConfig
 from packtool.constants import LEAST_SHARED, VAL_SPLIT
 from packtool.encode.encoded import EncodedSample
@@ -26,6 +28,7 @@ from packtool.encode.relabel import TargetChoice
 from packtool.launch.world import World
 from packtool.plan.epoch import EpochPlan
 from packtool.plan.pack_plan import with_packs_in_order
+from packtool.plan.source_shares import share_figures
 from packtool.simulate.run import read_hardware
 from packtool.train.prepare.check import check_plan, choice_of_targets, open_caches, packs_of, with_template_of
 from packtool.train.prepare.checkpoint import RunState
@@ -33,6 +36,7 @@ from packtool.train.prepare.costs import RunCosts, sample_costs, tower_work, wit
 from packtool.train.prepare.evaluation import plan_of_samples, shared_of_evaluation, with_evaluation
 from packtool.train.prepare.figures import SampleFigures, StepFigures, figures_of_steps
 from packtool.train.prepare.heaviest import heaviest_tokens, seen_media, share_media
+from packtool.train.prepare.mixtures import counts_in, mixture_in, mixture_lines, named_sources
 from packtool.train.prepare.place import with_resumed_version
 from packtool.train.prepare.planner import Assignment, Planner, plan_options
 from packtool.train.prepare.prepared import Beginning, NumberExchange, PreparedRun, RankStep, Steps, Validation
@@ -65,10 +69,15 @@ class CachedRun(PreparedRun):
         """The prefixes that are computed once; None where all samples are computed whole."""
         return self.planner.shared
 
+    @property
+    def tells_channels(self) -> bool:
+        """See ``PreparedRun``; of a mixture its sources."""
+        return self.planner.mixture is not None or super().tells_channels
+
     def expected(self) -> TrainResult:
         """See ``PreparedRun``."""
         schedule, summary = self.schedule, self.schedule.first.summary
-        epochs = schedule.num_steps / schedule.steps_per_epoch
+        epochs, mixture = schedule.num_steps / schedule.steps_per_epoch, self.planner.mixture
         return TrainResult(
             num_samples=summary.num_samples,
             filtered=summary.num_filtered,
@@ -85,11 +94,14 @@ class CachedRun(PreparedRun):
             target_tokens=schedule.sum_of_target_tokens(self.start),
             output_dir=self.config.output_dir,
             resumed_from=self.beginning.checkpoint,
+            sources={} if mixture is None else share_figures(counts_in(self.schedule.first, mixture)),
         )
 
     def lines(self, expected: TrainResult) -> Iterator[str]:
         """See ``PreparedRun``."""
         yield from schedule_lines(self.config, self.schedule, expected)
+        if self.planner.mixture is not None:
+            yield from mixture_lines(self.planner.mixture, self.schedule.first)
         if self.shared is not None:
             cost = RunCosts.of(self.config, self.files.config).model
             first = self.state.assignments[0][1:] if self.state.assignments else self.state.assignment
@@ -181,6 +193,9 @@ def prepare_cached(config: TrainConfig, world: World, beginning: Beginning | Non
     """
     config = with_resumed_version(config)
     files = ModelFiles.load(config.model)
+    directories, recipe = named_sources(config)
+    if config.mix is not None:
+        config = dataclasses.replace(config, cached_dataset=directories)
     reader = open_caches(config, files)
     config, evaluated = with_evaluation(config, reader)
     files = with_template_of(reader, files)
@@ -191,7 +206,15 @@ def prepare_cached(config: TrainConfig, world: World, beginning: Beginning | Non
     if choice is not None:
         samples = chosen = ChosenTargets(reader, choice)
         targets = chosen.target_tokens()
-    planner, not_shared = _planner(config, files, reader, targets)
+    planner, not_shared = _planner(config, files, reader, targets, recipe)
+    if (mixture := planner.mixture) is not None:
+        samples = MixedSamples(
+            samples,
+            mixture.offsets,
+            mixture.names,
+            mixture.loss_weights,
+            keeps_channels=config.enable_channel_loss,
+        )
     beginning = beginning or Beginning.of(config)
     mine: Assignment = (world.data.size, config.gradient_accumulation_steps, config.per_device_train_batch_size)
     state = _state(config, planner, mine, reader.fingerprint)
@@ -212,7 +235,7 @@ def prepare_cached(config: TrainConfig, world: World, beginning: Beginning | Non
         validation=_validation(config, world, files, reader, choice, axes),
         reader=reader,
         samples=samples,
-        figures=_figures(config, files, reader, targets, planner.shared),
+        figures=dataclasses.replace(_figures(config, files, reader, targets, planner.shared), mixture=planner.mixture),
         planner=planner,
     )
 
@@ -276,7 +299,11 @@ def _access_notes(config: TrainConfig, reader: CacheReader) -> list[str]:
 
 
 def _planner(
-    config: TrainConfig, files: ModelFiles, reader: CacheReader, targets: npt.NDArray[np.integer[Any]]
+    config: TrainConfig,
+    files: ModelFiles,
+    reader: CacheReader,
+    targets: npt.NDArray[np.integer[Any]],
+    recipe: Recipe | None,
 ) -> tuple[Planner, list[str]]:
     """The planner of a run, and what is to be said of prefixes that it does not share."""
     saved = read_plan(config.plan) if config.plan is not None else None
@@ -294,7 +321,8 @@ def _planner(
     else:
         shared, told = shared_in_packs(config, options, files.config, reader)
     towers = tower_work(options.cost, reader.index) if shared is None else shared.towers(options.cost, targets)
-    planner = Planner(config, options, reader.index, targets, towers, packs, shared)
+    mixture = mixture_in(recipe, reader, targets, max_length=options.max_length, seed=config.seed)
+    planner = Planner(config, options, reader.index, targets, towers, packs, shared, mixture)
     return planner, [] if told is None else [told]
 
 
@@ -316,7 +344,7 @@ def _state(config: TrainConfig, planner: Planner, assignment: Assignment, cache:
     world_size, _, _ = assignment
     return RunState.of(
         config,
-        plan=plan.packs.fingerprint,
+        plan=plan.lasting_fingerprint,
         steps=plan.steps.fingerprint if plan.places is None else plan.fingerprint,
         cache=cache,
         max_length=planner.options.max_length,
@@ -331,10 +359,10 @@ def _state(config: TrainConfig, planner: Planner, assignment: Assignment, cache:
 
 
 def _schedule_of(planner: Planner) -> str:
-    """What decides how Skrull assigns, in one line."""
-    skrull = planner.options.skrull
+    """What decides the steps but packs, batch size and accumulation, in one line."""
+    skrull, num_samples = planner.options.skrull, planner.options.samples_per_step
     if skrull is None:
-        return ""
+        return "" if num_samples is None else f"{num_samples} samples a step"
     # "a row", where a sequence is meant: checkpoints hold this text, and are compared with it to the letter.
     shared = f"skrull, buckets of {skrull.bucket_size} tokens, a row on {skrull.sequence_parallel_size}"
     return f"{shared}, for {skrull.times.device}"

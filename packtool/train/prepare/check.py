@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 from dataclasses import fields
+from typing import Any
 
 from packtool import storage
 from packtool.cache.local import LocalCopies
@@ -15,7 +16,8 @@ from packtool.cache.plan_file import SavedPlan
 from packtool.cache.reader import CacheReader
 from packtool.config.evaluate import EvalConfig
 from packtool.config.export import EncodeSpec
-from packtool.config.rows import MediaOptions, expand_problems
+from packtool.config.rows import BOX_SETTINGS, MediaOptions, expand_problems
+from packtool.config.settings import flag
 from packtool.config.train import TrainConfig
 from packtool.constants import VAL_SPLIT
 from packtool.encode.families import ImageLimits, family_of, media_encoding
@@ -25,6 +27,7 @@ from packtool.encode.relabel import TargetChoice
 from packtool.encode.row_parts import expansion_of
 from packtool.errors import MismatchError
 from packtool.plan.pack_plan import PackPlan
+from packtool.train.prepare.mixtures import named_sources
 
 _WIDTH: dict[Base, int] = {"last_round": 0, "default": 1, "all": 2}
 """Which of them has more targets."""
@@ -40,7 +43,7 @@ def open_caches(config: TrainConfig, files: ModelFiles) -> CacheReader:
     Raises:
         MismatchError: naming both values, and the export that would mend it.
     """
-    reader = CacheReader.open(config.cached_dataset, copies=LocalCopies.of(config))
+    reader = CacheReader.open(named_sources(config)[0], copies=LocalCopies.of(config))
     for directory, manifest in zip(reader.directories, reader.manifests, strict=True):
         check_model(directory, manifest, files, config)
         check_limits(directory, manifest, config)
@@ -132,14 +135,15 @@ def check_policies(directory: str, manifest: Manifest, config: TrainConfig, file
     """What became of long rows and of turns was decided at export; given again, it must be the same."""
     there_and_here = {
         name: (manifest.identity.spec.get(name), getattr(config, name))
-        for name in ("truncation_strategy", "media_overflow")
+        for name in ("truncation_strategy", "media_overflow", *BOX_SETTINGS)
     }
     here = config.expand_turns and expansion_of(config.expand_turns, files)
     there_and_here["expand_turns"] = (manifest.identity.spec.get("expand_turns", "false"), here)
     for name, (there, here) in there_and_here.items():
         if here not in (None, there):
             raise MismatchError(
-                f"{directory} was exported with --{name.replace('_', '-')} {there}, and this run asks for {here}",
+                f"{directory} was exported with{'out' if there is None else ''} {flag(name)}"
+                f"{'' if there is None else f' {there}'}, and this run asks for {here}",
                 f"Leave it out, or export again:\n  {export_command(directory, manifest, **{name: here})}",
             )
 
@@ -271,9 +275,7 @@ def _dataset_words(manifest: Manifest) -> list[str]:
     words = []
     for option, is_val in (("--dataset", False), ("--val-dataset", True)):
         paths = [
-            path + (f"#{settings['num_sampled']}" if settings.get("num_sampled") else "")
-            for path, settings in asked
-            if (settings.get("split") == VAL_SPLIT) == is_val
+            path + _amount_words(settings) for path, settings in asked if (settings.get("split") == VAL_SPLIT) == is_val
         ]
         words += [option, *paths] if paths else []
     _, first = asked[0]
@@ -286,6 +288,13 @@ def _dataset_words(manifest: Manifest) -> list[str]:
         if first.get(name):
             words += ["--" + name.replace("_", "-"), str(first[name])]
     return words
+
+
+def _amount_words(settings: dict[str, Any]) -> str:
+    """What stood behind a source's name."""
+    if times := settings.get("times_sampled"):
+        return f"#{times:g}x"
+    return f"#{settings['num_sampled']}" if settings.get("num_sampled") else ""
 
 
 def _pixels(pixels: int | None, tokens: int | None, limits: ImageLimits) -> int | None:

@@ -58,7 +58,7 @@ class RunState:
         step: optimizer steps done.
         epoch, step_in_epoch: the same, as the place where training goes on.
         shares_prefixes: what samples begin with in common is computed once.
-        schedule: what decides how Skrull assigns; empty without it.
+        schedule: what decides how Skrull assigns, or ``--samples-per-step``; empty without them.
         learning: how each part of the model learns, by which packs are assigned to ranks: told where that makes a
             difference.
         master_weights: what was kept of the weights' digits.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,10 @@ import numpy.typing as npt
 
 from packtool.plan.balance import Costs
 from packtool.plan.epoch import EpochPlan
+from packtool.plan.mixture import Mixture
 from packtool.plan.pack_plan import PackPlan
 from packtool.plan.skrull_steps import SkrullSteps, computed_tokens
+from packtool.plan.source_shares import Counts, added, by_name, counts_of_steps, share_figures
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class StepFigures:
         attended_dense: the same if every pack were one text.
         flops: forward and backward, by the model's sizes; 0 if they are not known.
         hardware_flops: the same with activations that are computed again.
+        sources: of a mixture, what each source has of it.
     """
 
     target_tokens: int = 0
@@ -39,16 +43,24 @@ class StepFigures:
     attended_dense: int = 0
     flops: float = 0.0
     hardware_flops: float = 0.0
+    sources: Counts = field(default_factory=dict)
 
     def __add__(self, other: StepFigures) -> StepFigures:
-        return StepFigures(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
+        sums = {name: getattr(self, name) + getattr(other, name) for name in _SUMMED}
+        return StepFigures(**sums, sources=added([self.sources, other.sources]))
 
     def logged(self) -> dict[str, float]:
         """The figures under the names of a log line."""
         found: dict[str, float] = {"target_tokens": self.target_tokens, "tokens": self.tokens}
         found["fill"] = self.tokens / max(self.computed_tokens, 1)
         found["efficient_attn_ratio"] = self.attended / max(self.attended_dense, 1)
+        for source, figures in share_figures(self.sources).items():
+            told = ("share_of_samples", "share_of_tokens", "share_of_target_tokens", "epochs")
+            found |= {f"{name}_{source}": figures[name] for name in told}
         return found
+
+
+_SUMMED = tuple(each.name for each in dataclasses.fields(StepFigures) if each.name != "sources")
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +76,7 @@ class SampleFigures:
         hardware_flops: the same with activations that are computed again.
         is_seen: whether a sample has pictures or videos; None for perhaps.
         is_heard: whether it has sounds, or videos with one; None for perhaps.
+        mixture: whose sources steps tell the shares of; None without one.
     """
 
     target_tokens: npt.NDArray[np.integer[Any]]
@@ -74,6 +87,7 @@ class SampleFigures:
     hardware_flops: Costs | None = None
     is_seen: npt.NDArray[np.bool_] | None = None
     is_heard: npt.NDArray[np.bool_] | None = None
+    mixture: Mixture | None = None
 
 
 def figures_of_steps(plan: EpochPlan, samples: SampleFigures, *, is_dynamic: bool) -> Iterator[StepFigures]:
@@ -103,8 +117,12 @@ def figures_of_steps(plan: EpochPlan, samples: SampleFigures, *, is_dynamic: boo
         steps.sums_per_step(_flops_of(packs, samples.flops)),
         steps.sums_per_step(_flops_of(packs, samples.hardware_flops)),
     )
-    for numbers in zip(*(column.tolist() for column in columns), strict=True):
-        yield StepFigures(*numbers)
+    mixture = samples.mixture
+    sources: Iterable[Counts] = repeat({}, steps.num_steps)
+    if mixture is not None:
+        sources = (by_name(counts, mixture) for counts in counts_of_steps(packs, steps, mixture))
+    for *numbers, own in zip(*(column.tolist() for column in columns), sources, strict=True):
+        yield dataclasses.replace(StepFigures(*numbers), sources=own)
 
 
 def units_per_step(plan: EpochPlan, samples: SampleFigures) -> npt.NDArray[np.int64]:

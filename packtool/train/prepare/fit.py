@@ -169,7 +169,9 @@ class Search:
                 )
                 self._packs[run.packing_length] = found.packs
             else:
-                found = assign_packs(packs, index.target_tokens, options, towers=towers)
+                found = assign_packs(
+                    packs, index.target_tokens, options, media_tokens=index.media_tokens, towers=towers
+                )
             self._plans[key] = found
         return self._plans[key]
 

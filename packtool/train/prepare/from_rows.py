@@ -50,6 +50,18 @@ def with_cache(config: TrainConfig, progress: Progress) -> TrainConfig:
         return config
     files = ModelFiles.load(config.model, config.chat_template)
     asked = config.export_config("", length_of_rows(config, files))
+    # What is mixed by shares is a cache each: samples know their cache, and not their rows' file.
+    sets = [(name,) for name in config.dataset] if config.interleaves else [config.dataset]
+    directories = tuple(_cache_of(config, dataclasses.replace(asked, dataset=own), files, progress) for own in sets)
+    kept = {"media_root", *(field.name for field in dataclasses.fields(AccessOptions))}
+    plain: dict[str, Any] = {
+        field.name: field.default for field in dataclasses.fields(RowOptions) if field.name not in kept
+    }
+    return dataclasses.replace(config, **plain, chat_template=None, cached_dataset=directories)
+
+
+def _cache_of(config: TrainConfig, asked: ExportConfig, files: ModelFiles, progress: Progress) -> str:
+    """The directory of the cache of some rows, which is made if it is not there yet."""
     root = os.path.join(config.cache_dir or LocalCopies.default().directory, _EXPORTS)
     directory = os.path.join(root, rows_fingerprint(asked, files, sources_of(asked)))
     os.makedirs(root, exist_ok=True)
@@ -59,11 +71,7 @@ def with_cache(config: TrainConfig, progress: Progress) -> TrainConfig:
     dropped = f"{sum(summary.dropped.values()):,} dropped" + (f": {reasons}" if reasons else "")
     found = "found" if summary.already_finished else "made"
     progress.note(f"cache {found}: {directory} ({summary.kept:,} samples of {summary.rows:,} rows, {dropped})")
-    kept = {"media_root", *(field.name for field in dataclasses.fields(AccessOptions))}
-    plain: dict[str, Any] = {
-        field.name: field.default for field in dataclasses.fields(RowOptions) if field.name not in kept
-    }
-    return dataclasses.replace(config, **plain, chat_template=None, cached_dataset=(directory,))
+    return directory
 
 
 def _commonest(item: tuple[str, int]) -> int:

@@ -16,6 +16,7 @@ from packtool.config.settings import part_of
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
 from packtool.plan.epoch import EpochPlan, assign_packs, plan_epoch, reordered
+from packtool.plan.mixture import Mixture
 from packtool.plan.options import PlanOptions
 from packtool.plan.pack_plan import PackPlan
 from packtool.plan.skrull_steps import SkrullOptions
@@ -68,6 +69,7 @@ class Planner:
         towers: what the samples' media cost, or what each adds to the prefix that it shares.
         saved: packs to train instead of planning some.
         shared: prefixes that samples share; None where all are computed whole.
+        mixture: what an epoch takes of the samples; None for each once.
     """
 
     def __init__(
@@ -79,9 +81,10 @@ class Planner:
         towers: TowerWork,
         saved: PackPlan | None,
         shared: SharedPrefixes | None = None,
+        mixture: Mixture | None = None,
     ) -> None:
         self.config, self.options, self.index, self.saved = config, options, index, saved
-        self.targets, self.towers, self.shared = targets, towers, shared
+        self.targets, self.towers, self.shared, self.mixture = targets, towers, shared, mixture
         self._remembered = lru_cache(maxsize=_KEPT)(self._plan_of)
 
     def plan_of(self, epoch: int, assignment: Assignment) -> EpochPlan:
@@ -103,6 +106,7 @@ class Planner:
             media_tokens=self.index.media_tokens if self.shared is None else self.shared.media_tokens,
             towers=self.towers,
             trees=None if self.shared is None else self.shared.trees,
+            mixture=self.mixture,
         )
 
     def num_steps_whole(self, assignment: Assignment) -> int:
@@ -114,7 +118,8 @@ class Planner:
 
     def assign(self, packs: PackPlan, assignment: Assignment) -> EpochPlan:
         """The plan that assigns these packs to ranks."""
-        return assign_packs(packs, self.targets, self._options(assignment), towers=self.towers)
+        options, media_tokens = self._options(assignment), self.index.media_tokens
+        return assign_packs(packs, self.targets, options, media_tokens=media_tokens, towers=self.towers)
 
     def schedule(self, assignments: Sequence[tuple[int, int, int, int]]) -> PlannedSchedule:
         """The schedule of the run, with the rest of an epoch assigned anew wherever the number of processes changed."""
@@ -130,7 +135,14 @@ class Planner:
 
     def _schedule(self, assignment: Assignment, rest: Rest | None) -> PlannedSchedule:
         plan_of, config = partial(self.plan_of, assignment=assignment), self.config
-        return PlannedSchedule(plan_of, num_epochs=config.num_train_epochs, max_steps=config.max_steps, rest=rest)
+        mixture = self.mixture
+        return PlannedSchedule(
+            plan_of,
+            num_epochs=config.num_train_epochs,
+            max_steps=config.max_steps,
+            rest=rest,
+            targets_of=None if mixture is None else lambda epoch: int(self.targets[mixture.drawn(epoch)].sum()),
+        )
 
     def _options(self, assignment: Assignment) -> PlanOptions:
         world_size, accumulation, batch_size = assignment

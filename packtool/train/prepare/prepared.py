@@ -166,6 +166,11 @@ class PreparedRun(ABC):
         """The first step to train."""
         return self.beginning.start
 
+    @property
+    def tells_channels(self) -> bool:
+        """Whether losses are logged by channel, too."""
+        return self.config.enable_channel_loss
+
     @abstractmethod
     def expected(self) -> TrainResult:
         """What is known of the run's result before the first step."""

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -19,14 +19,20 @@ from packtool.cache.reader import CacheReader
 from packtool.config.plan import PlanConfig
 from packtool.encode.model_files import ModelFiles
 from packtool.plan.balance import imbalance
+from packtool.plan.batch_growth import BatchGrowth, own_steps_line
 from packtool.plan.epoch import EpochPlan, assign_packs, plan_epoch
+from packtool.plan.mixture import Mixture
 from packtool.plan.options import PlanOptions
+from packtool.plan.pack_plan import Int64Array
+from packtool.plan.packed_steps import costs_in_turn
+from packtool.plan.source_shares import by_name, counts_of_steps, share_figures
 from packtool.plan.summary import PlanSummary, pack_costs, padded_fill
 from packtool.plan.towers import TowerWork
 from packtool.simulate.lengths import read_lengths
 from packtool.simulate.model_sizes import MODEL_PRESETS
 from packtool.simulate.run import read_hardware
 from packtool.train.prepare.costs import tower_work, with_model
+from packtool.train.prepare.mixtures import mixture_in, named_sources
 from packtool.train.prepare.planner import plan_options
 from packtool.train.prepare.shared_prefixes import SharedPrefixes, shared_in_packs
 
@@ -66,6 +72,7 @@ class Preview:
         num_epochs: times that every sample is seen.
         sequence_parallel_size: processes that share each pack.
         plain: what the same samples would be without packing, in batches of as many rows as packs of whole ones hold.
+        mixture: what an epoch takes of the caches; None for every sample once.
     """
 
     plan: EpochPlan
@@ -82,12 +89,13 @@ class Preview:
     num_epochs: float
     sequence_parallel_size: int
     plain: PlainBatches
+    mixture: Mixture | None
 
     def figures(self, tflops: float | None = None, mfu: float = 0.4) -> dict[str, Any]:
         """All figures by name, as JSON has them."""
         summary, packs = self.plan.summary, self.plan.whole_packs
         assert summary.balance is not None, "a preview knows costs"
-        balance = summary.balance
+        balance, batch = summary.balance, BatchGrowth.of(summary)
         over = summary.num_packs / summary.lower_bound - 1 if summary.lower_bound else 0.0
         found: dict[str, Any] = {
             "samples": summary.num_samples,
@@ -104,6 +112,10 @@ class Preview:
             "plan_seconds": round(self.seconds, 4),
             "steps_per_epoch": summary.num_steps,
             "steps_without_packing": summary.num_steps_without_packing,
+            "samples_per_step": batch.num_samples,
+            "target_tokens_per_step": batch.num_targets,
+            "samples_per_step_without_packing": batch.num_plain,
+            "target_tokens_per_step_without_packing": batch.num_plain_targets,
             "padding_of_plain_batches": self.plain.padding,
             "rows_of_plain_batches": self.plain.rows,
             "steps_of_plain_batches": self.plain.steps,
@@ -118,6 +130,7 @@ class Preview:
             },
             "skrull": _skrull_figures(summary),
             "shared_prefixes": self._shared_figures(),
+            "sources": self.source_figures,
             "flops_per_epoch": balance.flops,
             "cost_model": self.cost_source,
             "plan_fingerprint": self.plan.fingerprint,
@@ -129,6 +142,33 @@ class Preview:
             slowest = balance.flops * mean / self.options.world_size / self.sequence_parallel_size
             found["hours"] = slowest * self.num_epochs / (tflops * 1e12 * mfu) / 3600
         return found
+
+    @cached_property
+    def counts_of_steps(self) -> Int64Array | None:
+        """Samples, tokens and target tokens of each source in each step, int64 (T, S, 3); None without a mixture."""
+        if self.mixture is None:
+            return None
+        return counts_of_steps(self.plan.packs, self.plan.steps, self.mixture)
+
+    @property
+    def source_figures(self) -> dict[str, dict[str, Any]] | None:
+        """What the epoch has of each source, by name; None without a mixture."""
+        if self.mixture is None or self.counts_of_steps is None:
+            return None
+        return share_figures(by_name(self.counts_of_steps.sum(axis=0), self.mixture))
+
+    @property
+    def batch_line(self) -> str | None:
+        """A sentence about what packs make of the batch; None where it is no larger than without packing."""
+        summary, options, batch = self.plan.summary, self.options, BatchGrowth.of(self.plan.summary)
+        if options.samples_per_step is not None:
+            return f"{summary.num_steps:,} steps, as without packing: {own_steps_line(summary, self.plan.steps)}"
+        if not options.packing or not batch.is_large:
+            return None
+        factors = (options.per_device_train_batch_size, options.gradient_accumulation_steps, options.world_size)
+        keeps = "--packing false" if options.skrull is not None else f"--samples-per-step {batch.num_plain}"
+        both = batch.sentence(" x ".join(map(str, factors)), knows_targets=self.reader is not None)
+        return f"{both}: {keeps} keeps that batch; {batch.advice()}"
 
     @property
     def shared_line(self) -> str | None:
@@ -164,9 +204,13 @@ class Preview:
         after = imbalance(self.plan.steps.rank_costs(costs))
         if self.options.dynamic_batch_tokens is not None:
             return after, after
-        in_turn = dataclasses.replace(self.options, balance="none", skrull=None)
+        if self.plan.drawn is not None and self.options.samples_per_step is not None:
+            each = pack_costs(self.plan.drawn, self.options.cost, self.target_tokens, self.towers)
+            in_turn = costs_in_turn(each, self.options.samples_per_step, self.options.world_size)
+            return imbalance(in_turn), after
+        without = dataclasses.replace(self.options, balance="none", skrull=None)
         packs = self.plan.whole_packs
-        plain = assign_packs(packs, self.target_tokens, in_turn, towers=self.towers)
+        plain = assign_packs(packs, self.target_tokens, without, towers=self.towers)
         costs = pack_costs(packs, self.options.cost, self.target_tokens, self.towers)
         return imbalance(plain.steps.rank_costs(costs)), after
 
@@ -180,7 +224,8 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
     Raises:
         ConfigError, DataError, MismatchError: as for training.
     """
-    reader = CacheReader.open(config.cached_dataset, copies=LocalCopies.of(config)) if config.cached_dataset else None
+    directories, recipe = named_sources(config)
+    reader = CacheReader.open(directories, copies=LocalCopies.of(config)) if directories else None
     lengths: npt.NDArray[np.integer[Any]]
     targets: npt.NDArray[np.integer[Any]]
     if reader is not None:
@@ -197,13 +242,16 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
     towers = tower_work(options.cost, reader.index) if reader is not None else None
     # mypy knows no calls that give an argument of a partial anew.
     plan_with: Any = partial(plan_epoch, lengths, targets, options, seed=config.seed, media_tokens=media, towers=towers)
+    mixture: Mixture | None = None
     begin = time.perf_counter()
     shared, unshared = shared_in_packs(config, options, model_config, reader) if reader is not None else (None, None)
     if shared is not None:
         towers = shared.towers(options.cost, targets)
         plan = plan_with(media_tokens=shared.media_tokens, towers=towers, trees=shared.trees)
     else:
-        plan = plan_with()
+        if reader is not None:
+            mixture = mixture_in(recipe, reader, targets, max_length=options.max_length, seed=config.seed)
+        plan = plan_with(mixture=mixture)
     seconds = time.perf_counter() - begin
     whole = plan.summary if shared is None else plan_with().summary
     return Preview(
@@ -220,7 +268,8 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
         cost_source=cost_source,
         num_epochs=config.num_train_epochs,
         sequence_parallel_size=config.sequence_parallel_ranks,
-        plain=_plain_batches(whole, options, lengths, targets, config.seed),
+        plain=_plain_batches(whole, options, lengths, targets, config.seed, mixture),
+        mixture=mixture,
     )
 
 
@@ -249,6 +298,7 @@ def _plain_batches(
     lengths: npt.NDArray[np.integer[Any]],
     targets: npt.NDArray[np.integer[Any]],
     seed: int,
+    mixture: Mixture | None,
 ) -> PlainBatches:
     rows = dataclasses.replace(options, packing=False, cost=None, balance="none", packing_algorithm="best_fit")
     # As many rows a batch as packs hold samples: what else fits into the same memory, more or less.
@@ -261,22 +311,23 @@ def _plain_batches(
         group_by_length=False,
         dynamic_batch_tokens=None,
         dynamic_max_batch_size=None,
+        samples_per_step=None,
         skrull=None,
     )
-    padded = plan_epoch(lengths, targets, rows, seed=seed)
+    padded = plan_epoch(lengths, targets, rows, seed=seed, mixture=mixture)
     fill = padded_fill(padded.packs, padded.steps)
     return PlainBatches(each, padded.summary.num_steps, round(padded.packs.num_tokens / fill), 1 - fill)
 
 
 def save_plan(found: Preview, config: PlanConfig) -> None:
-    """Write the packs for ``packtool train --plan``.
+    """Write the packs for ``packtool train --plan``, and the steps of the first epoch for whoever looks at them.
 
     Raises:
         StorageError: if the file cannot be written.
     """
     assert config.save is not None, "asked for"
     assert found.reader is not None, "checked with the settings"
-    packs = found.plan.whole_packs
+    packs, trained = found.plan.whole_packs, found.plan.packs
     info = PlanInfo(
         capacity=packs.capacity,
         max_length=found.options.max_length,
@@ -285,7 +336,9 @@ def save_plan(found: Preview, config: PlanConfig) -> None:
         plan=packs.fingerprint,
         num_cached=len(found.reader),
     )
-    write_plan(config.save, SavedPlan(info, packs.samples, packs.offsets, packs.lengths, packs.shared))
+    # Skrull trains a pack's samples one by one, in the packs' order.
+    places = np.repeat(found.plan.steps.places(), np.diff(trained.offsets), axis=0)
+    write_plan(config.save, SavedPlan(info, packs.samples, packs.offsets, packs.lengths, packs.shared, places))
 
 
 def _trains_packs(summary: PlanSummary) -> bool:

@@ -13,7 +13,9 @@ from packtool.cache.evaluation_file import plain_json
 from packtool.config.plan import PlanConfig
 from packtool.config.settings import flag
 from packtool.config.train import TrainConfig
+from packtool.plan.batch_growth import BatchGrowth, own_steps_line
 from packtool.plan.summary import SkrullFigures
+from packtool.train.prepare.mixtures import named_sources
 from packtool.train.prepare.place import RESULT_NAME
 from packtool.train.prepare.schedule import PlannedSchedule
 
@@ -44,6 +46,8 @@ class TrainResult:
         num_skipped: samples of the steps of this run that ``--on-bad-media skip`` left out.
         dropped: rows that could not be used, by reason; of a streaming run.
         parts_left_out: turns and responses of rows of which others were used, by reason; of a streaming run.
+        sources: of a mixture, by name: counts and shares of samples, tokens and target tokens, and epochs: of the steps
+            of this run; of a dry run, of its first epoch.
     """
 
     num_samples: int
@@ -73,6 +77,7 @@ class TrainResult:
     streaming: bool = False
     dropped: Mapping[str, int] = field(default_factory=dict)
     parts_left_out: Mapping[str, int] = field(default_factory=dict)
+    sources: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def write(self) -> None:
         """Write the result into the output directory, as JSON."""
@@ -90,6 +95,8 @@ def option_words(config: TrainConfig | PlanConfig) -> list[str]:
     """The settings that are not their defaults as words of a command line."""
     words: list[str] = []
     for setting in dataclasses.fields(config):
+        if setting.name == "cached_dataset" and config.mix is not None:
+            continue  # the recipe names them
         value = getattr(config, setting.name)
         default = setting.default_factory() if callable(setting.default_factory) else setting.default
         if value == default:
@@ -110,7 +117,7 @@ def next_lines(config: TrainConfig, result: TrainResult) -> Iterator[str]:
     """What to do with what was trained."""
     if result.checkpoint is None:
         return
-    caches = shlex.join(config.cached_dataset or ("CACHE",))
+    caches = shlex.join(named_sources(config)[0] or ("CACHE",))
     checkpoint = shlex.quote(result.checkpoint)
     few_bits = "" if config.quant_bits is None else f" --quant-bits {config.quant_bits}"
     yield f"evaluate: packtool eval --model {checkpoint} --cached-dataset {caches} --output eval.parquet{few_bits}"
@@ -127,7 +134,10 @@ def next_lines(config: TrainConfig, result: TrainResult) -> Iterator[str]:
 def schedule_lines(config: TrainConfig, schedule: PlannedSchedule, result: TrainResult) -> Iterator[str]:
     """What is to be said of the plan before it is trained."""
     summary = schedule.first.summary
-    left_out = f"; {summary.num_filtered:,} longer than {summary.max_length:,} tokens are left out"
+    reason = f"longer than {summary.max_length:,} tokens"
+    if result.sources:
+        reason += ", or outside what their source takes,"
+    left_out = f"; {summary.num_filtered:,} {reason} are left out"
     yield f"samples in the caches: {summary.num_cached:,}{left_out if summary.num_filtered else ''}"
     num = f"{summary.num_samples:,}"
     yield f"samples to train on: {num}, lengths known: {num}, longest {summary.longest:,}"
@@ -135,6 +145,7 @@ def schedule_lines(config: TrainConfig, schedule: PlannedSchedule, result: Train
     if summary.skrull is not None:
         yield _skrull_line(summary.skrull, summary.num_tokens, summary.num_empty_micro_batches)
         yield f"optimizer steps: {result.steps:,}; {processes}"
+        yield from _batch_lines(config, schedule, result)
         return
     if not summary.packing:
         yield f"packing: no, but {_unpacked(config)}, {summary.fill:.1%} of whose tokens are true; {processes}"
@@ -144,15 +155,38 @@ def schedule_lines(config: TrainConfig, schedule: PlannedSchedule, result: Train
         f"packing: yes (--packing false pads); packing length: {summary.packing_length:,}, packing processes: "
         f"{summary.packing_num_proc}, {processes}"
     )
+    keeps = config.samples_per_step is not None
+    least = "" if keeps else f" (at least {summary.lower_bound:,} are needed)"
+    free = " (nothing is computed for what is free)" if keeps else ""
     yield (
-        f"packs: {summary.num_packs:,} (at least {summary.lower_bound:,} are needed), "
-        f"{summary.samples_per_pack:.2f} samples a pack, fill {summary.fill:.2%}"
+        f"packs: {summary.num_packs:,}{least}, {summary.samples_per_pack:.2f} samples a pack, fill "
+        f"{summary.fill:.2%}{free}"
     )
+    if keeps:
+        yield f"optimizer steps: {result.steps:,}, as without packing; {own_steps_line(summary, schedule.first.steps)}"
+        return
     if last := last_step_line(schedule):
         yield last
     saved = 1 - result.steps / result.steps_without_packing
     without = result.steps_without_packing
     yield f"optimizer steps: {result.steps:,} with packing, {without:,} without, one sample a row ({saved:.0%} fewer)"
+    yield from _batch_lines(config, schedule, result)
+
+
+def _batch_lines(config: TrainConfig, schedule: PlannedSchedule, result: TrainResult) -> Iterator[str]:
+    """What packs make of the batch, and what that asks of the learning rate and the warm-up."""
+    batch = BatchGrowth.of(schedule.first.summary)
+    if not config.packing:
+        return
+    keeps = "--packing false" if config.schedule == "skrull" else f"--samples-per-step {batch.num_plain}"
+    factors = (config.per_device_train_batch_size, config.gradient_accumulation_steps, schedule.first.steps.world_size)
+    yield f"{batch.sentence(' x '.join(map(str, factors)))}: {keeps} keeps that batch"
+    if batch.is_large:
+        steps, plain = result.steps, result.steps_without_packing
+        yield (
+            f"{batch.advice(config.optim)}; warm-up: {config.num_warmup_steps(steps):,} of {steps:,} steps, unpacked "
+            f"{config.num_warmup_steps(plain):,} of {plain:,}"
+        )
 
 
 def _unpacked(config: TrainConfig) -> str:

@@ -69,14 +69,21 @@ class PlannedSchedule:
         num_epochs: may have a fraction.
         max_steps: fewer or more steps than the epochs have; None for as many.
         rest: stands for the part of its epoch that was left; earlier steps are not to be asked for.
+        targets_of: labels that carry loss in a whole epoch; None where every epoch has the same samples.
     """
 
     def __init__(
-        self, plan_of: Callable[[int], EpochPlan], *, num_epochs: float, max_steps: int | None, rest: Rest | None = None
+        self,
+        plan_of: Callable[[int], EpochPlan],
+        *,
+        num_epochs: float,
+        max_steps: int | None,
+        rest: Rest | None = None,
+        targets_of: Callable[[int], int] | None = None,
     ) -> None:
         self.first = plan_of(0)
         self.steps_per_epoch = self.first.steps.num_steps
-        self._rest = rest
+        self._rest, self._targets_of = rest, targets_of
         if rest is None:
             self.plan_of = plan_of
             self.num_steps = max_steps or math.ceil(num_epochs * self.steps_per_epoch)
@@ -108,15 +115,17 @@ class PlannedSchedule:
     def sum_of_target_tokens(self, start: int) -> int:
         """Labels that carry loss in all steps from ``start`` on."""
         total, step = 0, start
-        whole = int(self.first.steps.target_tokens_per_step.sum())
+        targets_of = self._targets_of
+        if targets_of is None:
+            whole = int(self.first.steps.target_tokens_per_step.sum())
         while step < self.num_steps:
             epoch, first = self.locate(step)
             is_rest = self._rest is not None and epoch == self._rest.epoch
             num_steps = self._rest.plan.steps.num_steps if self._rest is not None and is_rest else self.steps_per_epoch
             last = min(num_steps, first + self.num_steps - step)
-            # Every epoch has the same samples, so only one that is not trained whole must be looked at closely.
+            # Only an epoch that is not trained whole must be looked at closely.
             if (first, last) == (0, self.steps_per_epoch) and not is_rest:
-                total += whole
+                total += whole if targets_of is None else targets_of(epoch)
             else:
                 total += int(self.plan_of(epoch).steps.target_tokens_per_step[first:last].sum())
             step += last - first

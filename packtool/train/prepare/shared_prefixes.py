@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from packtool.cache.prefixes import SplitPrefixes
 from packtool.cache.reader import CacheReader, SplitIndex
-from packtool.config.packing import SharingOptions
+from packtool.config.mixture import MIXTURES
+from packtool.config.packing import SEQUENCE_PARALLELISM, SharingOptions
 from packtool.config.plan import PlanConfig
 from packtool.config.train import TrainConfig
 from packtool.constants import LEAST_SHARED
@@ -212,11 +213,13 @@ def _not_worth_it(found: SharedPrefixes, reasons: Sequence[str]) -> str | None:
         reasons: what stands in the way.
     """
     if found.saved <= WORTH_SHARING:
+        if reasons:
+            return ""
         told = (
             f"shared prefixes: {found.saved:.1%} of the tokens could be saved, which is not worth it: each sample is "
             "computed whole, unless --share-prefix true shares them"
         )
-        return told if found.saved >= _WORTH_TELLING else ""
+        return told if found.saved >= _WORTH_TELLING and not reasons else ""
     if reasons:
         told = f"shared prefixes: {found.saved:.0%} of the tokens could be saved, but each sample is computed whole"
         return f"{told}: {_reason(reasons[0])}"
@@ -315,4 +318,4 @@ def _problem_of_model(model: Mapping[str, Any]) -> str:
 
 def _reason(reason: str) -> str:
     """An option that stands in the way, or a sentence, as the end of another sentence."""
-    return f"that does not go with {reason}" if reason.startswith(("--", "sequence parallelism")) else reason
+    return f"that does not go with {reason}" if reason.startswith(("--", SEQUENCE_PARALLELISM, MIXTURES)) else reason

@@ -37,7 +37,8 @@ class Check:
     """One comparison.
 
     Args:
-        name: ``isolation``, ``prefixes``, ``logits``, ``loss`` or ``gradients``.
+        name: ``isolation``, ``prefixes``, ``logits``, ``loss`` or ``gradients``; of a trajectory ``losses`` or
+            ``weights``.
         error: the largest that was found.
         allowed: the largest that rounding explains.
         where: it was found.
@@ -65,6 +66,8 @@ class Check:
             return f"packed samples leak: {self.where} by {size}"
         if self.name == "prefixes":
             return f"a shared prefix does not do what it does alone: {self.where} the difference is {size}"
+        if self.name in ("losses", "weights"):
+            return f"packed steps do not train what unpacked ones do: {self.where} the difference is {size}"
         thing = "the loss of a pack is" if self.name == "loss" else f"the {self.name} of a pack are"
         return f"{thing} not that of its samples alone: {self.where} the difference is {size}"
 

@@ -91,7 +91,7 @@ class PackUnderTest:
         self.least_shared = least_shared
         self.tolerances = Tolerances.of(dtype)
         alone = [collate_packs([sample], spec).to(device) for sample in self.samples]
-        self.alone = [_without_boundaries(batch) for batch in alone]
+        self.alone = [as_transformers_has_it(batch) for batch in alone]
         self.batch: PackedBatch | ShardedBatch
         numbers = range(len(self.samples))
         self.nodes = [Node((number,), 0, self.samples[number].length, ROOT) for number in numbers]
@@ -193,11 +193,7 @@ class PackUnderTest:
 
     def loss(self, batch: Batch) -> Tensor:
         """A batch's share of the pack's mean loss, 0-d; of a sequence that ranks share, this rank's part."""
-        with losses_of_head(self.model) as head_loss:
-            # As the step makes it, so that the check never holds more logits than the step.
-            if head_loss is not None:
-                return head_loss.losses(self.model, batch).sum(batch.loss_weights) / self.num_targets
-        return sum_of_losses(self.model, batch, label_logits_only=self.label_logits_only) / self.num_targets
+        return batch_loss(self.model, batch, label_logits_only=self.label_logits_only) / self.num_targets
 
     def packed_loss(self) -> float:
         """The pack's mean loss."""
@@ -261,7 +257,15 @@ class PackUnderTest:
         return found
 
 
-def _without_boundaries(batch: PackedBatch) -> Batch:
+def batch_loss(model: nn.Module, batch: Batch, *, label_logits_only: bool) -> Tensor:
+    """The sum of a batch's losses, 0-d, as the step makes it: a check never holds more logits than the step."""
+    with losses_of_head(model) as head_loss:
+        if head_loss is not None:
+            return head_loss.losses(model, batch).sum(batch.loss_weights)
+    return sum_of_losses(model, batch, label_logits_only=label_logits_only)
+
+
+def as_transformers_has_it(batch: PackedBatch) -> Batch:
     """A batch of one sample as if packing had never been thought of."""
     return Batch(**{field.name: getattr(batch, field.name) for field in dataclasses.fields(Batch)})
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 
 import numpy as np
 import torch
@@ -32,6 +33,8 @@ from packtool.encode.encoded import EncodedSample
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, DataError, MismatchError
 from packtool.launch.world import World
+from packtool.plan.epoch import plan_epoch
+from packtool.plan.options import PlanOptions
 from packtool.plan.packing import pack, pack_trees
 from packtool.plan.prefix_trees import PrefixTrees
 from packtool.progress import Progress, SilentProgress
@@ -51,8 +54,10 @@ from packtool.train.verify.checks import (
     worst_of,
 )
 from packtool.train.verify.pack_under_test import PackUnderTest
+from packtool.train.verify.trajectory import StepSamples, TrainedStep, compare_trajectories
 
 _FEW_TOKENS = 4096
+_SAMPLES_PER_STEP = 16
 _CHANGES_BEFORE_TRAINING = 2
 
 
@@ -68,6 +73,7 @@ class VerifyReport:
         num_shared_tokens: of these, tokens that were not computed again, for samples that share a prefix.
         checks: the worst of each kind.
         seconds: of all of it.
+        trajectory: with ``--trajectory``, the losses of each step.
     """
 
     model: str
@@ -80,6 +86,7 @@ class VerifyReport:
     num_shared_tokens: int
     checks: tuple[Check, ...]
     seconds: float
+    trajectory: tuple[TrainedStep, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -124,17 +131,18 @@ def verify(config: VerifyConfig, progress: Progress | None = None, world: World 
         DataError: if no sample fits, or a picture cannot be read.
         MismatchError: if the caches are not this model's, inputs could leak, or the model cannot be packed.
     """
-    begin = time.perf_counter()
-    progress = progress or SilentProgress()
+    begin, progress = time.perf_counter(), progress or SilentProgress()
     world = (world or World.from_environment()).shared_by(config.sequence_parallel_ranks)
     files = ModelFiles.load(config.model)
     run = _as_training(config)
     reader = open_caches(run, files)
-    trees = _trees(config, files, reader, progress)
-    packs = choose_packs(reader, config, trees)
     spec = InputSpec.load(files.directory, reader.manifests[0].identity.media_limits, config)
     refuse_unsupported(spec.config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if config.trajectory is not None:
+        return _verify_trajectory(config, reader, spec, device, progress)
+    trees = _trees(config, files, reader, progress)
+    packs = choose_packs(reader, config, trees)
     dtype = resolve_dtype(spec.config, run, on_gpu=device.type == "cuda")
     kernel = choose(config.attn_impl, device, dtype).name
     samples = [[reader.sample(position) for position in positions] for positions in packs]
@@ -169,6 +177,66 @@ def verify(config: VerifyConfig, progress: Progress | None = None, world: World 
         checks=tuple(worst_of(checks)),
         seconds=time.perf_counter() - begin,
     )
+
+
+def _verify_trajectory(
+    config: VerifyConfig, reader: CacheReader, spec: InputSpec, device: torch.device, progress: Progress
+) -> VerifyReport:
+    """What ``verify`` returns with ``--trajectory``."""
+    begin = time.perf_counter()
+    steps = _steps(config, reader)
+    kernel = choose(config.attn_impl, device, torch.float32).name
+
+    def load() -> PreTrainedModel:
+        model = load_model(config.model, spec.config, dtype=torch.float32, packing=True, attn_impl=config.attn_impl)
+        return model.to(device)  # type: ignore[arg-type]  # to is overloaded
+
+    with quiet_transformers():
+        trained, checks = compare_trajectories(load, steps, reader.sample, spec, progress)
+    samples = np.concatenate([pack for step in steps for pack in step.packs])
+    return VerifyReport(
+        model=config.model,
+        device=device.type if device.type == "cpu" else str(device),
+        dtype="float32",
+        attention=kernel,
+        num_packs=sum(len(step.packs) for step in steps),
+        num_samples=len(samples),
+        num_tokens=int(reader.index.length[samples].sum()),
+        num_shared_tokens=0,
+        checks=checks,
+        seconds=time.perf_counter() - begin,
+        trajectory=trained,
+    )
+
+
+def _steps(config: VerifyConfig, reader: CacheReader) -> list[StepSamples]:
+    """The first steps that training would plan on one process, through as many epochs as it takes.
+
+    Raises:
+        ConfigError: if no two samples of them share a pack.
+        DataError: if no sample fits into one.
+    """
+    assert config.trajectory is not None, "asked for"
+    capacity, index = _capacity(config, reader), reader.index
+    options = PlanOptions(
+        max_length=capacity, packing_length=capacity, samples_per_step=config.samples_per_step or _SAMPLES_PER_STEP
+    )
+    found: list[StepSamples] = []
+    for epoch in count():
+        plan = plan_epoch(index.length, index.target_tokens, options, seed=config.seed, epoch=epoch)
+        steps = plan.steps
+        for step in range(min(steps.num_steps, config.trajectory - len(found))):
+            batches = range(steps.num_micro_batches(step))
+            packs = [pack.tolist() for number in batches for pack in plan.samples(step, 0, number)]
+            found.append(StepSamples(packs, steps.target_tokens(step)))
+        if len(found) == config.trajectory:
+            break
+    if all(len(pack) == 1 for step in found for pack in step.packs):
+        raise ConfigError(
+            f"--packing-length {capacity}: no two samples of these steps share a pack, so there is nothing to compare",
+            "Raise it, or --samples-per-step.",
+        )
+    return found
 
 
 def verify_cheaply(

@@ -1,0 +1,265 @@
+"""What an epoch takes of each source: which samples, and how often.
+
+    source   samples   asked for   epoch 0                epoch 1
+    a        5         #2.5x       0 1 2 3 4 0 1 2 3 4 1 3  0 1 2 3 4 0 1 2 3 4 0 4
+    b        6         #50%        5 7 10                 6 8 9
+
+An epoch has a fixed number of *places*, and each place a length that no sample that may stand there exceeds. Packing
+works on places, so that every epoch has as many packs as the first, whatever is drawn; a draw fills the places with
+samples. Of a source that is taken whole so many times, a place has one sample. Of the rest a place has a few neighbours
+by length, of which it draws one: samples are drawn alike often, and what a place has too much is, over all places of a
+source, no more than a few times its longest sample.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from packtool.config.mixture import MixUnit, Recipe, SourceRecipe
+from packtool.errors import DataError
+from packtool.plan.pack_plan import Int32Array, Int64Array, digest_arrays, offsets_of
+from packtool.plan.shuffle import RandomStream, seeded_order, seeded_uniform
+
+_LEAST_NEIGHBOURS, _MOST_NEIGHBOURS = 4, 64
+_CHUNKS_OF_A_SOURCE = 500
+
+Lengths = npt.NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """M places of an epoch, in the order that the cache's has where nothing is shuffled: every source evenly.
+
+    Args:
+        lengths: int32 (M,), most tokens of the sample that stands there.
+        media_tokens: int32 (M,), most media tokens.
+    """
+
+    lengths: Int32Array
+    media_tokens: Int32Array
+
+
+@dataclass(frozen=True, eq=False)
+class Mixture:
+    """Sources of an epoch, S of them, and how many samples of each.
+
+    Args:
+        names: of the sources.
+        offsets: int64 (S + 1,), where the samples of each begin among those of all caches.
+        candidates: of each source its samples that may be drawn, int64 (n,), ascending.
+        counts: samples that an epoch takes of each source, repeated ones counted.
+        lengths: (N,), tokens of the samples of all caches.
+        media_tokens: (N,), theirs.
+        target_tokens: (N,), labels that carry loss.
+        unit: that the order is even by.
+        resample: every epoch draws anew.
+        seed: of the run.
+        num_filtered: samples that are too long, or outside what their source takes.
+        loss_weights: of the sources.
+    """
+
+    names: tuple[str, ...]
+    offsets: Int64Array
+    candidates: tuple[Int64Array, ...]
+    counts: tuple[int, ...]
+    lengths: Lengths
+    media_tokens: Lengths
+    target_tokens: Lengths
+    unit: MixUnit
+    resample: bool
+    seed: int
+    num_filtered: int
+    loss_weights: tuple[float, ...]
+
+    @property
+    def num_drawn(self) -> int:
+        """The number M of samples of an epoch."""
+        return sum(self.counts)
+
+    @property
+    def epochs(self) -> tuple[float, ...]:
+        """How often an epoch has each source whole."""
+        return tuple(count / len(own) for count, own in zip(self.counts, self.candidates, strict=True))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 in hex over what decides the draws and the weights of losses."""
+        words = f"packtool mixture 1 {self.unit} {self.resample} {self.seed} {self.counts} {self.loss_weights}\n"
+        return digest_arrays(hashlib.sha256(words.encode()), self.offsets, *self.candidates)
+
+    def source_of(self, samples: Int64Array) -> Int64Array:
+        """The source of each of some samples, which are positions in the caches."""
+        return np.searchsorted(self.offsets, samples, side="right") - 1
+
+    def amounts(self, samples: Int64Array) -> Lengths:
+        """What each of some samples is to its source: 1, its tokens, or its target tokens."""
+        if self.unit == "samples":
+            return np.ones(len(samples), np.int64)
+        return (self.lengths if self.unit == "tokens" else self.target_tokens)[samples]
+
+    @cached_property
+    def places(self) -> Places:
+        """The places of every epoch."""
+        found = [self._places_of(source) for source in range(len(self.counts))]
+        lengths, media = (np.concatenate(each)[self._even] for each in zip(*found, strict=True))
+        return Places(lengths.astype(np.int32), media.astype(np.int32))
+
+    def drawn(self, epoch: int) -> Int64Array:
+        """The samples of an epoch, positions in the caches, by place; int64 (M,). The same sample may come again."""
+        return self._drawn(epoch if self.resample else 0)[self._even]
+
+    @cached_property
+    def _even(self) -> Int64Array:
+        """Places of all sources, one source after the other, in an order in which sources take turns, (M,)."""
+        first, offsets, times = self._drawn(0), offsets_of(np.array(self.counts)), np.empty(self.num_drawn)
+        for start, stop, own in zip(offsets, offsets[1:], self.candidates, strict=False):
+            whole = (stop - start) // len(own) * len(own)
+            order = np.concatenate((np.arange(whole), whole + np.argsort(first[start + whole : stop], kind="stable")))
+            times[start + order] = (np.arange(len(order)) + 0.5) / len(order)
+        return np.argsort(times, kind="stable").astype(np.int64, copy=False)
+
+    def _drawn(self, epoch: int) -> Int64Array:
+        """Samples as ``drawn`` gives them, one source after the other."""
+        return np.concatenate([self._drawn_of(source, epoch) for source in range(len(self.counts))])
+
+    def _drawn_of(self, source: int, epoch: int) -> Int64Array:
+        own, (times, part) = self.candidates[source], self._times_of(source)
+        whole = np.tile(own, times)
+        if not part:
+            return whole
+        num, stream = len(own), RandomStream.MIX_NEIGHBOURS + source
+        chunks = np.arange(num) // self._neighbours(num)
+        within = seeded_order(num, seed=self.seed, epoch=epoch, stream=stream, falling=chunks[-1] - chunks)
+        mixed = self._falling(source)[within]
+        begin = int(seeded_uniform(1, seed=self.seed, epoch=epoch, stream=RandomStream.MIX_START + source)[0] * num)
+        # Steps of num / part, which is 1 or more: no sample twice.
+        return np.concatenate((whole, own[mixed[(np.arange(part) * num + begin) // part]]))
+
+    def _places_of(self, source: int) -> tuple[Lengths, Lengths]:
+        own, (times, part) = self.candidates[source], self._times_of(source)
+        lengths, media = self.lengths[own], self.media_tokens[own]
+        whole = np.tile(lengths, times), np.tile(media, times)
+        if not part:
+            return whole
+        num, neighbours, falling = len(own), self._neighbours(len(own)), self._falling(source)
+        first = np.arange(part) * num // part // neighbours
+        last = np.minimum((np.arange(1, part + 1) * num - 1) // part, num - 1) // neighbours
+        most_media = np.maximum.reduceat(media[falling], np.arange(0, num, neighbours))
+        # Of the chunks from the first to the last that a place may draw from.
+        bounds = np.stack((first, last + 1), axis=1).reshape(-1)
+        most = np.maximum.reduceat(np.append(most_media, 0), bounds)[::2]
+        return (
+            np.concatenate((whole[0], lengths[falling][first * neighbours])),
+            np.concatenate((whole[1], most)),
+        )
+
+    def _times_of(self, source: int) -> tuple[int, int]:
+        """How often an epoch has a source whole, and how many samples besides."""
+        return divmod(self.counts[source], len(self.candidates[source]))
+
+    def _falling(self, source: int) -> Int64Array:
+        """A source's candidates by length, the longest first."""
+        return np.argsort(-self.lengths[self.candidates[source]], kind="stable").astype(np.int64, copy=False)
+
+    @staticmethod
+    def _neighbours(num: int) -> int:
+        """Samples of about one length that change places before some are drawn."""
+        return min(max(num // _CHUNKS_OF_A_SOURCE, _LEAST_NEIGHBOURS), _MOST_NEIGHBOURS)
+
+
+def mixture_of(
+    recipe: Recipe,
+    offsets: Int64Array,
+    lengths: Lengths,
+    media_tokens: Lengths,
+    target_tokens: Lengths,
+    *,
+    max_length: int,
+    seed: int,
+) -> Mixture:
+    """The mixture that a recipe makes of caches.
+
+    Args:
+        recipe: of the caches, in their order.
+        offsets: int64 (S + 1,), where each one's samples begin.
+        lengths, media_tokens, target_tokens: (N,), of all samples.
+        max_length: longer samples are left out.
+        seed: of the run.
+
+    Raises:
+        DataError: nothing is left of a source.
+    """
+    candidates = []
+    for source, start, stop in zip(recipe.sources, offsets, offsets[1:], strict=False):
+        own = lengths[start:stop]
+        most = min(max_length, source.max_length or max_length)
+        kept = np.flatnonzero((own <= most) & (own >= (source.min_length or 0))).astype(np.int64) + int(start)
+        if not len(kept):
+            raise DataError(
+                f"{recipe.place}: nothing is left of {source.path}: of its {len(own):,} samples none has "
+                f"{source.min_length or 1:,} to {most:,} tokens.",
+                "Leave it out, or let longer samples in (--max-length, or the recipe's min_length and max_length).",
+            )
+        candidates.append(kept)
+    counts = _counts(
+        recipe, candidates, {"samples": None, "tokens": lengths, "target_tokens": target_tokens}[recipe.unit]
+    )
+    return Mixture(
+        names=_names(recipe.sources),
+        offsets=offsets.astype(np.int64),
+        candidates=tuple(candidates),
+        counts=counts,
+        lengths=lengths,
+        media_tokens=media_tokens,
+        target_tokens=target_tokens,
+        unit=recipe.unit,
+        resample=recipe.resample,
+        seed=seed,
+        num_filtered=len(lengths) - sum(map(len, candidates)),
+        loss_weights=tuple(source.loss_weight for source in recipe.sources),
+    )
+
+
+def _counts(recipe: Recipe, candidates: list[Int64Array], values: Lengths | None) -> tuple[int, ...]:
+    """Samples that an epoch takes of each source.
+
+    Args:
+        values: (N,), tokens or target tokens of the samples; None where each counts once.
+    """
+    if not recipe.has_weights:
+        pairs = zip(recipe.sources, candidates, strict=True)
+        return tuple(len(own) if source.amount is None else source.amount.of(len(own)) for source, own in pairs)
+    sizes = np.array(
+        [len(own) if values is None else int(values[own].sum(dtype=np.int64)) for own in candidates], float
+    )
+    if not sizes.all():
+        empty = recipe.sources[int(np.argmin(sizes))].path
+        raise DataError(
+            f"{recipe.place}: {empty} has no {recipe.unit.replace('_', ' ')} to weigh it by.", "Leave it out."
+        )
+    if recipe.temperature is not None:
+        weights = sizes ** (1 / recipe.temperature)
+    else:
+        weights = np.array([source.weight for source in recipe.sources], float)
+    each = sizes / weights
+    epochs = (each.min() if recipe.stop == "first" else each.max()) / each
+    return tuple(max(1, round(float(share) * len(own))) for share, own in zip(epochs, candidates, strict=True))
+
+
+def _names(sources: tuple[SourceRecipe, ...]) -> tuple[str, ...]:
+    """What sources are called: by their channels, else by the last part of their paths, told apart by numbers."""
+    plain = [source.channel or source.path.rstrip("/").rsplit("/", 1)[-1] for source in sources]
+    found: list[str] = []
+    for source, name in zip(sources, plain, strict=True):
+        number, told = 1, name
+        while source.channel is None and told in found:
+            number += 1
+            told = f"{name}-{number}"
+        found.append(told)
+    return tuple(found)

@@ -1,0 +1,126 @@
+"""The caches that a command names, and the recipe by which they are mixed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from packtool import storage
+from packtool.cache.reader import CacheReader
+from packtool.config.mixture import MixOptions, Recipe, SourceRecipe, amount_behind, parse_amount, parse_recipe
+from packtool.errors import ConfigError
+from packtool.plan.epoch import EpochPlan
+from packtool.plan.mixture import Mixture, mixture_of
+from packtool.plan.source_shares import SourceCounts, by_name, counts_of_steps, share_figures
+
+
+def named_sources(options: MixOptions) -> tuple[tuple[str, ...], Recipe | None]:
+    """The directories of all caches, and the recipe; None where every sample is trained once an epoch.
+
+    Raises:
+        ConfigError: naming every mistake of an amount or of the file of ``--mix``.
+        StorageError: if that cannot be read.
+    """
+    problems: list[str] = []
+    if options.mix is not None:
+        if not storage.exists(options.mix):
+            raise ConfigError(f"--mix {options.mix}: there is no such file", "Give a YAML file with sources.")
+        recipe = parse_recipe(storage.read_bytes(options.mix).decode(errors="replace"), options.mix, options)
+        sources = tuple(_with_amount(source, recipe.place, problems) for source in recipe.sources)
+        recipe = dataclasses.replace(recipe, sources=sources)
+        if recipe.has_weights:
+            problems += [
+                f"{recipe.place}: {source.path}#{source.amount}: weights say how much is taken; leave out the #"
+                for source in sources
+                if source.amount is not None
+            ]
+    else:
+        sources = tuple(
+            _with_amount(SourceRecipe(path=name), "--cached-dataset", problems) for name in options.cached_dataset
+        )
+        recipe = _recipe_of_options(options, sources, problems)
+    if problems:
+        raise ConfigError.from_problems(problems)
+    is_mixed = options.mix is not None or options.interleaves or any(source.amount is not None for source in sources)
+    return tuple(source.path for source in sources), recipe if is_mixed else None
+
+
+def mixture_in(
+    recipe: Recipe | None,
+    reader: CacheReader,
+    target_tokens: npt.NDArray[np.integer[Any]],
+    *,
+    max_length: int,
+    seed: int,
+) -> Mixture | None:
+    """The mixture of caches that are open; None without a recipe.
+
+    Args:
+        target_tokens: (N,), of all samples, as a run trains them.
+        max_length: longer samples are left out.
+        seed: of the run.
+
+    Raises:
+        DataError: nothing is left of a source.
+    """
+    if recipe is None:
+        return None
+    index = reader.index
+    return mixture_of(
+        recipe, reader.offsets, index.length, index.media_tokens, target_tokens, max_length=max_length, seed=seed
+    )
+
+
+def mixture_lines(mixture: Mixture, first: EpochPlan) -> Iterator[str]:
+    """What an epoch has of each source, for the log of a run.
+
+    Args:
+        first: the plan of the first epoch.
+    """
+    drawn = "drawn anew in every epoch" if mixture.resample else "drawn once (--resample false)"
+    yield f"mixture: {mixture.num_drawn:,} samples an epoch of {len(mixture.names)} sources, {drawn}:"
+    figures = share_figures(counts_in(first, mixture))
+    width = max(map(len, figures))
+    for name, each in figures.items():
+        yield (
+            f"  {name:{width}}  {each['num_samples']:,} samples ({each['epochs']:.3g} epochs of it), of samples "
+            f"{each['share_of_samples']:.1%}, of tokens {each['share_of_tokens']:.1%}, of target tokens "
+            f"{each['share_of_target_tokens']:.1%}"
+        )
+
+
+def counts_in(plan: EpochPlan, mixture: Mixture) -> dict[str, SourceCounts]:
+    """What an epoch has of each source."""
+    return by_name(counts_of_steps(plan.packs, plan.steps, mixture).sum(axis=0), mixture)
+
+
+def _with_amount(source: SourceRecipe, place: str, problems: list[str]) -> SourceRecipe:
+    """A source whose path has lost the amount behind its #, unless there is a directory of that very name."""
+    text = amount_behind(source.path)
+    if not text or storage.exists(source.path):
+        return source
+    try:
+        return dataclasses.replace(source, path=source.path[: -len(text) - 1], amount=parse_amount(text))
+    except ValueError as error:
+        problems.append(f"{place} {source.path}: {error}")
+        return source
+
+
+def _recipe_of_options(options: MixOptions, sources: tuple[SourceRecipe, ...], problems: list[str]) -> Recipe:
+    """The recipe of ``--cached-dataset``, ``--interleave-probs`` and ``--mix-strategy``."""
+    if options.interleaves:
+        problems += [
+            f"{source.path}#{source.amount}: leave out the #: --interleave-probs and --mix-strategy tell it"
+            for source in sources
+            if source.amount is not None
+        ]
+    stop = options.mix_stop or ("all" if options.mix_strategy == "interleave_over" else "first")
+    if options.interleaves and options.mix_strategy != "interleave_once":
+        weights = options.interleaving or (1.0,) * len(sources)
+        pairs = zip(sources, weights, strict=True)
+        sources = tuple(dataclasses.replace(source, weight=weight) for source, weight in pairs)
+    return Recipe(sources=sources, stop=stop, resample=options.resample, place="--cached-dataset")

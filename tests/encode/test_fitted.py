@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packtool.encode.families.base import ImageLimits, VideoLimits
+from packtool.encode.families.fitted import image_bounds, video_bounds
+from packtool.encode.families.own_limits import of_image, of_video
+from packtool.encode.families.qwen_video import grid_within, video_grid
+from packtool.encode.families.qwen_vl import image_grid
+from packtool.rows.sample import MediaRef
+
+OWN = ImageLimits(min_pixels=56 * 56, max_pixels=640 * 640, patch_size=14, merge_size=2, temporal_patch_size=2)
+
+
+def videos(over_all_frames: bool) -> VideoLimits:
+    return VideoLimits(
+        fps=2.0,
+        min_frames=4,
+        max_frames=8,
+        min_pixels=3000,
+        max_pixels=200_000,
+        over_all_frames=over_all_frames,
+        frame_min_pixels=None,
+        frame_max_pixels=None,
+        total_pixels=None,
+        even_ends=over_all_frames,
+        patch_size=16,
+        merge_size=2,
+        temporal_patch_size=2,
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    sides=st.tuples(st.integers(20, 3000), st.integers(20, 3000)),
+    bounds=st.tuples(st.integers(4 * 784, 10**6), st.integers(0, 10**6)),
+)
+def test_pictures_of_other_limits_have_their_size_again(sides: tuple[int, int], bounds: tuple[int, int]) -> None:
+    there = replace(OWN, min_pixels=bounds[0], max_pixels=sum(bounds))
+    try:
+        grid = image_grid(*sides, there)
+    except ValueError:
+        return
+    least, most = image_bounds(*sides, grid, OWN)
+    assert image_grid(*sides, replace(OWN, min_pixels=least, max_pixels=most)) == grid
+    assert image_bounds(*sides, image_grid(*sides, OWN), OWN) == (OWN.min_pixels, OWN.max_pixels)
+
+
+@pytest.mark.parametrize("over_all_frames", [True, False])
+@settings(deadline=None, max_examples=40)
+@given(
+    sides=st.tuples(st.integers(40, 1200), st.integers(40, 1200)),
+    taken=st.integers(2, 9),
+    most=st.integers(20_000, 10**6),
+)
+def test_videos_of_other_limits_have_their_size_again(
+    over_all_frames: bool, sides: tuple[int, int], taken: int, most: int
+) -> None:
+    limits = videos(over_all_frames)
+    try:
+        grid = video_grid(*sides, taken, replace(limits, max_pixels=most))
+    except ValueError:
+        return
+    assert grid_within(*sides, taken, limits, *video_bounds(*sides, taken, grid, limits)) == grid
+
+
+def test_limits_of_one_medium() -> None:
+    def ref(**limits: float) -> MediaRef:
+        return MediaRef("a", limits=tuple(limits.items()))
+
+    assert of_image(OWN, ref()) is OWN
+    assert of_image(OWN, ref(max_pixels=1000)) == replace(OWN, min_pixels=1000, max_pixels=1000)
+    assert of_image(OWN, ref(min_pixels=10**6)) == replace(OWN, min_pixels=10**6, max_pixels=10**6)
+    with pytest.raises(ValueError, match="at least 9 and at most 5 pixels"):
+        of_image(OWN, ref(min_pixels=9, max_pixels=5))
+    whole, each = videos(over_all_frames=True), videos(over_all_frames=False)
+    assert of_video(whole, ref(fps=1, max_frames=2)) == replace(whole, fps=1.0, min_frames=2, max_frames=2)
+    assert of_video(whole, ref(max_pixels=900, total_pixels=5000)) == replace(
+        whole, frame_max_pixels=900, max_pixels=5000
+    )
+    assert of_video(each, ref(max_pixels=900, total_pixels=5000)) == replace(
+        each, min_pixels=900, max_pixels=900, total_pixels=5000
+    )
+
+
+def test_a_size_that_no_limits_give_leaves_the_own() -> None:
+    assert image_bounds(200, 100, (1, 7, 9), OWN) == (OWN.min_pixels, OWN.max_pixels)

@@ -1,0 +1,86 @@
+"""Places that are read back from texts: those that were written, and no others."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packtool.encode.encoded import EncodedImage
+from packtool.encode.families import ImageLimits
+from packtool.encode.families.boxes import BoxForm
+from packtool.report.regions import PICTURE, ShownRegion, regions_of
+
+LIMITS = ImageLimits(1, 1 << 30, 16, 2, 2)
+IMAGE = EncodedImage("a.png", None, 480, 640, (1, 32, 40), 320)  # shown to the model as 640x512
+TOKENS, LISTS = (BoxForm(spelling, "thousandths") for spelling in ("tokens", "lists"))
+PIXELS = BoxForm("lists", "pixels")
+
+
+def shown(text: str, form: BoxForm | None = LISTS, num_images: int = 1, **more: bool) -> list[ShownRegion]:
+    return regions_of(text, [IMAGE] * num_images, form, LIMITS, **{"is_whole": True, **more})
+
+
+def test_each_spelling() -> None:
+    box = ((0.1, 0.2), (0.5, 0.25))
+    dog = ShownRegion("a dog", box, 0, True)
+    assert shown(PICTURE + TOKENS.name("a dog") + TOKENS.boxes([[100, 200, 500, 250]]), TOKENS) == [dog]
+    for text in (
+        '{"bbox_2d": [100, 200, 500, 250], "label": "a dog"}',
+        '{"label": "a dog",\n "bbox_2d": [100,200,500,250]}',
+        '{"bbox_2d": [[100, 200, 500, 250]], "label": "a d\\u006fg"}',
+        f'{{"bbox_2d": {TOKENS.boxes([[100, 200, 500, 250]])}, "label": "{TOKENS.name("a dog")}"}}',
+    ):
+        assert shown(text) == [dog], text
+    assert shown('{"bbox_2d": [64, 128, 320, 128], "label": "a dog"}', PIXELS) == [
+        ShownRegion("a dog", ((0.1, 0.25), (0.5, 0.25)), 0, True)
+    ]
+    assert [region.corners for region in shown("a dog[100, 200, 500, 250] click('[100, 200]')")] == [box, box[:1]]
+    assert dog.told(640, 480) == "a dog, box 64,96 320,120 of picture 0"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "the answer is [1, 2], or [3], or [1, 2, 3] as of [2019, 2020, 2021, 2022]",
+        "x = [4, 3, 2, 1]; [100, 200, 500, 1250]",
+        'answer as {"bbox_2d": [x1, y1, x2, y2]}',
+        "<|box_start|>nothing<|box_end|>",
+    ],
+)
+def test_other_numbers_are_no_places(text: str) -> None:
+    assert shown(text) == []
+    assert shown('{"bbox_2d": [1, 2, 3, 4]}', None) == shown('{"bbox_2d": [1, 2, 3, 4]}', num_images=0) == []
+
+
+def test_what_is_wrong_is_seen() -> None:
+    """Pixels that a model of thousandths would be told: JSON says that they are coordinates."""
+    (region,) = shown('{"bbox_2d": [300, 200, 1200, 900]}')
+    assert not region.is_inside
+    assert region.told(640, 480).endswith("of picture 0, outside of it")
+
+
+def test_which_of_several_pictures_is_not_known() -> None:
+    text = f'{PICTURE}{PICTURE} {{"point_2d": [1, 2]}} {PICTURE} "[3, 4]"'
+    found = shown(text, num_images=3)
+    assert [(region.image, len(region.corners)) for region in found] == [(0, 1), (1, 1), (0, 1), (1, 1), (2, 1)]
+    assert {region.is_certain for region in found} == {False}
+    assert not shown(PICTURE + '"[3, 4]"', is_whole=False)[0].is_certain
+
+
+NAMES = st.text(st.characters(exclude_characters="\ufffc", exclude_categories=["Cs"]), max_size=12)
+NUMBERS = st.integers(0, 500)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.tuples(NAMES, NUMBERS, NUMBERS, NUMBERS, NUMBERS), max_size=5), st.booleans())
+def test_what_was_written_is_read(said: list[tuple[str, int, int, int, int]], has_tokens: bool) -> None:
+    boxes = [(name, [x, y, x + width, y + height]) for name, x, y, width, height in said]
+    if has_tokens:
+        text = " ".join(TOKENS.name(name) + TOKENS.boxes([box]) for name, box in boxes)
+    else:
+        text = json.dumps([{"bbox_2d": box, "label": name} for name, box in boxes], ensure_ascii=False)
+    expected = [(name.strip(), ((x / 1000, y / 1000), (p / 1000, q / 1000))) for name, (x, y, p, q) in boxes]
+    assert [(region.name, region.corners) for region in shown(PICTURE + text)] == expected

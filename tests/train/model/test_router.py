@@ -1,0 +1,75 @@
+"""The load-balancing loss of routers: of the step's tokens, whatever shares a micro-batch with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM, load_balancing_loss_func
+
+from packtool.batch.batch import Batch
+from packtool.batch.collate import collate_packs, collate_padded
+from packtool.config.train import TrainConfig
+from packtool.errors import ConfigError
+from packtool.train.model.load import route_attention
+from packtool.train.model.router import RouterBalance, load_balance
+from tests.batch.reduced import make_sample, reduced_config, reduced_model, reduced_spec
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+def mixture(**settings: Any) -> Qwen3MoeForCausalLM:
+    config = reduced_config("qwen3").to_dict() | {"model_type": "qwen3_moe"} | EXPERTS | settings
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**config))
+
+
+def gradients(batches: list[Batch], step_tokens: int, *, recomputed: bool = False, packed: bool = True) -> list[Tensor]:
+    """Of the balance alone, over the micro-batches of a step; the balance itself is the last one."""
+    model = mixture()
+    if packed:
+        route_attention(model, packing=True)
+    if recomputed:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    balance = RouterBalance(model, 0.5)
+    for batch in batches:
+        with balance.of(batch, step_tokens, world_size=1):
+            (model(**batch.model_inputs()).logits.sum() * 0.0).backward()
+    found = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    return [*found, balance.taken()]
+
+
+def test_one_layer_is_what_transformers_computes() -> None:
+    torch.manual_seed(1)
+    logits, tokens = torch.randn(50, 8), torch.rand(50) > 0.3
+    ours = load_balance(logits, logits.topk(2).indices, tokens)
+    torch.testing.assert_close(ours, load_balancing_loss_func((logits,), 8, 2, tokens[None].long()))
+
+
+def test_padding_fillers_and_recomputing_change_nothing() -> None:
+    """A step of two micro-batches: packed, packed with padding, padded, with a filler beside, recomputed."""
+    spec = reduced_spec("qwen3")
+    first, second = [make_sample(7, seed=1), make_sample(5, seed=2)], [make_sample(9, seed=3)]
+    alone = gradients([collate_packs(first, spec), collate_packs(second, spec)], 21)
+    assert 0.9 < float(alone[-1]) < 4
+    assert any(float(weight.abs().max()) > 1e-5 for weight in alone[:-1])
+    fuller = [collate_packs(first, spec, multiple_of=16), collate_packs(second, spec), collate_packs([], spec)]
+    others = [
+        gradients(fuller, 21),
+        gradients([collate_padded(first, spec), collate_padded(second, spec)], 21, packed=False),
+        gradients([collate_packs(first, spec), collate_packs(second, spec)], 21, recomputed=True),
+    ]
+    for other in others:
+        for ours, theirs in zip(alone, other, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-7)
+
+
+def test_what_has_no_routers_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--router-aux-loss-coef 0.1: \w+ has no routers"):
+        RouterBalance(reduced_model("qwen3"), 0.1)
+    told = TrainConfig(model="m", cached_dataset=("c",), output_dir="o", router_aux_loss_coef=0.1, deepspeed="zero2")
+    assert "--router-aux-loss-coef 0.1 does not go with --deepspeed" in told.problems()
