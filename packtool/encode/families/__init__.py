@@ -31,10 +31,10 @@ from packtool.encode.families.base import (
     VideoLimits,
 )
 from packtool.encode.families.record import (
+    BY_PROCESSOR,
     TEXT_ONLY,
     Family,
     Towers,
-    encoded_by,
     pad_ids_of,
     text_config_of,
     thinker_of,
@@ -74,10 +74,10 @@ FAMILIES: tuple[Family, ...] = (
 )
 """All that packtool knows by themselves."""
 
-TEXT = Family()
+TEXT = Family(title="text alone")
 """Every other model of text alone."""
 
-OTHER = Family(encoding=encoded_by("processor.ProcessorFamily"))
+OTHER = Family(title="other models with pictures", encoding=BY_PROCESSOR, refused="nobody has shown that it is exact")
 """Every other multimodal model: its rows can be exported, through its own processor, but it is not trained."""
 
 _BY_MODEL_TYPE = {model_type: family for family in FAMILIES for model_type in family.model_types}

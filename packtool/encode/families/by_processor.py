@@ -8,20 +8,20 @@ stands for a piece of a picture, and a forward that takes what the processor mad
 
 from __future__ import annotations
 
-from packtool.encode.families.record import Family, Towers, encoded_by
-
-_BY_PROCESSOR = encoded_by("processor.ProcessorFamily")
+from packtool.encode.families.record import BY_PROCESSOR, Family, Towers
 
 
 def _family(
+    title: str,
     *model_types: str,
     inputs: tuple[str, ...] = (),
     vision: str = "model.vision_tower",
     aligner: tuple[str, ...] = ("model.multi_modal_projector",),
 ) -> Family:
     return Family(
+        title=title,
         model_types=model_types,
-        encoding=_BY_PROCESSOR,
+        encoding=BY_PROCESSOR,
         kinds=("image",),
         towers=Towers(vision=(vision,), aligner=aligner),
         positions="counted",
@@ -33,12 +33,18 @@ _NEWLINE = ("model.multi_modal_projector", "model.image_newline")
 """The second is learned, and stands at the end of each row of a picture's features."""
 
 FAMILIES: tuple[Family, ...] = (
-    _family("internvl"),
-    _family("llava_onevision", inputs=("image_sizes", "batch_num_images"), aligner=_NEWLINE),
-    _family("llava_next", inputs=("image_sizes",), aligner=_NEWLINE),
-    _family("llava", inputs=("image_sizes",)),
-    _family("mistral3", inputs=("image_sizes",)),
+    _family("InternVL 3, 3.5", "internvl"),
     _family(
+        "LLaVA-OneVision (one picture in a row)",
+        "llava_onevision",
+        inputs=("image_sizes", "batch_num_images"),
+        aligner=_NEWLINE,
+    ),
+    _family("LLaVA-NeXT (1.6)", "llava_next", inputs=("image_sizes",), aligner=_NEWLINE),
+    _family("LLaVA 1.5", "llava", inputs=("image_sizes",)),
+    _family("Mistral 3", "mistral3", inputs=("image_sizes",)),
+    _family(
+        "Idefics 3, SmolVLM",
         "idefics3",
         "smolvlm",
         inputs=("pixel_attention_mask",),
@@ -46,8 +52,9 @@ FAMILIES: tuple[Family, ...] = (
         aligner=("model.connector",),
     ),
     Family(
+        title="Gemma 3, PaliGemma",
         model_types=("gemma3", "paligemma"),
-        encoding=_BY_PROCESSOR,
+        encoding=BY_PROCESSOR,
         refused="the tokens of a picture see each other in both directions, and packed attention is causal",
     ),
 )

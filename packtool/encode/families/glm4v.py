@@ -46,6 +46,7 @@ class Glm4v(QwenVL):
 
 
 FAMILY = Family(
+    title="GLM-4.1V, GLM-4.5V, GLM-4.6V",
     model_types=("glm4v", "glm4v_moe", "glm46v"),
     encoding=encoded_by("glm4v.Glm4v"),
     kinds=("image",),

@@ -48,6 +48,9 @@ def _encoding(name: str, files: ModelFiles, limits: MediaOptions, **options: Any
 TEXT_ONLY = encoded_by("text.TextOnly")
 """The encoding of media by models that take none."""
 
+BY_PROCESSOR = encoded_by("processor.ProcessorFamily")
+"""The encoding of media by models whose own processor is asked."""
+
 
 @dataclass(frozen=True)
 class Towers:
@@ -94,6 +97,7 @@ class Family:
     """A family of models.
 
     Args:
+        title: what people call it.
         model_types: ``model_type`` in ``config.json``, of the whole model and of its thinker where it has one.
         encoding: counts and spells media, made of the model's settings and the user's limits.
         kinds: of media that it can be trained on.
@@ -111,6 +115,7 @@ class Family:
         boxes: how it writes boxes, points and polygons in a picture; None if nobody knows.
     """
 
+    title: str = ""
     model_types: tuple[str, ...] = ()
     encoding: Encoding = TEXT_ONLY
     kinds: tuple[MediaKind, ...] = ()
@@ -135,6 +140,16 @@ class Family:
             return {}
         named: dict[MediaKind, tuple[str, str]] = {"image": self.image_inputs, "video": self.video_inputs}
         return {kind: names for kind, names in named.items() if kind in self.kinds}
+
+    @property
+    def is_encoded_by_processor(self) -> bool:
+        """Whether its own processor is asked what stands for a picture; else that follows from headers."""
+        return self.encoding == BY_PROCESSOR
+
+    @property
+    def shares_sequences(self) -> bool:
+        """Whether several ranks can share a sequence of such a model."""
+        return not ("audio" in self.kinds or self.recurrence.layers or self.processor_inputs or self.refused)
 
     def mel_frames_of(self, num_tokens: int) -> int:
         """Mel frames of a sound of so many tokens: those of whole chunks, and the most of what is left."""
