@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import Gemma2Config
 
 from packtool.attention.parallel.axes import refuse_shared
 from packtool.attention.register import set_attention
@@ -187,6 +188,10 @@ def test_what_cannot_be_done_is_refused_by_name(world_of: Callable[[str], World]
     world = world_of("internvl")
     with pytest.raises(UnsupportedModelError, match=r"internvl model .* pictures that its own processor makes"):
         refuse_shared(world.spec.config.to_dict())
+    config = copy.deepcopy(world.spec.config)
+    config.text_config = Gemma2Config(num_hidden_layers=1)
+    with pytest.raises(UnsupportedModelError, match=r"internvl uses soft-capped scores"):
+        refuse_unsupported(config)
     gemma, _ = model_of("gemma3", realdata, world.directory.parent)
     with pytest.raises(ConfigError, match=r"'gemma3'.* see each other in both directions"):
         InputSpec.load(str(gemma), world.spec.limits)
