@@ -27,12 +27,14 @@ class SkippedSample:
         source, row: where it came from.
         message: what was wrong.
         num_target_tokens: labels that left the loss with it.
+        sample: its position in the caches; None in a stream.
     """
 
     source: str
     row: int
     message: str
     num_target_tokens: int
+    sample: int | None = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

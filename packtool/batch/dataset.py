@@ -66,7 +66,8 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
                 places = None if wanted.places is None else list(wanted.places)
                 return collate_shard(samples, self.spec, self.cut, places, towers, multiple_of=self.multiple_of)
             collate = partial(self._collate, towers=towers)
-            return _collated(samples, self.spec, collate, skip_bad_media=self.skip_bad_media)
+            numbers = [each if isinstance(each, int) else None for each in wanted.samples]
+            return _collated(samples, numbers, self.spec, collate, skip_bad_media=self.skip_bad_media)
         except PacktoolError as error:
             return error
 
@@ -113,6 +114,7 @@ def load_micro_batches(
 
 def _collated(
     samples: Sequence[EncodedSample],
+    numbers: Sequence[int | None],
     spec: InputSpec,
     collate: Callable[[Sequence[EncodedSample], InputSpec], Batch],
     *,
@@ -124,12 +126,12 @@ def _collated(
         if not skip_bad_media:
             raise
     good, skipped = [], []
-    for sample in samples:
+    for sample, number in zip(samples, numbers, strict=True):
         try:
             load_media([sample], spec)
             good.append(sample)
         except MediaError as error:
-            skipped.append(SkippedSample(sample.source, sample.row, error.message, num_targets(sample)))
+            skipped.append(SkippedSample(sample.source, sample.row, error.message, num_targets(sample), number))
     return dataclasses.replace(collate(good, spec), skipped=tuple(skipped))
 
 

@@ -125,11 +125,6 @@ class CacheReader:
         names = [self.split, *(manifest.fingerprint for manifest in self.manifests)]
         return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
 
-    @property
-    def offsets(self) -> npt.NDArray[np.int64]:
-        """Where the samples of each of the C caches begin, and their number at the end; int64 (C + 1,)."""
-        return self._starts.astype(np.int64)
-
     def __len__(self) -> int:
         return int(self._starts[-1])
 
@@ -141,6 +136,25 @@ class CacheReader:
     def describe(self, position: int) -> str:
         """Where a sample came from, for messages."""
         return self.sample(position).place
+
+    def places(self, cache: int) -> tuple[IntArray, IntArray]:
+        """Shard and row in the shard of the samples of one of the caches, (N,) each."""
+        here = slice(int(self._starts[cache]), int(self._starts[cache + 1]))
+        return self._shard[here], self._row_in_shard[here]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Samples of each cache."""
+        return tuple(np.diff(self._starts).tolist())
+
+    def cache_of(self, position: int) -> tuple[int, int]:
+        """Which of the caches a sample is in, and its number there."""
+        cache = self._shard_of(position)[0]
+        return cache, position - int(self._starts[cache])
+
+    def shard_table(self, cache: int, shard: int, names: Sequence[str]) -> pa.Table:
+        """Some columns of a shard, those of them that it has."""
+        return self._shard_file(cache, shard).table(names)
 
     def _shard_of(self, position: int) -> tuple[int, int]:
         if not 0 <= position < len(self):
@@ -245,6 +259,11 @@ class ShardFile:
 
     def __len__(self) -> int:
         return int(self._starts[-1])
+
+    def table(self, names: Sequence[str]) -> pa.Table:
+        """Some columns, those of them that it has."""
+        batches = [batch.select([name for name in names if name in batch.schema.names]) for batch in self._batches]
+        return pa.Table.from_batches(batches)
 
     def sample(self, row: int) -> EncodedSample:
         """The sample in a row."""

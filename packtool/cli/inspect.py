@@ -19,11 +19,15 @@ _COLOURS = {"media": "cyan", "plain": "dim", "trained": "green", "truncated": "r
 
 
 def run_inspect(config: InspectConfig, invocation: Invocation) -> None:
-    """Print a cache's figures, a sample or a pack."""
+    """Print a cache's figures, a sample or a pack; or what a run has trained."""
+    from packtool.cli.inspect_run import lines_of, run_inspect_run, shows_run, tell_when_trained
     from packtool.report import inspect
     from packtool.report.names import named
     from packtool.report.tables import histogram_lines, print_table
 
+    if shows_run(config):
+        run_inspect_run(config, invocation.as_json)
+        return
     if config.verify:
         _verify(config.directory, invocation.as_json)
         return
@@ -41,14 +45,18 @@ def run_inspect(config: InspectConfig, invocation: Invocation) -> None:
         return
     if config.row is not None:
         view = inspect.sample_view(config.directory, config.split, config.row, config.model)
+        trained = None if config.run is None else tell_when_trained(config)
         if invocation.as_json:
             parts = [{"look": look, "text": text, "weight": weight} for look, text, weight in view.parts]
-            show_json(named({**dict(view.facts), "parts": parts}))
+            told = {} if trained is None else {"trained_in": trained}
+            show_json(named({**dict(view.facts), "parts": parts, **told}))
             return
         print_table(f"{config.directory}, {config.split}, row {config.row}", view.facts, "l")
         show_styled(
             [(text, _COLOURS[look]) for look, text in view.marked()] if sys.stdout.isatty() else [(view.text, "")]
         )
+        if trained is not None:
+            show("\n" + "\n".join(lines_of(trained)))
         return
     figures = inspect.cache_figures(config.directory)
     if invocation.as_json:

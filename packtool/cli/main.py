@@ -87,7 +87,11 @@ _COMMANDS: dict[str, tuple[type, Callable[[Any, Invocation], None], str]] = {
     "eval": (EvalConfig, run_eval, "Write the loss, perplexity and accuracy of every sample."),
     "merge": (MergeConfig, run_merge, "Work an adapter into the weights of its base model."),
     "demo": (DemoConfig, run_demo_command, "Watch both stages work on a small world made on the spot."),
-    "inspect": (InspectConfig, run_inspect, "Look into a cache: its figures, a sample, a pack."),
+    "inspect": (
+        InspectConfig,
+        run_inspect,
+        "Look into a cache, or at what a run has trained.",
+    ),
     "plan": (PlanConfig, run_plan, "Look at a whole schedule before paying for it."),
     "pack": (PackConfig, run_pack, "Write packs to files that other trainers read."),
     "simulate": (SimulateConfig, run_simulate, "Time the steps of every strategy on a cluster on paper."),
@@ -101,7 +105,7 @@ _SETTINGS = {name: settings for name, (settings, _, _) in _COMMANDS.items()}
 # The option that words without a name are values of, and how the usage line shows them.
 _NAMELESS = {
     "import": ("--dataset", "PREPARED..."),
-    "inspect": ("--directory", "CACHE"),
+    "inspect": ("--directory", "CACHE|OUTPUT_DIR"),
     "pack": ("--cached-dataset", "CACHE..."),
     "plan": ("--cached-dataset", "[CACHE]..."),
     "simulate": ("--cached-dataset", "[CACHE]..."),

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 def run_plan(config: PlanConfig, invocation: Invocation) -> None:
     """Plan, print, and write what is asked for."""
+    if config.resume is not None:
+        _resumed(config, invocation)
+        return
     if config.sweep:
         _sweep(config, invocation)
         return
@@ -51,6 +54,18 @@ def run_plan(config: PlanConfig, invocation: Invocation) -> None:
     for written in (config.save, config.html):
         if written is not None:
             show(f"written: {written}")
+
+
+def _resumed(config: PlanConfig, invocation: Invocation) -> None:
+    """How a run would go on, and what has become of its data."""
+    from packtool.report.resumed import resumed_lines
+    from packtool.train.prepare.resumed import resumed
+
+    figures = resumed(config).figures()
+    if invocation.as_json:
+        show_json(figures)
+        return
+    show("\n".join(resumed_lines(figures)))
 
 
 def _sweep(config: PlanConfig, invocation: Invocation) -> None:

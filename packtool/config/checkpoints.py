@@ -46,6 +46,12 @@ class CheckpointOptions:
     resume_from_checkpoint: Annotated[str, YES_OR_NO] | None = option(
         None, "true for the newest checkpoint in --output-dir, or the directory of one.", panel=_PANEL
     )
+    data_change: Literal["refuse", "allow"] = option(
+        "refuse",
+        "What a resumed run does whose caches are others than its checkpoint's: refuse to go on, naming them; or plan "
+        "what is left of the epoch anew, so that nothing is trained in it twice and nothing is lost.",
+        panel=_PANEL,
+    )
 
     @property
     def seeks_best(self) -> bool:
@@ -89,4 +95,26 @@ def checkpoint_problems(options: CheckpointOptions, *, may_evaluate: bool) -> li
         )
     if options.load_best_model_at_end and options.save_strategy == "no":
         found.append("--load-best-model-at-end needs checkpoints: leave out --save-strategy no")
+    return found
+
+
+def data_change_problems(
+    options: CheckpointOptions, *, streaming: bool, plan: str | None, only_model: bool
+) -> list[str]:
+    """What does not go with ``--data-change allow``.
+
+    Args:
+        streaming, plan, only_model: options of the same names.
+    """
+    if options.data_change == "refuse":
+        return []
+    found = []
+    if options.resume_from_checkpoint in (None, "false"):
+        found.append("--data-change allow goes with --resume-from-checkpoint: a new run has no data to change")
+    if streaming:
+        found.append("--data-change allow needs a ledger of what was trained, which --streaming true does not keep")
+    if plan is not None:
+        found.append("--data-change allow plans anew, and --plan belongs to the caches that it was made for")
+    if only_model:
+        found.append("--data-change allow goes on with a run, and --resume-only-model begins one anew, on any data")
     return found

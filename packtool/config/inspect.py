@@ -13,8 +13,18 @@ from packtool.constants import TRAIN_SPLIT
 class InspectConfig(AccessOptions):
     """What ``packtool inspect`` needs to know."""
 
-    directory: str = option(REQUIRED, "The cache; may stand without the option's name.")
-    row: int | None = option(None, "Show this sample of the split, as a person can read it.", minimum=0)
+    directory: str = option(REQUIRED, "The cache, or the --output-dir of a run; may stand without the option's name.")
+    row: int | None = option(
+        None,
+        "Show this sample of the split, as a person can read it. With --run, or of a run's only cache, when it was "
+        "trained, and with which others.",
+        minimum=0,
+    )
+    run: str | None = option(None, "The --output-dir of a run: when it trained the sample of --row.")
+    trained: bool = option(False, "Of a run, or of one of its checkpoints: what was trained until then, by cache.")
+    step: int | None = option(
+        None, "Of a run: what this step held, rank by rank; the first step is 1, as in the log.", minimum=1
+    )
     split: str = option(TRAIN_SPLIT, "Split that --row counts in, and that pages show.")
     model: str | None = option(None, "Directory of the tokenizer and config.json; by default the export's model.")
     plan: str | None = option(None, "A plan of the cache, with its steps, from packtool plan --save.")
@@ -44,6 +54,8 @@ class InspectConfig(AccessOptions):
         found = access_problems(self)
         shown = {
             "--row": self.row is not None,
+            "--trained": self.trained,
+            "--step": self.step is not None,
             "--pack": self.pack is not None,
             "--html": self.html is not None,
             "--serve": self.serve,
@@ -52,6 +64,10 @@ class InspectConfig(AccessOptions):
         if sum(shown.values()) > 1:
             names = [name for name, is_given in shown.items() if is_given]
             found.append(f"{' and '.join(names)} show different things: give one of them")
+        if self.run is not None and self.row is None:
+            found.append("--run goes with --row: when was this sample of the cache trained in that run")
+        if self.run is not None and self.split != TRAIN_SPLIT:
+            found.append(f"--run trains the {TRAIN_SPLIT} split: leave out --split {self.split}")
         if self.pack is not None and self.plan is None:
             found.append("--plan and --pack go together: pack k of a plan")
         if self.plan is not None and not (self.pack is not None or self.html is not None or self.serve):

@@ -68,8 +68,16 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
     save: str | None = option(None, "Write the plan to this file, for packtool train --plan and inspect --plan.")
     html: str | None = option(None, "Write a page that draws the plan, or compares those of --sweep, to this file.")
 
+    resume: str | None = option(
+        None,
+        "The --output-dir of a run, or one of its checkpoints: show how it would go on with these caches, or its own, "
+        "and what has changed. Options are the run's; --world-size 1 stands for as many processes as it had.",
+    )
+
     def problems(self) -> list[str]:
         """Mistakes that only show when settings are seen together."""
+        if self.resume is not None:
+            return self._resume_problems()
         found = packing_problems(self, self.packing)
         found += parallel_problems(self, removes_padding=self.packing or self.has_no_rows)
         if self.bucket_size == "auto":
@@ -104,6 +112,17 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
         except ValueError:
             found.append(f"--sweep {self.sweep}: give packing lengths with commas between them, as in 4096,8K")
         return found
+
+    def _resume_problems(self) -> list[str]:
+        """Options that would be other ones than those of the run that goes on."""
+        others = [
+            field.name
+            for field in dataclasses.fields(self)
+            if field.name not in ("resume", "cached_dataset", "world_size")
+            and getattr(self, field.name) != field.default
+            and field.name not in {each.name for each in dataclasses.fields(CacheOptions)}
+        ]
+        return [f"{flag(name)}: --resume takes the options of the run that goes on; leave it out" for name in others]
 
     @property
     def not_shared_with(self) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from packtool.config.adapters import AdapterOptions, adapter_problems
 from packtool.config.caches import CacheOptions
-from packtool.config.checkpoints import CheckpointOptions, checkpoint_problems
+from packtool.config.checkpoints import CheckpointOptions, checkpoint_problems, data_change_problems
 from packtool.config.evaluate import MAX_TOKENS_HELP
 from packtool.config.export import ExportConfig
 from packtool.config.memory import MemoryOptions, sharding_problems
@@ -246,14 +246,14 @@ class TrainConfig(
             found.append("--on-nan skip leaves out updates, which DeepSpeed makes itself: use stop or go-on")
         if self.resume_only_model and self.resume_from_checkpoint in (None, "false"):
             found.append("--resume-only-model goes with --resume-from-checkpoint, which names the weights")
-        found += self._master_problems()
         if self.overwrite_output_dir and self.add_version:
             found.append("--add-version never meets an earlier run: leave out --overwrite-output-dir")
-        found += sharding_problems(self)
+        found += self._master_problems() + sharding_problems(self)
         return [
             *found,
             *adapter_problems(self),
             *checkpoint_problems(self, may_evaluate=self.eval_strategy != "no" and not self.streaming),
+            *data_change_problems(self, streaming=self.streaming, plan=self.plan, only_model=self.resume_only_model),
             *self._precision_problems(),
             *self._compile_problems(),
             *quantization_problems(self),

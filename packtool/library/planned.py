@@ -33,6 +33,7 @@ ELSEWHERE = {
     "html": "Plan.page(path) does it",
     "sweep": "packtool plan --sweep compares several",
     "fit": "packtool plan --fit searches among several",
+    "resume": "packtool plan --resume shows how a run would go on",
 }
 """Options of the command that a single plan is not made with, and what there is instead."""
 

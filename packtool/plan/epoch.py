@@ -83,6 +83,12 @@ class EpochPlan:
         packs = np.unique(np.searchsorted(self.whole.offsets, left, side="right") - 1)
         return with_packs_in_order(self.whole, packs)
 
+    def samples_of(self, first: int, stop: int) -> Int64Array:
+        """Cache positions of all samples of the steps from ``first`` up to but not ``stop``, over all ranks."""
+        steps = self.steps
+        start, end = steps.cell_offsets[steps.step_offsets[[first, stop]]]
+        return with_packs_in_order(self.packs, steps.order[start:end]).samples
+
     def samples(self, step: int, rank: int, micro_batch: int) -> tuple[npt.NDArray[np.int64], ...]:
         """Cache positions of the samples of each pack of a micro-batch."""
         return tuple(self.packs.pack(int(pack)) for pack in self.steps.packs(step, rank, micro_batch))
@@ -98,7 +104,7 @@ def plan_epoch(
     media_tokens: npt.NDArray[np.integer[Any]] | None = None,
     towers: TowerWork | None = None,
     trees: PrefixTrees | None = None,
-    mixture: Mixture | None = None,
+    wanted: Int64Array | None = None,
 ) -> EpochPlan:
     """Filter, pack and assign to steps and ranks: a pure function, the same on every rank and machine.
 
@@ -114,17 +120,17 @@ def plan_epoch(
         towers: what its pictures and sounds cost beside ``options.cost``; None for nothing.
         trees: samples that share prefixes, of ``options.max_length`` at most, of which each group is in one pack;
             ``media_tokens`` and ``towers`` are then what each sample adds to its group.
-        mixture: what the epoch takes of the samples, ``options.max_length`` tokens at most; None for each once.
+        wanted: int64 (M,), rising: the samples of an epoch of which a part is trained already, which are also those of
+            ``trees``; None for all.
 
     Raises:
         ConfigError: an option is not positive, or options contradict each other.
         DataError: no sample is left, or some are longer than a pack.
     """
     assert len(lengths) == len(target_tokens)
-    if mixture is not None:
-        assert trees is None, "samples of a mixture are computed whole"
-        return _mixed(mixture, options, seed, epoch, media_tokens, towers)
     kept = np.flatnonzero(lengths <= options.max_length).astype(np.int64)
+    if wanted is not None:
+        kept = wanted[lengths[wanted] <= options.max_length]
     if len(kept) == 0:
         raise DataError(
             f"No sample is left to train on: the cache holds {len(lengths):,}, "
@@ -137,7 +143,7 @@ def plan_epoch(
         assert options.packing, "rows that are padded share nothing"
         capacity = options.packing_length
         packs = pack_trees(trees, lengths, capacity, options, seed=seed, epoch=epoch, media_tokens=media_tokens)
-    elif len(kept) == len(lengths):
+    elif wanted is None and len(kept) == len(lengths):
         packs = _pack(lengths, media_tokens, options, seed, epoch)
     else:
         kept_media = None if media_tokens is None else media_tokens[kept]
@@ -147,15 +153,24 @@ def plan_epoch(
     return assign_packs(packs, target_tokens, options, media_tokens=media_tokens, towers=towers)
 
 
-def _mixed(
+def plan_mixture(
     mixture: Mixture,
     options: PlanOptions,
+    *,
     seed: int,
-    epoch: int,
-    media_tokens: npt.NDArray[np.integer[Any]] | None,
-    towers: TowerWork | None,
+    epoch: int = 0,
+    media_tokens: npt.NDArray[np.integer[Any]] | None = None,
+    towers: TowerWork | None = None,
 ) -> EpochPlan:
-    """The plan of an epoch of a mixture: its places are packed, and then filled with samples."""
+    """The plan of an epoch of a mixture: its places are packed, and then filled with samples, which share nothing.
+
+    Args:
+        mixture: what the epoch takes of the samples, ``options.max_length`` tokens at most.
+        options, seed, epoch, media_tokens, towers: as for ``plan_epoch``; (N,), N being all samples of the caches.
+
+    Raises:
+        ConfigError, DataError: as ``plan_epoch``.
+    """
     places = mixture.places
     packed = _pack(places.lengths, places.media_tokens, options, seed, epoch)
     samples = mixture.drawn(epoch)[packed.samples]

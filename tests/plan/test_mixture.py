@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from packtool.config.mixture import Amount, MixUnit, Recipe, SourceRecipe, parse_amount
 from packtool.errors import DataError
-from packtool.plan.epoch import EpochPlan, plan_epoch
+from packtool.plan.epoch import EpochPlan, plan_mixture
 from packtool.plan.mixture import Mixture, mixture_of
 from packtool.plan.options import PlanOptions
 from packtool.plan.source_shares import by_name, counts_of_steps, share_figures
@@ -42,8 +42,7 @@ def options(**changes: object) -> PlanOptions:
 
 
 def planned(mixture: Mixture, epoch: int = 0, **changes: object) -> EpochPlan:
-    lengths, targets = mixture.lengths, mixture.target_tokens
-    return plan_epoch(lengths, targets, options(**changes), seed=mixture.seed, epoch=epoch, mixture=mixture)
+    return plan_mixture(mixture, options(**changes), seed=mixture.seed, epoch=epoch)
 
 
 @pytest.mark.parametrize(("text", "amount"), [("7", Amount(7, "samples")), ("20%", Amount(0.2, "epochs"))])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from packtool.config.checkpoints import CheckpointOptions
 from packtool.errors import ConfigError
 from packtool.progress import Progress
 from packtool.train.loop.log_line import heading_lines, shown_figures
+from packtool.train.loop.unusual import WINDOW, Outliers, sentence
 from packtool.train.loop.watch import StepWatch
 from packtool.train.prepare.checkpoint import (
     PREFIX,
@@ -53,7 +55,7 @@ class StepsCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Set the epoch once the Trainer has counted a step, and tell it whether to log, save and stop."""
-        state.epoch = state.global_step / self.schedule.steps_per_epoch
+        state.epoch = self.schedule.epochs(state.global_step)
         is_end = state.global_step >= self.schedule.num_steps
         if is_end:
             control.should_log = True
@@ -195,6 +197,7 @@ class ReportCallback(TrainerCallback):
         self.last_loss: float | None = None
         self._shown: dict[str, float | int | str] = {}
         self._num_untold = 0  # steps that the next line tells
+        self._outliers = Outliers()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -226,6 +229,8 @@ class ReportCallback(TrainerCallback):
         if not logs or not logs.keys() & {"loss", "eval_loss"}:
             return
         line = {"step": state.global_step, **logs}
+        if unusual := self._outliers.of(logs):
+            line["unusual"] = list(unusual)
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(plain_json(line)) + "\n")
         self._shown |= shown_figures(logs)
@@ -237,6 +242,9 @@ class ReportCallback(TrainerCallback):
             if self.first_loss is None:
                 self.first_loss = self.last_loss
         self._tell(self.progress.line, shown_figures(logs))
+        if unusual:
+            place = None if self.run.config.streaming else shlex.quote(str(args.output_dir))
+            self.progress.note(sentence(state.global_step, unusual, logs, place))
         if (remark := self.waiting.after(logs["data_wait"], logs["seconds"])) is not None:
             self.progress.note(remark)
 
@@ -259,3 +267,5 @@ class ReportCallback(TrainerCallback):
             kept = [line for line in file if line.endswith("\n") and json.loads(line)["step"] <= step]
         with open(self.path, "w", encoding="utf-8") as file:
             file.writelines(kept)
+        for line in kept[-WINDOW:]:
+            self._outliers.of(json.loads(line))

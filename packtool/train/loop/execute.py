@@ -37,6 +37,7 @@ from packtool.train.loop.callbacks import (
 )
 from packtool.train.loop.finite import name_samples
 from packtool.train.loop.loader import StepLoader, input_spec
+from packtool.train.loop.recording import RecordCallback
 from packtool.train.loop.skipped import all_skipped, skipped_lines, write_skipped
 from packtool.train.loop.stopping import StopSignals
 from packtool.train.loop.trainer import PackTrainer
@@ -329,6 +330,8 @@ def make_training(
         evaluation = EvaluationCallback(partial(trainer.log_evaluation, evaluate), every, config)
         trainer.add_callback(evaluation)
         watch.is_evaluated = evaluation.is_due
+    if (record := run.record()) is not None:
+        trainer.add_callback(RecordCallback(record, trainer, watch))
     trainer.add_callback(CheckpointCallback(run, watch))
     return Training(trainer, report, watch, parallel, evaluation)
 

@@ -53,6 +53,10 @@ class PackTrainer(Trainer):
         callbacks: further ones.
         saved: what checkpoints are saved as.
         numbers: takes the losses and the gradient norm of the step that is being computed.
+
+    Attributes:
+        skipped: samples of this rank that could not be loaded.
+        skipped_in: the steps, 0-based, in which these were to be trained.
     """
 
     def __init__(
@@ -89,6 +93,7 @@ class PackTrainer(Trainer):
         coefficient = config.router_aux_loss_coef
         self.balance = RouterBalance(model, coefficient) if coefficient else None
         self.skipped: list[SkippedSample] = []
+        self.skipped_in: list[int] = []
         self._meter = Meter(by_channel=loader.run.tells_channels)
         self._copies = DeviceCopies(args.device)
 
@@ -186,6 +191,7 @@ class PackTrainer(Trainer):
         self.skipped += skipped
         if self.balance is not None:
             self._meter.see_balance(self.balance.taken())
+        self.skipped_in += [self.state.global_step] * len(skipped)
         self._meter.add(self._without_skipped(inputs.figures, mean, skipped) if self.skips else inputs.figures)
         return mean.sum_over_ranks(total)
 

@@ -64,6 +64,7 @@ class StepWatch(TrainerCallback):
     Attributes:
         numbers: of the step, which the Trainer adds.
         stopped_by: number of the signal that ends the run, 0 for none.
+        left_out: steps, 0-based, that changed no weight, since somebody last asked.
         num_bad: steps whose loss or gradient was none.
         last_good: the last step before weights took up such a number; None as long as they have not.
         is_evaluated: whether an evaluation follows a step; by default none does.
@@ -83,6 +84,7 @@ class StepWatch(TrainerCallback):
         self.on_nan, self.world, self.progress = on_nan, world, progress
         self.stopped_by = 0
         self.num_bad = 0
+        self.left_out: list[int] = []
         self.last_good: int | None = None
         self.is_evaluated: Callable[[TrainerState], bool] = lambda _: False
         self._asked: _Asked | None = None
@@ -177,7 +179,9 @@ class StepWatch(TrainerCallback):
                 f"Checkpoints are those of step {step:,} and before. Look at these rows; --learning-rate, "
                 "--warmup-ratio and --max-grad-norm help where rows are sound; --on-nan skip leaves such a step out.",
             )
-        if self.on_nan == "go-on" and self.last_good is None:
+        if self.on_nan == "skip":
+            self.left_out.append(step)
+        elif self.last_good is None:
             self.last_good = step
         if lines:
             what = "left out" if self.on_nan == "skip" else "taken all the same"

@@ -13,13 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from packtool import storage
 from packtool.attention.parallel.axes import Axes
 from packtool.batch.micro_batch import MicroBatch, PlannedEpoch
 from packtool.cache.chosen import ChosenTargets, SampleReader
-from packtool.cache.mixed import MixedSamples
-from packtool.cache.plan_file import read_plan
 from packtool.cache.reader import CacheReader
-from packtool.config.mixture import Recipe
 from packtool.config.train import TrainConfig
 from packtool.constants import LEAST_SHARED, VAL_SPLIT
 from packtool.encode.encoded import EncodedSample
@@ -27,24 +25,27 @@ from packtool.encode.model_files import ModelFiles
 from packtool.encode.relabel import TargetChoice
 from packtool.launch.world import World
 from packtool.plan.epoch import EpochPlan
+from packtool.plan.ledger import Ledger
 from packtool.plan.pack_plan import with_packs_in_order
 from packtool.plan.source_shares import share_figures
-from packtool.simulate.run import read_hardware
-from packtool.train.prepare.check import check_plan, choice_of_targets, open_caches, packs_of, with_template_of
-from packtool.train.prepare.checkpoint import RunState
-from packtool.train.prepare.costs import RunCosts, sample_costs, tower_work, with_model
-from packtool.train.prepare.evaluation import plan_of_samples, shared_of_evaluation, with_evaluation
+from packtool.train.prepare.basis import Basis
+from packtool.train.prepare.continued import continued
+from packtool.train.prepare.costs import RunCosts, sample_costs
+from packtool.train.prepare.data_change import ChangedData
+from packtool.train.prepare.evaluation import plan_of_samples, shared_of_evaluation
 from packtool.train.prepare.figures import SampleFigures, StepFigures, figures_of_steps
 from packtool.train.prepare.heaviest import heaviest_tokens, seen_media, share_media
-from packtool.train.prepare.mixtures import counts_in, mixture_in, mixture_lines, named_sources
+from packtool.train.prepare.history import Segment, options_kept
+from packtool.train.prepare.mixtures import counts_in, mixture_lines
 from packtool.train.prepare.place import with_resumed_version
-from packtool.train.prepare.planner import Assignment, Planner, plan_options
+from packtool.train.prepare.planner import Assignment, Planner
 from packtool.train.prepare.prepared import Beginning, NumberExchange, PreparedRun, RankStep, Steps, Validation
 from packtool.train.prepare.rank_tokens import RankTokens
+from packtool.train.prepare.record import RunRecord
 from packtool.train.prepare.result import TrainResult, schedule_lines
 from packtool.train.prepare.schedule import PlannedSchedule
 from packtool.train.prepare.sequence_parallel import axes_of
-from packtool.train.prepare.shared_prefixes import SharedPrefixes, first_pair, shared_in_packs, shared_of_plan
+from packtool.train.prepare.shared_prefixes import SharedPrefixes, first_pair
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,6 +57,8 @@ class CachedRun(PreparedRun):
         samples: the same with their labels as ``--loss-scale`` chooses them.
         figures: of all samples; of those that share prefixes, what each adds.
         planner: of the schedule.
+        ledger: what was trained before.
+        changed: what became of the data that its checkpoint had; None where they are the same.
     """
 
     schedule: PlannedSchedule
@@ -63,6 +66,8 @@ class CachedRun(PreparedRun):
     samples: SampleReader
     figures: SampleFigures
     planner: Planner
+    ledger: Ledger
+    changed: ChangedData | None = None
 
     @property
     def shared(self) -> SharedPrefixes | None:
@@ -153,6 +158,27 @@ class CachedRun(PreparedRun):
         """The micro-batches of all ranks in an epoch with this plan."""
         return PlannedEpoch(plan, {"vision": self.figures.is_seen, "sound": self.figures.is_heard})
 
+    def record(self) -> RunRecord:
+        """See ``PreparedRun``."""
+        return RunRecord(
+            self.ledger, self.schedule, self.planner, self.reader, self._segment, self.beginning.checkpoint
+        )
+
+    def _segment(self) -> Segment:
+        """What the run's history keeps of it."""
+        found = zip(self.reader.directories, self.reader.manifests, self.reader.sizes, strict=True)
+        state = self.state
+        return Segment(
+            first=self.start,
+            num_steps=self.schedule.num_steps,
+            config=options_kept(self.config),
+            caches=tuple((storage.absolute(name), manifest.fingerprint, num) for name, manifest, num in found),
+            assignments=state.assignments or ((0, *state.assignment),),
+            changed_at=None if self.ledger.change is None else self.ledger.change.step,
+            plan=state.plan,
+            steps=state.steps,
+        )
+
     def steps(self, exchange: NumberExchange) -> Steps:
         """See ``PreparedRun``; the plan knows all, and ranks need not tell each other anything."""
         return _PlannedSteps(self)
@@ -191,70 +217,34 @@ def prepare_cached(config: TrainConfig, world: World, beginning: Beginning | Non
     Raises:
         ConfigError, DataError, MismatchError: naming what does not fit, and what to do.
     """
-    config = with_resumed_version(config)
-    files = ModelFiles.load(config.model)
-    directories, recipe = named_sources(config)
-    if config.mix is not None:
-        config = dataclasses.replace(config, cached_dataset=directories)
-    reader = open_caches(config, files)
-    config, evaluated = with_evaluation(config, reader)
-    files = with_template_of(reader, files)
-    index = reader.index
-    choice = choice_of_targets(config, reader, files)
-    samples: SampleReader = reader
-    targets = index.target_tokens
-    if choice is not None:
-        samples = chosen = ChosenTargets(reader, choice)
-        targets = chosen.target_tokens()
-    planner, not_shared = _planner(config, files, reader, targets, recipe)
-    if (mixture := planner.mixture) is not None:
-        samples = MixedSamples(
-            samples,
-            mixture.offsets,
-            mixture.names,
-            mixture.loss_weights,
-            keeps_channels=config.enable_channel_loss,
-        )
+    basis = Basis.of(with_resumed_version(config))
+    config, files, reader, planner = basis.config, basis.files, basis.reader, basis.planner
     beginning = beginning or Beginning.of(config)
     mine: Assignment = (world.data.size, config.gradient_accumulation_steps, config.per_device_train_batch_size)
-    state = _state(config, planner, mine, reader.fingerprint)
-    beginning.check(state, world)
-    assignments, notes = _assignments(beginning, state, mine)
-    axes = axes_of(config, world, files, index.length, trained=True)
+    state = basis.state(mine)
+    going_on = continued(beginning, state, world, reader, planner, may_change=config.data_change == "allow")
+    axes = axes_of(config, world, files, reader.index.length, trained=True)
     return CachedRun(
         config=config,
         world=world,
         files=files,
         media_limits=reader.manifests[0].identity.media_limits,
-        schedule=planner.schedule(assignments),
-        state=dataclasses.replace(state, assignments=assignments if len(assignments) > 1 else ()),
+        schedule=going_on.schedule,
+        state=going_on.state,
         beginning=beginning,
         axes=axes,
-        notes=(*not_shared, *_access_notes(config, reader), *evaluated, *beginning.notes, *notes),
+        notes=(*basis.notes, *beginning.notes, *going_on.notes),
         least_shared=None if planner.shared is None else LEAST_SHARED,
-        validation=_validation(config, world, files, reader, choice, axes),
+        validation=_validation(config, world, files, reader, basis.choice, axes),
         reader=reader,
-        samples=samples,
-        figures=dataclasses.replace(_figures(config, files, reader, targets, planner.shared), mixture=planner.mixture),
+        samples=basis.samples,
+        figures=dataclasses.replace(
+            _figures(config, files, reader, planner.targets, planner.shared), mixture=planner.mixture
+        ),
         planner=planner,
+        ledger=going_on.ledger,
+        changed=going_on.changed,
     )
-
-
-def _assignments(
-    beginning: Beginning, state: RunState, mine: Assignment
-) -> tuple[tuple[tuple[int, int, int, int], ...], list[str]]:
-    """Each time that packs were assigned, as ``RunState.assignments`` has them, and what is to be said of the last."""
-    before = beginning.before
-    if before is None:
-        return ((0, *mine),), []
-    assignments = before.assignments or ((0, *before.assignment),)
-    if not state.is_assigned_anew_after(before):
-        return assignments, []
-    told = (
-        f"{beginning.checkpoint} was trained by {before.world_size} data-parallel ranks, and there are "
-        f"{state.world_size}: what it left of its epoch is assigned anew, every pack once"
-    )
-    return (*assignments, (before.step, *mine)), [told]
 
 
 def _figures(
@@ -286,46 +276,6 @@ def _media_kinds(reader: CacheReader) -> tuple[npt.NDArray[np.bool_], npt.NDArra
     return (index.num_images > 0) | has_videos, (index.num_audios > 0) | may_sound
 
 
-def _access_notes(config: TrainConfig, reader: CacheReader) -> list[str]:
-    """Said before the first step, for the one sample with a web address may come after hours."""
-    for manifest in reader.manifests:
-        far = any('"media_access": "any"' in source.settings for source in manifest.sources)
-        kept = manifest.identity.spec["media"] == "reference" and any(s.media_tokens for s in manifest.splits.values())
-        if far and kept and config.media_access != "any":
-            return [
-                "a cache was exported with --media-access any: if its rows name web addresses, training needs it, too"
-            ]
-    return []
-
-
-def _planner(
-    config: TrainConfig,
-    files: ModelFiles,
-    reader: CacheReader,
-    targets: npt.NDArray[np.integer[Any]],
-    recipe: Recipe | None,
-) -> tuple[Planner, list[str]]:
-    """The planner of a run, and what is to be said of prefixes that it does not share."""
-    saved = read_plan(config.plan) if config.plan is not None else None
-    if saved is not None:
-        check_plan(saved, config, reader)
-    max_length = config.max_length or max(manifest.max_length for manifest in reader.manifests)
-    options = plan_options(config, max_length=max_length, world_size=1)
-    options = with_model(options, files.config, config, read_hardware(config.hardware), config.sequence_parallel_type)
-    if saved is not None:
-        options = dataclasses.replace(options, max_length=saved.info.max_length, packing_length=saved.info.capacity)
-    assert options.cost is not None
-    packs, told = packs_of(saved) if saved is not None else None, None
-    if packs is not None:
-        shared = shared_of_plan(packs, files.config, reader)
-    else:
-        shared, told = shared_in_packs(config, options, files.config, reader)
-    towers = tower_work(options.cost, reader.index) if shared is None else shared.towers(options.cost, targets)
-    mixture = mixture_in(recipe, reader, targets, max_length=options.max_length, seed=config.seed)
-    planner = Planner(config, options, reader.index, targets, towers, packs, shared, mixture)
-    return planner, [] if told is None else [told]
-
-
 def _validation(
     config: TrainConfig, world: World, files: ModelFiles, reader: CacheReader, choice: TargetChoice | None, axes: Axes
 ) -> Validation | None:
@@ -337,32 +287,3 @@ def _validation(
     if shared is not None:
         plan = dataclasses.replace(plan, trees=shared.trees)
     return Validation(val, val if choice is None else ChosenTargets(val, choice), plan)
-
-
-def _state(config: TrainConfig, planner: Planner, assignment: Assignment, cache: str) -> RunState:
-    plan = planner.plan_of(0, assignment)
-    world_size, _, _ = assignment
-    return RunState.of(
-        config,
-        plan=plan.lasting_fingerprint,
-        steps=plan.steps.fingerprint if plan.places is None else plan.fingerprint,
-        cache=cache,
-        max_length=planner.options.max_length,
-        packing_length=planner.options.packing_length,
-        world_size=world_size,
-        loss_scale=config.loss_scale or "",
-        loss_reduction=config.loss_reduction,
-        shares_prefixes=planner.shared is not None,
-        schedule=_schedule_of(planner),
-        learning=config.learning_words,
-    )
-
-
-def _schedule_of(planner: Planner) -> str:
-    """What decides the steps but packs, batch size and accumulation, in one line."""
-    skrull, num_samples = planner.options.skrull, planner.options.samples_per_step
-    if skrull is None:
-        return "" if num_samples is None else f"{num_samples} samples a step"
-    # "a row", where a sequence is meant: checkpoints hold this text, and are compared with it to the letter.
-    shared = f"skrull, buckets of {skrull.bucket_size} tokens, a row on {skrull.sequence_parallel_size}"
-    return f"{shared}, for {skrull.times.device}"

@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,9 @@ _FROM_OPTIONS = (
     "master_weights",
 )
 
+FROM_DATA = frozenset(("cache", "plan", "steps", "max_length", "packing_length", "shares_prefixes", "learning"))
+"""What of a state follows from the caches, and may be another when these may."""
+
 # All that a tokenizer or processor is saved as; weights, configs and adapters are the checkpoint's own.
 _PROCESSOR_FILE = re.compile(
     r"(tokenizer|special_tokens_map|added_tokens|vocab|merges|chat_template|preprocessor_config|processor_config"
@@ -55,6 +58,7 @@ class RunState:
             assigned anew, because a resumed run had other processes.
         cache: fingerprint of the caches.
         seed: of the plans of all epochs.
+        data_since: the first step, 0-based, with the data that there are; 0 where they never changed.
         step: optimizer steps done.
         epoch, step_in_epoch: the same, as the place where training goes on.
         shares_prefixes: what samples begin with in common is computed once.
@@ -85,6 +89,7 @@ class RunState:
     schedule: str = ""
     learning: str = ""
     master_weights: str = "float32"
+    data_since: int = 0
     step: int = 0
     epoch: int = 0
     step_in_epoch: int = 0
@@ -109,15 +114,32 @@ class RunState:
         """Whether what a checkpoint with that state left is to be assigned to another number of processes."""
         return not self.streaming and self.world_size != other.world_size
 
-    def check_continues(self, checkpoint: str, other: RunState) -> None:
+    def has_other_data(self, other: RunState) -> bool:
+        """Whether a run with this state plans its epochs from other samples than one with that state, or otherwise."""
+        return not self.streaming and (self.cache, self.plan) != (other.cache, other.plan)
+
+    def check_continues(
+        self,
+        checkpoint: str,
+        other: RunState,
+        *,
+        data_may_change: bool = False,
+        other_data: Callable[[], Sequence[str]] = tuple,
+    ) -> None:
         """Raise unless a run with this state may go on from a checkpoint with that one.
 
         With another world size the packs must be the same, but not the steps: they are assigned anew.
 
+        Args:
+            data_may_change: caches, and what follows from them, may be others.
+            other_data: says what is different in the caches, a line for each.
+
         Raises:
             MismatchError: naming every difference.
         """
-        place = {"step", "epoch", "step_in_epoch", "saved_at", "assignments"}
+        place = {"step", "epoch", "step_in_epoch", "saved_at", "assignments", "data_since"}
+        if data_may_change:
+            place |= FROM_DATA
         if self.is_assigned_anew_after(other):
             place |= {"steps", "world_size", "gradient_accumulation_steps", "per_device_train_batch_size"}
         mine, theirs = dataclasses.asdict(self), dataclasses.asdict(other)
@@ -128,10 +150,14 @@ class RunState:
         told = [name for name in different if name not in ("plan", "steps")]
         different = told or different
         if different:
-            lines = "\n".join(f"  - {name}: {theirs[name]} there, {mine[name]} now" for name in different)
+            lines = [f"  - {name}: {theirs[name]} there, {mine[name]} now" for name in different]
+            remedy = "Resume with the settings of that run, or train anew in another --output-dir."
+            if "cache" in different:
+                lines += [f"    {line}" for line in other_data()]
+                if set(different) <= FROM_DATA:
+                    remedy += " --data-change allow goes on with these data: what is left of the epoch is planned anew."
             raise MismatchError(
-                f"{checkpoint} belongs to a run that trains something else:\n{lines}",
-                "Resume with the settings of that run, or train anew in another --output-dir.",
+                "\n".join([f"{checkpoint} belongs to a run that trains something else:", *lines]), remedy
             )
 
 
@@ -266,6 +292,11 @@ def _saved_at(checkpoint: str) -> tuple[float, int] | None:
     except MismatchError:
         return None
     return state.saved_at, state.step
+
+
+def is_checkpoint(directory: str) -> bool:
+    """Whether a directory is named as checkpoints are."""
+    return os.path.basename(os.path.abspath(directory)).startswith(PREFIX)
 
 
 def finished_checkpoints(output_dir: str) -> list[str]:

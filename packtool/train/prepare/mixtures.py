@@ -15,6 +15,7 @@ from packtool.config.mixture import MixOptions, Recipe, SourceRecipe, amount_beh
 from packtool.errors import ConfigError
 from packtool.plan.epoch import EpochPlan
 from packtool.plan.mixture import Mixture, mixture_of
+from packtool.plan.pack_plan import offsets_of
 from packtool.plan.source_shares import SourceCounts, by_name, counts_of_steps, share_figures
 
 
@@ -71,7 +72,13 @@ def mixture_in(
         return None
     index = reader.index
     return mixture_of(
-        recipe, reader.offsets, index.length, index.media_tokens, target_tokens, max_length=max_length, seed=seed
+        recipe,
+        offsets_of(np.array(reader.sizes)),
+        index.length,
+        index.media_tokens,
+        target_tokens,
+        max_length=max_length,
+        seed=seed,
     )
 
 

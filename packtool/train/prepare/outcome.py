@@ -18,7 +18,15 @@ LAST, BEST = "last", "best"
 
 # A copy is for loading, not for going on from.
 _OF_THE_RUN = ("optimizer*", "scheduler*", "rng_state*", "scaler*", "trainer_state*", "training_args*")
-_NOT_COPIED = (*_OF_THE_RUN, "packtool_state*", "master_weights*", "pytorch_model_fsdp*", "global_step*", "stream-*")
+_NOT_COPIED = (
+    *_OF_THE_RUN,
+    "packtool_state*",
+    "packtool_ledger*",
+    "master_weights*",
+    "pytorch_model_fsdp*",
+    "global_step*",
+    "stream-*",
+)
 _MODEL_FILES = ("config.json", "adapter_config.json")
 
 

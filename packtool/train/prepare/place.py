@@ -4,6 +4,8 @@ OUTPUT_DIR/                                 as it is, without --add-version
 OUTPUT_DIR/v0-20260131-120000/              with it: the first run, and when it began
 OUTPUT_DIR/v1-20260201-090000/              the second
 
+Beside its checkpoints a run keeps a ``history`` of what its steps held.
+
 A directory of another run is never written into: its log lines and checkpoints would be mixed with the new ones. What
 is looked at before the ranks meet is looked at by all of them, and nothing is written until they have met.
 """
@@ -21,6 +23,7 @@ from typing import Any
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, StorageError
 from packtool.launch.world import World
+from packtool.train.prepare.carried import HISTORY
 from packtool.train.prepare.checkpoint import (
     PREFIX,
     FoundCheckpoint,
@@ -137,6 +140,7 @@ def _clear(output_dir: str) -> None:
         else:
             os.remove(path)
     remove_names(output_dir)
+    shutil.rmtree(os.path.join(output_dir, HISTORY), ignore_errors=True)
     for name in _OTHER_NAMES:
         with contextlib.suppress(FileNotFoundError):
             os.remove(os.path.join(output_dir, name))

@@ -15,12 +15,14 @@ from packtool.config.plan import PlanConfig
 from packtool.config.settings import part_of
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
-from packtool.plan.epoch import EpochPlan, assign_packs, plan_epoch, reordered
+from packtool.plan.epoch import EpochPlan, assign_packs, plan_epoch, plan_mixture, reordered
+from packtool.plan.ledger import DataChange
 from packtool.plan.mixture import Mixture
 from packtool.plan.options import PlanOptions
-from packtool.plan.pack_plan import PackPlan
+from packtool.plan.pack_plan import Int64Array, PackPlan
 from packtool.plan.skrull_steps import SkrullOptions
 from packtool.plan.towers import TowerWork
+from packtool.plan.trees_of_some import trees_of_some
 from packtool.train.prepare.schedule import PlannedSchedule, Rest, rest_of
 from packtool.train.prepare.shared_prefixes import SharedPrefixes
 
@@ -91,22 +93,52 @@ class Planner:
         """The plan of a whole epoch; the last ones are remembered, here and nowhere else."""
         return self._remembered(epoch, assignment)
 
+    def wanted_of(self, epoch: int) -> Int64Array:
+        """How often an epoch has each sample of the caches, int64 (N,); what is too long for it counts, too."""
+        num_cached = len(self.index.length)
+        if self.mixture is None:
+            return np.ones(num_cached, np.int64)
+        return np.bincount(self.mixture.drawn(epoch), minlength=num_cached)
+
+    def plan_left(self, change: DataChange, assignment: Assignment) -> EpochPlan | None:
+        """The plan of what was left of an epoch when the data changed; None if that was nothing."""
+        wanted = np.repeat(np.arange(len(self.index.length)), change.samples())
+        if not (self.index.length[wanted] <= self.options.max_length).any():
+            return None
+        shared = self.shared
+        if shared is not None:
+            shared = dataclasses.replace(shared, trees=trees_of_some(shared.trees, change.samples() > 0))
+        return self._planned(change.epoch, assignment, shared, wanted)
+
     def _plan_of(self, epoch: int, assignment: Assignment) -> EpochPlan:
         if self.saved is not None:
             is_first = epoch == 0 or not self.config.shuffle
             return self.assign(
                 self.saved if is_first else reordered(self.saved, seed=self.config.seed, epoch=epoch), assignment
             )
+        return self._planned(epoch, assignment, self.shared)
+
+    def _planned(
+        self, epoch: int, assignment: Assignment, shared: SharedPrefixes | None, wanted: Int64Array | None = None
+    ) -> EpochPlan:
+        options, towers, seed = self._options(assignment), self.towers, self.config.seed
+        # What is left of an epoch whose data changed is drawn already.
+        if self.mixture is not None and wanted is None:
+            media_tokens = self.index.media_tokens
+            return plan_mixture(self.mixture, options, seed=seed, epoch=epoch, media_tokens=media_tokens, towers=towers)
+        if shared is not None and wanted is not None:
+            assert options.cost is not None, "training knows costs"
+            towers = shared.towers(options.cost, self.targets)
         return plan_epoch(
             self.index.length,
             self.targets,
-            self._options(assignment),
-            seed=self.config.seed,
+            options,
+            seed=seed,
             epoch=epoch,
-            media_tokens=self.index.media_tokens if self.shared is None else self.shared.media_tokens,
-            towers=self.towers,
-            trees=None if self.shared is None else self.shared.trees,
-            mixture=self.mixture,
+            media_tokens=self.index.media_tokens if shared is None else shared.media_tokens,
+            towers=towers,
+            trees=None if shared is None else shared.trees,
+            wanted=wanted,
         )
 
     def num_steps_whole(self, assignment: Assignment) -> int:
@@ -121,11 +153,21 @@ class Planner:
         options, media_tokens = self._options(assignment), self.index.media_tokens
         return assign_packs(packs, self.targets, options, media_tokens=media_tokens, towers=self.towers)
 
-    def schedule(self, assignments: Sequence[tuple[int, int, int, int]]) -> PlannedSchedule:
-        """The schedule of the run, with the rest of an epoch assigned anew wherever the number of processes changed."""
+    def schedule(
+        self, assignments: Sequence[tuple[int, int, int, int]], change: DataChange | None = None
+    ) -> PlannedSchedule:
+        """The schedule of the run, with the rest of an epoch assigned anew wherever the number of processes changed.
+
+        Args:
+            assignments: since the data last changed, if they did.
+            change: the last change of the data, from which on steps can be asked for; None if there was none.
+        """
         config = self.config
         (_, *first), *others = assignments
-        schedule = self._schedule(cast(Assignment, tuple(first)), None)
+        assignment, rest = cast(Assignment, tuple(first)), None
+        if change is not None:
+            rest = Rest(change.step, change.epoch, self.plan_left(change, assignment))
+        schedule = self._schedule(assignment, rest)
         for step, *again in others:
             assignment = cast(Assignment, tuple(again))
             rest = rest_of(schedule, step, partial(self.assign, assignment=assignment))

@@ -22,6 +22,7 @@ from packtool.train.prepare.checkpoint import RunState, read_run_state
 from packtool.train.prepare.figures import StepFigures
 from packtool.train.prepare.place import checkpoint_of
 from packtool.train.prepare.rank_tokens import RankTokens
+from packtool.train.prepare.record import RunRecord
 from packtool.train.prepare.result import TrainResult
 from packtool.train.prepare.schedule import Schedule
 from packtool.train.prepare.whole import check_resumable
@@ -75,14 +76,21 @@ class Beginning:
         """The first step to train."""
         return self.before.step if self.before is not None else 0
 
-    def check(self, state: RunState, world: World) -> None:
-        """Raise unless the run with this state may go on from the checkpoint.
+    def check(
+        self,
+        state: RunState,
+        world: World,
+        *,
+        data_may_change: bool = False,
+        other_data: Callable[[], Sequence[str]] = tuple,
+    ) -> None:
+        """Raise unless the run with this state may go on from the checkpoint; arguments as ``RunState`` has them.
 
         Raises:
             MismatchError: naming every difference, or what the checkpoint lacks.
         """
         if self.checkpoint is not None and self.before is not None:
-            state.check_continues(self.checkpoint, self.before)
+            state.check_continues(self.checkpoint, self.before, data_may_change=data_may_change, other_data=other_data)
             check_resumable(self.checkpoint, world.rank, world.size)
 
 
@@ -207,6 +215,10 @@ class PreparedRun(ABC):
     @abstractmethod
     def steps(self, exchange: NumberExchange) -> Steps:
         """The steps of this rank from ``start`` on."""
+
+    def record(self) -> RunRecord | None:
+        """What keeps a ledger of this run; None where nobody knows which samples there are."""
+        return None
 
     @property
     def sized(self) -> TrainConfig:

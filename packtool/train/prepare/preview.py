@@ -20,7 +20,7 @@ from packtool.config.plan import PlanConfig
 from packtool.encode.model_files import ModelFiles
 from packtool.plan.balance import imbalance
 from packtool.plan.batch_growth import BatchGrowth, own_steps_line
-from packtool.plan.epoch import EpochPlan, assign_packs, plan_epoch
+from packtool.plan.epoch import EpochPlan, assign_packs, plan_epoch, plan_mixture
 from packtool.plan.mixture import Mixture
 from packtool.plan.options import PlanOptions
 from packtool.plan.pack_plan import Int64Array
@@ -251,7 +251,10 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
     else:
         if reader is not None:
             mixture = mixture_in(recipe, reader, targets, max_length=options.max_length, seed=config.seed)
-        plan = plan_with(mixture=mixture)
+        if mixture is None:
+            plan = plan_with()
+        else:
+            plan = plan_mixture(mixture, options, seed=config.seed, media_tokens=media, towers=towers)
     seconds = time.perf_counter() - begin
     whole = plan.summary if shared is None else plan_with().summary
     return Preview(
@@ -314,7 +317,10 @@ def _plain_batches(
         samples_per_step=None,
         skrull=None,
     )
-    padded = plan_epoch(lengths, targets, rows, seed=seed, mixture=mixture)
+    if mixture is None:
+        padded = plan_epoch(lengths, targets, rows, seed=seed)
+    else:
+        padded = plan_mixture(mixture, rows, seed=seed)
     fill = padded_fill(padded.packs, padded.steps)
     return PlainBatches(each, padded.summary.num_steps, round(padded.packs.num_tokens / fill), 1 - fill)
 

@@ -25,6 +25,9 @@ class Schedule(Protocol):
     def locate(self, step: int) -> tuple[int, int]:
         """Epoch and step within it."""
 
+    def epochs(self, step: int) -> float:
+        """How many epochs are done after so many steps."""
+
 
 @dataclass(frozen=True)
 class OpenSchedule:
@@ -45,20 +48,29 @@ class OpenSchedule:
         """Epoch and step within it."""
         return 0, step
 
+    def epochs(self, step: int) -> float:
+        """What part of the run is done after so many steps."""
+        return step / self.num_steps
+
 
 @dataclass(frozen=True, eq=False)
 class Rest:
-    """What was left of an epoch when a run was resumed with another number of processes.
+    """What was left of an epoch when a run was resumed with another number of processes, or with other data.
 
     Args:
         step: the first that is assigned anew.
         epoch: that it lies in.
-        plan: the packs that were not trained yet, assigned to the processes there are now.
+        plan: the packs that were not trained yet, assigned to the processes there are now; None if there are none.
     """
 
     step: int
     epoch: int
-    plan: EpochPlan
+    plan: EpochPlan | None
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the epoch from there on."""
+        return 0 if self.plan is None else self.plan.steps.num_steps
 
 
 class PlannedSchedule:
@@ -88,10 +100,10 @@ class PlannedSchedule:
             self.plan_of = plan_of
             self.num_steps = max_steps or math.ceil(num_epochs * self.steps_per_epoch)
             return
-        self.plan_of = lambda epoch: rest.plan if epoch == rest.epoch else plan_of(epoch)
+        self.plan_of = lambda epoch: rest.plan if epoch == rest.epoch and rest.plan is not None else plan_of(epoch)
         # The same share of the epochs, in steps of another size.
         share = min(num_epochs - rest.epoch, 1.0)
-        left = math.ceil(max(share * self.steps_per_epoch - (self.steps_per_epoch - rest.plan.steps.num_steps), 0))
+        left = math.ceil(max(share * self.steps_per_epoch - (self.steps_per_epoch - rest.num_steps), 0))
         later = math.ceil(max(num_epochs - rest.epoch - 1, 0.0) * self.steps_per_epoch)
         self.num_steps = max_steps or rest.step + left + later
 
@@ -101,11 +113,20 @@ class PlannedSchedule:
             return divmod(step, self.steps_per_epoch)
         step -= self._rest.step
         assert step >= 0, "steps before the rest were assigned by another schedule"
-        num_left = self._rest.plan.steps.num_steps
+        num_left = self._rest.num_steps
         if step < num_left:
             return self._rest.epoch, step
         epochs, step_in_epoch = divmod(step - num_left, self.steps_per_epoch)
         return self._rest.epoch + 1 + epochs, step_in_epoch
+
+    def epochs(self, step: int) -> float:
+        """How many epochs are done after so many steps, with the part of the one that is being trained."""
+        if self._rest is None:
+            return step / self.steps_per_epoch
+        epoch, done = self.locate(step)
+        if epoch == self._rest.epoch:
+            done += max(self.steps_per_epoch - self._rest.num_steps, 0)
+        return epoch + done / self.steps_per_epoch
 
     def target_tokens(self, step: int) -> int:
         """Labels that carry loss in a step, over all ranks."""
@@ -121,7 +142,7 @@ class PlannedSchedule:
         while step < self.num_steps:
             epoch, first = self.locate(step)
             is_rest = self._rest is not None and epoch == self._rest.epoch
-            num_steps = self._rest.plan.steps.num_steps if self._rest is not None and is_rest else self.steps_per_epoch
+            num_steps = self._rest.num_steps if self._rest is not None and is_rest else self.steps_per_epoch
             last = min(num_steps, first + self.num_steps - step)
             # Only an epoch that is not trained whole must be looked at closely.
             if (first, last) == (0, self.steps_per_epoch) and not is_rest:

@@ -62,6 +62,7 @@ def load(schedule: PlannedSchedule, start: int, world: World | None = None) -> l
         reader=nothing,
         samples=READER,
         planner=nothing,
+        ledger=nothing,
         figures=SampleFigures(TARGETS, np.zeros_like(TARGETS), np.zeros_like(TARGETS), TARGETS, None),
     )
     loader = StepLoader(run, reduced_spec("qwen3"))

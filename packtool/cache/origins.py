@@ -1,0 +1,143 @@
+"""Where the samples of a cache came from, and what they say: by these they are found again in a cache made anew."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from packtool import storage
+from packtool.cache.manifest import Manifest, SourceInfo
+from packtool.cache.reader import CacheReader
+from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
+from packtool.errors import MismatchError
+
+_PART = ("turn", "num_turns", "response", "num_responses")
+
+
+@dataclass(frozen=True, eq=False)
+class Origins:
+    """The files and rows of the N samples of a cache's split.
+
+    Args:
+        files: paths of the files of rows.
+        digests: of their contents; files with equal ones have the same rows, wherever they are.
+        file: (N,), which of them each sample comes from.
+        row: int64 (N,), its row there.
+        part: (N, 4), which part of the row it is, as ``RowPart`` has it; zeros for a whole row. None where all are.
+    """
+
+    files: tuple[str, ...]
+    digests: tuple[str, ...]
+    file: npt.NDArray[np.integer[Any]]
+    row: npt.NDArray[np.int64]
+    part: npt.NDArray[np.int32] | None
+
+    def write(self, path: str) -> None:
+        """Write a file of some bits a sample: rows mostly follow one another.
+
+        Raises:
+            StorageError: if it cannot be written.
+        """
+        sink = io.BytesIO()
+        told = json.dumps({"files": self.files, "digests": self.digests}).encode()
+        columns: dict[str, npt.NDArray[Any]] = {
+            "told": np.frombuffer(told, np.uint8),
+            "source": _small(np.diff(self.file, prepend=0)),
+            "row": _small(np.diff(self.row, prepend=0)),
+        }
+        if self.part is not None:
+            columns |= {name: _small(column) for name, column in zip(_PART, self.part.T, strict=True)}
+        np.savez_compressed(sink, **columns)  # type: ignore[arg-type]
+        storage.publish(path, sink.getvalue())
+
+    @classmethod
+    def read(cls, path: str) -> Origins:
+        """Read what ``write`` wrote.
+
+        Raises:
+            MismatchError: if it is damaged.
+        """
+        try:
+            with np.load(io.BytesIO(storage.read_bytes(path)), allow_pickle=False) as found:
+                told = json.loads(found["told"].tobytes())
+                file, row = (np.cumsum(found[name], dtype=np.int64) for name in ("source", "row"))
+                part = np.stack([found[name].astype(np.int32) for name in _PART], 1) if "turn" in found else None
+        except (OSError, ValueError, KeyError) as error:
+            raise MismatchError(
+                f"{path} cannot be read: {error}", "Remove it; a checkpoint writes it again."
+            ) from error
+        return cls(tuple(told["files"]), tuple(told["digests"]), file, row, part)
+
+
+def _small(values: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.integer[Any]]:
+    """The same numbers in as few bytes each as the largest needs."""
+    low, high = int(values.min(initial=0)), int(values.max(initial=0))
+    types = (np.int8, np.int16, np.int32, np.int64)
+    return values.astype(next(t for t in types if np.iinfo(t).min <= low and high <= np.iinfo(t).max))
+
+
+def read_origins(reader: CacheReader, cache: int) -> Origins:
+    """The origins of one of a reader's caches. Price: reads three columns of all its shards."""
+    shard, row_in_shard = reader.places(cache)
+    names: dict[str, int] = {}
+    num = len(shard)
+    file, row = np.zeros(num, np.int64), np.zeros(num, np.int64)
+    part: npt.NDArray[np.int32] | None = None
+    for number in range(int(shard.max(initial=-1)) + 1):
+        here = np.flatnonzero(shard == number)
+        table = reader.shard_table(cache, number, ("source", "row", "part")).take(pa.array(row_in_shard[here]))
+        sources = table.column("source").combine_chunks().dictionary_encode()
+        codes = np.array([names.setdefault(name, len(names)) for name in sources.dictionary.to_pylist()], np.int64)
+        file[here] = codes[sources.indices.to_numpy()]
+        row[here] = table.column("row").to_numpy()
+        if "part" in table.column_names:
+            part = np.zeros((num, len(_PART)), np.int32) if part is None else part
+            column = table.column("part").combine_chunks()
+            part[here] = np.stack([column.field(name).fill_null(0).to_numpy() for name in _PART], 1)
+    found = [_info(reader.manifests[cache], name) for name in names]
+    files = tuple(name if info is None else info.path for name, info in zip(names, found, strict=True))
+    # Where nobody knows the file's content, its name must do.
+    digests = tuple(name if info is None else info.digest for name, info in zip(names, found, strict=True))
+    return Origins(files, digests, file, row, None if part is None or not part.any() else part)
+
+
+def _info(manifest: Manifest, name: str) -> SourceInfo | None:
+    """A file of an export, by the name that samples know it by: its path as it was given, perhaps from some folder."""
+    tail = "/" + name.removeprefix("./").lstrip("/")
+    same = [source for source in manifest.sources if source.path == name]
+    ends = [source for source in manifest.sources if source.path.endswith(tail)]
+    return next(iter([*same, *ends]), None)
+
+
+def read_contents(reader: CacheReader, positions: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    """A key of what each of some samples says: its tokens and its media; uint64 (M,). Price: reads the samples.
+
+    Media count by their bytes or the names of their files, in whatever folder, and by their sizes.
+    """
+    digests = b"".join(_digest(reader.sample(int(position))) for position in positions)
+    return np.frombuffer(digests, "<u8").astype(np.uint64)
+
+
+def _digest(sample: EncodedSample) -> bytes:
+    digest = blake2b(np.ascontiguousarray(sample.input_ids, "<i4").data, digest_size=8)
+    media: list[EncodedImage | EncodedVideo | EncodedAudio] = [*sample.images, *sample.videos, *sample.audios]
+    for medium in media:
+        digest.update(_told(medium).encode(errors="surrogatepass"))
+    return digest.digest()
+
+
+def _told(medium: EncodedImage | EncodedVideo | EncodedAudio) -> str:
+    data = medium.data
+    name = storage.name(medium.path) if medium.path else ""
+    size = () if isinstance(medium, EncodedAudio) else (medium.height, medium.width)
+    frames = [storage.name(path or "") for path, _ in medium.frames] if isinstance(medium, EncodedVideo) else []
+    held = "" if data is None else blake2b(data, digest_size=8).hexdigest()
+    return json.dumps([type(medium).__name__, name, held, size, medium.num_tokens, frames])

@@ -1,0 +1,323 @@
+"""What ``packtool inspect`` shows of a run: what it has trained, what a step held, and when a sample was trained."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from packtool import storage
+from packtool.cache.manifest import Manifest
+from packtool.errors import ConfigError, MismatchError
+from packtool.plan.ledger import SourceLedger
+from packtool.report.markup import plural
+from packtool.report.tables import aligned
+from packtool.train.prepare.checkpoint import finished_checkpoints, is_checkpoint, read_run_state
+from packtool.train.prepare.history import has_history
+from packtool.train.prepare.ledger_file import read_ledger
+from packtool.train.prepare.replan import PlannedAgain, plan_again, segments_of
+from packtool.visible import visible_line
+
+_COMPANIONS = 20
+
+
+def is_run(directory: str) -> bool:
+    """Whether a directory is that of a run, or a checkpoint of one, and no cache."""
+    return os.path.isdir(directory) and (
+        has_history(directory) or is_checkpoint(directory) or bool(finished_checkpoints(directory))
+    )
+
+
+def trained_figures(directory: str) -> dict[str, Any]:
+    """What a run has trained until its newest checkpoint, or until one of its checkpoints.
+
+    Args:
+        directory: of the run or the checkpoint.
+
+    Raises:
+        ConfigError: if there is no such directory.
+        MismatchError: if there is no finished checkpoint, or it keeps no ledger.
+    """
+    if not os.path.isdir(directory):
+        raise ConfigError(f"{directory}: there is no such directory")
+    checkpoint = directory if is_checkpoint(directory) else next(iter(finished_checkpoints(directory)[::-1]), None)
+    if checkpoint is None:
+        raise MismatchError(
+            f"{directory} has no finished checkpoint, which would tell what was trained until then",
+            "Give the --output-dir of a run, or one of its checkpoints; of --add-version, one of its numbered folders.",
+        )
+    ledger, state = read_ledger(checkpoint), read_run_state(checkpoint)
+    if ledger is None:
+        raise MismatchError(
+            f"{checkpoint} keeps no ledger of what was trained: "
+            + ("a stream has no rows that it could name" if state.streaming else "it is of an older packtool"),
+            "Runs on caches keep one.",
+        )
+    sources = [_source_figures(source, True) for source in ledger.sources]
+    sources += [_source_figures(source, False) for source in ledger.retired]
+    return {
+        "checkpoint": checkpoint,
+        "step": state.step,
+        "epoch": state.epoch,
+        "step_in_epoch": state.step_in_epoch,
+        "saved_at": _time(state.saved_at),
+        "data_since_step": state.data_since,
+        "sources": sources,
+        "tokens": sum(source["tokens"] for source in sources),
+        "target_tokens": sum(source["target_tokens"] for source in sources),
+        "starts": _starts(os.path.dirname(os.path.abspath(checkpoint)), state.step),
+    }
+
+
+def _source_figures(source: SourceLedger, is_present: bool) -> dict[str, Any]:
+    trained = source.trained
+    return {
+        "directory": source.directory,
+        "fingerprint": source.fingerprint,
+        "is_in_the_run": is_present,
+        "num_samples": source.num,
+        "num_trained": trained.num_rows,
+        "num_times_trained": source.num_samples,
+        "num_trained_in_epoch": source.epoch.num_rows,
+        "tokens": source.tokens,
+        "target_tokens": source.target_tokens,
+        "epochs": source.num_samples / source.num if source.num else 0.0,
+        "num_skipped": len(source.skipped),
+        "skipped": np.unique(source.skipped).tolist(),
+    }
+
+
+def _starts(output_dir: str, step: int) -> list[dict[str, Any]]:
+    if not has_history(output_dir):
+        return []
+    return [
+        {
+            "after_step": segment.first,
+            "began": _time(segment.began),
+            "world_size": segment.assignments[-1][1],
+            "num_steps": segment.num_steps,
+            "data_changed": segment.changed_at == segment.first,
+            "caches": [directory for directory, _, _ in segment.caches],
+        }
+        for segment, _ in segments_of(output_dir)
+        if segment.first < step
+    ]
+
+
+def trained_lines(figures: Mapping[str, Any]) -> Iterator[str]:
+    """Lines that tell it on a terminal."""
+    epoch = figures["epoch"]
+    where = f"in epoch {epoch + 1:,}" if figures["step_in_epoch"] else f"at the end of epoch {epoch:,}"
+    yield (
+        f"trained until step {figures['step']:,} ({figures['saved_at']}), {where}: {figures['tokens']:,} tokens, "
+        f"{figures['target_tokens']:,} targets"
+    )
+    rows = [("cache", "samples", "trained", "this epoch", "times", "epochs", "tokens", "targets", "skipped")]
+    for source in figures["sources"]:
+        away = "" if source["is_in_the_run"] else " (no longer)"
+        numbers = ("num_samples", "num_trained", "num_trained_in_epoch", "num_times_trained")
+        rows.append(
+            (
+                source["directory"] + away,
+                *(f"{source[name]:,}" for name in numbers),
+                f"{source['epochs']:.2f}",
+                *(f"{source[name]:,}" for name in ("tokens", "target_tokens", "num_skipped")),
+            )
+        )
+    yield from aligned(rows, "lr")
+    for start in figures["starts"]:
+        what = "began" if not start["after_step"] else f"went on after step {start['after_step']:,}"
+        data = ", with other data: " + ", ".join(start["caches"]) if start["data_changed"] else ""
+        ranks = f"{start['world_size']} data-parallel rank{'s' if start['world_size'] > 1 else ''}"
+        yield f"{start['began']}  {what}, {ranks}{data}"
+
+
+def step_figures(output_dir: str, step: int, model: str | None = None) -> dict[str, Any]:
+    """What a step of a run held, rank by rank.
+
+    Args:
+        step: 1-based, as in the log.
+        model: directory of the run's model, if that has moved.
+
+    Raises:
+        ConfigError: if the run has no such step.
+        MismatchError: if it keeps no history, or its caches have changed.
+    """
+    segments = segments_of(output_dir)
+    segment, stop = next(each for each in reversed(segments) if each[0].first < step or each is segments[0])
+    if step > segment.num_steps:
+        raise ConfigError(f"--step {step}: the run has steps 1 to {segment.num_steps}")
+    again = plan_again(output_dir, segment, stop, model)
+    epoch, plan, number = again.place(step - 1)
+    ranks = [
+        {
+            "rank": rank,
+            "micro_batches": [
+                [_pack(again, pack.tolist()) for pack in plan.samples(number, rank, micro_batch)]
+                for micro_batch in range(plan.steps.num_micro_batches(number))
+            ],
+        }
+        for rank in range(plan.steps.world_size)
+    ]
+    samples = plan.samples_of(number, number + 1)
+    return {
+        "step": step,
+        "epoch": epoch,
+        "step_in_epoch": number,
+        "is_trained": step <= segments[-1][1],
+        "num_samples": len(samples),
+        "tokens": int(again.reader.index.length[samples].sum()),
+        "target_tokens": plan.steps.target_tokens(number),
+        "ranks": ranks,
+    }
+
+
+def _pack(again: PlannedAgain, positions: list[int]) -> list[dict[str, Any]]:
+    return [_sample(again, position) for position in positions]
+
+
+def _sample(again: PlannedAgain, position: int) -> dict[str, Any]:
+    cache, row = again.reader.cache_of(position)
+    sample = again.reader.sample(position)
+    return {
+        "cache": again.reader.directories[cache],
+        "sample": row,
+        "source": sample.source,
+        "row": sample.row,
+        "part": "" if sample.part is None else str(sample.part),
+        "channel": sample.channel,
+        "tokens": sample.length,
+        "target_tokens": int(again.targets[position]),
+        "media": len(sample.images) + len(sample.videos) + len(sample.audios),
+    }
+
+
+def step_lines(figures: Mapping[str, Any]) -> Iterator[str]:
+    """Lines that tell it on a terminal, one a sample."""
+    done = "" if figures["is_trained"] else ", not trained yet"
+    yield (
+        f"step {figures['step']:,}, epoch {figures['epoch'] + 1:,}{done}: {figures['num_samples']:,} samples, "
+        f"{figures['tokens']:,} tokens, {figures['target_tokens']:,} targets"
+    )
+    for rank in figures["ranks"]:
+        for number, packs in enumerate(rank["micro_batches"], start=1):
+            yield f"rank {rank['rank']}, micro-batch {number} of {len(rank['micro_batches'])}" + (
+                "" if packs else ": empty"
+            )
+            for pack in packs:
+                tokens = sum(sample["tokens"] for sample in pack)
+                yield f"  pack of {len(pack)} samples, {tokens:,} tokens"
+                yield from ("    " + line for line in _sample_lines(pack))
+
+
+def _sample_lines(samples: list[dict[str, Any]]) -> Iterator[str]:
+    rows = [
+        (
+            sample["cache"],
+            f"--row {sample['sample']}",
+            f"{sample['tokens']:,} tokens",
+            f"{sample['target_tokens']:,} targets",
+            f"row {sample['row']} of {sample['source']}" + (f", {sample['part']}" if sample["part"] else ""),
+        )
+        for sample in samples
+    ]
+    yield from aligned(rows, "lrrrl")
+
+
+def row_figures(output_dir: str, cache: str | None, row: int, model: str | None = None) -> dict[str, Any]:
+    """When a sample was trained in a run.
+
+    Args:
+        cache: directory of its cache; None where the run has one.
+        row: its number in the train split.
+        model: directory of the run's model, if that has moved.
+
+    Raises:
+        ConfigError: if there is no such sample, or the run never had the cache.
+        MismatchError: if the run keeps no history, or its caches have changed.
+    """
+    segments = segments_of(output_dir)
+    known = {fingerprint: (directory, num) for each, _ in segments for directory, fingerprint, num in each.caches}
+    if cache is None:
+        if len(known) > 1:
+            caches = ", ".join(directory for directory, _ in known.values())
+            raise ConfigError(
+                f"--row {row}: {output_dir} has trained several caches: {caches}",
+                f"packtool inspect CACHE --row {row} --run {output_dir} says of which.",
+            )
+        fingerprint = next(iter(known))
+    else:
+        fingerprint = Manifest.read(storage.normalize(cache)).fingerprint
+    if fingerprint not in known:
+        raise ConfigError(f"--run {output_dir} has not trained the cache {cache}, as it is now ({fingerprint})")
+    directory, num = known[fingerprint]
+    if row >= num:
+        raise ConfigError(f"--row {row}: {directory} has samples 0 to {num - 1}")
+    found = []
+    told: dict[str, Any] | None = None
+    for segment, stop in segments:
+        fingerprints = [each for _, each, _ in segment.caches]
+        if fingerprint not in fingerprints or stop <= segment.first:
+            continue
+        again = plan_again(output_dir, segment, stop, model)
+        sizes = again.reader.sizes
+        position = row + sum(sizes[: fingerprints.index(fingerprint)])
+        told = told or _sample(again, position)
+        found += [_time_trained(again, position, *place) for place in again.occurrences(position)]
+    skipped = _times_skipped(output_dir, fingerprint, row)
+    sample = told or {"cache": directory, "sample": row}
+    return {**sample, "run": output_dir, "times": found, "num_skipped": skipped, "until_step": segments[-1][1]}
+
+
+def _time_trained(
+    again: PlannedAgain, position: int, step: int, epoch: int, rank: int, micro_batch: int, pack: int
+) -> dict[str, Any]:
+    _, plan, number = again.place(step)
+    companions = [each for each in plan.packs.pack(pack).tolist() if each != position]
+    if plan.whole is not None or not plan.summary.packing:
+        # Taken apart, or never packed: those of the micro-batch.
+        companions = [each for pack in plan.samples(number, rank, micro_batch) for each in pack if each != position]
+    return {
+        "step": step + 1,
+        "epoch": epoch,
+        "rank": rank,
+        "micro_batch": micro_batch,
+        "num_companions": len(companions),
+        "companions": _pack(again, companions[:_COMPANIONS]),
+        "num_samples_of_step": len(plan.samples_of(number, number + 1)),
+    }
+
+
+def _times_skipped(output_dir: str, fingerprint: str, row: int) -> int:
+    """How often a sample was left out instead of being trained, until the newest checkpoint."""
+    checkpoints = finished_checkpoints(output_dir)
+    ledger = read_ledger(checkpoints[-1]) if checkpoints else None
+    sources = () if ledger is None else (*ledger.sources, *ledger.retired)
+    return sum(int((each.skipped == row).sum()) for each in sources if each.fingerprint == fingerprint)
+
+
+def row_lines(figures: Mapping[str, Any]) -> Iterator[str]:
+    """Lines that tell it on a terminal."""
+    times, run = figures["times"], visible_line(figures["run"])
+    left_out = plural(figures["num_skipped"], "time")
+    steps = plural(figures["until_step"], "step")
+    yield f"planned {plural(len(times), 'time')} in the {steps} that {run} has trained" + (
+        f"; left out {left_out}, for it could not be loaded" if figures["num_skipped"] else ""
+    )
+    for each in times:
+        others, samples = plural(each["num_companions"], "other"), plural(each["num_samples_of_step"], "sample")
+        yield (
+            f"step {each['step']:,}, epoch {each['epoch'] + 1:,}, rank {each['rank']}, micro-batch "
+            f"{each['micro_batch'] + 1}, with {others} of {samples} of the step: "
+            f"packtool inspect {run} --step {each['step']}"
+        )
+        yield from ("  " + line for line in _sample_lines(each["companions"]))
+        if each["num_companions"] > len(each["companions"]):
+            yield f"  and {each['num_companions'] - len(each['companions']):,} more"
+
+
+def _time(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

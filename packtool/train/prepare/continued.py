@@ -1,0 +1,142 @@
+"""Where a run on caches goes on: the schedule of what is left, and what was trained before."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+
+from packtool.cache.reader import CacheReader
+from packtool.errors import MismatchError
+from packtool.launch.world import World
+from packtool.plan.ledger import Ledger
+from packtool.train.prepare.carried import history_of
+from packtool.train.prepare.checkpoint import RunState
+from packtool.train.prepare.data_change import ChangedData, cache_differences, with_changed_data
+from packtool.train.prepare.ledger_file import read_ledger
+from packtool.train.prepare.planner import Planner
+from packtool.train.prepare.prepared import Beginning
+from packtool.train.prepare.record import begin_ledger, ledger_of_plan
+from packtool.train.prepare.schedule import PlannedSchedule
+
+
+@dataclass(frozen=True, eq=False)
+class Continued:
+    """A run from where it goes on.
+
+    Args:
+        schedule: of all steps from there.
+        state: with each time that packs were assigned.
+        ledger: what was trained before.
+        changed: what became of the data; None where they are the same.
+        notes: what is to be said of it.
+    """
+
+    schedule: PlannedSchedule
+    state: RunState
+    ledger: Ledger
+    changed: ChangedData | None = None
+    notes: tuple[str, ...] = ()
+
+
+def continued(
+    beginning: Beginning, state: RunState, world: World, reader: CacheReader, planner: Planner, *, may_change: bool
+) -> Continued:
+    """Go on from a checkpoint, or begin.
+
+    Args:
+        state: of a run that begins with these options and caches.
+        may_change: the caches may be others than the checkpoint's.
+
+    Raises:
+        MismatchError: if the run does not fit the checkpoint, or what was trained cannot be found in other caches.
+    """
+    mine, before, checkpoint = state.assignment, beginning.before, beginning.checkpoint
+    if before is None or checkpoint is None:
+        return Continued(planner.schedule(((0, *mine),)), state, begin_ledger(reader))
+    ledger = read_ledger(checkpoint)
+    had = () if ledger is None else ledger.sources
+    beginning.check(
+        state, world, data_may_change=may_change, other_data=lambda: cache_differences(had, reader) if had else []
+    )
+    if state.has_other_data(before):
+        return _with_other_data(checkpoint, before, state, planner, ledger, reader)
+    return _assigned_anew(checkpoint, before, state, planner, ledger, reader)
+
+
+def _assigned_anew(
+    checkpoint: str,
+    before: RunState,
+    state: RunState,
+    planner: Planner,
+    ledger: Ledger | None,
+    reader: CacheReader,
+) -> Continued:
+    """Go on with the same data, perhaps with other processes."""
+    assignments, notes = before.assignments or ((0, *before.assignment),), []
+    if state.is_assigned_anew_after(before):
+        notes.append(
+            f"{checkpoint} was trained by {before.world_size} data-parallel ranks, and there are "
+            f"{state.world_size}: what it left of its epoch is assigned anew, every pack once"
+        )
+        assignments = (*assignments, (before.step, *state.assignment))
+    schedule = planner.schedule(assignments, None if ledger is None else ledger.change)
+    if ledger is None:
+        ledger = ledger_of_plan(reader, schedule, before.step, planner.targets)
+        notes.append(
+            f"{checkpoint} is of an older packtool and keeps no ledger: what was trained is told from its plan, with "
+            "what --on-bad-media skip may have left out"
+        )
+    is_plain = len(assignments) == 1 and before.data_since == 0
+    state = dataclasses.replace(state, assignments=() if is_plain else assignments, data_since=before.data_since)
+    return Continued(schedule, state, ledger, notes=tuple(notes))
+
+
+def _with_other_data(
+    checkpoint: str, before: RunState, state: RunState, planner: Planner, ledger: Ledger | None, reader: CacheReader
+) -> Continued:
+    """Go on with other data: what is left of the epoch is planned anew.
+
+    Raises:
+        MismatchError: if the checkpoint keeps no ledger, or samples cannot be found again.
+    """
+    if ledger is None:
+        raise MismatchError(
+            f"{checkpoint} is of an older packtool and keeps no ledger, so nobody knows which samples of the caches "
+            "that it had were trained",
+            "Go on with its own caches until the next checkpoint, and change the data there.",
+        )
+    wanted = planner.wanted_of(ledger.epoch)
+    changed = with_changed_data(ledger, reader, wanted, history_of(checkpoint), planner.options.max_length)
+    assignments = ((before.step, *state.assignment),)
+    schedule = planner.schedule(assignments, changed.ledger.change)
+    state = dataclasses.replace(state, assignments=assignments, data_since=before.step)
+    notes = changed.lines(
+        _steps_left(schedule, before.step, ledger.epoch), _told_steps(checkpoint, before.step, schedule)
+    )
+    return Continued(schedule, state, changed.ledger, changed, tuple(notes))
+
+
+def _steps_left(schedule: PlannedSchedule, step: int, epoch: int) -> int:
+    """Steps of an epoch from a step on, none where nothing of it is left."""
+    return next(n for n in range(schedule.num_steps + schedule.steps_per_epoch) if schedule.locate(step + n)[0] > epoch)
+
+
+def _told_steps(checkpoint: str, step: int, schedule: PlannedSchedule) -> str:
+    """How many steps there are now, and how far the schedule of learning rates is."""
+    planned = schedule.num_steps
+    told = f"later epochs have {schedule.steps_per_epoch:,} steps each, and the run ends after step {planned:,}"
+    had = steps_planned(checkpoint)
+    if had == planned:
+        return f"{told}, as before"
+    return (
+        f"{told} instead of {had:,}: of the schedule of learning rates {step / planned:.1%} is done, where it was "
+        f"{step / had:.1%}"
+    )
+
+
+def steps_planned(checkpoint: str) -> int:
+    """How many steps the run of a checkpoint was to have."""
+    with open(os.path.join(checkpoint, "trainer_state.json"), encoding="utf-8") as file:
+        return int(json.load(file)["max_steps"])

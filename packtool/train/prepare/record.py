@@ -1,0 +1,151 @@
+"""What a run on caches writes down of itself: its history when it begins, and a ledger into every checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from packtool import storage
+from packtool.cache.reader import CacheReader
+from packtool.plan.ledger import Ledger, RowCounts, SourceLedger
+from packtool.train.prepare.carried import HISTORY, keep_origins
+from packtool.train.prepare.history import Segment, begin_segment
+from packtool.train.prepare.ledger_file import write_ledger
+from packtool.train.prepare.planner import Planner
+from packtool.train.prepare.schedule import PlannedSchedule
+
+_Ints = npt.NDArray[np.integer[Any]]
+
+Skipped = Sequence[tuple[int, int]]
+"""Samples that were left out: the step, 0-based, and the sample's position in the caches."""
+
+
+class RunRecord:
+    """Keeps the ledger of a run up to date; on the first rank.
+
+    Args:
+        ledger: at the beginning.
+        schedule, planner: of the run.
+        reader: of its caches.
+        segment: of the history, given how the run is called by now.
+        checkpoint: that it goes on from.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        schedule: PlannedSchedule,
+        planner: Planner,
+        reader: CacheReader,
+        segment: Callable[[], Segment],
+        checkpoint: str | None,
+    ) -> None:
+        self.ledger, self._checkpoint = ledger, checkpoint
+        self._schedule, self._planner, self._reader, self._segment = schedule, planner, reader, segment
+
+    def begin(self, output_dir: str) -> None:
+        """The first step is next.
+
+        Raises:
+            StorageError: if it cannot be written.
+        """
+        begin_segment(output_dir, self._segment(), self._checkpoint)
+        change = self.ledger.change
+        if change is not None:
+            write_ledger(os.path.join(output_dir, HISTORY), self.ledger, ledger_name(change.step))
+
+    def save(self, checkpoint: str, step: int, skipped: Skipped = (), left_out: Sequence[int] = ()) -> None:
+        """Complete a checkpoint after so many steps.
+
+        Args:
+            skipped: samples that were left out since the one before, of all ranks.
+            left_out: steps since then that changed no weight.
+
+        Raises:
+            StorageError: if it cannot be written.
+        """
+        keep_origins(self._reader, os.path.join(os.path.dirname(os.path.abspath(checkpoint)), HISTORY))
+        lengths, targets = self._reader.index.length, self._planner.targets
+        ledger = ledger_after(self.ledger, self._schedule, step, lengths, targets, skipped, left_out)
+        write_ledger(checkpoint, ledger)
+        self.ledger = ledger
+
+
+def ledger_name(step: int) -> str:
+    """The file in a history that has the ledger of a change of the data after so many steps."""
+    return f"ledger-{step}.npz"
+
+
+def ledger_after(
+    ledger: Ledger,
+    schedule: PlannedSchedule,
+    step: int,
+    lengths: _Ints,
+    targets: _Ints,
+    skipped: Skipped = (),
+    left_out: Sequence[int] = (),
+) -> Ledger:
+    """A ledger with all steps of a schedule up to ``step``; other arguments as for ``RunRecord.save``."""
+    while True:
+        epoch, first = schedule.locate(ledger.step)
+        while ledger.epoch < epoch:
+            ledger = ledger.in_next_epoch()
+        if ledger.step >= step:
+            return ledger
+        plan = schedule.plan_of(epoch)
+        stop = min(plan.steps.num_steps, first + step - ledger.step)
+        here = range(ledger.step, ledger.step + stop - first)
+        none = [
+            plan.samples_of(each - here.start + first, each - here.start + first + 1)
+            for each in left_out
+            if each in here
+        ]
+        out = [position for at, position in skipped if at in here and at not in left_out]
+        rows = np.concatenate([np.array(out, np.int64), *none])
+        ledger = ledger.plus(plan, range(first, stop), lengths, targets, rows)
+
+
+def ledger_of_plan(reader: CacheReader, schedule: PlannedSchedule, step: int, targets: _Ints) -> Ledger:
+    """What the plan has trained after so many steps: for a checkpoint that keeps no ledger, of an older packtool.
+
+    It does not know of samples that were skipped.
+    """
+    epoch, done = schedule.locate(step)
+    lengths = reader.index.length
+    whole = schedule.first.whole_packs.samples
+    rows = np.zeros(0, np.int64)
+    if done:
+        rows = np.setdiff1d(whole, schedule.plan_of(epoch).packs_from(done).samples)
+    in_epoch = np.zeros(len(lengths), np.int64)
+    in_epoch[rows] = 1
+    before = np.zeros(len(lengths), np.int64)
+    before[whole] = epoch
+    bounds = np.cumsum(reader.sizes)[:-1]
+    parts = (np.split(each, bounds) for each in (before, in_epoch, lengths, targets))
+    sources = []
+    for begun, ago, now, length, target in zip(begin_ledger(reader).sources, *parts, strict=True):
+        times = ago + now
+        sources.append(
+            SourceLedger(
+                directory=begun.directory,
+                fingerprint=begun.fingerprint,
+                before=RowCounts.of(ago),
+                epoch=RowCounts.of(now),
+                skipped=begun.skipped,
+                num_samples=int(times.sum()),
+                tokens=int((times * length).sum()),
+                target_tokens=int((times * target).sum()),
+            )
+        )
+    return Ledger(step=step, epoch=epoch, sources=tuple(sources))
+
+
+def begin_ledger(reader: CacheReader) -> Ledger:
+    """The ledger of a run on some caches before its first step."""
+    found = zip(reader.directories, reader.manifests, reader.sizes, strict=True)
+    sources = (SourceLedger.begin(storage.absolute(name), m.fingerprint, num) for name, m, num in found)
+    return Ledger(sources=tuple(sources))

@@ -1,0 +1,137 @@
+"""The steps of a run as they were, planned anew from its history: the plan is a pure function of options and caches."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from packtool.cache.manifest import Manifest
+from packtool.cache.reader import CacheReader
+from packtool.errors import ConfigError, MismatchError
+from packtool.plan.epoch import EpochPlan
+from packtool.train.prepare.basis import Basis
+from packtool.train.prepare.carried import HISTORY
+from packtool.train.prepare.checkpoint import finished_checkpoints, read_run_state
+from packtool.train.prepare.history import Segment, read_history
+from packtool.train.prepare.ledger_file import read_ledger
+from packtool.train.prepare.place import METRICS_NAME
+from packtool.train.prepare.planner import Assignment
+from packtool.train.prepare.record import ledger_name
+from packtool.train.prepare.schedule import PlannedSchedule
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedAgain:
+    """A segment of a run, planned anew.
+
+    Args:
+        segment: of its history.
+        stop: the first step that is not of the segment any more, or was not trained yet.
+        reader: of its caches.
+        schedule: of its steps, numbered as in the run.
+        targets: labels of each sample that carry loss, (N,).
+    """
+
+    segment: Segment
+    stop: int
+    reader: CacheReader
+    schedule: PlannedSchedule
+    targets: np.ndarray[tuple[int], np.dtype[np.integer]]
+
+    def place(self, step: int) -> tuple[int, EpochPlan, int]:
+        """Epoch, plan, and number in that plan of a step, 0-based."""
+        epoch, number = self.schedule.locate(step)
+        return epoch, self.schedule.plan_of(epoch), number
+
+    def occurrences(self, position: int) -> Iterator[tuple[int, int, int, int, int]]:
+        """Where a sample was trained: step, epoch, rank, micro-batch, and the pack in the epoch's plan."""
+        step = self.segment.first
+        while step < self.stop:
+            epoch, plan, first = self.place(step)
+            last = min(plan.steps.num_steps, first + self.stop - step)
+            for pack in np.flatnonzero(plan.packs.samples == position):
+                number = int(np.searchsorted(plan.packs.offsets, pack, side="right")) - 1
+                at, rank, micro_batch = map(int, plan.steps.places()[number])
+                if first <= at < last:
+                    yield step + at - first, epoch, rank, micro_batch, number
+            step += last - first
+
+
+def segments_of(output_dir: str) -> list[tuple[Segment, int]]:
+    """The segments of a run, each with the step that the next one begins after, or that is done."""
+    segments = read_history(output_dir)
+    stops = [*(segment.first for segment in segments[1:]), max(steps_done(output_dir), segments[-1].first)]
+    return list(zip(segments, stops, strict=True))
+
+
+def steps_done(output_dir: str) -> int:
+    """Steps that a run has trained, as far as its log and its checkpoints tell."""
+    steps = [read_run_state(checkpoint).step for checkpoint in finished_checkpoints(output_dir)]
+    path = os.path.join(output_dir, METRICS_NAME)
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as file:
+            steps += [json.loads(line)["step"] for line in file if line.endswith("\n")]
+    return max(steps, default=0)
+
+
+def plan_again(output_dir: str, segment: Segment, stop: int, model: str | None = None) -> PlannedAgain:
+    """Plan a segment of a run anew.
+
+    Args:
+        model: directory of its model, if that has moved.
+
+    Raises:
+        MismatchError: if a cache is gone or has changed since, or this packtool plans otherwise.
+        ConfigError: if its model cannot be read.
+    """
+    for directory, fingerprint, _ in segment.caches:
+        _check_cache(directory, fingerprint)
+    config = segment.train_config
+    changes = {"resume_from_checkpoint": None, "data_change": "refuse", "cache_dir": None, "output_dir": output_dir}
+    try:
+        basis = Basis.of(dataclasses.replace(config, **changes, model=model or config.model))  # type: ignore[arg-type]
+    except ConfigError as error:
+        if model is not None:
+            raise
+        raise ConfigError(
+            f"the model of this run, {config.model}, cannot be read here: {error.message}",
+            "Say where it is now: --model DIR.",
+        ) from error
+    change = None
+    if segment.changed_at is not None:
+        found = read_ledger(os.path.join(output_dir, HISTORY), ledger_name(segment.changed_at))
+        if found is None or found.change is None:
+            name = ledger_name(segment.changed_at)
+            raise MismatchError(f"{output_dir}/{HISTORY} lacks {name}, which says what was left then", "Copy it again.")
+        change = found.change
+    _, *assignment = segment.assignments[-1]
+    world_size, accumulation, batch_size = assignment
+    mine: Assignment = (world_size, accumulation, batch_size)
+    state = basis.state(mine)
+    if (state.plan, state.steps) != (segment.plan, segment.steps):
+        raise MismatchError(
+            f"the steps of {output_dir} cannot be planned anew: packtool {segment.version} planned other ones for the "
+            "same options and caches",
+            f"Look at them with that version{', on such hardware as it ran on' if state.schedule else ''}.",
+        )
+    schedule = basis.planner.schedule(segment.assignments, change)
+    return PlannedAgain(segment, stop, basis.reader, schedule, basis.planner.targets)
+
+
+def _check_cache(directory: str, fingerprint: str) -> None:
+    try:
+        found = Manifest.read(directory).fingerprint
+    except MismatchError as error:
+        raise MismatchError(
+            f"the cache {directory} of this run is gone: {error.message}", "Bring it back where it was."
+        ) from error
+    if found != fingerprint:
+        raise MismatchError(
+            f"the cache {directory} has changed since it was trained: it was {fingerprint} and is {found}",
+            "Export it as it was: what its steps held is planned from the same cache only.",
+        )

@@ -1,0 +1,64 @@
+"""Samples know where they came from, and are known by what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from packtool.cache.origins import Origins, read_contents, read_origins
+from packtool.cache.reader import CacheReader
+from packtool.errors import MismatchError
+
+
+def test_origins_are_those_of_the_samples_and_take_next_to_nothing(
+    run_export: Callable[..., Any], rows: Path, tmp_path: Path
+) -> None:
+    lines = rows.read_text().splitlines(keepends=True)
+    (tmp_path / "more.jsonl").write_text("".join(lines[200:300]))
+    run_export(dataset=(str(rows), str(tmp_path / "more.jsonl")))
+    reader = CacheReader.open([str(tmp_path / "cache")])
+    found = read_origins(reader, 0)
+    samples = [reader.sample(position) for position in range(len(reader))]
+    assert [found.files[number] for number in found.file] == [sample.source for sample in samples]
+    assert found.row.tolist() == [sample.row for sample in samples]
+    told = {source.path: source.digest for source in reader.manifests[0].sources}
+    assert dict(zip(found.files, found.digests, strict=True)) == told
+    assert found.part is None
+    found.write(str(tmp_path / "origins.npz"))
+    assert (tmp_path / "origins.npz").stat().st_size < len(reader) + 2048
+    again = Origins.read(str(tmp_path / "origins.npz"))
+    assert (again.files, again.digests, again.part) == (found.files, found.digests, None)
+    assert np.array_equal(again.file, found.file)
+    assert np.array_equal(again.row, found.row)
+    (tmp_path / "origins.npz").write_bytes(b"no archive")
+    with pytest.raises(MismatchError, match=r"origins\.npz cannot be read"):
+        Origins.read(str(tmp_path / "origins.npz"))
+
+
+def test_parts_of_rows_are_kept(tmp_path: Path) -> None:
+    part = np.array([[0, 0, 0, 0], [1, 2, 0, 0], [2, 2, 1, 3]], np.int32)
+    numbers = np.zeros(3, np.int64)
+    Origins(("a",), ("digest",), numbers, np.array([0, 70_000, 70_000]), part).write(str(tmp_path / "o.npz"))
+    found = Origins.read(str(tmp_path / "o.npz"))
+    assert found.row.tolist() == [0, 70_000, 70_000]
+    assert found.part is not None
+    assert found.part.tolist() == part.tolist()
+
+
+def test_what_samples_say_is_the_same_in_another_place(
+    run_export: Callable[..., Any], rows: Path, tmp_path: Path
+) -> None:
+    run_export("old")
+    lines = rows.read_text().splitlines(keepends=True)
+    (tmp_path / "turned.jsonl").write_text("".join(lines[::-1]))
+    run_export("new", dataset=(str(tmp_path / "turned.jsonl"),))
+    old, new = (CacheReader.open([str(tmp_path / name)]) for name in ("old", "new"))
+    keys = [read_contents(reader, range(len(reader))) for reader in (old, new)]
+    assert len(keys[0]) == len(old) == len(new)
+    assert set(keys[0].tolist()) == set(keys[1].tolist())
+    assert len(set(keys[0].tolist())) == len(old), "questions are numbered"
+    assert keys[1].tolist() == keys[0].tolist()[::-1]

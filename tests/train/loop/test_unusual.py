@@ -1,0 +1,70 @@
+"""Steps that are worth looking at are marked, and hardly any others."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from packtool.train.loop.unusual import Outliers, is_far_above, sentence
+
+
+def test_six_robust_deviations_are_far() -> None:
+    before = [2.0 + 0.1 * (number % 5 - 2) for number in range(50)]  # a median absolute deviation of 0.1
+    assert is_far_above(2.0 + 6.1 * 0.14826, before, 0.01)
+    assert not is_far_above(2.0 + 5.9 * 0.14826, before, 0.01)
+    assert not is_far_above(2.0 + 6.1 * 0.14826, before, 0.2), "where numbers are expected to vary more"
+    assert not is_far_above(1.0, before, 0.01), "below is good news"
+    assert not is_far_above(9.0, before[:19], 0.01), "too few to tell"
+    assert is_far_above(9.0, [*before, 9.0, 8.5], 0.01)
+    assert not is_far_above(9.0, [*before, 9.0, 8.5, 9.5], 0.01), "one of many"
+
+
+def curve(seed: int, num: int = 2000) -> tuple[np.ndarray, np.ndarray]:
+    """A loss that falls and is noisy with heavy tails, and norms that begin large and vary by factors."""
+    random, steps = np.random.default_rng(seed), np.arange(num)
+    losses = 1.2 + 3 * np.exp(-steps / 60) + 0.5 / (1 + steps / 500) + 0.08 * random.standard_t(5, num)
+    # Every twentieth line is of a source that is harder.
+    losses[random.random(num) < 0.05] += 0.9
+    return losses, np.exp(0.3 * random.standard_t(5, num)) * (1 + 5 * np.exp(-steps / 30))
+
+
+def test_few_lines_of_ordinary_curves_are_marked() -> None:
+    marked = 0
+    for seed in range(5):
+        outliers = Outliers()
+        marked += sum(
+            bool(outliers.of({"loss": loss, "grad_norm": norm})) for loss, norm in zip(*curve(seed), strict=True)
+        )
+    assert marked <= 15, "in ten thousand"
+
+
+@pytest.mark.parametrize("at", [60, 1900])
+def test_a_jump_is_marked_and_a_new_level_is_not_for_long(at: int) -> None:
+    losses, norms = curve(7)
+    outliers, marked = Outliers(), []
+    losses[at] += 6.0
+    norms[at] *= 40
+    losses[1000:] += 6.0
+    for step, (loss, norm) in enumerate(zip(losses, norms, strict=True)):
+        if found := outliers.of({"loss": loss, "grad_norm": norm}):
+            marked.append((step, sorted(found)))
+    assert (at, ["grad_norm", "loss"]) in marked
+    assert 1 <= sum(1000 <= step < 1200 for step, found in marked if "loss" in found) <= 4
+
+
+def test_numbers_that_are_none_are_for_others_to_tell() -> None:
+    outliers = Outliers()
+    for _ in range(30):
+        assert not outliers.of({"loss": 1.0, "grad_norm": 0.0})
+        assert not outliers.of({"loss": float("nan"), "grad_norm": float("inf")})
+        assert not outliers.of({"eval_loss": 50.0})
+    assert outliers.of({"loss": 2.0}) == {"loss": 1.0}
+
+
+def test_the_sentence_has_the_command() -> None:
+    told = sentence(1200, {"loss": 1.25}, {"loss": 9.0}, "'my run'")
+    assert told == (
+        "step 1,200 is far above those before: loss 9 (the last lines: 1.25): packtool inspect 'my run' --step 1200 "
+        "shows what it held"
+    )
+    assert "inspect" not in sentence(3, {"grad_norm": 1.0}, {"grad_norm": 7.0}, None)

@@ -1,0 +1,181 @@
+"""Whatever becomes of the caches, of an epoch every sample is trained once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packtool.cache.origins import Origins
+from packtool.config.train import TrainConfig
+from packtool.errors import MismatchError
+from packtool.plan.ledger import DataChange, Ledger, RowCounts, SourceLedger
+from packtool.plan.options import PlanOptions
+from packtool.train.prepare import carried
+from packtool.train.prepare.data_change import with_changed_data
+from packtool.train.prepare.ledger_file import read_ledger, write_ledger
+from packtool.train.prepare.planner import Planner
+from packtool.train.prepare.record import begin_ledger, ledger_after
+from packtool.train.prepare.schedule import PlannedSchedule
+
+Cache = tuple[int, tuple[int, ...]]
+"""A file of rows, and which of them were exported, in which order."""
+
+
+def fingerprint(cache: Cache) -> str:
+    return "-".join(map(str, (cache[0], *cache[1])))
+
+
+class Caches:
+    """What stands for a reader of caches that were never written."""
+
+    def __init__(self, caches: list[Cache]) -> None:
+        self.caches = caches
+        self.directories = tuple(f"/{cache[0]}" for cache in caches)
+        self.manifests = tuple(SimpleNamespace(fingerprint=fingerprint(cache)) for cache in caches)
+        self.sizes = tuple(len(rows) for _, rows in caches)
+        self.samples = [(file, row) for file, rows in caches for row in rows]
+        lengths = np.array([1 + (7 * file + 3 * row) % 9 for file, row in self.samples], np.int32)
+        self.index = SimpleNamespace(length=lengths, media_tokens=np.zeros_like(lengths))
+
+    def planner(self) -> Planner:
+        options = PlanOptions(max_length=10, packing_length=12, balance="none")
+        config = TrainConfig(model="m", cached_dataset=("c",), output_dir="o", num_train_epochs=2.0)
+        return Planner(config, options, self.index, self.index.length, None, None)  # type: ignore[arg-type]
+
+
+def origins(caches: Caches, number: int) -> Origins:
+    file, rows = caches.caches[number]
+    named = (f"{file}.jsonl",)
+    return Origins(named, (f"digest of {file}",), np.zeros(len(rows), np.int64), np.array(rows, np.int64), None)
+
+
+@pytest.fixture(autouse=True)
+def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches are what their fingerprints say; none can be read."""
+
+    def of_gone(source: Any, history: str) -> Origins:
+        file, *rows = map(int, source.fingerprint.split("-"))
+        return origins(Caches([(file, tuple(rows))]), 0)
+
+    monkeypatch.setattr(carried, "read_origins", origins)
+    monkeypatch.setattr(carried, "_old_origins", of_gone)
+    monkeypatch.setattr(carried, "_still_there", lambda source: None)
+
+
+def trained(caches: Caches, schedule: PlannedSchedule, steps: range) -> Counter[tuple[int, int]]:
+    """What the ranks see, counted one by one."""
+    found: Counter[tuple[int, int]] = Counter()
+    for step in steps:
+        epoch, number = schedule.locate(step)
+        plan = schedule.plan_of(epoch)
+        for rank in range(plan.steps.world_size):
+            for micro_batch in range(plan.steps.num_micro_batches(number)):
+                found.update(caches.samples[at] for pack in plan.samples(number, rank, micro_batch) for at in pack)
+    return found
+
+
+EXPORT = st.lists(st.integers(0, 7), min_size=1, max_size=8, unique=True).map(tuple)
+SOURCES = st.dictionaries(st.integers(0, 3), EXPORT, min_size=1).map(lambda found: list(found.items()))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(SOURCES, st.integers(1, 3), st.integers(0, 6)), min_size=2, max_size=4))
+def test_every_sample_is_trained_once_in_an_epoch(runs: list[tuple[list[Cache], int, int]]) -> None:
+    """Any sources, added, removed, exported again and brought back; any world size; killed after any step."""
+    seen: Counter[tuple[int, int]] = Counter()
+    ledger: Ledger | None = None
+    for sources, world_size, num_steps in runs:
+        caches = Caches(sources)
+        planner, step = caches.planner(), 0 if ledger is None else ledger.step
+        reader: Any = caches
+        if ledger is None:
+            ledger = begin_ledger(reader)
+        else:
+            changed = with_changed_data(ledger, reader, planner.wanted_of(0), "", 10)
+            left = sum(source.left for source in changed.sources)
+            assert left == sum(1 for sample in caches.samples if not seen[sample])
+            ledger = changed.ledger
+        schedule = planner.schedule(((step, world_size, 1, 1),), ledger.change)
+        ends = next(at for at in range(step, step + 99) if schedule.locate(at)[0] == 1)
+        stop = min(step + num_steps, ends - 1)  # within the epoch
+        if stop > step:
+            seen += trained(caches, schedule, range(step, stop))
+            ledger = ledger_after(ledger, schedule, stop, caches.index.length, caches.index.length)
+        counts = ledger.in_epoch()
+        assert counts.tolist() == [seen[sample] for sample in caches.samples]
+    seen += trained(caches, schedule, range(ledger.step, ends))
+    assert all(seen[sample] == 1 for sample in caches.samples)
+    assert max(seen.values()) == 1
+    # The epoch after it has every sample again, and it is the last.
+    whole = trained(caches, schedule, range(ends, schedule.num_steps))
+    assert whole == Counter(caches.samples)
+
+
+def test_what_became_of_each_cache_is_told() -> None:
+    before = Caches([(0, (0, 1, 2)), (1, (0, 1)), (2, (5,))])
+    after: Any = Caches([(0, (0, 1, 2)), (1, (1, 2, 3)), (3, (9,))])
+    reader: Any = before
+    planner, lengths = before.planner(), before.index.length
+    schedule = planner.schedule(((0, 1, 1, 1),))
+    ledger = ledger_after(begin_ledger(reader), schedule, schedule.steps_per_epoch - 1, lengths, lengths)
+    seen = {sample for sample, count in zip(before.samples, ledger.in_epoch(), strict=True) if count}
+    changed = with_changed_data(ledger, after, np.ones(7, np.int64), "", 10)
+    first, again, new, replaced, gone = changed.sources
+    fates = [source.fate for source in changed.sources]
+    assert fates == ["as before", "exported again", "new", "replaced", "gone"]
+    assert (first.trained + first.left, new.new, new.left) == (3, 1, 1)
+    assert (again.new, again.trained, again.left) == (2, int((1, 1) in seen), 3 - ((1, 1) in seen))
+    assert (replaced.samples, replaced.gone, gone.gone) == (2, 1, 1)
+    told = list(changed.lines(3, "and that is all"))
+    assert told[0] == f"the data have changed after step {ledger.step}, in epoch 1:"
+    assert told[2].startswith("  /1: exported again, 2 samples new; ")
+    assert told[-1].endswith("planned anew in 3 steps: none that was trained in it comes again; and that is all")
+
+
+def test_a_file_that_has_changed_is_refused_where_nothing_tells_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after = Caches([(0, (0, 1, 2))]), Caches([(0, (0, 1, 2, 3))])
+    reader: Any = before
+    ledger = begin_ledger(reader)
+
+    def edited(caches: Caches, number: int) -> Origins:
+        return dataclasses.replace(origins(caches, number), digests=("another digest",))
+
+    monkeypatch.setattr(carried, "read_origins", edited)
+    reader = after
+    with pytest.raises(MismatchError, match=r"0\.jsonl has changed since /0 was exported"):
+        with_changed_data(ledger, reader, np.ones(4, np.int64), "", 10)
+
+
+def test_a_ledger_is_read_as_it_was_written_and_small(tmp_path: Path) -> None:
+    num, random = 80_000, np.random.default_rng(0)
+    ago, now = RowCounts.of(np.full(num, 3)), RowCounts.of(random.integers(0, 2, num))
+    skipped = np.array([4, 4, 7])
+    large = SourceLedger(directory="/a", fingerprint="f", before=ago, epoch=now, skipped=skipped, tokens=9)
+    small = SourceLedger.begin("/b", "g", 5)
+    change = DataChange(2, 3, (now,))
+    write_ledger(str(tmp_path), Ledger(step=7, epoch=3, sources=(large,), retired=(small,)))
+    # A bit a sample for the epoch that is being trained, next to nothing for those before.
+    assert (tmp_path / "packtool_ledger.npz").stat().st_size < num / 8 * 1.05 + 4096
+    write_ledger(str(tmp_path), Ledger(step=7, epoch=3, sources=(large,), retired=(small,), change=change))
+    found = read_ledger(str(tmp_path))
+    assert found is not None
+    assert found.change is not None
+    assert (found.step, found.epoch, found.change.step, found.change.epoch) == (7, 3, 2, 3)
+    assert np.array_equal(found.change.samples(), now.counts())
+    for one, other in zip((*found.sources, *found.retired), (large, small), strict=True):
+        assert (one.directory, one.fingerprint, one.tokens) == (other.directory, other.fingerprint, other.tokens)
+        assert np.array_equal(one.trained.counts(), other.trained.counts())
+        assert np.array_equal(one.epoch.counts(), other.epoch.counts())
+        assert np.array_equal(one.skipped, other.skipped)
+    assert read_ledger(str(tmp_path / "elsewhere")) is None
+    (tmp_path / "packtool_ledger.npz").write_bytes(b"something else")
+    with pytest.raises(MismatchError, match="cannot be read"):
+        read_ledger(str(tmp_path))

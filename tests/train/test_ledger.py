@@ -1,0 +1,247 @@
+"""What was trained, through changes of the data and kills, is what the batches say; and steps can be seen again."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from packtool.cache.reader import CacheReader
+from packtool.cli.main import run
+from packtool.errors import MismatchError
+from packtool.progress import SilentProgress
+from packtool.train.prepare.checkpoint import finished_checkpoints
+from packtool.train.prepare.ledger_file import LEDGER_NAME, read_ledger
+from packtool.train.prepare.record import begin_ledger
+from packtool.train.run import train
+from tests.forked import started
+from tests.train.tiny import TinyWorld, export_rows, make_tiny_text_world
+
+Identity = tuple[str, int]
+"""Name of a file and row."""
+
+SETTINGS: dict[str, Any] = {"save_steps": 2, "num_train_epochs": 2.0, "verify_packing": False, "packing_length": 128}
+
+
+class Killing(SilentProgress):
+    """Kills the process after so many further steps, as a machine does that goes away."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.left = num_steps
+
+    def line(self, num_done: int, **fields: float | int | str) -> None:
+        self.left -= num_done
+        if self.left <= 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Told(SilentProgress):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+class World:
+    """A model of text, rows of three files, and a run on their caches."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.tiny = root, make_tiny_text_world(root)
+        for name, num in (("a", 20), ("b", 14), ("c", 16)):
+            self.write(name, num)
+            self.export(name)
+
+    def write(self, name: str, num: int) -> None:
+        turns = (
+            [
+                {"role": "user", "content": f"{name}{i}" * (1 + i % 9)},
+                {"role": "assistant", "content": "y" * (1 + i % 5)},
+            ]
+            for i in range(num)
+        )
+        (self.root / f"{name}.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in turns))
+
+    def export(self, name: str, folder: str | None = None, **settings: Any) -> None:
+        rows = TinyWorld(self.tiny.model, "", str(self.root / f"{name}.jsonl"))
+        export_rows(rows, self.root / (folder or name), **{"max_length": 96} | settings)
+
+    def config(self, caches: str, output_dir: Path | None = None, **settings: Any) -> Any:
+        directories = tuple(str(self.root / name) for name in caches.split())
+        return self.tiny.config(
+            output_dir or self.root / "out", **SETTINGS | {"cached_dataset": directories} | settings
+        )
+
+    def killed(self, config: Any, num_steps: int) -> None:
+        """Train in a process of its own until it is killed."""
+        with started(logged, self.root, config, Killing(num_steps)) as process:
+            process.join()
+            assert process.exitcode == -signal.SIGKILL
+
+    def seen(self) -> dict[int, list[Identity]]:
+        """Of each step, the rows that the batches of its last run had."""
+        found: dict[int, list[Identity]] = {}
+        for line in (self.root / "batches").read_text().splitlines():
+            if line.startswith("run "):
+                readers = CacheReader.open(line.split()[1:])
+                rows = [(Path(each.source).stem, each.row) for each in map(readers.sample, range(len(readers)))]
+                begun: set[int] = set()
+                continue
+            step, held = re.search(r"step (\d+), .*?packs of samples ([][0-9 ]+)", line).groups()  # type: ignore[union-attr]
+            if int(step) not in begun:
+                found[int(step)] = []
+                begun.add(int(step))
+            found[int(step)] += [rows[int(number)] for number in re.findall(r"\d+", held)]
+        return found
+
+
+def logged(root: Path, config: Any, progress: SilentProgress) -> int:
+    """Train, and note the batches as they are handed out."""
+    handler = logging.FileHandler(root / "batches")
+    logger = logging.getLogger("packtool.train.batches")
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    with (root / "batches").open("a") as file:
+        file.write(" ".join(["run", *config.cached_dataset]) + "\n")
+    train(config, progress)
+    return 0
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """Three caches; a run on two of them that is killed, goes on with others, is killed again, and ends."""
+    world = World(tmp_path_factory.mktemp("ledger"))
+    world.export("a", "first-a")  # what the first run trains of it, to be read when a is another
+    world.killed(world.config("a b"), 3)
+    return world
+
+
+def test_the_ledger_is_what_the_batches_say(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    first = world.seen()
+    assert set(first) == {1, 2, 3}
+    with pytest.raises(MismatchError, match="--data-change allow goes on with these data") as refused:
+        train(world.config("c a", resume_from_checkpoint="true"), SilentProgress())
+    assert f"{world.root}/c: was not there" in refused.value.message
+    before = read_ledger(str(world.root / "out" / "checkpoint-2"))
+    assert before is not None
+    # The same rows with another limit, over the old cache: some are shorter now, and the cache is another.
+    world.export("a", max_length=60, overwrite=True)
+    trained = Counter(row for step in (1, 2) for row in first[step])
+    capsys.readouterr()
+    assert run(["plan", "--resume", str(world.root / "out"), *(str(world.root / name) for name in "ca"), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    fates = {Path(source["directory"]).name: source for source in figures["sources"][:2]}
+    assert (fates["c"]["fate"], fates["a"]["fate"]) == ("new", "exported again")
+    assert fates["a"]["trained"] == sum(1 for (name, _), count in trained.items() if name == "a")
+    change = {"resume_from_checkpoint": "true"}
+    world.killed(world.config("c a", **change, data_change="allow"), 5)
+    with started(logged, world.root, world.config("c a", **change), SilentProgress()) as process:
+        process.join()
+        assert process.exitcode == 0
+    batches = world.root / "batches"
+    batches.write_text(batches.read_text().replace(f"{world.root}/a ", f"{world.root}/first-a "))
+    steps = world.seen()
+    checkpoint = finished_checkpoints(str(world.root / "out"))[-1]
+    ledger = read_ledger(checkpoint)
+    assert ledger is not None
+    assert set(steps) == set(range(1, ledger.step + 1)) == set(range(1, figures["steps"] + 1))
+    counted = Counter(row for step in steps.values() for row in step)
+    reader = CacheReader.open([str(world.root / name) for name in "ca"])
+    rows = [(Path(sample.source).stem, sample.row) for sample in map(reader.sample, range(len(reader)))]
+    times = np.concatenate([source.trained.counts() for source in ledger.sources])
+    assert dict(zip(rows, times.tolist(), strict=True)) == {row: counted[row] for row in rows}
+    # Two epochs: every row of the caches that there are twice, those of the one that went at most once.
+    assert set(times.tolist()) == {2}
+    (gone,) = [source for source in ledger.retired if source.directory.endswith("/b")]
+    assert gone.trained.num_rows == gone.num_samples == sum(1 for name, _ in trained if name == "b")
+    total = sum(source.num_samples for source in (*ledger.sources, *ledger.retired))
+    assert total == sum(map(len, steps.values()))
+    check_what_is_shown(world, steps, capsys)
+
+
+def check_what_is_shown(world: World, steps: dict[int, list[Identity]], capsys: pytest.CaptureFixture[str]) -> None:
+    """Steps since the change as they were, and when one of the samples was trained."""
+
+    def shown(*words: str, code: int = 0) -> Any:
+        assert run(["inspect", *words, "--json"]) == code
+        out = capsys.readouterr()
+        return out.err if code else json.loads(out.out)
+
+    out = str(world.root / "out")
+    for step in (3, 6, max(steps)):
+        figures = shown(out, "--step", str(step))
+        packs = [pack for rank in figures["ranks"] for packs in rank["micro_batches"] for pack in packs]
+        held = [(Path(sample["source"]).stem, sample["row"]) for pack in packs for sample in pack]
+        assert held == steps[step]
+    assert "has changed since it was trained" in shown(out, "--step", "1", code=4)
+    assert "the run has steps 1 to" in shown(out, "--step", "999", code=2)
+    found = shown(str(world.root / "c"), "--row", "3", "--run", out)["trained_in"]
+    rows = [step for step, held in steps.items() if ("c", 3) in held]
+    assert [each["step"] for each in found["times"]] == rows
+    assert "trained several caches" in shown(out, "--row", "3", code=2)
+    trained = shown(out, "--trained")
+    assert [Path(source["directory"]).name for source in trained["sources"][:2]] == ["c", "a"]
+    assert [start["after_step"] for start in trained["starts"]] == [0, 2, 6]
+    for words in (["--trained"], ["--step", "4"], ["--step", "4", "--model", world.tiny.model]):
+        assert run(["inspect", out, *words]) == 0
+    assert "with other data" in capsys.readouterr().out
+    assert "is the --output-dir of a run, and no cache" in shown(out, code=2)
+    assert "is not the --output-dir of a run" in shown(str(world.root / "c"), "--trained", code=2)
+
+
+def test_a_checkpoint_of_an_older_packtool_has_a_ledger_by_its_plan(world: World, tmp_path: Path) -> None:
+    config = world.config("b c", tmp_path, max_steps=3, save_steps=1)
+    train(config, SilentProgress())
+    kept = read_ledger(str(tmp_path / "checkpoint-3"))
+    assert kept is not None
+    state = tmp_path / "checkpoint-2" / "packtool_state.json"
+    values = json.loads(state.read_text())
+    del values["files"][LEDGER_NAME], values["digest"], values["data_since"]
+    state.write_text(json.dumps(values))
+    (tmp_path / "checkpoint-2" / LEDGER_NAME).unlink()
+    on = {"resume_from_checkpoint": str(tmp_path / "checkpoint-2"), "max_steps": 3}
+    with pytest.raises(MismatchError, match="keeps no ledger, so nobody knows"):
+        train(world.config("b", tmp_path, **on, data_change="allow"), SilentProgress())
+    told = Told()
+    train(world.config("b c", tmp_path, **on), told)
+    assert any("is of an older packtool and keeps no ledger" in note for note in told.notes)
+    again = read_ledger(str(tmp_path / "checkpoint-3"))
+    assert again is not None
+    for one, other in zip(kept.sources, again.sources, strict=True):
+        assert one.trained.counts().tolist() == other.trained.counts().tolist()
+        assert (one.num_samples, one.tokens, one.target_tokens) == (
+            other.num_samples,
+            other.tokens,
+            other.target_tokens,
+        )
+
+
+def test_what_could_not_be_loaded_was_not_trained(tiny: TinyWorld, tmp_path: Path) -> None:
+    reader = CacheReader.open([tiny.cache])
+    bad = next(position for position in range(len(reader)) if reader.sample(position).images)
+    picture = Path(tiny.rows).parent / str(reader.sample(bad).images[0].path)
+    away = picture.rename(picture.with_suffix(".away"))
+    try:
+        train(
+            tiny.config(tmp_path, on_bad_media="skip", gradient_accumulation_steps=8, verify_packing=False),
+            SilentProgress(),
+        )
+    finally:
+        away.rename(picture)
+    ledger = read_ledger(finished_checkpoints(str(tmp_path))[-1])
+    assert ledger is not None
+    expected = np.ones(len(reader), int)
+    expected[bad] = 0
+    assert ledger.sources[0].trained.counts().tolist() == expected.tolist()
+    assert ledger.sources[0].skipped.tolist() == [bad]
+    assert begin_ledger(reader).sources[0].fingerprint == ledger.sources[0].fingerprint
