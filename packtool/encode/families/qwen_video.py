@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from packtool.config.rows import MediaOptions
-from packtool.encode.families.base import VideoLimits
+from packtool.encode.families.base import ImageLimits, VideoLimits
 from packtool.encode.families.resize import smart_resize
 from packtool.errors import ConfigError
 
@@ -170,7 +170,7 @@ def grid_within(
     """``video_grid`` with other bounds on the pixels, as the processor is given them."""
     factor = limits.patch_size * limits.merge_size
     if limits.over_all_frames:
-        new_height, new_width = _resize_all(height, width, num_taken, limits, least, most)
+        new_height, new_width = resize_together(height, width, num_taken, limits, least, most)
     else:
         new_height, new_width = smart_resize(height, width, factor, least, most)
     if not new_height or not new_width:
@@ -179,8 +179,14 @@ def grid_within(
     return steps, new_height // limits.patch_size, new_width // limits.patch_size
 
 
-def _resize_all(height: int, width: int, num_taken: int, limits: VideoLimits, least: int, most: int) -> tuple[int, int]:
-    """Height and width such that all frames together have from ``least`` to ``most`` pixels."""
+def resize_together(
+    height: int, width: int, num_taken: int, limits: VideoLimits | ImageLimits, least: int, most: int
+) -> tuple[int, int]:
+    """Height and width such that all frames together have from ``least`` to ``most`` pixels.
+
+    Raises:
+        ValueError: for too few frames, or if one side is more than 200 times the other.
+    """
     factor, step = limits.patch_size * limits.merge_size, limits.temporal_patch_size
     if num_taken < step:
         raise ValueError(f"a video of {num_taken} frames; {step} are needed at least")

@@ -95,6 +95,7 @@ class QwenVL:
 
     content_as_list = False
     alone_only = False
+    missing_video = "the tokenizer has no token for videos"
     remarks: tuple[str, ...] = ()
     placeholders: Mapping[str, MediaKind] = MappingProxyType({})
 
@@ -124,19 +125,22 @@ class QwenVL:
             return self._image(ref)
         if kind == "video" and kind in self._pads:
             return self._video(ref)
-        missing = "tokenizer has no token for videos" if kind == "video" else "model hears nothing"
-        raise MediaProblem("media_unsupported", f"{label(ref)}: the {missing}")
+        missing = self.missing_video if kind == "video" else "the model hears nothing"
+        raise MediaProblem("media_unsupported", f"{label(ref)}: {missing}")
 
     def _image(self, ref: MediaRef) -> EncodedImage:
         from packtool.media.measure import measure_image  # here, because rows of text need no PIL
 
         height, width = measure_image(ref)
         try:
-            grid = image_grid(height, width, of_image(self._images, ref))
+            grid = self._grid(height, width, ref)
         except ValueError as error:
             raise MediaProblem("media_size", f"{label(ref)}: {error}") from error
         num_tokens = grid[0] * grid[1] * grid[2] // self._images.merge_size**2
         return EncodedImage(ref.path, ref.data, height, width, grid, num_tokens)
+
+    def _grid(self, height: int, width: int, ref: MediaRef) -> tuple[int, int, int]:
+        return image_grid(height, width, of_image(self._images, ref))
 
     def _video(self, ref: MediaRef) -> EncodedVideo:
         from packtool.media.video import measure_video  # here, because most rows need none of PyAV
