@@ -16,6 +16,7 @@ from _draw_docs import pictures
 
 from packtool.cli.main import app
 from packtool.config.peers import EVERY_COMMAND, PeerName, Status, peer_names
+from packtool.encode.families import FAMILIES, OTHER, TEXT, Family
 
 DOCS = Path(__file__).parent.parent / "docs"
 EXAMPLES = DOCS.parent / "examples"
@@ -83,6 +84,31 @@ def with_examples(page: str) -> str:
     return _EXAMPLE.sub(lambda mark: f"{mark[1]}\n```python\n{(EXAMPLES / mark[2]).read_text()}```\n", page)
 
 
+_MODELS = re.compile(r"(<!-- models -->\n).*?(?=\n\n[^|])", re.DOTALL)
+
+
+def with_models(page: str) -> str:
+    """A page with the table of families behind the mark that asks for it."""
+    heads = "models", "`model_type`", "export", "packed training", "sequence parallelism", "videos", "sounds", "boxes"
+    rows = [heads, ["---"] * len(heads), *map(_model_cells, (*FAMILIES, TEXT, OTHER))]
+    table = "\n".join("".join(f"| {cell} " if cell else "| " for cell in row) + "|" for row in rows)
+    return _MODELS.sub(lambda mark: f"{mark[1]}\n{table}", page)
+
+
+def _model_cells(family: Family) -> list[str]:
+    boxes = "" if family.boxes is None else f"{family.boxes.spelling}, {family.boxes.scale}"
+    export = "by header" if family.kinds else ""
+    return [
+        family.title,
+        " ".join(f"`{name}`" for name in family.model_types) or "others",
+        "by its processor" if family.is_encoded_by_processor else export,
+        f"refused: {family.refused}" if family.refused else "yes",
+        "yes" if family.shares_sequences else "",
+        *("yes" if kind in family.kinds else "" for kind in ("video", "audio")),
+        boxes,
+    ]
+
+
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
@@ -92,6 +118,7 @@ def generated() -> dict[Path, str]:
     found = {DOCS / "images" / f"{name}.svg": svg for name, svg in pictures().items()}
     found |= {page: with_tables(page.read_text()) for page in DOCS.glob("from-*.md")}
     found[DOCS / "any-trainer.md"] = with_examples((DOCS / "any-trainer.md").read_text())
+    found[DOCS / "media.md"] = with_models((DOCS / "media.md").read_text())
     found[DOCS.parent / "packtool" / "library" / "options.py"] = option_types()
     return {DOCS / "options.md": options_page(), DOCS / "api.md": api_page(), **found}
 

@@ -26,6 +26,7 @@ from packtool.batch.micro_batch import Tower
 from packtool.batch.padding import PAD_ID
 from packtool.batch.pixels import load_pixels
 from packtool.batch.positions import sample_positions
+from packtool.batch.processed import blank_picture_processed, load_processed
 from packtool.batch.sounds import load_sounds
 from packtool.batch.spec import InputSpec
 from packtool.batch.tower_inputs import tower_inputs
@@ -60,7 +61,7 @@ def collate_packs(
     documents, num_padding = with_padding(documents, multiple_of)
     input_ids = np.concatenate([sample.input_ids for sample in documents], dtype=np.int64)
     labels = np.concatenate([shifted_labels(sample) for sample in documents], dtype=np.int64)
-    if spec.sees:
+    if spec.has_mrope:
         positions = np.concatenate([sample_positions(sample, spec) for sample in documents], axis=1)[:, None]
     else:
         positions = np.concatenate([np.arange(sample.length) for sample in documents], dtype=np.int64)[None]
@@ -115,7 +116,7 @@ def collate_padded(
     return PaddedBatch(
         input_ids=torch.from_numpy(input_ids),
         labels=torch.from_numpy(labels),
-        position_ids=as_positions(positions if spec.sees else positions[0]),
+        position_ids=as_positions(positions if spec.has_mrope else positions[0]),
         media=media,
         towers=tower_inputs(spec, media, torch.from_numpy(input_ids)),
         target_positions=target_positions(torch.from_numpy(labels)),
@@ -163,7 +164,12 @@ def with_fillers(
     """
     documents, media = list(samples), load_media(samples, spec)
     towers = spec.towers if towers is None else towers
-    if "vision" in towers and not any(pixels in media for pixels, _ in spec.family.visual_inputs.values()):
+    if "vision" in towers and spec.family.processor_inputs:
+        if not media:
+            count, media = blank_picture_processed(spec)
+            picture = EncodedImage(None, b"", 0, 0, (), num_tokens=count)
+            documents.append(filler([spec.pad_ids["image"]] * count, (picture,)))
+    elif "vision" in towers and not any(pixels in media for pixels, _ in spec.family.visual_inputs.values()):
         blank = blank_picture("image", spec)
         _, height, width = grid = tuple(blank[spec.family.visual_inputs["image"][1]][0].tolist())
         opening, closing = (getattr(spec.config, name) for name in spec.family.image_marks)
@@ -193,11 +199,13 @@ def blank_picture(kind: MediaKind, spec: InputSpec) -> dict[str, Tensor]:
 
 
 def load_media(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
-    """What the towers take of some samples, by the model's names: see ``load_pixels`` and ``load_sounds``.
+    """What the towers take of some samples: see ``load_pixels`` and ``load_sounds``, or ``load_processed``.
 
     Raises:
         MediaError: naming a file that cannot be read or has changed.
     """
+    if spec.family.processor_inputs:
+        return load_processed(samples, spec)
     media = load_pixels(samples, spec)
     return media | load_sounds(samples, spec) if spec.hears else media
 

@@ -134,7 +134,7 @@ def _positions(
     samples: Sequence[EncodedSample], nodes: Sequence[Node], fillers: Sequence[EncodedSample], spec: InputSpec
 ) -> torch.Tensor:
     """Those of the samples alone, (4, 1, T) for M-RoPE and (1, T) else."""
-    if not spec.sees:
+    if not spec.has_mrope:
         runs = [np.arange(node.start, node.stop, dtype=np.int64) for node in nodes]
         return torch.from_numpy(np.concatenate([*runs, *(np.arange(filler.length) for filler in fillers)])[None])
     alone: dict[int, npt.NDArray[Any]] = {}

@@ -37,7 +37,12 @@ def _pictures(images: Sequence[tuple[EncodedImage, EncodedSample]], spec: InputS
     assert spec.limits.image is not None, "a sample with pictures for a model without limits"
     pictures = [load_image(image.path, image.data, spec.media_rights) for image, _ in images]
     pixels, places = spec.family.visual_inputs["image"]
-    bounds = [image_bounds(image.height, image.width, image.grid, spec.limits.image) for image, _ in images]
+    own = spec.limits.image
+    bounds = (
+        [(own.min_pixels, own.max_pixels)] * len(images)
+        if spec.family.keeps_bounds
+        else [image_bounds(image.height, image.width, image.grid, own) for image, _ in images]
+    )
     patches, grids = _of_bounds(pictures, bounds, spec.model, pixels, places)
     expected = torch.tensor([image.grid for image, _ in images])
     if not torch.equal(grids, expected):

@@ -38,7 +38,7 @@ def sample_positions(sample: EncodedSample, spec: InputSpec) -> npt.NDArray[Any]
         DataError: for videos with and without a sound track in one sample, which Omni models cannot place.
     """
     text = np.arange(sample.length, dtype=np.int64)
-    if not sample.images and not sample.videos:
+    if not spec.has_mrope or (not sample.images and not sample.videos):
         return np.broadcast_to(text, (NUM_POSITION_ROWS, sample.length))
     input_ids = torch.from_numpy(sample.input_ids.astype(np.int64)).unsqueeze(0)
     media: dict[MediaKind, Any] = {"image": sample.images, "video": sample.videos}

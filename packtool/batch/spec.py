@@ -60,11 +60,11 @@ class InputSpec:
             ConfigError: for a multimodal model whose inputs packtool cannot make.
         """
         config = model_config(model)
-        if is_multimodal(config.to_dict()) and not family_of(config.to_dict()).kinds:
+        if is_multimodal(config.to_dict()) and not (family := family_of(config.to_dict())).kinds:
             known = [model_type for family in FAMILIES if family.kinds for model_type in family.model_types]
             raise ConfigError(
                 f"the model's type is {config.model_type!r}, a multimodal family that packtool can export for, but not "
-                "train yet",
+                f"train{f': {family.refused}' if family.refused else ' yet'}",
                 f"Those it can train are {', '.join(known)}, and every model of text alone.",
             )
         return cls(model, config, limits, media_rights=rights_of_cache(access or AccessOptions()))
@@ -76,8 +76,13 @@ class InputSpec:
 
     @property
     def sees(self) -> bool:
-        """Whether the model takes pictures; then its position ids have four rows [text, t, h, w]."""
+        """Whether the model takes pictures."""
         return "image" in self.family.kinds
+
+    @property
+    def has_mrope(self) -> bool:
+        """Whether its position ids have four rows [text, t, h, w], as those of models that place pictures in space."""
+        return self.sees and self.family.positions != "counted"
 
     @property
     def hears(self) -> bool:

@@ -55,7 +55,12 @@ def tower_inputs(spec: InputSpec, media: Mapping[str, Tensor], input_ids: Tensor
         spec: the model that they belong to.
         media: what the towers take, as ``Batch.media`` has it.
         input_ids: int64 (B, T), of the micro-batch.
+
+    Returns:
+        nothing for a family whose own processor makes its media: its model puts features in their places itself.
     """
+    if spec.family.processor_inputs:
+        return {}
     flat = input_ids.flatten()
     positions = {kind: (flat == token).nonzero().squeeze(1) for kind, token in spec.pad_ids.items()}
     found: dict[Tower, TowerInputs] = {}

@@ -22,7 +22,8 @@ _REMEDIES = {
     "turns_not_found": "The chat template writes the turns so that they cannot be found again: give another model or "
     "template.",
     "media_unreadable": "The files are there, and are not what the rows say: look at one of them.",
-    "media_size": "Their files are larger than --max-media-bytes, or the model cannot be shown media of such a size.",
+    "media_size": "Their files are larger than --max-media-bytes, or the model cannot be shown media or clips of "
+    "such a size.",
     "media_limits": "Leave out what rows say of the size of their media, but for min_pixels, max_pixels and the others "
     "that docs/media.md names.",
     "media_refused": "Their store refuses them: check the credentials, and whether the addresses are still good.",

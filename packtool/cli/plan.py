@@ -9,6 +9,7 @@ from packtool.config.plan import PlanConfig
 from packtool.visible import show, show_json
 
 if TYPE_CHECKING:
+    from packtool.train.loop.media_times import LoadingTimes
     from packtool.train.model.memory import MemoryEstimate
     from packtool.train.prepare.preview import Preview
 
@@ -38,6 +39,8 @@ def run_plan(config: PlanConfig, invocation: Invocation) -> None:
         if config.model is not None:
             memory = _memory(config, plan.preview)
             summary["memory_gib"] = None if isinstance(memory, str) else memory.total
+        if config.media:
+            summary["media"] = _media(config, plan.preview).figures()
         show_json(summary)
         return
     print_table(f"plan for {' '.join(config.cached_dataset) or config.mix or config.lengths}", plan.lines)
@@ -51,6 +54,10 @@ def run_plan(config: PlanConfig, invocation: Invocation) -> None:
     if config.model is not None:
         # Behind all that is known at once, for it takes seconds.
         _print_memory(config, plan.preview)
+    if config.media:
+        times = _media(config, plan.preview)
+        print_table("\nmedia, loaded on this machine", times.table())
+        show("\n".join(["", *times.sentences()]))
     for written in (config.save, config.html):
         if written is not None:
             show(f"written: {written}")
@@ -133,6 +140,15 @@ def _print_memory(config: PlanConfig, found: Preview) -> None:
     show("\n" + memory.sentence())
     if config.hardware is not None:
         show(memory.sentence_on(read_hardware(config.hardware)))
+
+
+def _media(config: PlanConfig, found: Preview) -> LoadingTimes:
+    """What loading takes on this machine."""
+    from packtool.report.terminal import TerminalProgress
+    from packtool.train.loop.media_times import measure_media
+
+    with TerminalProgress() as progress:
+        return measure_media(config, found, progress)
 
 
 def _print_histograms(found: Preview) -> None:

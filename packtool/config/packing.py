@@ -214,8 +214,11 @@ def no_sharing_with(options: PackingOptions, packing: bool, processes: int) -> l
 def sharing_problems(options: SharingOptions) -> list[str]:
     """Options that do not go with ``--share-prefix``."""
     if options.share_prefix == "true":
-        not_with = options.not_shared_with
-        return [f"--share-prefix true does not go with {name}: leave out one of them" for name in not_with]
+        why = {SEQUENCE_PARALLELISM: ", where a prefix would lie on several processes"}
+        return [
+            f"--share-prefix true does not go with {name}{why.get(name, '')}: leave out one of them"
+            for name in options.not_shared_with
+        ]
     bounds = isinstance(options, PackingOptions) and options.max_rows_per_tree is not None
     if options.share_prefix == "false" and bounds:
         return ["--max-rows-per-tree bounds what --share-prefix shares: leave out one of them"]

@@ -30,6 +30,7 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
         "per_device_train_batch_size",
         "sweep",
         "fit",
+        "media",
         "save",
         "html",
     )
@@ -64,6 +65,11 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
     )
     mfu: float = option(
         0.4, "Share of the peak that training reaches.", minimum=0.001, maximum=1.0, panel="Model and hardware"
+    )
+    media: bool = option(
+        False,
+        "Load some of the caches' media on this machine, drawn by the seed, and tell the processes and the bandwidth "
+        "that a rank's steps will need, by --hardware and --model or --tflops.",
     )
     save: str | None = option(None, "Write the plan to this file, for packtool train --plan and inspect --plan.")
     html: str | None = option(None, "Write a page that draws the plan, or compares those of --sweep, to this file.")
@@ -102,6 +108,10 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
             )
         if self.lengths is not None and self.save is not None:
             found.append("--save needs caches: a plan belongs to the cache it was made for")
+        if self.media and self.lengths is not None:
+            found.append("--media needs caches: it loads the media that they name")
+        if self.media and (self.sweep is not None or self.fit is not None):
+            found.append("--media measures what one plan needs: leave out --sweep and --fit")
         if self.mix is not None and self.save is not None:
             found.append("--save keeps packs, and of a recipe nothing else: give --mix to packtool train instead")
         if self.lengths is not None and self.share_prefix == "true":

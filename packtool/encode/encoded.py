@@ -60,9 +60,9 @@ class EncodedVideo:
         path, data: as for pictures; both None when ``frames`` holds it.
         frames: (path, data) of each picture of a video that is given as pictures.
         height, width: pixels of a frame, after rotation.
-        num_frames: frames in the file.
+        num_frames: frames in the file, or in the clip of it that is meant.
         fps: frames a second in the file.
-        indices: numbers of the frames that the model sees, ascending.
+        indices: numbers in the file of the frames that the model sees, ascending.
         grid: (t, h, w) in vision patches, as the model's ``video_grid_thw``; empty for families without one.
         seconds_per_grid: seconds between two steps of the grid's t.
         num_tokens: placeholder tokens that stand for its frames in ``input_ids``.

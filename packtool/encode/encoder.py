@@ -31,7 +31,6 @@ from packtool.encode.template import ChatTemplate, TemplateFailure
 from packtool.errors import ConfigError
 from packtool.media.opening import MediaProblem
 from packtool.rows.forms.marks import lone_mark_detail
-from packtool.rows.rights import MediaRights
 from packtool.rows.sample import Dropped, MediaRef, Sample, Turn
 
 _REMEMBERED_MEDIA = 10_000
@@ -92,7 +91,7 @@ class Encoder:
         self._parts = RowParts(expansion, self._template, self._finder, self._cut_or_none)
         self.remarks = remarks_on(spec, files, self._media)
         self._end_of_text = files.template_variables.get("eos_token", "")
-        self._measured: dict[tuple[str, str, tuple[tuple[str, float], ...], MediaRights], Medium] = {}
+        self._measured: dict[tuple[object, ...], Medium] = {}
         self._header_ids: dict[tuple[str, str], list[int]] = {}
 
     def encode(self, samples: Sequence[Sample]) -> list[list[EncodedSample] | Dropped]:
@@ -267,7 +266,7 @@ class Encoder:
     def _measure(self, kind: MediaKind, ref: MediaRef) -> Medium:
         if ref.path is None:
             return self._media.measure(kind, ref)
-        key = kind, ref.path, ref.limits, ref.rights
+        key = kind, ref.path, ref.clip, ref.limits, ref.rights
         medium = self._measured.get(key)
         if medium is None:
             medium = self._media.measure(kind, ref)

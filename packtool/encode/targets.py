@@ -193,8 +193,9 @@ def _piece_with(pieces: Sequence[Piece], answer: str) -> int:
 def _written(before: Sequence[Piece], after: Sequence[Piece]) -> list[Piece]:
     """The pieces that ``after`` has behind those it shares with ``before``."""
     same = num_common(before, after)
-    if same < min(len(before), len(after)) and before[same].control == after[same].control:
-        same += 1  # the control token is shared, only the text behind it is not
+    # Where the control token is shared, only the text behind it is not: all that is written, if nothing follows.
+    if same + 1 < len(after) and same < len(before) and before[same].control == after[same].control:
+        same += 1
     return list(after[same:])
 
 

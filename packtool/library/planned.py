@@ -32,6 +32,7 @@ ELSEWHERE = {
     "save": "Plan.save(path) does it",
     "html": "Plan.page(path) does it",
     "sweep": "packtool plan --sweep compares several",
+    "media": "packtool plan --media measures this machine",
     "fit": "packtool plan --fit searches among several",
     "resume": "packtool plan --resume shows how a run would go on",
 }

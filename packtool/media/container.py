@@ -40,7 +40,7 @@ def check_end(container: Any, stream: Any, ref: MediaRef) -> None:
         MediaProblem: if something is missing.
     """
     if is_indexed(container):
-        needed = max((entry.pos + entry.size for entry in _index(stream)[-_LAST_ENTRIES:]), default=0)
+        needed = max((entry.pos + entry.size for entry in index_of(stream)[-_LAST_ENTRIES:]), default=0)
         if needed > container.size:
             detail = f"cut off: its table of contents reaches to byte {needed:,}, and it has {container.size:,}"
             raise MediaProblem("media_unreadable", f"{label(ref)}: {detail}")
@@ -64,8 +64,9 @@ def is_indexed(container: Any) -> bool:
 
 def is_counted(container: Any, stream: Any) -> bool:
     """Whether the header can be believed about how much of a stream there is: its table of contents is complete."""
-    return not is_indexed(container) or not _index(stream) or len(_index(stream)) >= stream.frames
+    return not is_indexed(container) or not index_of(stream) or len(index_of(stream)) >= stream.frames
 
 
-def _index(stream: Any) -> Any:
+def index_of(stream: Any) -> Any:
+    """A stream's table of contents: the packets that the container's header names, in the order of decoding."""
     return getattr(stream, "index_entries", ())  # of PyAV since 18

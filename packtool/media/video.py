@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from packtool.media.container import check_end, is_counted, is_indexed, open_con
 from packtool.media.load import ANY, load_image, media_error, unlike_the_export
 from packtool.media.measure import measure_image
 from packtool.media.opening import MediaProblem, label
+from packtool.media.seeking import Unnumbered, all_frames, needed_frames
 from packtool.rows.rights import MediaRights
 from packtool.rows.sample import MediaRef
 
@@ -20,6 +21,8 @@ FRAMES_A_SECOND = 2.0
 """Frames a second of a video that is given as pictures, when nothing says otherwise (as Qwen's tools have it)."""
 
 _FALLBACK_RATE = 24.0
+
+Pictures = dict[int, npt.NDArray[np.uint8]]
 
 
 @dataclass(frozen=True)
@@ -93,23 +96,31 @@ def load_video(
     if frames:
         return np.stack([np.asarray(load_image(*frames[i], rights)) for i in indices])
     ref = MediaRef(path, data, rights=rights)
-    wanted = set(indices)
-    found: dict[int, npt.NDArray[np.uint8]] = {}
+    numbers = sorted(set(indices))
     try:
-        with open_container(ref) as container:
-            stream = _stream(container, ref)
-            stream.thread_type = "AUTO"
-            for number, frame in enumerate(container.decode(stream)):
-                if number in wanted:
-                    picture: npt.NDArray[np.uint8] = frame.to_ndarray(format="rgb24")
-                    found[number] = np.rot90(picture, round(frame.rotation / 90)) if frame.rotation else picture
-                if number >= max(wanted, default=0):
-                    break
+        found = _decoded(ref, numbers, needed_frames)
+        if found is None:
+            found = _decoded(ref, numbers, all_frames) or {}
     except MediaProblem as problem:
         raise media_error(problem) from problem
-    if len(found) < len(wanted):
-        raise unlike_the_export(ref, f"a frame {max(wanted)}", f"no frame {max(wanted - found.keys())}")
+    if len(found) < len(numbers):
+        raise unlike_the_export(ref, f"a frame {numbers[-1]}", f"no frame {max(set(numbers) - found.keys())}")
     return np.stack([found[i] for i in indices])
+
+
+def _decoded(ref: MediaRef, numbers: Sequence[int], way: Callable[..., Iterator[tuple[int, Any]]]) -> Pictures | None:
+    """Frames by their numbers, found in one of the ways of ``seeking``; None if it does not number them."""
+    found: Pictures = {}
+    with open_container(ref) as container:
+        stream = _stream(container, ref)
+        stream.thread_type = "AUTO"
+        try:
+            for number, frame in way(container, stream, numbers):
+                picture: npt.NDArray[np.uint8] = frame.to_ndarray(format="rgb24")
+                found[number] = np.rot90(picture, round(frame.rotation / 90)) if frame.rotation else picture
+        except Unnumbered:
+            return None
+    return found
 
 
 def _stream(container: Any, ref: MediaRef) -> Any:

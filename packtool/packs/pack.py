@@ -23,7 +23,7 @@ class Pack:
         number: of the pack in the plan.
         positions_in_cache: of its S samples, int64 (S,).
         samples: in their order.
-        position_ids: (1, L) of a text model, (4, L) [text, t, h, w] of one with pictures; each sample's begin at 0.
+        position_ids: (1, L) of a text model, (4, L) [text, t, h, w] of one with M-RoPE; each sample's begin at 0.
             int64, or float32 where an Omni model's seconds are fractions.
     """
 
@@ -39,7 +39,7 @@ class Pack:
         Raises:
             DataError: if an Omni model cannot place a sample's videos.
         """
-        if spec.sees:
+        if spec.has_mrope:
             rows = np.concatenate([sample_positions(sample, spec) for sample in samples], axis=1)
         else:
             rows = np.concatenate([np.arange(sample.length) for sample in samples])[None]

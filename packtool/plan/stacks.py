@@ -263,7 +263,7 @@ def _vision(config: Mapping[str, Any]) -> Iterator[Step]:
         return
     depth = int(vision.get("depth") or vision["num_hidden_layers"])
     width = int(vision.get("intermediate_size") or hidden * float(vision.get("mlp_ratio") or 4))
-    side = int(vision.get("patch_size") or 14)
+    side = _side(vision, "patch_size", 14)
     pixels = int(vision.get("in_channels") or vision.get("in_chans") or 3) * side**2
     pixels *= int(vision.get("temporal_patch_size") or 1)
     patches, window, whole = _patches(config, vision, depth)
@@ -277,7 +277,8 @@ def _vision(config: Mapping[str, Any]) -> Iterator[Step]:
     yield step("patch_embed.proj", pixels, hidden, kind="convolution")
     if positions := int(vision.get("num_position_embeddings") or 0):
         yield step("pos_embed", positions, hidden, kind="lookup")
-    is_split = "audio_config" in config and _is_first_generation(vision)
+    is_first_generation = "num_position_embeddings" not in vision
+    is_split = "audio_config" in config and is_first_generation
     for i in range(depth):
         yield step(f"blocks.{i}.norm1", 1, hidden, kind="lookup", layer=i)
         for number, name in enumerate(("q", "k", "v") if is_split else ("qkv",)):
@@ -292,13 +293,14 @@ def _vision(config: Mapping[str, Any]) -> Iterator[Step]:
             yield step(f"blocks.{i}.mlp.up_proj", hidden, width, layer=i, beside=True)
             yield step(f"blocks.{i}.mlp.down_proj", width, hidden, layer=i)
         else:
-            first, second = ("fc1", "fc2") if _is_first_generation(vision) else ("linear_fc1", "linear_fc2")
+            first, second = ("fc1", "fc2") if is_first_generation else ("linear_fc1", "linear_fc2")
             yield step(f"blocks.{i}.mlp.{first}", hidden, width, layer=i)
             yield step(f"blocks.{i}.mlp.{second}", width, hidden, layer=i)
 
 
-def _is_first_generation(vision: Mapping[str, Any]) -> bool:
-    return "num_position_embeddings" not in vision
+def _side(vision: Mapping[str, Any], name: str, default: int) -> int:
+    size = vision.get(name) or default
+    return int(size[0] if isinstance(size, list) else size)  # some tell height and width
 
 
 def _mergers(config: Mapping[str, Any], text_hidden: int) -> tuple[tuple[Step, ...], ...]:
@@ -314,7 +316,7 @@ def _mergers(config: Mapping[str, Any], text_hidden: int) -> tuple[tuple[Step, .
     levels = [number for number, i in enumerate(vision.get("deepstack_visual_indexes") or ()) if int(i) < depth]
     lists = "merger_list" if of_omni else "deepstack_merger_list"
     first, second, norm = "linear_fc1", "linear_fc2", "norm"
-    if of_omni or _is_first_generation(vision):
+    if of_omni or "num_position_embeddings" not in vision:
         first, second, norm = "mlp.0", "mlp.2", "ln_q"
 
     def step(name: str, inputs: int, outputs: int, kind: StepKind = "linear") -> Step:
@@ -333,7 +335,7 @@ def _mergers(config: Mapping[str, Any], text_hidden: int) -> tuple[tuple[Step, .
 
 def _patches(config: Mapping[str, Any], vision: Mapping[str, Any], depth: int) -> tuple[float, int, range | set[int]]:
     """Patches of a token, patches of a window, and the layers that look at whole frames."""
-    side = int(vision.get("patch_size") or 14)
+    side = _side(vision, "patch_size", 14)
     if vision.get("spatial_merge_size"):
         merge = int(vision["spatial_merge_size"])
         whole = vision.get("fullatt_block_indexes")
@@ -342,8 +344,9 @@ def _patches(config: Mapping[str, Any], vision: Mapping[str, Any], depth: int) -
         window = int(vision["window_size"]) // merge // side * merge
         return float(merge**2), window**2, set(map(int, whole))
     # A tower that makes all pictures one size: each is a window, and the cache has no grid of it.
-    of_picture = (int(vision.get("image_size") or side) // side) ** 2
-    tokens = int(config.get("mm_tokens_per_image") or config.get("image_seq_length") or of_picture)
+    of_picture = (_side(vision, "image_size", side) // side) ** 2
+    merge = int(config.get("spatial_merge_size") or config.get("scale_factor") or 1)
+    tokens = int(config.get("mm_tokens_per_image") or config.get("image_seq_length") or of_picture // merge**2)
     return of_picture / tokens, of_picture, range(0)
 
 

@@ -13,6 +13,7 @@ from packtool import storage
 from packtool.cache.manifest import Manifest
 from packtool.errors import ConfigError, MismatchError
 from packtool.plan.ledger import SourceLedger
+from packtool.report.markup import plural
 from packtool.report.tables import aligned
 from packtool.train.prepare.checkpoint import finished_checkpoints, is_checkpoint, read_run_state, run_directory
 from packtool.train.prepare.history import has_history
@@ -306,15 +307,18 @@ def _times_skipped(output_dir: str, fingerprint: str, row: int) -> int:
 
 def row_lines(figures: Mapping[str, Any]) -> Iterator[str]:
     """Lines that tell it on a terminal."""
-    times, until = figures["times"], figures["until_step"]
-    yield f"planned {len(times):,} times in the {until:,} steps that {visible_line(figures['run'])} has trained" + (
-        f"; left out {figures['num_skipped']:,} times, for it could not be loaded" if figures["num_skipped"] else ""
+    times, run = figures["times"], visible_line(figures["run"])
+    left_out = plural(figures["num_skipped"], "time")
+    steps = plural(figures["until_step"], "step")
+    yield f"planned {plural(len(times), 'time')} in the {steps} that {run} has trained" + (
+        f"; left out {left_out}, for it could not be loaded" if figures["num_skipped"] else ""
     )
     for each in times:
+        others, samples = plural(each["num_companions"], "other"), plural(each["num_samples_of_step"], "sample")
         yield (
             f"step {each['step']:,}, epoch {each['epoch'] + 1:,}, rank {each['rank']}, micro-batch "
-            f"{each['micro_batch'] + 1}, with {each['num_companions']:,} others of {each['num_samples_of_step']:,} "
-            f"samples of the step: packtool inspect {visible_line(figures['run'])} --step {each['step']}"
+            f"{each['micro_batch'] + 1}, with {others} of {samples} of the step: "
+            f"packtool inspect {run} --step {each['step']}"
         )
         yield from ("  " + line for line in _sample_lines(each["companions"]))
         if each["num_companions"] > len(each["companions"]):

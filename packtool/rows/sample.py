@@ -108,6 +108,8 @@ class MediaRef:
         data: the encoded file's bytes, or None.
         frames: a video given as its pictures, in order; ``path`` and ``data`` are None then.
         fps: pictures a second of such a video, when the row says it.
+        clip: (start, end) in seconds of the part of a video that is meant, None for its beginning or its end; None for
+            the whole video.
         limits: (name, number) of limits on the size that the row gives this medium, as Qwen's rows have them.
         rights: what the path may be; whoever makes one of a path that stands in a row gives the row's.
     """
@@ -116,6 +118,7 @@ class MediaRef:
     data: bytes | None = None
     frames: tuple[MediaRef, ...] = ()
     fps: float | None = None
+    clip: tuple[float | None, float | None] | None = None
     limits: tuple[tuple[str, float], ...] = ()
     rights: MediaRights = field(default=MediaRights(), compare=False, repr=False)
 

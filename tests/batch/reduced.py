@@ -12,6 +12,7 @@ from PIL import Image
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    Glm4vConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2_5_VLConfig,
@@ -32,6 +33,8 @@ IMAGE_PAD, VISION_START, VISION_END = 90, 91, 92
 FIRST_CONTROL = 90
 TEXT_MODELS = ("qwen2", "qwen2_sliding", "qwen3")
 VISION_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+LIKE_VISION_MODELS = ("glm4v",)
+"""That most tests of ``VISION_MODELS`` do without: nothing of theirs is another."""
 
 _TEXT: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -55,7 +58,7 @@ _IDS: dict[str, Any] = {
 
 
 def reduced_config(name: str) -> PreTrainedConfig:
-    """One of ``TEXT_MODELS`` or ``VISION_MODELS``."""
+    """One of ``TEXT_MODELS``, ``VISION_MODELS`` or ``LIKE_VISION_MODELS``."""
     if name == "qwen2":
         return Qwen2Config(**_TEXT)
     if name == "qwen2_sliding":
@@ -63,6 +66,13 @@ def reduced_config(name: str) -> PreTrainedConfig:
         return Qwen2Config(**_TEXT, **sliding)
     if name == "qwen3":
         return Qwen3Config(**_TEXT, head_dim=16)
+    if name == "glm4v":
+        rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+        vision = {"depth": 2, "num_heads": 2, "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48}
+        vision |= {"patch_size": 8, "image_size": 32}
+        marks = {"image_start_token_id": VISION_START, "image_end_token_id": VISION_END}
+        text = _TEXT | {"rope_parameters": rope}
+        return Glm4vConfig(text_config=text, vision_config=vision, image_token_id=IMAGE_PAD, video_token_id=93, **marks)
     if name == "qwen3_vl":
         rope = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}
         vision = {
@@ -90,7 +100,7 @@ def reduced_model(name: str, *, packed: bool = True, seed: int = 0) -> PreTraine
     """A model in float32 with weights large enough that every token matters to every later one."""
     register()
     config = reduced_config(name)
-    auto = AutoModelForImageTextToText if name in VISION_MODELS else AutoModelForCausalLM
+    auto = AutoModelForCausalLM if name in TEXT_MODELS else AutoModelForImageTextToText
     torch.manual_seed(seed)
     model = auto.from_config(config, attn_implementation=route(config, ATTENTION_NAME) if packed else "sdpa")
     for parameter in model.parameters():

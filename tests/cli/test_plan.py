@@ -12,6 +12,7 @@ import pytest
 
 import packtool
 from packtool.cache.plan_file import read_plan
+from packtool.cache.reader import CacheReader
 from packtool.cli.main import run
 from packtool.simulate.hardware import HARDWARE_PRESETS
 from tests.cache.conftest import model as model
@@ -239,3 +240,32 @@ def test_ctrl_c_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     (tmp_path / "lengths.txt").write_text("3 4 5")
     assert run(["plan", "--lengths", str(tmp_path / "lengths.txt"), "--packing-length", "8"]) == 130
     assert capsys.readouterr().err == "packtool: interrupted\n"
+
+
+def test_media_of_this_machine(cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [cache, "--packing-length", "400", "--world-size", "2", "--media"]
+    found = planned(capsys, *words, "--hardware", "h100")
+    (pictures,) = found["media"]["kinds"]
+    assert (pictures["kind"], pictures["measured"]) == ("pictures", 32)
+    num_pictures = int(CacheReader.open((cache,)).index.num_images.sum())
+    assert found["filtered"] == 0
+    assert pictures["per_step"] == pytest.approx(num_pictures / found["steps_per_epoch"] / 2)
+    sizes = [(tmp_path / f"{i}.png").stat().st_size / 1e6 for i in range(5)]
+    assert min(sizes) <= pictures["megabytes"] <= max(sizes)
+    assert found["media"]["waited"][str(found["media"]["workers"])] == 0
+    assert 0 < found["media"]["waited"]["0"] < 1
+    assert run(["plan", *words]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"pictures +32 ", told)
+    assert re.search(r"--dataloader-num-workers \d+ keeps up, and reads \S+ MB/s a rank", told)
+    (tmp_path / "3.png").unlink()
+    assert run(["plan", *words]) == 3
+    assert "3.png: there is no such file" in capsys.readouterr().err
+
+
+def test_what_media_are_not_measured_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "lengths.txt").write_text("5\n6\n")
+    assert run(["plan", "--lengths", str(tmp_path / "lengths.txt"), "--packing-length", "9", "--media"]) == 2
+    assert "--media needs caches" in capsys.readouterr().err
+    assert run(["plan", str(tmp_path), "--sweep", "4K", "--media"]) == 2
+    assert "leave out --sweep and --fit" in capsys.readouterr().err

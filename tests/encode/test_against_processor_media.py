@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,7 @@ from packtool.encode.encoded import EncodedSample
 from packtool.media.audio import load_audio
 from packtool.media.load import load_image
 from packtool.media.video import load_video, measure_video
-from packtool.rows.sample import MediaRef, Sample, Turn
+from packtool.rows.sample import Dropped, MediaRef, Sample, Turn
 from tests.encode.test_against_processor import cached_encoder, processor_of
 from tests.media.clips import write_clip
 
@@ -98,6 +99,59 @@ def encoded(directory: Path, row: dict[str, Any], root: Path, **spec: Any) -> En
     (found,) = cached_encoder(directory, **spec).encode([sample_of(row, root)])
     assert isinstance(found, list), found
     return found[0]
+
+
+@pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen3-vl"])
+def test_two_clips_of_a_video(realdata: Path, tmp_path: Path, family: str) -> None:
+    from transformers.video_utils import VideoMetadata
+
+    directory, path = realdata / "tokenizers" / family, write_clip(tmp_path / "a.mp4", num_frames=300)
+    row = {"messages": [{"role": "user", "content": "<video><video>?"}, {"role": "assistant", "content": "!"}]}
+    clips = [(1.0, 3.02), (8.5, None)]
+    refs = tuple(MediaRef(str(path), clip=clip) for clip in clips)
+    sample = dataclasses.replace(sample_of(row, tmp_path), videos=refs)
+    (found,) = cached_encoder(directory).encode([sample])
+    assert isinstance(found, list), found
+    taken = [np.linspace(25, 75, 4).round().astype(int), np.linspace(213, 299, 6).round().astype(int)]
+    assert [video.indices for video in found[0].videos] == [tuple(numbers.tolist()) for numbers in taken]
+    frames, about = frames_of(path)
+    num_frames = [51, 87]
+    told = [
+        VideoMetadata(total_num_frames=count, fps=about.fps, frames_indices=numbers, height=64, width=96)
+        for count, numbers in zip(num_frames, taken, strict=True)
+    ]
+    processor, pixels = processor_of(directory), [frames[numbers] for numbers in taken]
+    text = processor.apply_chat_template(in_parts(row | {"videos": clips}), tokenize=False)
+    settings = {"do_sample_frames": False, "return_metadata": True, "return_tensors": "pt"}
+    check(found[0], processor(text=[text], videos=pixels, video_metadata=told, **settings))
+    assert [video.num_frames for video in found[0].videos] == num_frames
+    for video, shown in zip(found[0].videos, pixels, strict=True):
+        loaded = torch.from_numpy(load_video(video.path, None, (), video.indices)).permute(0, 3, 1, 2)
+        assert torch.equal(loaded, shown)
+
+
+def test_sound_is_not_woven_into_clips(realdata: Path, tmp_path: Path) -> None:
+    path = write_clip(tmp_path / "a.mp4", num_frames=60, seconds_of_sound=2.4)
+    row = {"messages": [{"role": "user", "content": "<video>?"}, {"role": "assistant", "content": "!"}]}
+    sample = dataclasses.replace(sample_of(row, tmp_path), videos=(MediaRef(str(path), clip=(0.5, 2.0)),))
+    directory = realdata / "tokenizers" / "qwen2.5-omni"
+    (woven,) = cached_encoder(directory, use_audio_in_video=True).encode([sample])
+    assert isinstance(woven, Dropped)
+    assert woven.reason == "media_unsupported"
+    assert "cut it into a file of its own" in woven.detail
+    (seen,) = cached_encoder(directory).encode([sample])
+    assert isinstance(seen, list), seen
+
+
+@pytest.mark.parametrize("clip", [(12.0, None), (11.97, None)])
+def test_a_clip_outside_the_video_costs_its_row(realdata: Path, tmp_path: Path, clip: Any) -> None:
+    path = write_clip(tmp_path / "a.mp4", num_frames=300)
+    row = {"messages": [{"role": "user", "content": "<video>?"}, {"role": "assistant", "content": "!"}]}
+    sample = dataclasses.replace(sample_of(row, tmp_path), videos=(MediaRef(str(path), clip=clip),))
+    (found,) = cached_encoder(realdata / "tokenizers" / "qwen3-vl").encode([sample])
+    assert isinstance(found, Dropped)
+    assert found.reason == "media_size"
+    assert f"a.mp4: a clip from {clip[0]:g}" in found.detail
 
 
 @pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen3-vl", "qwen2.5-omni", "qwen3-omni"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,97 +13,11 @@ import pytest
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.families.processor import _special_tokens, _split
 from packtool.errors import ConfigError
-from packtool.media.load import load_image
 from packtool.rows.sample import Dropped, MediaRef, Sample, Turn
-from scripts._reduced_model import cut_tokenizer
 from tests.encode.conftest import encoder_for
+from tests.encode.other_families import model_of, tokens_of
 
 FAMILIES = ("internvl", "llava_onevision", "gemma3", "llava_next", "idefics3")
-
-_TEMPLATE = (
-    "{{% for message in messages %}}<|im_start|>{{{{ message.role }}}}\n"
-    "{{% for part in message['content'] %}}{{% if part['type'] == 'image' %}}{mark}"
-    "{{% else %}}{{{{ part['text'] }}}}{{% endif %}}{{% endfor %}}<|im_end|>\n{{% endfor %}}"
-    "{{% if add_generation_prompt %}}<|im_start|>assistant\n{{% endif %}}"
-)
-
-
-def make_processor(family: str, tokenizer_folder: Path) -> Any:
-    import transformers as t
-
-    def tokenizer(**tokens: str) -> Any:
-        made: Any = t.AutoTokenizer.from_pretrained(tokenizer_folder)
-        made.add_special_tokens(
-            {"additional_special_tokens": list(tokens.values())}, replace_extra_special_tokens=False
-        )
-        return t.PreTrainedTokenizerFast(
-            tokenizer_object=made.backend_tokenizer,
-            extra_special_tokens=tokens,
-            eos_token="<|im_end|>",
-            pad_token="<|endoftext|>",
-        )
-
-    if family == "internvl":
-        names = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
-        images = t.GotOcr2ImageProcessor(size={"height": 56, "width": 56}, crop_to_patches=True, max_patches=6)
-        return t.InternVLProcessor(
-            images, tokenizer(**names, video_token="<video>"), t.InternVLVideoProcessor(), image_seq_length=4
-        )
-    if family == "llava_onevision":
-        images = t.LlavaOnevisionImageProcessor(
-            size={"height": 56, "width": 56}, image_grid_pinpoints=[[56, 56], [56, 112], [112, 56], [112, 112]]
-        )
-        return t.LlavaOnevisionProcessor(
-            images,
-            tokenizer(image_token="<image>", video_token="<video>"),
-            t.LlavaOnevisionVideoProcessor(),
-            num_image_tokens=16,
-            vision_feature_select_strategy="full",
-        )
-    if family == "gemma3":
-        names = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
-        return t.Gemma3Processor(t.Gemma3ImageProcessor(), tokenizer(**names), image_seq_length=9)
-    if family == "llava_next":
-        images = t.LlavaNextImageProcessor(
-            size={"shortest_edge": 56},
-            crop_size={"height": 56, "width": 56},
-            image_grid_pinpoints=[[56, 112], [112, 56], [112, 112]],
-        )
-        return t.LlavaNextProcessor(
-            images, tokenizer(image_token="<image>"), patch_size=14, vision_feature_select_strategy="default"
-        )
-    names = {"image_token": "<image>", "fake_image_token": "<fake_token_around_image>", "global": "<global-img>"}
-    rows = {f"r{i}{j}": f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7)}
-    images = t.Idefics3ImageProcessor(size={"longest_edge": 224}, max_image_size={"longest_edge": 56})
-    made = tokenizer(**names, **rows, end_of_utterance_token="<end_of_utterance>")
-    return t.Idefics3Processor(images, made, image_seq_len=4)
-
-
-@cache
-def model_of(family: str, realdata: Path, folder: Path) -> tuple[Path, Any]:
-    """A directory as these models publish it, and its processor as transformers loads it."""
-    from transformers import AutoProcessor
-
-    target = folder / family
-    source = folder / "tokenizer"
-    if not source.exists():
-        # The first merges of a real tokenizer: its whole vocabulary would be read several times for each family.
-        shutil.copytree(realdata / "tokenizers" / "qwen3-vl", source)
-        for path in (source, *source.iterdir()):
-            path.chmod(0o755)
-        cut_tokenizer(source)
-        settings = json.loads((source / "tokenizer_config.json").read_text())
-        settings.pop("processor_class", None)
-        (source / "tokenizer_config.json").write_text(json.dumps(settings))
-        (source / "preprocessor_config.json").unlink()
-        (source / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
-    processor = make_processor(family, source)
-    mark = "<start_of_image>" if family == "gemma3" else processor.image_token
-    mark += "\\n" if family == "internvl" else ""
-    processor.chat_template = _TEMPLATE.format(mark=mark.replace("\\n", "\n"))
-    processor.save_pretrained(target)
-    (target / "config.json").write_text(json.dumps({"model_type": family, "vision_config": {}, "text_config": {}}))
-    return target, AutoProcessor.from_pretrained(target)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -119,31 +32,19 @@ def pictures(realdata: Path) -> list[str]:
     return [str(name) for name in names]
 
 
+def row(turns: list[tuple[str, str]], images: list[str]) -> Sample:
+    return Sample(
+        tuple(Turn(role, text) for role, text in turns), tuple(MediaRef(path) for path in images), "rows.jsonl", 0
+    )
+
+
 def expected(processor: Any, turns: list[tuple[str, str]], images: list[str]) -> list[int]:
-    messages = []
-    for role, text in turns:
-        parts: list[dict[str, str]] = []
-        for i, piece in enumerate(text.split("<image>")):
-            parts += [{"type": "image"}] if i else []
-            parts += [{"type": "text", "text": piece}] if piece else []
-        messages.append({"role": role, "content": parts})
-    rendered = processor.apply_chat_template(messages, tokenize=False)
-    loaded = [[load_image(path) for path in images]] if images else None
-    ids: list[int] = processor(text=[rendered], images=loaded, add_special_tokens=False)["input_ids"][0]
+    ids: list[int] = tokens_of(processor, row(turns, images))["input_ids"][0]
     return ids
 
 
 def encoded(directory: Path, turns: list[tuple[str, str]], images: list[str]) -> EncodedSample | Dropped:
-    (found,) = cached_encoder(directory).encode(
-        [
-            Sample(
-                tuple(Turn(role, text) for role, text in turns),
-                tuple(MediaRef(path) for path in images),
-                "rows.jsonl",
-                0,
-            )
-        ]
-    )
+    (found,) = cached_encoder(directory).encode([row(turns, images)])
     return found[0] if isinstance(found, list) else found
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoVideoProcessor
 
 from packtool.config.rows import MediaOptions
-from packtool.encode.families.qwen_video import video_grid, video_limits
+from packtool.encode.families.qwen_video import clip_frames, sample_clip, video_grid, video_limits
 
 PATCHES = {"temporal_patch_size": 2, "merge_size": 2, "size": {"shortest_edge": 784, "longest_edge": 40000}}
 PICTURES = {"plain": "Qwen2VLImageProcessor", "fast": "Qwen2VLImageProcessorFast", "unnamed": None}
@@ -75,3 +75,28 @@ def test_grids_are_the_processors(folder: Path, **drawn: Any) -> None:
         return
     made = theirs(videos=[pixels], size={"shortest_edge": least, "longest_edge": most}, **given)
     assert grid == tuple(made["video_grid_thw"][0].tolist())
+
+
+@pytest.mark.parametrize(
+    ("num_frames", "fps", "clip", "indices"),
+    # As qwen-vl-utils 0.0.14 takes them.
+    [
+        (50, 25.0, (0.5, 1.5), [13, 21, 29, 37]),
+        (900, 29.97, (3.0, 7.25), [90, 108, 126, 144, 163, 181, 199, 217]),
+        (250, 25.0, (None, 4.2), [0, 15, 30, 45, 60, 75, 90, 105]),
+        (250, 25.0, (8.0, 99.0), [200, 216, 233, 249]),
+    ],
+)
+@pytest.mark.parametrize("is_qwen3", [False, True])
+def test_frames_of_a_clip_are_those_of_qwens_tools(
+    num_frames: int, fps: float, clip: tuple[float | None, float | None], indices: list[int], is_qwen3: bool
+) -> None:
+    limits = video_limits({}, MediaOptions(), is_qwen3=is_qwen3)
+    assert list(sample_clip(*clip_frames(clip, num_frames, fps), fps, limits)) == indices
+
+
+def test_clips_that_are_none() -> None:
+    with pytest.raises(ValueError, match=r"from 10 s on, and the video is 10\.00 s long"):
+        clip_frames((10.0, None), 250, 25.0)
+    with pytest.raises(ValueError, match=r"from 9\.95 to 10 s, in which there are no two of 25 frames"):
+        clip_frames((9.95, None), 250, 25.0)

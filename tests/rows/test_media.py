@@ -72,15 +72,43 @@ def test_limits_that_a_row_gives_a_medium() -> None:
     found = to_sample(row, Source("/folder/rows.json"), 0)
     assert [ref.limits for ref in found.images] == [limits, (("max_pixels", 5),), ()]
     assert found.videos[0].limits == (("fps", 1), ("max_frames", 8))
-    for wrong, told in (({"max_pixels": -1}, "no number above 0"), ({"resized_height": 28}, "is not done here")):
+    fixed = "is not done here"
+    for key, value, told in (("max_pixels", -1, "above 0"), ("resized_height", 28, fixed), ("video_end", 2, fixed)):
         with pytest.raises(RowProblem, match=told):
-            read({"images": [{"image": "a.png", **wrong}]})
+            read({"images": [{"image": "a.png", key: value}]})
 
 
 def test_lists_as_text() -> None:
     two = to_sample({"text": "<image><image>", "images": '["a.png", "b.png"]'}, Source("/f/x.csv"), 0)
     assert [ref.path for ref in two.images] == ["/f/a.png", "/f/b.png"]
     assert to_sample({"text": "x", "images": ""}, Source("/f/x.csv"), 0).images == ()
+
+
+def test_clips_of_a_video() -> None:
+    named = [{"video": "a.mp4", "video_start": 1, "video_end": 2.5}, {"path": "a.mp4", "video_start": 2}, "a.mp4"]
+    rows: list[dict[str, Any]] = [
+        {"text": "x", "videos": named},
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "video", "video": "a.mp4", "fps": 1, "video_start": 1, "video_end": 2.5},
+                        {"type": "video_url", "video_url": {"url": "a.mp4"}, "video_start": 2, "video_end": None},
+                        {"type": "video", "video": {"path": "a.mp4", "video_end": None}},
+                    ],
+                },
+                {"role": "assistant", "content": "!"},
+            ]
+        },
+    ]
+    for row in rows:
+        videos = to_sample(row, Source("/folder/rows.jsonl"), 0).videos
+        assert [(ref.path, ref.clip) for ref in videos] == [
+            ("/folder/a.mp4", (1.0, 2.5)),
+            ("/folder/a.mp4", (2.0, None)),
+            ("/folder/a.mp4", None),
+        ]
 
 
 def test_videos_and_their_frames() -> None:
@@ -106,6 +134,11 @@ def test_videos_and_their_frames() -> None:
         ({"images": ["gopher://host/a.png"]}, "none of the places"),
         ({"videos": [[]]}, "video 0 is"),
         ({"videos": [{"frames": ["a"], "fps": 0}]}, "0 frames a second"),
+        ({"videos": [{"video": "a.mp4", "video_start": "x"}]}, "'x' as video_start, not seconds"),
+        ({"videos": [{"video": "a.mp4", "video_end": -1}]}, "-1 as video_end, not seconds"),
+        ({"videos": [{"video": "a.mp4", "video_start": 3, "video_end": 3}]}, "video 0 begins at 3 s and ends at 3 s"),
+        ({"videos": [{"video": "a.mp4", "video_end": 0}]}, "begins at 0 s and ends at 0 s"),
+        ({"videos": [{"frames": ["a"], "video_start": 3}]}, "video 0 is a list of frames and has video_start"),
         ({"audios": [{"array": [0.5, 0.25], "sampling_rate": 16000}]}, "its keys are: array, sampling_rate"),
     ],
 )

@@ -24,7 +24,9 @@ from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import DataError
+from packtool.progress import SilentProgress
 from packtool.rows.sample import MediaRef, Sample, Turn
+from packtool.train.loop.media_times import _measured
 from packtool.train.model.head_loss import losses_of_head
 from packtool.train.model.load import load_model
 from tests.media.clips import write_clip, write_sound
@@ -85,6 +87,19 @@ def encoded(model: Path, samples: list[Sample], **spec: Any) -> tuple[list[Encod
     results = encoder.encode(samples)
     assert all(isinstance(result, list) for result in results), results
     return [sample for result in results for sample in result], InputSpec.load(str(model), encoder.limits)
+
+
+def test_what_planning_measures_of_them(model_of: Make, media: Path) -> None:
+    samples, spec = encoded(model_of("qwen3-omni"), samples_for("qwen3-omni", media))
+    drawn = [samples[5], *(sample for sample in samples if sample.videos or sample.audios)]
+    sizes = {name: (media / name).stat().st_size for name in ("a.wav", "plain.mp4", "loud.mp4")}
+    # The first is not counted. Sound tracks are read from their videos.
+    count, seconds, size, num_samples = _measured("videos", drawn[:-2], spec, SilentProgress())
+    assert (count, num_samples, size) == (2, 2, 2 * sizes["plain.mp4"])
+    assert seconds > 0
+    count, seconds, size, num_samples = _measured("sounds", [drawn[0], *drawn[-2:]], spec, SilentProgress())
+    assert (count, num_samples, size) == (3, 2, 2 * sizes["a.wav"] + sizes["loud.mp4"])
+    assert seconds > 0
 
 
 def logits_of(model: Any, samples: list[EncodedSample], spec: InputSpec) -> list[torch.Tensor]:

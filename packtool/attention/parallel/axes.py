@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from packtool.config.parallel import ParallelOptions
-from packtool.encode.families import text_config_of, thinker_of
+from packtool.encode.families import family_of, text_config_of, thinker_of
 from packtool.errors import ConfigError, UnsupportedModelError
 
 Way = Literal["ring", "allgather"]
@@ -89,6 +89,7 @@ def refuse_shared(config: Mapping[str, Any], *, trained: bool = False) -> None:
     hears = "thinker_config" in config or "audio_config" in config
     name, text = thinker_of(config).get("model_type"), text_config_of(config)
     found = ["sounds"] * hears + ["recurrent layers"] * ("linear_attention" in (text.get("layer_types") or ()))
+    found += ["pictures that its own processor makes"] * bool(family_of(config).processor_inputs)
     if found:
         raise UnsupportedModelError(
             f"--sequence-parallel-size: sequences of a {name} model cannot be spread over several processes, "

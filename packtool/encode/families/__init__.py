@@ -9,7 +9,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from packtool.config.rows import MediaOptions
-from packtool.encode.families import qwen2_5_omni, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_next, qwen3_omni, qwen3_vl
+from packtool.encode.families import (
+    by_processor,
+    glm4v,
+    qwen2_5_omni,
+    qwen2_5_vl,
+    qwen2_vl,
+    qwen3_5,
+    qwen3_next,
+    qwen3_omni,
+    qwen3_vl,
+)
 from packtool.encode.families.base import (
     AudioLimits,
     ImageLimits,
@@ -21,10 +31,10 @@ from packtool.encode.families.base import (
     VideoLimits,
 )
 from packtool.encode.families.record import (
+    BY_PROCESSOR,
     TEXT_ONLY,
     Family,
     Towers,
-    encoded_by,
     pad_ids_of,
     text_config_of,
     thinker_of,
@@ -59,13 +69,15 @@ FAMILIES: tuple[Family, ...] = (
     qwen3_next.FAMILY,
     qwen2_5_omni.FAMILY,
     qwen3_omni.FAMILY,
+    glm4v.FAMILY,
+    *by_processor.FAMILIES,
 )
 """All that packtool knows by themselves."""
 
-TEXT = Family()
+TEXT = Family(title="text alone")
 """Every other model of text alone."""
 
-OTHER = Family(encoding=encoded_by("processor.ProcessorFamily"))
+OTHER = Family(title="other models with pictures", encoding=BY_PROCESSOR, refused="nobody has shown that it is exact")
 """Every other multimodal model: its rows can be exported, through its own processor, but it is not trained."""
 
 _BY_MODEL_TYPE = {model_type: family for family in FAMILIES for model_type in family.model_types}

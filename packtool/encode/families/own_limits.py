@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from packtool.encode.families.base import ImageLimits, VideoLimits
+from packtool.media.opening import MediaProblem, label
 from packtool.rows.sample import MediaRef
 
 
@@ -17,6 +18,17 @@ def of_image(limits: ImageLimits, ref: MediaRef) -> ImageLimits:
     """
     own = dict(ref.limits)
     return replace(limits, **_bounds(own, "pixels", limits.min_pixels, limits.max_pixels)) if own else limits
+
+
+def refuse_own_limits(ref: MediaRef) -> None:
+    """Raise if a row has limits of its own for a medium whose size the model's processor decides.
+
+    Raises:
+        MediaProblem: naming the limit.
+    """
+    if ref.limits:
+        told = f"its row has {ref.limits[0][0]}, and this model's processor decides sizes by itself"
+        raise MediaProblem("media_unsupported", f"{label(ref)}: {told}")
 
 
 def of_video(limits: VideoLimits, ref: MediaRef) -> VideoLimits:

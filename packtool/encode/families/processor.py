@@ -1,6 +1,6 @@
-"""Any other model with pictures, through its own transformers processor.
+"""Models with pictures that are not Qwen's, through their own transformers processor.
 
-packtool's own families count tokens by themselves; here the processor is asked what it would write for a picture of
+Other families count tokens by themselves; here the processor is asked what it would write for a picture of
 some size, with a blank one, and the answer is remembered by size. That costs what processing costs, once for every size
 that comes up, and needs torch in the worker. The chat template writes its own token for a picture, and what the
 processor makes of that token takes its place, text and all (Gemma 3 puts blank lines around a picture).
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ import numpy as np
 from packtool.config.rows import ImageOptions, MediaOptions
 from packtool.encode.encoded import EncodedImage
 from packtool.encode.families.base import MediaKind, MediaLimits, Medium, Part
+from packtool.encode.families.own_limits import refuse_own_limits
+from packtool.encode.families.record import pad_ids_of
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.template import ChatTemplate, TemplateFailure
 from packtool.errors import ConfigError
@@ -43,10 +45,13 @@ class ProcessorFamily:
     limits = MediaLimits()
 
     def __init__(self, files: ModelFiles, options: MediaOptions) -> None:
-        _refuse_options(files, options)
-        self._processor = _load(files)
+        refuse_options(files, options)
+        self._processor = load_processor(files.directory)
         self._image_token = str(self._processor.image_token)
         self._special = _special_tokens(self._processor)
+        pad = pad_ids_of(files.config).get("image")
+        # Where config.json names none: the most frequent control token, which stands for the picture's pieces.
+        self._pad = None if pad is None else str(self._processor.tokenizer.convert_ids_to_tokens(pad))
         self._parts: dict[tuple[int, int], list[Part]] = {}
         first = self._parts_of(*_PROBE_SIZE)
         self._spelled = tuple(part[0] for part in first if not isinstance(part, str))
@@ -55,8 +60,8 @@ class ProcessorFamily:
         self.content_as_list = _takes_lists(files)
         self.placeholders: Mapping[str, MediaKind] = {self._image_token: "image"} if self.content_as_list else {}
         self.remarks = (
-            f"{files.model_type} models are encoded through transformers' own processor, which is slower than "
-            "packtool's families",
+            f"{files.model_type} models are encoded through transformers' own processor, which is slower than from "
+            "headers: it resizes a blank picture for each size that comes up",
         )
 
     @property
@@ -68,9 +73,7 @@ class ProcessorFamily:
         """See ``MediaEncoding``."""
         if kind != "image":
             raise MediaProblem("media_unsupported", f"{label(ref)}: of this model packtool knows pictures only")
-        if ref.limits:
-            told = f"its row has {ref.limits[0][0]}, and this model's processor decides sizes by itself"
-            raise MediaProblem("media_unsupported", f"{label(ref)}: {told}")
+        refuse_own_limits(ref)
         height, width = measure_image(ref)
         try:
             parts = self._parts_of(height, width)
@@ -78,7 +81,7 @@ class ProcessorFamily:
             raise MediaProblem(
                 "media_size", f"{label(ref)}: the processor refuses {width}x{height}: {error}"
             ) from error
-        return EncodedImage(ref.path, ref.data, height, width, (), _num_pads(parts))
+        return EncodedImage(ref.path, ref.data, height, width, (), _num_pads(parts, self._pad))
 
     def parts(self, medium: Medium) -> list[Part]:
         """See ``MediaEncoding``."""
@@ -94,18 +97,15 @@ class ProcessorFamily:
     def _asked(self, sizes: list[tuple[int, int]]) -> list[str]:
         """What the processor writes for pictures of some sizes in one row."""
         blank = [np.zeros((height, width, 3), np.uint8) for height, width in sizes]
-        text = " ".join([self._image_token] * len(sizes))
-        made = self._processor(text=[text], images=[blank], return_text_replacement_offsets=True)
-        found = made.get("text_replacement_offsets")
-        if not found or len(found[0]) != len(sizes):
-            raise ConfigError(
-                f"{type(self._processor).__name__} does not say what it writes for a picture",
-                "Use a newer transformers, or a model of another family.",
-            )
-        return [str(replaced["replacement"]) for replaced in found[0]]
+        return processed(self._processor, [blank])[0][0]
 
 
-def _refuse_options(files: ModelFiles, options: MediaOptions) -> None:
+def refuse_options(files: ModelFiles, options: MediaOptions) -> None:
+    """Raise if a limit on Qwen's media is set for another family.
+
+    Raises:
+        ConfigError: naming each.
+    """
     problems = []
     for field in dataclasses.fields(MediaOptions):
         if field.name != "resize" and getattr(options, field.name) is not None:
@@ -119,23 +119,56 @@ def _refuse_options(files: ModelFiles, options: MediaOptions) -> None:
         raise ConfigError.from_problems(problems)
 
 
-def _load(files: ModelFiles) -> Any:
+def load_processor(directory: str) -> Any:
+    """transformers' processor of a model.
+
+    Raises:
+        ConfigError: if it cannot be loaded, or does not take pictures.
+    """
     import transformers
 
     auto: Any = transformers.AutoProcessor
     try:
-        processor = auto.from_pretrained(files.directory)
+        processor = auto.from_pretrained(directory)
     except Exception as error:  # whatever a processor of any model raises
         raise ConfigError(
-            f"{files.directory}: no processor of a {files.model_type!r} model can be loaded: {error}",
+            f"{directory}: no processor of the model can be loaded: {error}",
             "Put the model's processor settings beside config.json, or update transformers.",
         ) from error
     if getattr(processor, "image_token", None) is None or getattr(processor, "image_processor", None) is None:
         raise ConfigError(
             f"{type(processor).__name__} takes no pictures that packtool could count",
-            "Known families are those of Qwen, and models whose processor has an image_token.",
+            "Models are encoded so whose processor has an image_token.",
         )
     return processor
+
+
+def processed(processor: Any, rows: Sequence[Sequence[Any]]) -> tuple[list[list[str]], Mapping[str, Any]]:
+    """What a processor makes of the pictures of some rows.
+
+    Args:
+        rows: pictures of each, at least one.
+
+    Returns:
+        what it writes for each picture of each row, and all that it makes; of pictures as tensors of torch.
+
+    Raises:
+        ConfigError: if it does not say what it writes.
+    """
+    made: Mapping[str, Any] = processor(
+        text=[" ".join([processor.image_token] * len(pictures)) for pictures in rows],
+        images=[list(pictures) for pictures in rows],
+        return_text_replacement_offsets=True,
+        images_kwargs={"return_tensors": "pt"},
+        text_kwargs={"return_tensors": None},  # rows differ in length, and not every tokenizer can pad
+    )
+    found = made.get("text_replacement_offsets")
+    if not found or [len(row) for row in found] != [len(pictures) for pictures in rows]:
+        raise ConfigError(
+            f"{type(processor).__name__} does not say what it writes for a picture",
+            "Use a newer transformers, or a model of another family.",
+        )
+    return [[str(replaced["replacement"]) for replaced in row] for row in found], made
 
 
 def _special_tokens(processor: Any) -> re.Pattern[str]:
@@ -161,13 +194,13 @@ def _split(spelled: str, special: re.Pattern[str]) -> list[Part]:
     return [*parts, spelled[at:]] if at < len(spelled) else parts
 
 
-def _num_pads(parts: list[Part]) -> int:
-    """How often the most frequent control token comes: the one that stands for the picture's pieces."""
+def _num_pads(parts: list[Part], pad: str | None) -> int:
+    """How often the token comes that stands for the picture's pieces: ``pad``, or the most frequent control token."""
     counts: dict[str, int] = {}
     for part in parts:
         if not isinstance(part, str):
             counts[part[0]] = counts.get(part[0], 0) + part[1]
-    return max(counts.values(), default=0)
+    return max(counts.values(), default=0) if pad is None else counts.get(pad, 0)
 
 
 def _takes_lists(files: ModelFiles) -> bool:

@@ -6,6 +6,7 @@ from packtool.encode.families.boxes import BoxForm
 from packtool.encode.families.record import Family, Towers, encoded_by
 
 FAMILY = Family(
+    title="Qwen2.5-Omni (its thinker)",
     model_types=("qwen2_5_omni", "qwen2_5_omni_thinker"),
     encoding=encoded_by("qwen_omni.QwenOmni", is_qwen3=False),
     kinds=("image", "video", "audio"),

@@ -6,6 +6,7 @@ from packtool.encode.families.boxes import BoxForm
 from packtool.encode.families.record import Family, Towers, encoded_by
 
 FAMILY = Family(
+    title="Qwen2.5-VL",
     model_types=("qwen2_5_vl",),
     encoding=encoded_by("qwen_vl.QwenVL", is_qwen3=False),
     kinds=("image", "video"),

@@ -6,6 +6,7 @@ from packtool.encode.families.boxes import BoxForm
 from packtool.encode.families.record import Family, Recurrence, Towers, encoded_by
 
 FAMILY = Family(
+    title="Qwen3.5",
     model_types=("qwen3_5", "qwen3_5_moe"),
     encoding=encoded_by("qwen_vl.QwenVL", is_qwen3=True),
     kinds=("image", "video"),

@@ -6,6 +6,7 @@ from packtool.encode.families.boxes import BoxForm
 from packtool.encode.families.record import Family, Towers, encoded_by
 
 FAMILY = Family(
+    title="Qwen3-Omni (its thinker)",
     model_types=("qwen3_omni_moe", "qwen3_omni_moe_thinker"),
     encoding=encoded_by("qwen_omni.QwenOmni", is_qwen3=True),
     kinds=("image", "video", "audio"),

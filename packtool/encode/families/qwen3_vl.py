@@ -6,6 +6,7 @@ from packtool.encode.families.boxes import BoxForm
 from packtool.encode.families.record import Family, Towers, encoded_by
 
 FAMILY = Family(
+    title="Qwen3-VL",
     model_types=("qwen3_vl", "qwen3_vl_moe"),
     encoding=encoded_by("qwen_vl.QwenVL", is_qwen3=True),
     kinds=("image", "video"),

@@ -87,6 +87,9 @@ class QwenOmni(QwenVL):
     def _sound_track(self, ref: MediaRef) -> EncodedAudio | None:
         if not self._audios.in_video:
             return None
+        if ref.clip is not None:
+            told = "a clip whose sound is woven in (USE_AUDIO_IN_VIDEO); cut it into a file of its own"
+            raise MediaProblem("media_unsupported", f"{label(ref)}: {told}")
         sound = self._audio(ref)
         return EncodedAudio(None, None, sound.num_samples, sound.num_features, sound.num_tokens)
 

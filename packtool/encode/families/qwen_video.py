@@ -7,6 +7,7 @@ limits: ``VIDEO_MAX_PIXELS`` for one frame, ``VIDEO_TOTAL_PIXELS`` for all, ``FP
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from packtool.config.rows import MediaOptions
-from packtool.encode.families.base import VideoLimits
+from packtool.encode.families.base import ImageLimits, VideoLimits
 from packtool.encode.families.resize import smart_resize
 from packtool.errors import ConfigError
 
@@ -117,6 +118,43 @@ def sample_frames(num_frames: int, fps: float, limits: VideoLimits) -> tuple[int
     return tuple(places.astype(int).tolist())
 
 
+def clip_frames(clip: tuple[float | None, float | None], num_frames: int, fps: float) -> tuple[int, int]:
+    """(first frame, number of frames) from one second of a video to another, as Qwen's tools count them.
+
+    The last frame belongs to it, and a clip that goes on behind the end of the video ends there.
+
+    Raises:
+        ValueError: if the clip begins behind the end of the video, or has no two frames.
+    """
+    seconds = num_frames / fps
+    start, end = clip[0] or 0.0, seconds if clip[1] is None else clip[1]
+    if start >= seconds:
+        raise ValueError(f"a clip from {start:g} s on, and the video is {seconds:.2f} s long")
+    first, last = math.ceil(start * fps), min(math.floor(min(end, seconds) * fps), num_frames - 1)
+    if first >= last:
+        raise ValueError(f"a clip from {start:g} to {end:g} s, in which there are no two of {fps:g} frames a second")
+    return first, last - first + 1
+
+
+def sample_clip(start: int, num_frames: int, fps: float, limits: VideoLimits) -> tuple[int, ...]:
+    """Numbers of the frames to take of a clip.
+
+    Processors know no clips: these are the frames of Qwen's tools, which take a multiple of the model's step and
+    spread it from the first to the last one, whatever the family.
+
+    Raises:
+        ValueError: if it has too few for one step of the model's time.
+    """
+    step = limits.temporal_patch_size
+    whole = dataclasses.replace(limits, even_ends=False, min_frames=-(-limits.min_frames // step) * step)
+    taken = len(sample_frames(num_frames, fps, whole))
+    # Theirs is torch.linspace, which goes by a step in float32 from both ends, and whose rounding decides.
+    gap = float(np.float32(num_frames - 1) / np.float32(taken - 1))
+    numbers = np.arange(taken)
+    places = np.where(numbers < taken // 2, start + gap * numbers, start + num_frames - 1 - gap * numbers[::-1])
+    return tuple(places.astype(np.float32).round().astype(int).tolist())
+
+
 def video_grid(height: int, width: int, num_taken: int, limits: VideoLimits) -> tuple[int, int, int]:
     """(t, h, w) in patches of ``num_taken`` frames of ``height`` x ``width`` pixels.
 
@@ -132,7 +170,7 @@ def grid_within(
     """``video_grid`` with other bounds on the pixels, as the processor is given them."""
     factor = limits.patch_size * limits.merge_size
     if limits.over_all_frames:
-        new_height, new_width = _resize_all(height, width, num_taken, limits, least, most)
+        new_height, new_width = resize_together(height, width, num_taken, limits, least, most)
     else:
         new_height, new_width = smart_resize(height, width, factor, least, most)
     if not new_height or not new_width:
@@ -141,8 +179,14 @@ def grid_within(
     return steps, new_height // limits.patch_size, new_width // limits.patch_size
 
 
-def _resize_all(height: int, width: int, num_taken: int, limits: VideoLimits, least: int, most: int) -> tuple[int, int]:
-    """Height and width such that all frames together have from ``least`` to ``most`` pixels."""
+def resize_together(
+    height: int, width: int, num_taken: int, limits: VideoLimits | ImageLimits, least: int, most: int
+) -> tuple[int, int]:
+    """Height and width such that all frames together have from ``least`` to ``most`` pixels.
+
+    Raises:
+        ValueError: for too few frames, or if one side is more than 200 times the other.
+    """
     factor, step = limits.patch_size * limits.merge_size, limits.temporal_patch_size
     if num_taken < step:
         raise ValueError(f"a video of {num_taken} frames; {step} are needed at least")

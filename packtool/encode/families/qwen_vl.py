@@ -14,7 +14,14 @@ from packtool.config.rows import ImageOptions, MediaOptions
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedVideo
 from packtool.encode.families.base import ImageLimits, MediaKind, MediaLimits, Medium, Part, VideoLimits
 from packtool.encode.families.own_limits import of_image, of_video
-from packtool.encode.families.qwen_video import sample_frames, timestamps, video_grid, video_limits
+from packtool.encode.families.qwen_video import (
+    clip_frames,
+    sample_clip,
+    sample_frames,
+    timestamps,
+    video_grid,
+    video_limits,
+)
 from packtool.encode.families.resize import smart_resize
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError
@@ -88,6 +95,7 @@ class QwenVL:
 
     content_as_list = False
     alone_only = False
+    missing_video = "the tokenizer has no token for videos"
     remarks: tuple[str, ...] = ()
     placeholders: Mapping[str, MediaKind] = MappingProxyType({})
 
@@ -117,19 +125,22 @@ class QwenVL:
             return self._image(ref)
         if kind == "video" and kind in self._pads:
             return self._video(ref)
-        missing = "tokenizer has no token for videos" if kind == "video" else "model hears nothing"
-        raise MediaProblem("media_unsupported", f"{label(ref)}: the {missing}")
+        missing = self.missing_video if kind == "video" else "the model hears nothing"
+        raise MediaProblem("media_unsupported", f"{label(ref)}: {missing}")
 
     def _image(self, ref: MediaRef) -> EncodedImage:
         from packtool.media.measure import measure_image  # here, because rows of text need no PIL
 
         height, width = measure_image(ref)
         try:
-            grid = image_grid(height, width, of_image(self._images, ref))
+            grid = self._grid(height, width, ref)
         except ValueError as error:
             raise MediaProblem("media_size", f"{label(ref)}: {error}") from error
         num_tokens = grid[0] * grid[1] * grid[2] // self._images.merge_size**2
         return EncodedImage(ref.path, ref.data, height, width, grid, num_tokens)
+
+    def _grid(self, height: int, width: int, ref: MediaRef) -> tuple[int, int, int]:
+        return image_grid(height, width, of_image(self._images, ref))
 
     def _video(self, ref: MediaRef) -> EncodedVideo:
         from packtool.media.video import measure_video  # here, because most rows need none of PyAV
@@ -137,7 +148,12 @@ class QwenVL:
         size = measure_video(ref)
         try:
             limits = of_video(self._videos, ref)
-            indices = tuple(range(size.num_frames)) if ref.frames else sample_frames(size.num_frames, size.fps, limits)
+            num_frames, indices = size.num_frames, tuple(range(size.num_frames))
+            if ref.clip is not None:
+                start, num_frames = clip_frames(ref.clip, num_frames, size.fps)
+                indices = sample_clip(start, num_frames, size.fps, limits)
+            elif not ref.frames:
+                indices = sample_frames(num_frames, size.fps, limits)
             grid = video_grid(size.height, size.width, len(indices), limits)
         except ValueError as error:
             raise MediaProblem("media_size", f"{label(ref)}: {error}") from error
@@ -147,11 +163,11 @@ class QwenVL:
             frames=tuple((frame.path, frame.data) for frame in ref.frames),
             height=size.height,
             width=size.width,
-            num_frames=size.num_frames,
+            num_frames=num_frames,
             fps=size.fps,
             indices=indices,
             grid=grid,
-            seconds_per_grid=self._seconds_per_grid(size.num_frames, size.fps, len(indices), limits),
+            seconds_per_grid=self._seconds_per_grid(num_frames, size.fps, len(indices), limits),
             num_tokens=grid[0] * grid[1] * grid[2] // limits.merge_size**2,
             audio=self._sound_track(ref) if size.has_sound else None,
         )

@@ -18,8 +18,11 @@ from packtool.encode.families.base import MediaEncoding, MediaKind
 from packtool.encode.families.boxes import BoxForm
 from packtool.encode.model_files import ModelFiles
 
-Positions = Literal["token_types", "sound_seconds"]
-"""What a model's ``get_rope_index`` is told beside the grids: the kind of each token, or the lengths of sounds."""
+Positions = Literal["token_types", "sound_seconds", "counted"]
+"""What a model's ``get_rope_index`` is told beside the grids: the kind of each token, or the lengths of sounds.
+
+``counted``: a model with pictures whose positions are those of a text, 0, 1, 2, ...
+"""
 
 
 Encoding = Callable[[ModelFiles, MediaOptions], MediaEncoding]
@@ -44,6 +47,9 @@ def _encoding(name: str, files: ModelFiles, limits: MediaOptions, **options: Any
 
 TEXT_ONLY = encoded_by("text.TextOnly")
 """The encoding of media by models that take none."""
+
+BY_PROCESSOR = encoded_by("processor.ProcessorFamily")
+"""The encoding of media by models whose own processor is asked."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,7 @@ class Family:
     """A family of models.
 
     Args:
+        title: what people call it.
         model_types: ``model_type`` in ``config.json``, of the whole model and of its thinker where it has one.
         encoding: counts and spells media, made of the model's settings and the user's limits.
         kinds: of media that it can be trained on.
@@ -98,12 +105,17 @@ class Family:
         image_inputs, video_inputs: arguments of its forward for patches of pictures (or videos), and for their grids.
         image_marks, sound_marks: names in ``config.json`` of the tokens that open and close a medium.
         positions: what its rotary positions are made of.
+        processor_inputs: of a family whose pictures are made by its own processor: what that makes of them and the
+            model's forward takes, as far as it is there. Empty where the tower takes patches and a grid.
+        keeps_bounds: all its pictures are made at the bounds of the processor's settings.
+        refused: why its models are exported for, but not trained.
         mel_frames: of the shortest sound, which makes one token; 0 for a model that hears nothing.
         sound_chunk: mel frames of a whole chunk of sound, and the tokens that it makes.
         recurrence: its recurrent layers.
         boxes: how it writes boxes, points and polygons in a picture; None if nobody knows.
     """
 
+    title: str = ""
     model_types: tuple[str, ...] = ()
     encoding: Encoding = TEXT_ONLY
     kinds: tuple[MediaKind, ...] = ()
@@ -113,6 +125,9 @@ class Family:
     image_marks: tuple[str, str] = ("vision_start_token_id", "vision_end_token_id")
     sound_marks: tuple[str, str] = ("audio_start_token_id", "audio_end_token_id")
     positions: Positions = "token_types"
+    processor_inputs: tuple[str, ...] = ()
+    keeps_bounds: bool = False
+    refused: str = ""
     mel_frames: int = 0
     sound_chunk: tuple[int, int] = (1, 1)
     recurrence: Recurrence = Recurrence()
@@ -120,9 +135,21 @@ class Family:
 
     @property
     def visual_inputs(self) -> dict[MediaKind, tuple[str, str]]:
-        """What its vision tower takes, by kind."""
+        """What its vision tower takes, by kind, where that is patches and grids."""
+        if self.processor_inputs:
+            return {}
         named: dict[MediaKind, tuple[str, str]] = {"image": self.image_inputs, "video": self.video_inputs}
         return {kind: names for kind, names in named.items() if kind in self.kinds}
+
+    @property
+    def is_encoded_by_processor(self) -> bool:
+        """Whether its own processor is asked what stands for a picture; else that follows from headers."""
+        return self.encoding == BY_PROCESSOR
+
+    @property
+    def shares_sequences(self) -> bool:
+        """Whether several ranks can share a sequence of such a model."""
+        return not ("audio" in self.kinds or self.recurrence.layers or self.processor_inputs or self.refused)
 
     def mel_frames_of(self, num_tokens: int) -> int:
         """Mel frames of a sound of so many tokens: those of whole chunks, and the most of what is left."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from packtool.rows.forms.media import FIXED, LIMITS, Found
+from packtool.rows.forms.media import CLIP, FIXED, LIMITS, Found
 from packtool.rows.forms.problem import RowProblem
 from packtool.rows.forms.values import finite, listed, shown
 from packtool.rows.sample import Turn
@@ -148,5 +148,5 @@ def _medium(who: str, kind: str, part: Mapping[str, Any]) -> Any:
 
 
 def _own_limits(kind: str, part: Mapping[str, Any]) -> dict[str, Any]:
-    """What a part says of the size that its medium is to have."""
-    return {key: part[key] for key in (*LIMITS[kind], *FIXED) if part.get(key) is not None}
+    """What a part says of the size that its medium is to have, and of the clip of it that is meant."""
+    return {key: part[key] for key in (*LIMITS[kind], *FIXED, *CLIP) if part.get(key) is not None}

@@ -26,6 +26,8 @@ from packtool.rows.sample import MediaRef
 from packtool.rows.source import Source
 
 MEDIA_KINDS = ("image", "video", "audio")
+CLIP = ("video_start", "video_end")
+"""What Qwen's tools call the seconds from which, and up to which, a video is meant."""
 _KEYS = ("url", "path", "data")
 _LEAST_BASE64 = 1024
 LIMITS: dict[str, tuple[str, ...]] = {
@@ -34,7 +36,7 @@ LIMITS: dict[str, tuple[str, ...]] = {
     "audio": (),
 }
 """Limits that a row may give a medium of its own, by kind, under the names of Qwen's tools."""
-FIXED = ("resized_height", "resized_width", "nframes", "video_start", "video_end")
+FIXED = ("resized_height", "resized_width", "nframes")
 """What Qwen's tools know besides, and is not done here."""
 _DEEPEST = 8
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+=*\s*")
@@ -123,12 +125,14 @@ def media_ref(kind: str, value: Any, source: Source, position: int = 0, depth: i
 def _of_mapping(kind: str, name: str, value: Mapping[str, Any], source: Source, depth: int) -> MediaRef:
     ref = _in_mapping(kind, name, value, source, depth)
     limits = _limits(kind, name, value, has_frames=bool(ref.frames))
-    return replace(ref, limits=(*limits, *ref.limits)) if limits else ref
+    ref = replace(ref, limits=(*limits, *ref.limits)) if limits else ref
+    return _clipped(ref, name, value) if kind == "video" else ref
 
 
 def _limits(kind: str, name: str, value: Mapping[str, Any], *, has_frames: bool) -> list[tuple[str, float]]:
     """The limits that an object gives its medium; the rate of a video of frames is none."""
-    if refused := [key for key in FIXED if value.get(key) is not None]:
+    fixed = FIXED if kind == "video" else (*FIXED, *CLIP)
+    if refused := [key for key in fixed if value.get(key) is not None]:
         known = ", ".join(LIMITS[kind]) or "none"
         raise RowProblem("media_limits", f"{name} has {refused[0]}, which is not done here; known are {known}")
     found = []
@@ -159,6 +163,24 @@ def _in_mapping(kind: str, name: str, value: Mapping[str, Any], source: Source, 
     if rate is None or rate <= 0:
         raise RowProblem("invalid_media", f"{name} has {shown(fps)} frames a second")
     return replace(ref, fps=rate)
+
+
+def _clipped(ref: MediaRef, name: str, value: Mapping[str, Any]) -> MediaRef:
+    """The part of a video from ``video_start`` to ``video_end``, in seconds."""
+    given = {key: value[key] for key in CLIP if value.get(key) is not None}
+    if not given:
+        return ref
+    if ref.frames:
+        told = f"{name} is a list of frames and has {listed(given)}: list the frames that are meant"
+        raise RowProblem("invalid_media", told)
+    numbers = {key: finite(value) for key, value in given.items()}
+    for key, number in numbers.items():
+        if number is None or number < 0:
+            raise RowProblem("invalid_media", f"{name} has {shown(given[key])} as {key}, not seconds")
+    start, end = (numbers.get(key) for key in CLIP)
+    if end is not None and end <= (start or 0.0):
+        raise RowProblem("invalid_media", f"{name} begins at {start or 0:g} s and ends at {end:g} s")
+    return replace(ref, clip=(start, end))
 
 
 def _of_text(name: str, text: str, source: Source) -> MediaRef:

@@ -15,7 +15,7 @@ def towers_of(model: nn.Module, model_type: str) -> Towers:
         UnsupportedModelError: if a part is not where this version of transformers is expected to have it.
     """
     towers = family_of({"model_type": model_type}).towers
-    names = {name for name, _ in model.named_modules()}
+    names = {name for named in (model.named_modules(), model.named_parameters()) for name, _ in named}
     for prefix in (*towers.vision, *towers.aligner):
         if prefix not in names:
             raise UnsupportedModelError(

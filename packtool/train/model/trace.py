@@ -137,7 +137,7 @@ def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
     common: dict[str, Any] = {
         "input_ids": input_ids,
         "labels": torch.zeros_like(input_ids),
-        "position_ids": positions.expand(4, 1, -1) if spec.sees else positions,
+        "position_ids": positions.expand(4, 1, -1) if spec.has_mrope else positions,
         "media": media,
         "towers": tower_inputs(spec, media, input_ids),
         "target_positions": torch.arange(count - count // 2, count),
@@ -171,6 +171,8 @@ def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
 def _media(spec: InputSpec, tokens: RankTokens, input_ids: Tensor) -> dict[str, Tensor]:
     """What the towers take, for so many tokens; ``input_ids`` (T,) get the placeholders."""
     media: dict[str, Tensor] = {}
+    if spec.family.processor_inputs and tokens.vision:
+        raise NotImplementedError("what a model's own processor makes of pictures is not known from its configuration")
     if spec.sees and max(tokens.vision, tokens.num_seen):
         side = int(spec.config.vision_config.spatial_merge_size)
         pixels, grids = spec.family.image_inputs

@@ -21,7 +21,7 @@ from packtool.config.rows import BOX_SETTINGS, MediaOptions, expand_problems
 from packtool.config.settings import flag
 from packtool.config.train import TrainConfig
 from packtool.constants import VAL_SPLIT
-from packtool.encode.families import ImageLimits, media_encoding
+from packtool.encode.families import ImageLimits, family_of, media_encoding
 from packtool.encode.loss_scale import Base, is_hybrid_thinking, loss_scale_of, parse_loss_scale
 from packtool.encode.model_files import ModelFiles, given_template
 from packtool.encode.relabel import TargetChoice
@@ -29,6 +29,8 @@ from packtool.encode.row_parts import expansion_of
 from packtool.errors import MismatchError
 from packtool.plan.pack_plan import PackPlan
 
+_WIDTH: dict[Base, int] = {"last_round": 0, "default": 1, "all": 2}
+"""Which of them has more targets."""
 _MEDIA_NAMES = frozenset(field.name for field in fields(MediaOptions))
 
 
@@ -160,6 +162,7 @@ def choice_of_targets(config: TrainConfig, reader: CacheReader, files: ModelFile
     there = [str(manifest.identity.spec.get("loss_scale", "default")) for manifest in reader.manifests]
     if all(parse_loss_scale(scale) == wanted for scale in there):
         return None
+    by_processor = bool(family_of(files.config).processor_inputs)
     for directory, manifest, scale in zip(reader.directories, reader.manifests, there, strict=True):
         had = parse_loss_scale(scale)
         narrows = had.base == "default" and wanted.base == "last_round"
@@ -176,7 +179,14 @@ def choice_of_targets(config: TrainConfig, reader: CacheReader, files: ModelFile
                 f"Leave --loss-scale out, or export again:\n"
                 f"  {export_command(directory, manifest, loss_scale=config.loss_scale)}",
             )
-    return TargetChoice.of_config(wanted.base, files.config, among_targets=bool(wanted.rules))
+        if by_processor and _WIDTH[wanted.base] > _WIDTH[had.base]:
+            raise MismatchError(
+                f"{directory} was exported with --loss-scale {scale}: among the tokens that {meant} trains beside "
+                "those, marks of pictures cannot be told from text, for the model's own processor wrote them",
+                f"Leave --loss-scale out, or export again:\n"
+                f"  {export_command(directory, manifest, loss_scale=config.loss_scale)}",
+            )
+    return TargetChoice.of_config(wanted.base, files.config, among_targets=bool(wanted.rules) or by_processor)
 
 
 def _other_targets(config: TrainConfig, directory: str, manifest: Manifest) -> str:

@@ -52,9 +52,11 @@ def continued(
     Raises:
         MismatchError: if the run does not fit the checkpoint, or what was trained cannot be found in other caches.
     """
-    mine, before, checkpoint = state.assignment, beginning.before, beginning.checkpoint
-    if before is None or checkpoint is None:
-        return Continued(planner.schedule(((0, *mine),)), state, begin_ledger(reader))
+    before, checkpoint = beginning.before, beginning.checkpoint
+    if before is None:
+        return Continued(planner.schedule(((0, *state.assignment),)), state, begin_ledger(reader))
+    if checkpoint is None:  # as packtool.Batches goes on, whose user keeps the checkpoints
+        return _assigned_anew("this state", before, state, planner, None, reader)
     ledger = read_ledger(checkpoint)
     had = () if ledger is None else ledger.sources
     beginning.check(

@@ -19,6 +19,7 @@ from packtool.batch.collate import collate_packs
 from packtool.batch.collate_shard import collate_shard, with_own_media
 from packtool.batch.collate_tree import collate_tree
 from packtool.batch.prefix_tree import ROOT, Node, find_tree, stretch_of
+from packtool.batch.processed import load_processed
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.placed_media import sounds_in_order
@@ -290,6 +291,9 @@ def _logits(model: nn.Module, batch: Batch, positions: Tensor) -> Tensor:
 
 def _num_rows(sample: EncodedSample, name: str, spec: InputSpec) -> int:
     """Rows of a tower's input that belong to a sample; 0 for what says where they are."""
+    if name == "pixel_values" and spec.family.processor_inputs:
+        made = load_processed([sample], spec)  # which alone knows how many tiles a picture has
+        return len(made[name]) if made else 0
     if name == "pixel_values":
         return sum(math.prod(image.grid) for image in sample.images)
     if name == "pixel_values_videos":

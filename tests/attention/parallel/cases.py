@@ -57,7 +57,13 @@ CHOSEN = {
 MODELS = {
     2: [
         *product(VISION_MODELS, ("ring-2", "ulysses-2")),
-        *(("qwen3_vl", "allgather-2"), ("qwen2", "ring-2"), ("qwen3", "allgather-2"), ("qwen2_sliding", "ulysses-2")),
+        *(
+            ("qwen3_vl", "allgather-2"),
+            ("glm4v", "ring-2"),
+            ("qwen2", "ring-2"),
+            ("qwen3", "allgather-2"),
+            ("qwen2_sliding", "ulysses-2"),
+        ),
     ],
     4: [("qwen3_vl", "ring-2-ulysses-2"), ("qwen3_vl", "ulysses-4"), ("qwen2_5_vl", "ring-4")],
 }

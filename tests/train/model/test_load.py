@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig
 
 from packtool.attention.features import look_once
+from packtool.attention.parallel.axes import refuse_shared
 from packtool.attention.recurrent import recurrent_layers
 from packtool.attention.register import ATTENTION_NAME
 from packtool.batch.spec import InputSpec, auto_class
@@ -162,6 +163,14 @@ def test_a_share_of_parameters_is_one_of_whole_ones() -> None:
     assert set(found[0]) == {True, False}
 
 
+def _is_shared(config: dict[str, Any]) -> bool:
+    try:
+        refuse_shared(config)
+    except UnsupportedModelError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("model_type", [name for family in FAMILIES for name in family.model_types])
 def test_a_familys_record_is_true_of_transformers_own_class(model_type: str) -> None:
     """Of a model of its type with few layers and no weights: parts, pads and recurrent layers are where it says."""
@@ -172,13 +181,14 @@ def test_a_familys_record_is_true_of_transformers_own_class(model_type: str) -> 
         if hasattr(part, name):
             setattr(part, name, 1)
     text, family = config.get_text_config(), family_of({"model_type": model_type})
+    assert family.title
+    assert family.shares_sequences == (_is_shared(config.to_dict()) and not family.refused)
     with torch.device("meta"):
         model = auto_class(config).from_config(config)
     towers = towers_of(model, config.model_type)
     assert family_of({"model_type": config.model_type}) is family
     assert bool(towers.vision) == bool(family.kinds)
-    assert all(name in dict(model.named_modules()) for name in (*towers.vision, *towers.aligner))
     assert InputSpec("", config, MediaLimits()).pad_ids.keys() == set(family.kinds)
     assert (text.model_type in family.recurrence.text_types) == bool(recurrent_layers(model))
     look_once(model)
-    assert any(hasattr(module, "_packtool_look") for module in model.modules()) == bool(family.kinds)
+    assert any(hasattr(module, "_packtool_look") for module in model.modules()) == bool(family.visual_inputs)

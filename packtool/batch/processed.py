@@ -1,0 +1,69 @@
+"""Pictures of families whose own transformers processor makes what their model takes.
+
+Each picture is a row of its own for the processor: how many tiles it has then never depends on its neighbours. What it
+makes of several rows is what the model's forward takes of a batch, in the order of the pictures, padded to the one with
+the most tiles where the family stacks them; the model drops that padding itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from packtool.batch.spec import InputSpec
+from packtool.encode.encoded import EncodedImage, EncodedSample
+from packtool.encode.families.processor import load_processor, processed
+from packtool.errors import MediaError
+from packtool.media.load import load_image
+
+_BLANK_SIDE = 32
+_processor = lru_cache(maxsize=4)(load_processor)
+
+
+def load_processed(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
+    """What the model takes of all pictures of some samples, by its names (``Family.processor_inputs``).
+
+    Returns:
+        ``pixel_values``, whose shape is the family's own ((tiles, C, H, W), (pictures, tiles, C, H, W), ...), and what
+        tells of them; nothing if there is no picture.
+
+    Raises:
+        MediaError: naming a file that cannot be read, or whose size is no longer the one that was exported.
+    """
+    images = [(image, sample) for sample in samples for image in sample.images]
+    if not images:
+        return {}
+    pictures = [load_image(image.path, image.data, spec.media_rights) for image, _ in images]
+    counts, made = _looked_at(pictures, spec)
+    for (image, sample), picture, count in zip(images, pictures, counts, strict=True):
+        if count != image.num_tokens:
+            raise _changed(image, sample, f"{picture.size[0]}x{picture.size[1]} pixels in {count} tokens")
+    return made
+
+
+def blank_picture_processed(spec: InputSpec) -> tuple[int, dict[str, Tensor]]:
+    """The tokens of a small blank picture, and what the model takes of it, as for ``load_processed``."""
+    (count,), made = _looked_at([np.zeros((_BLANK_SIDE, _BLANK_SIDE, 3), np.uint8)], spec)
+    return count, made
+
+
+def _looked_at(pictures: Sequence[Any], spec: InputSpec) -> tuple[list[int], dict[str, Tensor]]:
+    """The placeholder tokens of each picture, and what the model takes of all."""
+    processor = _processor(spec.model)
+    spelled, made = processed(processor, [[picture] for picture in pictures])
+    pad = str(processor.tokenizer.convert_ids_to_tokens(spec.pad_ids["image"]))
+    inputs = {name: made[name] for name in spec.family.processor_inputs if name in made}
+    return [text.count(pad) for (text,) in spelled], inputs
+
+
+def _changed(image: EncodedImage, sample: EncodedSample, now: str) -> MediaError:
+    name = image.path if image.path is not None else f"a picture of {len(image.data or b'')} bytes"
+    return MediaError(
+        f"{name} (row {sample.row} of {sample.source}) has changed since the export: it was "
+        f"{image.width}x{image.height} pixels in {image.num_tokens} tokens, now it is {now}",
+        "Put the file back, or run packtool export again with --overwrite.",
+    )

@@ -1,0 +1,56 @@
+"""GLM-4.1V, GLM-4.5V and GLM-4.6V: pictures of any size, placed in space, of which two equal frames make a patch.
+
+Mirrors ``Glm4vImageProcessor`` of transformers, whose bounds on pixels are for both frames. Videos, whose frames these
+models mark as pictures, are not taken.
+"""
+
+from __future__ import annotations
+
+from packtool.config.rows import MediaOptions
+from packtool.encode.families.base import MediaLimits
+from packtool.encode.families.own_limits import refuse_own_limits
+from packtool.encode.families.processor import refuse_options
+from packtool.encode.families.qwen_video import resize_together
+from packtool.encode.families.qwen_vl import QwenVL, image_limits
+from packtool.encode.families.record import Family, Towers, encoded_by
+from packtool.encode.model_files import ModelFiles
+from packtool.rows.sample import MediaRef
+
+
+class Glm4v(QwenVL):
+    """Media of the GLM-V families.
+
+    Args:
+        files: the model's settings.
+        options: the user's limits; all must be unset, for they would mean other pixels than elsewhere.
+
+    Raises:
+        ConfigError: without settings of the processor, or if a limit is set.
+    """
+
+    def __init__(self, files: ModelFiles, options: MediaOptions) -> None:
+        refuse_options(files, options)
+        self._images = image_limits(files.processor, options)
+        self.limits = MediaLimits(self._images)
+        self._opening, self._closing = "<|begin_of_image|>", "<|end_of_image|>"
+        self._pads = {"image": "<|image|>"}
+        self.missing_video = "videos of this model are not taken yet"
+
+    def _grid(self, height: int, width: int, ref: MediaRef) -> tuple[int, int, int]:
+        refuse_own_limits(ref)
+        limits = self._images
+        new_height, new_width = resize_together(
+            height, width, limits.temporal_patch_size, limits, limits.min_pixels, limits.max_pixels
+        )
+        return 1, new_height // limits.patch_size, new_width // limits.patch_size
+
+
+FAMILY = Family(
+    title="GLM-4.1V, GLM-4.5V, GLM-4.6V",
+    model_types=("glm4v", "glm4v_moe", "glm46v"),
+    encoding=encoded_by("glm4v.Glm4v"),
+    kinds=("image",),
+    towers=Towers(vision=("model.visual",), aligner=("model.visual.merger",)),
+    image_marks=("image_start_token_id", "image_end_token_id"),
+    keeps_bounds=True,
+)

@@ -1,0 +1,220 @@
+"""The frames of a video that are needed, decoded from the keyframes before them.
+
+Of an hour of which 64 frames are taken, a keyframe every ten seconds, a fifth is decoded or less:
+
+    keyframes   K-----------K-----------K-----------K-----------
+    needed          x                       x         x
+    decoded     -----                   -----       ---
+
+Frames are numbered in the order in which a decoder gives them, from the file's first one on, so a keyframe's number has
+to be known before decoding can begin there: it is the number of packets before it, and of those behind it that are
+shown before it (the leading pictures of an open group). Packets are counted in the table of contents, where the format
+has one (mp4, mov); Matroska and WebM are read once without decoding. Times are not asked, so frames may be as unevenly
+spaced as they like.
+
+That each packet is one frame is not taken on trust: wherever decoding goes, the frames have to be those of the packets,
+one by one. Where they are not, and for other formats, ``Unnumbered`` says that only decoding from the beginning tells.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import chain, islice
+from typing import Any
+
+from packtool.media.container import index_of, is_indexed
+
+LEAST_SKIPPED = 16
+"""Frames that must be saved by going to a keyframe: about what a decoder on threads takes in before the first comes out
+of it."""
+
+# Packets behind a keyframe among which its leading pictures lie: H.264 and HEVC keep 16 frames for reordering at most.
+_MOST_REORDERED = 32
+_READ_ONCE = ("matroska", "webm")
+# One packet, one frame. VP8 is not among them: it has packets that show nothing.
+_CODECS = ("h264", "hevc", "vp9", "av1", "mpeg4", "mjpeg")
+
+
+class Unnumbered(Exception):
+    """The frames of a file cannot be numbered but by decoding it from the beginning."""
+
+
+@dataclass(frozen=True)
+class _Keyframes:
+    """Where decoding may begin.
+
+    Args:
+        numbers: ascending, packets that are shown before each keyframe in the order of decoding: the least number that
+            its frame can have.
+        times: to go to, in the stream's time base: the last before the next keyframe.
+        at: number by the position in the file.
+    """
+
+    numbers: list[int]
+    times: list[int]
+    at: dict[int, int]
+
+
+@dataclass
+class _Run:
+    """Frames from a keyframe on.
+
+    Args:
+        start: number of the first.
+        frames: (number, frame), ascending.
+    """
+
+    start: int
+    frames: Iterator[tuple[int, Any]]
+
+
+def needed_frames(container: Any, stream: Any, numbers: Sequence[int]) -> Iterator[tuple[int, Any]]:
+    """(number, frame) of the frames that are needed, as far as they are there.
+
+    Args:
+        container: at its beginning.
+        numbers: ascending, each once.
+
+    Raises:
+        Unnumbered: at any time; the container is spent then.
+    """
+    if not any(after - before > LEAST_SKIPPED for before, after in zip((0, *numbers), numbers, strict=False)):
+        yield from all_frames(container, stream, numbers)
+        return
+    keys = _keyframes(container, stream, numbers[-1])
+    run = _run(container, stream, keys)
+    if run.start != 0:  # a decoder does not show what leads the first keyframe
+        raise Unnumbered
+    position = 0
+    for number in numbers:
+        place = bisect_right(keys.numbers, number) - 1
+        if keys.numbers[place] - position >= LEAST_SKIPPED:
+            run = _run_before(container, stream, keys, place, number)
+        for found, frame in run.frames:
+            position = found + 1
+            if found == number:
+                yield number, frame
+                break
+
+
+def all_frames(container: Any, stream: Any, numbers: Sequence[int]) -> Iterator[tuple[int, Any]]:
+    """What ``needed_frames`` gives, by decoding from the beginning to the last one."""
+    wanted = set(numbers)
+    for number, frame in enumerate(container.decode(stream)):
+        if number in wanted:
+            yield number, frame
+        if number >= numbers[-1]:
+            return
+
+
+def _keyframes(container: Any, stream: Any, last: int) -> _Keyframes:
+    """The keyframes up to a frame's number; the container is at its beginning then.
+
+    Raises:
+        Unnumbered: if they cannot be told.
+    """
+    if stream.codec_context.codec.canonical_name not in _CODECS:
+        raise Unnumbered
+    by_contents = is_indexed(container)
+    if by_contents and 0 < len(index := index_of(stream)) == stream.frames:
+        packets = ((entry.pos, entry.timestamp, entry.is_keyframe, entry.is_discard) for entry in index)
+        return _counted(packets, last)
+    if not by_contents and not any(name in container.format.name.split(",") for name in _READ_ONCE):
+        raise Unnumbered
+    # Tables of contents go by the order of decoding, and so does seeking in them.
+    read = (packet for packet in container.demux(stream) if packet.size)  # the last one is empty
+    packets = ((p.pos, p.dts if by_contents else p.pts, p.is_keyframe, p.is_discard) for p in read)
+    keys = _counted(packets, last)
+    _go_to(container, stream, keys.times[0])
+    return keys
+
+
+def _counted(packets: Iterable[tuple[int | None, int | None, bool, bool]], last: int) -> _Keyframes:
+    """Keyframes of packets: of each its position in the file, its time, whether it is one, whether it is not shown.
+
+    Args:
+        last: number of the last frame that is needed.
+    """
+    keys = _Keyframes([], [], {})
+    shown, latest = 0, -(2**62)
+    for position, time, is_key, is_discarded in packets:
+        if time is None:
+            raise Unnumbered
+        if is_key:
+            if position is None or position < 0 or position in keys.at:
+                raise Unnumbered  # nothing to know it by again
+            if keys.numbers:
+                keys.times.append(time - 1)
+            keys.numbers.append(shown)
+            keys.at[position] = shown
+        elif not keys.numbers:  # a decoder shows nothing of what comes before the first keyframe
+            raise Unnumbered
+        shown, latest = shown + (not is_discarded), max(latest, time)
+        if shown > last + _MOST_REORDERED and is_key:
+            break
+    keys.times.append(latest)
+    if not keys.numbers:
+        raise Unnumbered
+    return keys
+
+
+def _run_before(container: Any, stream: Any, keys: _Keyframes, place: int, number: int) -> _Run:
+    """Decoding that begins at the last keyframe from which a frame can be had.
+
+    Raises:
+        Unnumbered: if there is none.
+    """
+    for before in range(place, -1, -1):
+        _go_to(container, stream, keys.times[before])
+        run = _run(container, stream, keys)
+        if run.start <= number:
+            return run
+    raise Unnumbered
+
+
+def _go_to(container: Any, stream: Any, time: int) -> None:
+    try:
+        container.seek(time, stream=stream)
+    except OSError as error:  # FFmpeg's errors are OSErrors: here, a file that cannot be sought in
+        raise Unnumbered from error
+
+
+def _run(container: Any, stream: Any, keys: _Keyframes) -> _Run:
+    """Decoding that begins where the container is.
+
+    Raises:
+        Unnumbered: if that is no keyframe that is known; the frames, when one is not its packet's.
+    """
+    packets = container.demux(stream)
+    ahead = list(islice(packets, _MOST_REORDERED))
+    first = ahead[0]
+    if first.pts is None or first.pos not in keys.at:
+        raise Unnumbered
+    leading = sum(1 for packet in ahead if _is_shown(packet) and packet.pts < first.pts)
+    start = keys.at[first.pos] + leading
+    return _Run(start, _frames(chain(ahead, packets), first.pts, start))
+
+
+def _frames(packets: Iterable[Any], first: int, number: int) -> Iterator[tuple[int, Any]]:
+    awaited: list[int] = []
+    for packet in packets:
+        if _is_shown(packet) and packet.pts >= first:
+            heappush(awaited, packet.pts)
+        for frame in packet.decode():
+            if frame.pts is not None and frame.pts < first:
+                continue
+            if not awaited or frame.pts != heappop(awaited) or frame.is_corrupt:
+                raise Unnumbered
+            yield number, frame
+            number += 1
+
+
+def _is_shown(packet: Any) -> bool:
+    if not packet.size:
+        return False
+    if packet.pts is None:
+        raise Unnumbered
+    return not packet.is_discard

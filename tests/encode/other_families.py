@@ -1,0 +1,209 @@
+"""Reduced models and processors of families that encode through their own processor, from transformers' classes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from transformers.models.smolvlm import processing_smolvlm
+
+from packtool.media.load import load_image
+from packtool.rows.sample import Sample
+from scripts._reduced_model import VOCABULARY, cut_tokenizer
+
+_TEMPLATE = (
+    "{{% for message in messages %}}<|im_start|>{{{{ message.role }}}}\n"
+    "{{% if message['content'] is string %}}{{{{ message['content'] }}}}{{% else %}}"
+    "{{% for part in message['content'] %}}{{% if part['type'] == 'image' %}}{mark}"
+    "{{% else %}}{{{{ part['text'] }}}}{{% endif %}}{{% endfor %}}{{% endif %}}<|im_end|>\n{{% endfor %}}"
+    "{{% if add_generation_prompt %}}<|im_start|>assistant\n{{% endif %}}"
+)
+
+
+def make_processor(family: str, tokenizer_folder: Path) -> Any:
+    import transformers as t
+
+    def tokenizer(**tokens: str) -> Any:
+        made: Any = t.AutoTokenizer.from_pretrained(tokenizer_folder)
+        made.add_special_tokens(
+            {"additional_special_tokens": list(tokens.values())}, replace_extra_special_tokens=False
+        )
+        return t.PreTrainedTokenizerFast(
+            tokenizer_object=made.backend_tokenizer,
+            extra_special_tokens=tokens,
+            eos_token="<|im_end|>",
+            pad_token="<|endoftext|>",
+        )
+
+    if family == "internvl":
+        names = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
+        images = t.GotOcr2ImageProcessor(size={"height": 56, "width": 56}, crop_to_patches=True, max_patches=6)
+        return t.InternVLProcessor(
+            images, tokenizer(**names, video_token="<video>"), t.InternVLVideoProcessor(), image_seq_length=4
+        )
+    if family == "llava_onevision":
+        images = t.LlavaOnevisionImageProcessor(
+            size={"height": 56, "width": 56}, image_grid_pinpoints=[[56, 56], [56, 112], [112, 56], [112, 112]]
+        )
+        return t.LlavaOnevisionProcessor(
+            images,
+            tokenizer(image_token="<image>", video_token="<video>"),
+            t.LlavaOnevisionVideoProcessor(),
+            num_image_tokens=16,
+            vision_feature_select_strategy="full",
+        )
+    if family.startswith("glm4"):
+        names = {"image_token": "<|image|>", "video_token": "<|video|>"}
+        names |= {f"{end}_{kind}": f"<|{end}_of_{kind}|>" for end in ("begin", "end") for kind in ("image", "video")}
+        return t.Glm4vProcessor(
+            t.Glm4vImageProcessor(size={"shortest_edge": 2 * 28 * 28, "longest_edge": 2 * 28 * 28 * 12}),
+            tokenizer(**names),
+            t.Glm4vVideoProcessor(),
+        )
+    if family == "llava":
+        images = t.CLIPImageProcessor(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56})
+        return t.LlavaProcessor(
+            images,
+            tokenizer(image_token="<image>"),
+            patch_size=14,
+            vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+        )
+    if family == "mistral3":
+        names = {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
+        images = t.PixtralImageProcessor(size={"longest_edge": 112}, patch_size={"height": 14, "width": 14})
+        return t.PixtralProcessor(images, tokenizer(**names), patch_size=14, spatial_merge_size=2)
+    if family == "gemma3":
+        names = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+        return t.Gemma3Processor(t.Gemma3ImageProcessor(), tokenizer(**names), image_seq_length=9)
+    if family == "llava_next":
+        images = t.LlavaNextImageProcessor(
+            size={"shortest_edge": 56},
+            crop_size={"height": 56, "width": 56},
+            image_grid_pinpoints=[[56, 112], [112, 56], [112, 112]],
+        )
+        return t.LlavaNextProcessor(
+            images,
+            tokenizer(image_token="<image>"),
+            patch_size=14,
+            vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+        )
+    names = {"image_token": "<image>", "fake_image_token": "<fake_token_around_image>", "global": "<global-img>"}
+    rows = {f"r{i}{j}": f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7)}
+    made = tokenizer(**names, **rows, end_of_utterance_token="<end_of_utterance>")
+    sizes = {"size": {"longest_edge": 224}, "max_image_size": {"longest_edge": 56}}
+    if family == "smolvlm":
+        # Spells numbers of frames; an optional package, and no video is read here.
+        processing_smolvlm.num2words = processing_smolvlm.num2words or str
+        return t.SmolVLMProcessor(t.SmolVLMImageProcessor(**sizes), made, t.SmolVLMVideoProcessor(), image_seq_len=4)
+    return t.Idefics3Processor(t.Idefics3ImageProcessor(**sizes), made, image_seq_len=4)
+
+
+_TEXT = {
+    "model_type": "qwen2",
+    "vocab_size": VOCABULARY + 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+_SEES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+_SEES |= {"image_size": 56, "patch_size": 14}
+_CLIP = {"vision_config": _SEES | {"model_type": "clip_vision_model"}, "vision_feature_layer": -1}
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "internvl": {"vision_config": _SEES | {"model_type": "internvl_vision", "use_qk_norm": False}},
+    "llava_onevision": {
+        "vision_config": _SEES | {"model_type": "siglip_vision_model", "vision_use_head": False},
+        "image_grid_pinpoints": [[56, 56], [56, 112], [112, 56], [112, 112]],
+        "vision_feature_layer": -1,
+    },
+    "llava_next": _CLIP | {"image_grid_pinpoints": [[56, 112], [112, 56], [112, 112]]},
+    "llava": _CLIP,
+    "mistral3": {
+        "vision_config": _SEES | {"model_type": "pixtral", "head_dim": 16, "image_size": 112},
+        "text_config": _TEXT | {"model_type": "mistral", "head_dim": 8, "sliding_window": None},
+        "spatial_merge_size": 2,
+        "vision_feature_layer": -1,
+    },
+    "idefics3": {"vision_config": _SEES | {"model_type": "idefics3_vision"}, "scale_factor": 2},
+    "smolvlm": {"vision_config": _SEES | {"model_type": "smolvlm_vision"}, "scale_factor": 2},
+    "gemma3": {"vision_config": _SEES | {"model_type": "siglip_vision_model"}, "mm_tokens_per_image": 9},
+}
+
+
+_GLM_TEXT = _TEXT | {"num_hidden_layers": 2, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}}
+_GLM_TEXT["rope_parameters"] |= {"partial_rotary_factor": 1.0, "rope_theta": 10000.0}
+_GLM = _SEES | {"depth": 2, "num_heads": 2, "out_hidden_size": 32, "model_type": "glm4v_vision"}
+_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+_CONFIGS |= {
+    "glm4v": {"vision_config": _GLM, "text_config": _GLM_TEXT | {"model_type": "glm4v_text"}},
+    "glm46v": {"vision_config": _GLM, "text_config": _GLM_TEXT | {"model_type": "glm4v_text"}},
+    "glm4v_moe": {
+        "vision_config": _GLM | {"model_type": "glm4v_moe_vision"},
+        "text_config": _GLM_TEXT | _EXPERTS | {"model_type": "glm4v_moe_text", "head_dim": 8},
+    },
+}
+
+
+def config_of(family: str, processor: Any) -> dict[str, Any]:
+    """``config.json`` of a model of two layers for a processor's tokens."""
+    token = "<image_soft_token>" if family == "gemma3" else processor.image_token
+    token = "<IMG_CONTEXT>" if family == "internvl" else token
+    number = processor.tokenizer.convert_tokens_to_ids(token)
+    # Some name it in one way and some in the other.
+    name = "image_token_index" if family in ("gemma3", "llava") else "image_token_id"
+    found = {"model_type": family, "text_config": _TEXT, "tie_word_embeddings": False, **_CONFIGS[family], name: number}
+    if family.startswith("glm4"):
+        marks = {"image_start_token_id": "<|begin_of_image|>", "image_end_token_id": "<|end_of_image|>"}
+        marks |= {"video_token_id": "<|video|>"}
+        found |= {key: processor.tokenizer.convert_tokens_to_ids(mark) for key, mark in marks.items()}
+    return found
+
+
+@cache
+def model_of(family: str, realdata: Path, folder: Path) -> tuple[Path, Any]:
+    """A directory as these models publish it, and its processor as transformers loads it."""
+    from transformers import AutoProcessor
+
+    target = folder / family
+    source = folder / "tokenizer"
+    if not source.exists():
+        # The first merges of a real tokenizer: its whole vocabulary would be read several times for each family.
+        shutil.copytree(realdata / "tokenizers" / "qwen3-vl", source)
+        for path in (source, *source.iterdir()):
+            path.chmod(0o755)
+        cut_tokenizer(source)
+        settings = json.loads((source / "tokenizer_config.json").read_text())
+        settings.pop("processor_class", None)
+        (source / "tokenizer_config.json").write_text(json.dumps(settings))
+        (source / "preprocessor_config.json").unlink()
+        (source / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    processor = make_processor(family, source)
+    mark = "<start_of_image>" if family == "gemma3" else processor.image_token
+    mark += "\\n" if family == "internvl" else ""
+    mark = "<|begin_of_image|><|image|><|end_of_image|>" if family.startswith("glm4") else mark
+    processor.chat_template = _TEMPLATE.format(mark=mark.replace("\\n", "\n"))
+    processor.save_pretrained(target)
+    (target / "config.json").write_text(json.dumps(config_of(family, processor)))
+    return target, AutoProcessor.from_pretrained(target)
+
+
+def tokens_of(processor: Any, sample: Sample) -> dict[str, Any]:
+    """What a processor makes of a row, tokens first."""
+    messages = []
+    for turn in sample.turns:
+        parts: list[dict[str, str]] = []
+        for i, piece in enumerate(turn.content.split("<image>")):
+            parts += [{"type": "image"}] if i else []
+            parts += [{"type": "text", "text": piece}] if piece else []
+        messages.append({"role": turn.role, "content": parts})
+    rendered = processor.apply_chat_template(messages, tokenize=False)
+    loaded = [[load_image(ref.path, ref.data) for ref in sample.images]] if sample.images else None
+    settings = {"return_tensors": None, "add_special_tokens": False}
+    made = processor(text=[rendered], images=loaded, text_kwargs=settings, images_kwargs={"return_tensors": "pt"})
+    return dict(made)

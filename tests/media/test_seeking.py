@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packtool.errors import MediaError
+from packtool.media import seeking
+from packtool.media.container import open_container
+from packtool.media.video import load_video
+from packtool.rows.sample import MediaRef
+
+NUM_FRAMES, SIZE = 120, (32, 48)
+# Container, codec, its options, milliseconds of the first frame, whether the others are unevenly spaced.
+VIDEOS: dict[str, tuple[str, str, dict[str, str], int, bool]] = {
+    "mpeg4, B-frames": ("mp4", "mpeg4", {"g": "20", "bf": "2", "sc_threshold": "1000000000"}, 0, False),
+    "H.264, uneven": ("mp4", "libx264", {"g": "33", "x264-params": "scenecut=0:bframes=3"}, 5000, True),
+    "H.264, open groups": ("mov", "libx264", {"g": "30", "x264-params": "scenecut=0:open-gop=1:bframes=3"}, 0, False),
+    "H.264, cut by its edit list": ("mp4", "libx264", {"g": "25", "x264-params": "scenecut=0"}, -400, False),
+    "H.264, Matroska": ("matroska", "libx264", {"g": "40", "x264-params": "scenecut=0:bframes=2"}, 0, True),
+    "VP9": ("webm", "libvpx-vp9", {"g": "30", "deadline": "realtime", "cpu-used": "8"}, 0, True),
+    "fragments": ("mp4", "libx264", {"g": "30", "x264-params": "scenecut=0"}, 0, False),
+    "one keyframe": ("mp4", "libx264", {"g": "1000", "x264-params": "scenecut=0"}, 0, False),
+}
+# Those whose frames only decoding from the beginning tells.
+ALL_DECODED: dict[str, tuple[str, str, dict[str, str], int, bool]] = {
+    "without times": ("avi", "mpeg4", {"g": "20", "bf": "2"}, 0, False),
+    "stream": ("mpegts", "libx264", {"g": "30"}, 0, False),
+    "refreshed in columns": ("mp4", "libx264", {"g": "30", "intra-refresh": "1"}, 0, False),
+    "packets without frames": ("webm", "libvpx", {"g": "30", "deadline": "realtime"}, 0, False),
+}
+
+
+@cache
+def video(name: str) -> bytes:
+    form, codec, options, start, is_uneven = (VIDEOS | ALL_DECODED)[name]
+    numbers, file = np.random.default_rng(0), io.BytesIO()
+    with av.open(file, "w", format=form, options={"movflags": "frag_keyframe"} if name == "fragments" else {}) as made:
+        stream = made.add_stream(codec, rate=25, options={"preset": "ultrafast", **options})
+        stream.height, stream.width, stream.pix_fmt = *SIZE, "yuv420p"
+        stream.codec_context.time_base = Fraction(1, 1000)
+        time = start
+        for number in range(NUM_FRAMES):
+            picture = np.full((*SIZE, 3), number * 7 % 256, np.uint8)
+            picture[: number % SIZE[0], : number % SIZE[1]] = numbers.integers(256)
+            frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
+            frame.pts, frame.time_base = time, Fraction(1, 1000)
+            time += int(numbers.integers(10, 90)) if is_uneven else 40
+            made.mux(stream.encode(frame))
+        made.mux(stream.encode(None))
+    return file.getvalue()
+
+
+@cache
+def decoded(data: bytes) -> list[npt.NDArray[np.uint8]]:
+    """All frames, one after the other."""
+    with av.open(io.BytesIO(data)) as container:
+        return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How many frames came out of a decoder that began at keyframes."""
+    found, frames = [0], seeking._frames
+
+    def counting(*arguments: Any) -> Iterator[tuple[int, Any]]:
+        for item in frames(*arguments):
+            found[0] += 1
+            yield item
+
+    monkeypatch.setattr(seeking, "_frames", counting)
+    return lambda: found[0]
+
+
+@settings(max_examples=80)
+@given(st.sampled_from([*VIDEOS, *ALL_DECODED]), st.sets(st.integers(0, NUM_FRAMES - 12), min_size=1, max_size=5))
+def test_frames_are_those_of_decoding_from_the_beginning(name: str, numbers: set[int]) -> None:
+    data, indices = video(name), sorted(numbers)
+    loaded = load_video(None, data, (), indices)
+    assert np.array_equal(loaded, np.stack([decoded(data)[number] for number in indices]))
+
+
+@pytest.mark.parametrize("name", VIDEOS)
+def test_no_more_than_a_group_is_decoded_of_what_can_be_sought_in(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = counted(monkeypatch)
+    with open_container(MediaRef(None, video(name))) as container:
+        assert [n for n, _ in seeking.needed_frames(container, container.streams.video[0], [2, 95])] == [2, 95]
+    group = int(VIDEOS[name][2]["g"])
+    # A frame that leads a keyframe of an open group is decoded from the keyframe before.
+    assert 3 < count() <= 3 + min(group + 16, 93)
+
+
+@pytest.mark.parametrize("name", ALL_DECODED)
+def test_what_cannot_be_numbered_is_said(name: str) -> None:
+    with open_container(MediaRef(None, video(name))) as container, pytest.raises(seeking.Unnumbered):
+        list(seeking.needed_frames(container, container.streams.video[0], [2, 95]))
+
+
+def test_real_videos(realdata: Path) -> None:
+    paths = [*(realdata / "raw/qwen3-vl/qwen-vl-finetune/demo/videos").glob("*.mp4")]
+    paths += [realdata / "raw/llama-factory/data/mllm_demo_data" / name for name in ("1.mp4", "2.avi")]
+    assert len(paths) == 4
+    for path in paths:
+        data = path.read_bytes()
+        with av.open(io.BytesIO(data)) as container:
+            frames = list(container.decode(video=0))
+        indices = [5, len(frames) // 3, len(frames) * 3 // 4, len(frames) - 1]
+        loaded = load_video(str(path), None, (), indices)
+        assert all(np.array_equal(loaded[i], frames[n].to_ndarray(format="rgb24")) for i, n in enumerate(indices))
+
+
+@pytest.mark.parametrize("name", ["H.264, uneven", "H.264, Matroska"])
+def test_a_frame_that_is_not_there_is_told(name: str) -> None:
+    with pytest.raises(MediaError, match="no frame 900"):
+        load_video(None, video(name), (), [0, 50, 900])
