@@ -23,7 +23,6 @@ from packtool.encode.families.record import pad_ids_of
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.template import ChatTemplate, TemplateFailure
 from packtool.errors import ConfigError
-from packtool.media.measure import measure_image
 from packtool.media.opening import MediaProblem, label
 from packtool.rows.sample import MediaRef
 
@@ -74,6 +73,8 @@ class ProcessorFamily:
         if kind != "image":
             raise MediaProblem("media_unsupported", f"{label(ref)}: of this model packtool knows pictures only")
         refuse_own_limits(ref)
+        from packtool.media.measure import measure_image  # here, because families without it need no PIL
+
         height, width = measure_image(ref)
         try:
             parts = self._parts_of(height, width)
