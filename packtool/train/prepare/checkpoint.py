@@ -150,15 +150,24 @@ class RunState:
         told = [name for name in different if name not in ("plan", "steps")]
         different = told or different
         if different:
-            lines = [f"  - {name}: {theirs[name]} there, {mine[name]} now" for name in different]
+            lines = [f"  - {name}: {_told(theirs[name])} there, {_told(mine[name])} now" for name in different]
             remedy = "Resume with the settings of that run, or train anew in another --output-dir."
+            if not told:
+                lines.append(
+                    "    which follows from how packs are made, and from a mixture: --mix, or a # behind a cache"
+                )
             if "cache" in different:
                 lines += [f"    {line}" for line in other_data()]
-                if set(different) <= FROM_DATA:
-                    remedy += " --data-change allow goes on with these data: what is left of the epoch is planned anew."
+            if set(different) <= FROM_DATA:
+                remedy += " --data-change allow goes on with these data: what is left of the epoch is planned anew."
             raise MismatchError(
                 "\n".join([f"{checkpoint} belongs to a run that trains something else:", *lines]), remedy
             )
+
+
+def _told(value: object) -> object:
+    """A value for people, who would look for an empty one."""
+    return "none" if value == "" else value
 
 
 def read_run_state(checkpoint: str) -> RunState:
