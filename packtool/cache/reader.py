@@ -73,6 +73,9 @@ class CacheReader:
         manifests: theirs.
         split: ``train`` or ``val``.
         copies: where remote caches are copied to, and whether files are held against their checksums.
+
+    Attributes:
+        offsets: int64 (C + 1,), where the samples of each of the C caches begin, and their number at the end.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class CacheReader:
         self.split = split
         self.copies = copies or LocalCopies.default()
         parts = [self._index_of(number) for number in range(len(self.directories))]
-        self._starts = np.cumsum([0, *(len(part["length"]) for part in parts)])
+        self.offsets = np.cumsum([0, *(len(part["length"]) for part in parts)])
         self._shard = np.concatenate([part["shard"] for part in parts])
         self._row_in_shard = np.concatenate([part["row_in_shard"] for part in parts])
         self.index = _join(parts, manifests)
@@ -126,7 +129,7 @@ class CacheReader:
         return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return int(self.offsets[-1])
 
     def sample(self, position: int) -> EncodedSample:
         """One sample; its arrays are views of the mapped file and must not be written to."""
@@ -139,18 +142,13 @@ class CacheReader:
 
     def places(self, cache: int) -> tuple[IntArray, IntArray]:
         """Shard and row in the shard of the samples of one of the caches, (N,) each."""
-        here = slice(int(self._starts[cache]), int(self._starts[cache + 1]))
+        here = slice(int(self.offsets[cache]), int(self.offsets[cache + 1]))
         return self._shard[here], self._row_in_shard[here]
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Samples of each cache."""
-        return tuple(np.diff(self._starts).tolist())
 
     def cache_of(self, position: int) -> tuple[int, int]:
         """Which of the caches a sample is in, and its number there."""
         cache = self._shard_of(position)[0]
-        return cache, position - int(self._starts[cache])
+        return cache, position - int(self.offsets[cache])
 
     def shard_table(self, cache: int, shard: int, names: Sequence[str]) -> pa.Table:
         """Some columns of a shard, those of them that it has."""
@@ -159,7 +157,7 @@ class CacheReader:
     def _shard_of(self, position: int) -> tuple[int, int]:
         if not 0 <= position < len(self):
             raise IndexError(f"sample {position} of {len(self)}")
-        return int(np.searchsorted(self._starts, position, side="right")) - 1, int(self._shard[position])
+        return int(np.searchsorted(self.offsets, position, side="right")) - 1, int(self._shard[position])
 
     def _shard_file(self, cache: int, shard: int) -> ShardFile:
         key = cache, shard
@@ -205,7 +203,7 @@ class CacheReader:
         digests = [manifest.splits[self.split].prefixes_sha256 for manifest in self.manifests]
         if not all(digests):
             return None
-        lengths = np.split(self.index.length, self._starts[1:-1])
+        lengths = np.split(self.index.length, self.offsets[1:-1])
         of = enumerate(zip(digests, lengths, strict=True))
         return SplitPrefixes.joined([self._prefixes_of(cache, *each) for cache, each in of])
 

@@ -269,7 +269,7 @@ def row_figures(output_dir: str, cache: str | None, row: int, model: str | None 
         again = plan_again(output_dir, segment, stop, model)
         # One cache may stand there more than once.
         copies = [number for number, each in enumerate(fingerprints) if each == fingerprint]
-        positions = [row + sum(again.reader.sizes[:number]) for number in copies]
+        positions = [row + int(again.reader.offsets[number]) for number in copies]
         told = told or _sample(again, positions[0])
         times = [_time_trained(again, each, *place) for each in positions for place in again.occurrences(each)]
         found += sorted(times, key=lambda each: int(each["step"]))

@@ -166,7 +166,8 @@ class CachedRun(PreparedRun):
 
     def _segment(self) -> Segment:
         """What the run's history keeps of it."""
-        found = zip(self.reader.directories, self.reader.manifests, self.reader.sizes, strict=True)
+        sizes = np.diff(self.reader.offsets).tolist()
+        found = zip(self.reader.directories, self.reader.manifests, sizes, strict=True)
         state = self.state
         return Segment(
             first=self.start,

@@ -43,9 +43,10 @@ class Carried:
     @classmethod
     def nothing(cls, pool: Sequence[SourceLedger], reader: CacheReader, new: Sequence[int]) -> Carried:
         """Where there are none to take over from, or none that take over."""
-        none = {cache: np.zeros(reader.sizes[cache], np.int64) for cache in new}
+        sizes = np.diff(reader.offsets).tolist()
+        none = {cache: np.zeros(sizes[cache], np.int64) for cache in new}
         gone = [np.ones(source.num, np.bool_) for source in pool]
-        return cls(none, none, {cache: reader.sizes[cache] for cache in new}, dict.fromkeys(new, False), gone)
+        return cls(none, none, {cache: sizes[cache] for cache in new}, dict.fromkeys(new, False), gone)
 
 
 def paired_caches(
@@ -149,10 +150,9 @@ def _by_contents(
                 return None
             contents[here] = read_contents(there, missing[here] - starts[number])
     old = SampleKeys.of_contents(contents, counts[missing])
-    first = np.cumsum([0, *reader.sizes])
     of = {}
     for cache, rows in wanted.items():
-        found = read_contents(reader, rows + first[cache])
+        found = read_contents(reader, rows + reader.offsets[cache])
         same = match(old, SampleKeys.of_contents(found, np.zeros(len(found), np.int64))).same
         of[cache] = rows[same >= 0], missing[same[same >= 0]]
     return _ByContents(of, np.concatenate([which for _, which in of.values()]))

@@ -55,8 +55,8 @@ def continued(
     before, checkpoint = beginning.before, beginning.checkpoint
     if before is None:
         return Continued(planner.schedule(((0, *state.assignment),)), state, begin_ledger(reader))
-    if checkpoint is None:  # as packtool.Batches goes on, whose user keeps the checkpoints
-        return _assigned_anew("this state", before, state, planner, None, reader)
+    if checkpoint is None:  # as packtool.Batches goes on, whose user keeps the checkpoints, and no ledger
+        return _assigned_anew("this state", before, state, planner, begin_ledger(reader), reader)
     ledger = read_ledger(checkpoint)
     had = () if ledger is None else ledger.sources
     beginning.check(

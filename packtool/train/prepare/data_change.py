@@ -115,7 +115,7 @@ def with_changed_data(ledger: Ledger, reader: CacheReader, wanted: Int64Array, h
     )
     counts = joined_counts([source.epoch for source in sources])
     left = np.maximum(wanted - counts, 0)
-    bounds = np.cumsum(reader.sizes)[:-1]
+    bounds = reader.offsets[1:-1]
     change = DataChange(ledger.step, ledger.epoch, tuple(map(RowCounts.of, np.split(left, bounds))))
     now = {manifest.fingerprint for manifest in reader.manifests}
     retired = [_only(source, is_gone) for source, is_gone in zip(pool, found.is_gone, strict=True)]
@@ -166,7 +166,8 @@ def cache_differences(sources: Sequence[SourceLedger], reader: CacheReader) -> l
 def _begun(reader: CacheReader, cache: int, found: Carried, retired: Sequence[SourceLedger]) -> SourceLedger:
     """The ledger of a cache that was not there before the change, or not just before it."""
     fingerprint = reader.manifests[cache].fingerprint
-    source = SourceLedger.begin(storage.absolute(reader.directories[cache]), fingerprint, reader.sizes[cache])
+    num = int(reader.offsets[cache + 1] - reader.offsets[cache])
+    source = SourceLedger.begin(storage.absolute(reader.directories[cache]), fingerprint, num)
     back = next((each for each in retired if each.fingerprint == fingerprint), None)
     if back is not None:
         source = dataclasses.replace(back, directory=source.directory)

@@ -16,7 +16,6 @@ from packtool.config.yaml_values import parse_yaml
 from packtool.errors import ConfigError
 from packtool.plan.epoch import EpochPlan
 from packtool.plan.mixture import Mixture, mixture_of
-from packtool.plan.pack_plan import offsets_of
 from packtool.plan.source_shares import SourceCounts, by_name, counts_of_steps, share_figures
 
 
@@ -88,7 +87,7 @@ def mixture_in(
     index = reader.index
     return mixture_of(
         recipe,
-        offsets_of(np.array(reader.sizes)),
+        reader.offsets,
         index.length,
         index.media_tokens,
         target_tokens,

@@ -124,8 +124,7 @@ def ledger_of_plan(reader: CacheReader, schedule: PlannedSchedule, step: int, ta
     in_epoch[rows] = 1
     before = np.zeros(len(lengths), np.int64)
     before[whole] = epoch
-    bounds = np.cumsum(reader.sizes)[:-1]
-    parts = (np.split(each, bounds) for each in (before, in_epoch, lengths, targets))
+    parts = (np.split(each, reader.offsets[1:-1]) for each in (before, in_epoch, lengths, targets))
     sources = []
     for begun, ago, now, length, target in zip(begin_ledger(reader).sources, *parts, strict=True):
         times = ago + now
@@ -146,6 +145,6 @@ def ledger_of_plan(reader: CacheReader, schedule: PlannedSchedule, step: int, ta
 
 def begin_ledger(reader: CacheReader) -> Ledger:
     """The ledger of a run on some caches before its first step."""
-    found = zip(reader.directories, reader.manifests, reader.sizes, strict=True)
+    found = zip(reader.directories, reader.manifests, np.diff(reader.offsets).tolist(), strict=True)
     sources = (SourceLedger.begin(storage.absolute(name), m.fingerprint, num) for name, m, num in found)
     return Ledger(sources=tuple(sources))

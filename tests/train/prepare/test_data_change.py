@@ -40,7 +40,7 @@ class Caches:
         self.caches = caches
         self.directories = tuple(f"/{cache[0]}" for cache in caches)
         self.manifests = tuple(SimpleNamespace(fingerprint=fingerprint(cache)) for cache in caches)
-        self.sizes = tuple(len(rows) for _, rows in caches)
+        self.offsets = np.cumsum([0, *(len(rows) for _, rows in caches)])
         self.samples = [(file, row) for file, rows in caches for row in rows]
         lengths = np.array([1 + (7 * file + 3 * row) % 9 for file, row in self.samples], np.int32)
         self.index = SimpleNamespace(length=lengths, media_tokens=np.zeros_like(lengths))
