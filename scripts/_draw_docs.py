@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from packtool.config.packing import PackOptions
+from packtool.plan.branches import Branch, branches_of
 from packtool.plan.packing import pack
-from packtool.plan.prefix_trees import NOTHING, Branch, branches_of
+from packtool.plan.prefix_trees import NOTHING
 from packtool.report.drawing import Box, Drawing, Word
 from packtool.report.markup import render
 

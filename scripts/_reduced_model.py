@@ -39,11 +39,11 @@ def reduce_model(source: Path, target: Path) -> None:
     model.float().save_pretrained(target)
 
 
-def cut_tokenizer(folder: Path) -> dict[int, int]:
-    """Keep as many merges as VOCABULARY has room for, and return the new ids of control tokens by the old ones."""
+def cut_tokenizer(folder: Path, size: int = VOCABULARY) -> dict[int, int]:
+    """Keep as many merges as ``size`` has room for, and return the new ids of control tokens by the old ones."""
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     model, added = tokenizer["model"], tokenizer["added_tokens"]
-    kept = VOCABULARY - len(added)
+    kept = size - len(added)
     model["vocab"] = {token: number for token, number in model["vocab"].items() if number < kept}
     # Token i > 255 is what merge i - 256 makes.
     model["merges"] = model["merges"][: kept - 256]

@@ -199,6 +199,8 @@ def bench_memory(bench: Bench, stepper: Stepper, samples: Sequence[Sample], conf
         row: what is told where there is no figure.
     """
     try:
+        from packtool.batch.spec import InputSpec
+        from packtool.encode.families import MediaLimits
         from packtool.train.model.trace import trace_pass
         from packtool.train.prepare.rank_tokens import RankTokens
     except ImportError as error:
@@ -222,7 +224,8 @@ def bench_memory(bench: Bench, stepper: Stepper, samples: Sequence[Sample], conf
     meta = make_model(config, torch.device("meta"), bench.dtype)
     if stepper.recompute:
         checkpoint_activations(meta)
-    traced = trace_pass(meta, config, RankTokens(computed=row.tokens, vision=num_media_tokens)).peak
+    spec = InputSpec("", config, MediaLimits())
+    traced = trace_pass(meta, spec, RankTokens(computed=row.tokens, vision=num_media_tokens)).peak
     gib = 2**30
     peak = torch.cuda.max_memory_allocated(bench.device) / gib if is_on_gpu else None
     yield Memory(f"{row.what}, memory", (standing + traced) / gib, peak, traced / gib)

@@ -13,6 +13,10 @@ that turns; ratios are medians over the rounds. The ways:
 The model is random, see ``_reduced_model.py``; what head and vision are of its work and of the real one's is printed.
 Only the memory of a step is measured with the whole vocabulary.
 
+Then the demo's model, whose steps are as short against their media as those of a GPU, trains two epochs of rows with
+large pictures and long videos with and without ``--media-cache``, which is empty at first, with one process that loads;
+what steps wait for data is told of each epoch.
+
     python scripts/bench_train.py [--realdata DIR] [--one-in 64] [--rounds 3] [--packing-length 2048] [--quick]
 
 ``--quick`` takes the demo's rows and model and a single round, to see that everything runs; its ratios say nothing.
@@ -58,12 +62,14 @@ from packtool.config.train import TrainConfig
 from packtool.demo.model import make_model as make_demo_model
 from packtool.demo.world import make_rows
 from packtool.launch.world import World
+from packtool.media.content import SETTLED_SECONDS
 from packtool.plan.cost import CostModel
 from packtool.progress import SilentProgress
 from packtool.train.model.head_loss import HeadLoss
 from packtool.train.model.loss import sum_of_losses
 from packtool.train.prepare.cached import CachedRun, prepare_cached
 from packtool.train.run import train
+from scripts._media_wait import make_media_rows
 from scripts._reduced_model import reduce_model
 from scripts._trl_packing import train_an_epoch
 
@@ -72,6 +78,8 @@ REAL_VOCABULARY = 151936
 MAX_PICTURE_TOKENS = 512
 FEW_ROWS = 4
 LEARNING_RATE = 1e-4
+# Large files of which little is seen, so that a step is short against them.
+SMALL_MEDIA = {"image_max_token_num": 64, "video_max_token_num": 16, "fps_max_frames": 32}
 PACKED, GROUPED, PEER = "packed", "padded, grouped by length", "Trainer, TRL's packing"
 
 _TEXT_2B = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "head_dim": 128}
@@ -137,14 +145,14 @@ def make_small(work: Path) -> tuple[Setting, dict[str, Any]]:
 
 
 def _exported(
-    model: Path, rows: Sequence[str], work: Path, length: int, vocabulary: int
+    model: Path, rows: Sequence[str], work: Path, length: int, vocabulary: int, **limits: int
 ) -> tuple[Setting, dict[str, Any]]:
     config = ExportConfig(
         model=str(model),
         max_length=length,
         dataset=tuple(rows),
         output_dir=str(work / "cache"),
-        image_max_token_num=min(MAX_PICTURE_TOKENS, length // 2),
+        **{"image_max_token_num": min(MAX_PICTURE_TOKENS, length // 2), **limits},  # type: ignore[arg-type]
     )
     begin = time.perf_counter()
     summary = export(config, SilentProgress())
@@ -346,7 +354,48 @@ def print_memory(setting: Setting, batch: PackedBatch) -> None:
         print(f"  {name:34} {size:>6,.0f} MiB{note}")
 
 
-def report(setting: Setting, exported: Mapping[str, Any], rounds: int) -> None:
+def waits_of_epochs(setting: Setting, kept: Path | None) -> tuple[list[float], list[float]]:
+    """Seconds that the steps of two epochs waited for data, and that they took."""
+    options: dict[str, Any] = {"num_train_epochs": 2.0, "dataloader_num_workers": 1, "save_strategy": "no"}
+    if kept is not None:
+        options |= {"media_cache": str(kept), "media_cache_size": 10**11}
+    config = run_config(setting, 0, **options)
+    shutil.rmtree(config.output_dir, ignore_errors=True)
+    steps = train(config, SilentProgress(), World()).steps
+    lines = [json.loads(line) for line in (Path(config.output_dir) / "metrics.jsonl").read_text().splitlines()]
+    halves = [lines[: steps // 2], lines[steps // 2 :]]
+    waited = [sum(line["data_wait"] * line["seconds"] for line in half) for half in halves]
+    return waited, [sum(line["seconds"] for line in half) for half in halves]
+
+
+def print_media_cache(setting: Setting, rounds: int, *, quick: bool) -> None:
+    """What steps wait for large media with and without a media cache."""
+    num_pictures, num_videos, scale = (3, 1, 16) if quick else (32, 8, 96)
+    rows = make_media_rows(setting.work / "media", num_pictures, num_videos, scale=scale)
+    work = setting.work / "large"
+    model = setting.model if quick else work / "model"
+    if not quick:
+        make_demo_model(str(model), seed=0)
+    large, _ = _exported(model, [str(rows)], work, 1024, 512, **SMALL_MEDIA)
+    time.sleep(SETTLED_SECONDS)  # files of just now are not kept
+    ways: dict[str, Path | None] = {"without": None, "with --media-cache": work / "kept"}
+    found: dict[str, list[tuple[list[float], list[float]]]] = {name: [] for name in ways}
+    for number in range(rounds):
+        for name in list(ways)[:: 1 if number % 2 else -1]:
+            shutil.rmtree(work / "kept", ignore_errors=True)
+            found[name].append(waits_of_epochs(large, ways[name]))
+    print(f"\n{num_pictures} large pictures and {num_videos} long videos, one process loads; share of the time waited")
+    print(f"{'':20} {'first epoch':>12} {'second':>8}  {'seconds waited':>16}")
+    for name, each in found.items():
+        waits, times = (np.median([one[part] for one in each], axis=0) for part in (0, 1))
+        shares = f"{waits[0] / times[0]:>12.1%} {waits[1] / times[1]:>8.1%}"
+        print(f"{name:20} {shares}  {waits[0]:>7.2f} {waits[1]:>8.2f}")
+    plain, kept = ([sum(one[1][1:]) for one in found[name]] for name in ways)
+    ratios = [slow / fast for slow, fast in zip(plain, kept, strict=True)]
+    print(f"second epoch: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) times as fast")
+
+
+def report(setting: Setting, exported: Mapping[str, Any], rounds: int, *, quick: bool) -> None:
     """Measure everything and print it."""
     run = prepared(setting)
     print_head(setting, exported, run, rounds)
@@ -358,6 +407,7 @@ def report(setting: Setting, exported: Mapping[str, Any], rounds: int) -> None:
     measured = measure(setting, rounds)
     print_ways(measured)
     print_shares(run, measured[PACKED])
+    print_media_cache(setting, rounds, quick=quick)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -380,7 +430,7 @@ def main(arguments: list[str] | None = None) -> None:
             setting, exported = make_small(Path(temporary))
         else:
             setting, exported = make_real(options.realdata, Path(temporary), options.one_in, options.packing_length)
-        report(setting, exported, 1 if options.quick else options.rounds)
+        report(setting, exported, 1 if options.quick else options.rounds, quick=options.quick)
 
 
 if __name__ == "__main__":

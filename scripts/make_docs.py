@@ -16,7 +16,7 @@ from _draw_docs import pictures
 
 from packtool.cli.main import app
 from packtool.config.peers import EVERY_COMMAND, PeerName, Status, peer_names
-from packtool.encode.families import FAMILIES, OTHER, TEXT, Family
+from packtool.encode.families import FAMILIES, OTHER, REFUSED, TEXT, Family
 
 DOCS = Path(__file__).parent.parent / "docs"
 EXAMPLES = DOCS.parent / "examples"
@@ -84,15 +84,23 @@ def with_examples(page: str) -> str:
     return _EXAMPLE.sub(lambda mark: f"{mark[1]}\n```python\n{(EXAMPLES / mark[2]).read_text()}```\n", page)
 
 
-_MODELS = re.compile(r"(<!-- models -->\n).*?(?=\n\n[^|])", re.DOTALL)
+_MODELS = re.compile(r"(<!-- (models|models that are refused) -->\n).*?(?=\n\n[^|])", re.DOTALL)
 
 
 def with_models(page: str) -> str:
-    """A page with the table of families behind the mark that asks for it."""
+    """A page with the tables of families behind the marks that ask for them."""
+    return _MODELS.sub(lambda mark: f"{mark[1]}\n{_models() if mark[2] == 'models' else _refused_models()}", page)
+
+
+def _models() -> str:
     heads = "models", "`model_type`", "export", "packed training", "sequence parallelism", "videos", "sounds", "boxes"
     rows = [heads, ["---"] * len(heads), *map(_model_cells, (*FAMILIES, TEXT, OTHER))]
-    table = "\n".join("".join(f"| {cell} " if cell else "| " for cell in row) + "|" for row in rows)
-    return _MODELS.sub(lambda mark: f"{mark[1]}\n{table}", page)
+    return "\n".join("".join(f"| {cell} " if cell else "| " for cell in row) + "|" for row in rows)
+
+
+def _refused_models() -> str:
+    rows = [f"| {' '.join(f'`{name}`' for name in family.model_types)} | {family.refused} |" for family in REFUSED]
+    return "\n".join(["| `model_type` | why it is not trained |", "| --- | --- |", *rows])
 
 
 def _model_cells(family: Family) -> list[str]:

@@ -10,7 +10,9 @@ hook before the forward of the module that has the towers does their part::
     input_features ─────────────────────► one call of the tower ──► (M, D) ──►            "        at M positions
 
 and the model goes on from embeddings. The numbers are the same, for a tower keeps its pictures apart, and without
-``TowerInputs`` everything is as transformers has it.
+``TowerInputs`` everything is as transformers has it. Families whose own processor makes their pictures bring them only
+where ranks share a sequence: features are the model's own ``get_image_features`` then, exchanged before they are put in
+their places.
 """
 
 from __future__ import annotations
@@ -82,9 +84,12 @@ class _OneLook:
     def __init__(self, module: Any) -> None:
         self.parallel: SequenceParallel | None = None
         self.is_on = True
-        self._pixels = family_of({"model_type": module.config.model_type}).visual_inputs
+        family = family_of({"model_type": module.config.model_type})
+        self._pixels, self._made = family.visual_inputs, family.processor_inputs
         self._deeper: tuple[Tensor, list[Tensor]] | None = None
         module.register_forward_pre_hook(self._merge, with_kwargs=True)
+        if self._made:
+            return
         module.language_model.register_forward_pre_hook(self._go_deeper, with_kwargs=True)
         if hasattr(module.language_model, "_deepstack_process"):
             # A bound method, which a deep copy binds to the copy.
@@ -96,13 +101,23 @@ class _OneLook:
         self._deeper = None
         if not towers or not self.is_on:
             return args, kwargs
+        if args:  # LLaVA-NeXT hands its tokens on by place
+            (kwargs["input_ids"],) = args
         shard: SequenceShard | None = kwargs.get("sequence_shard")
         embeddings = module.get_input_embeddings()(kwargs["input_ids"])
         found: Features = {}
         if "vision" in towers:
-            found |= self._look(module, towers["vision"], kwargs, shard)
+            if self._made:
+                found["image"] = [_look_by_itself(module, {name: kwargs.get(name) for name in self._made})]
+            else:
+                found |= self._look(module, towers["vision"], kwargs)
         if "sound" in towers:
             found["audio"] = [_listen(module, towers["sound"], kwargs)]
+        if shard is not None:
+            assert self.parallel is not None, "packed_attention refuses it"
+            # Behind all towers: whose pictures are soon done may have the longer sounds.
+            parallel = self.parallel.of(shard.cut)
+            found = {kind: exchange_features(levels, shard.routes[kind], parallel) for kind, levels in found.items()}
         where = {kind: index for inputs in towers.values() for kind, index in inputs.positions.items()}
         flat = embeddings.flatten(0, 1)
         for kind, levels in found.items():
@@ -111,13 +126,11 @@ class _OneLook:
         if deeper:
             levels = [torch.cat(level) for level in zip(*deeper.values(), strict=True)]
             self._deeper = torch.cat([where[kind] for kind in deeper]), levels
-        media = {*_SOUNDS, *chain(*self._pixels.values())}
+        media = {*_SOUNDS, *self._made, *chain(*self._pixels.values())}
         left = {name: value for name, value in kwargs.items() if name not in media}
-        return args, left | {"input_ids": None, "inputs_embeds": flat.view_as(embeddings)}
+        return (), left | {"input_ids": None, "inputs_embeds": flat.view_as(embeddings)}
 
-    def _look(
-        self, module: Any, inputs: TowerInputs, media: Mapping[str, Any], shard: SequenceShard | None
-    ) -> Features:
+    def _look(self, module: Any, inputs: TowerInputs, media: Mapping[str, Any]) -> Features:
         """Features of pictures and videos, by one call."""
         given = {kind: names for kind, names in self._pixels.items() if media.get(names[0]) is not None}
         pixels, grids = (torch.cat([media[names[i]] for names in given.values()]) for i in (0, 1))
@@ -131,10 +144,6 @@ class _OneLook:
         for level in levels:
             for kind, part in zip(given, torch.split(level, counts), strict=True):
                 found[kind].append(part)
-        if shard is not None:
-            assert self.parallel is not None, "packed_attention refuses it"
-            for kind, its_levels in found.items():
-                found[kind] = exchange_features(its_levels, shard.routes[kind], self.parallel)
         return found
 
     def _go_deeper(self, _module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -144,6 +153,14 @@ class _OneLook:
             self._deeper = None
             kwargs |= {"visual_pos_masks": positions, "deepstack_visual_embeds": levels}
         return args, kwargs
+
+
+def _look_by_itself(module: Any, media: Mapping[str, Any]) -> Tensor:
+    """Features of pictures that a model's own processor made, (N, D), by the model's own method."""
+    given = {name: tensor for name, tensor in media.items() if tensor is not None}
+    found = module.get_image_features(**given, return_dict=True).pooler_output
+    parts = [found] if isinstance(found, Tensor) else found
+    return torch.cat([part.flatten(0, -2) for part in parts])
 
 
 def _listen(module: Any, inputs: TowerInputs, media: Mapping[str, Any]) -> Tensor:
@@ -177,5 +194,13 @@ def towers_of_media(model: nn.Module) -> Iterator[Any]:
 def _with_towers(model: nn.Module) -> Iterator[nn.Module]:
     """The modules whose forward asks for features: they have the tower, and not only something that has it."""
     for module in model.modules():
-        if {"visual", "language_model"} <= {name for name, _ in module.named_children()}:
+        if {"visual", "language_model"} <= {name for name, _ in module.named_children()} or _looks_by_itself(module):
             yield module
+
+
+def _looks_by_itself(module: Any) -> bool:
+    """Whether a module has a tower for what the model's own processor makes."""
+    name = "get_image_features"
+    if not hasattr(type(module), name) or any(hasattr(type(child), name) for child in module.children()):
+        return False
+    return bool(family_of({"model_type": module.config.model_type}).processor_inputs)

@@ -12,22 +12,31 @@ flash-linear-attention and causal-conv1d heed them. Without the first, 5.17 leak
 in both unless somebody passes ``seq_idx``, which the models do not [read in modeling_qwen3_5 and hub_kernels]. So each
 layer is *tried* once on a device: if a change of one document moves the other in the least, or the two are not what
 they are alone, every document is run through the layer on its own.
+
+Of a sequence that ranks share, documents that are one rank's alone are run there, and of the others each rank runs some
+heads (``attention.parallel.delta_nets``).
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from packtool.attention.opaque import with_shown_boundaries
+from packtool.attention.parallel.delta_nets import Recurrence, share_heads
 from packtool.attention.varlen import LeakError, Varlen
 from packtool.encode.families import FAMILIES
 from packtool.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from packtool.attention.parallel.mesh import SequenceParallel
+    from packtool.batch.shard import SequenceShard
 
 RECURRENT_LAYER = "linear_attention"
 """The layer type, in a config's ``layer_types``, of what is isolated here (and of others, which are not)."""
@@ -38,6 +47,7 @@ ISOLATED_CLASSES = frozenset(name for family in FAMILIES for name in family.recu
 ISOLATED_MODEL_TYPES = frozenset(name for family in FAMILIES for name in family.recurrence.text_types)
 """Text towers whose recurrent layers are all of these classes."""
 
+_RANKS = "_packtool_ranks"
 _TRIED_LENGTHS = (70, 9)
 """Longer than a chunk of the recurrence (64), and long enough for the convolution to reach back."""
 
@@ -61,6 +71,12 @@ def isolate_recurrent_layers(model: nn.Module) -> int:
         # A bound method, which a deep copy binds to the copy.
         layer.forward = types.MethodType(_forward, layer)
     return len(layers)
+
+
+def share_recurrent_layers(model: nn.Module, parallel: SequenceParallel | None) -> None:
+    """Tell isolated layers which ranks share the sequences that they are given a part of; None for nobody."""
+    for layer in recurrent_layers(model):
+        setattr(layer, _RANKS, parallel)
 
 
 def release_recurrent_layers(model: nn.Module) -> None:
@@ -87,7 +103,8 @@ def _forward(
     Args:
         hidden_states: (1, T, hidden).
         cache_params, attention_mask: must be None.
-        kwargs: ``cu_seq_lens_q`` int32 (S + 1,), ``max_length_q``, optionally ``document_lengths``, as for attention.
+        kwargs: ``cu_seq_lens_q`` int32 (S + 1,), ``max_length_q``, optionally ``document_lengths``, as for attention;
+            or a ``sequence_shard``, for a sequence that ranks share.
 
     Returns:
         (1, T, hidden).
@@ -103,7 +120,8 @@ def _forward(
             f"{name} carries a state along the row, which documents cannot take over from a prefix that they share",
             "Compute each sample of this model with its whole prefix.",
         )
-    if kwargs.get("cu_seq_lens_q") is None:
+    shard: SequenceShard | None = kwargs.get("sequence_shard")
+    if shard is None and kwargs.get("cu_seq_lens_q") is None:
         raise LeakError(f"{name} was called without cu_seq_lens_q: the documents of a pack could not be told apart")
     if cache_params is not None:
         raise LeakError(f"{name} was given a cache, whose state would go from one document into the next")
@@ -111,11 +129,31 @@ def _forward(
         raise LeakError(f"{name} was given a mask; packed documents are told apart by cu_seq_lens_q alone")
     if hidden_states.shape[0] != 1:
         raise LeakError(f"{name} was given {hidden_states.shape[0]} sequences; a packed micro-batch is one sequence")
+    run = _at_once if keeps_documents_apart(layer, hidden_states) else _one_by_one
+    if shard is not None:
+        return _of_shard(layer, hidden_states, shard, run)
     varlen = Varlen(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("document_lengths"))
-    lengths = varlen.host_lengths()
-    if keeps_documents_apart(layer, hidden_states):
-        return _at_once(layer, hidden_states, lengths)
-    return torch.cat(list(_one_by_one(layer, hidden_states, varlen)), dim=1)
+    return run(_own_forward(layer), hidden_states, varlen)
+
+
+def _of_shard(layer: nn.Module, hidden_states: Tensor, shard: SequenceShard, run: Recurrence) -> Tensor:
+    """``_forward`` of this rank's part of a sequence that ranks share."""
+    parallel: SequenceParallel | None = getattr(layer, _RANKS, None)
+    if parallel is None:
+        name = type(layer).__name__
+        raise LeakError(f"{name} was given a part of a sequence, but the model was not told which ranks have the rest")
+    local, sharded = hidden_states[:, : shard.num_local], hidden_states[:, shard.num_local :]
+    found = []
+    if shard.local_lengths:
+        found.append(run(_own_forward(layer), local, Varlen.of_lengths(shard.local_lengths, local.device)))
+    if shard.sharded_lengths:
+        found.append(share_heads(layer, sharded, shard, parallel.of(shard.cut), run))
+    return torch.cat(found, dim=1)
+
+
+def _own_forward(layer: nn.Module) -> Callable[..., Tensor]:
+    """The forward of the layer's class: the instance's is this module's."""
+    return partial(type(layer).forward, layer)
 
 
 def keeps_documents_apart(layer: nn.Module, like: Tensor) -> bool:
@@ -140,30 +178,26 @@ def _try(layer: nn.Module, like: Tensor) -> bool:
     first, last = _TRIED_LENGTHS
     sequence, other = (torch.randn(1, first + last, like.shape[-1], generator=generator).to(like) for _ in range(2))
     changed = torch.cat([other[:, :first], sequence[:, first:]], dim=1)
+    forward, varlen = _own_forward(layer), Varlen.of_lengths(_TRIED_LENGTHS, like.device)
     try:
-        before, after = (_at_once(layer, hidden, _TRIED_LENGTHS) for hidden in (sequence, changed))
+        before, after = (_at_once(forward, hidden, varlen) for hidden in (sequence, changed))
     except Exception:  # whatever a layer says to boundaries that it does not know, it does not honour them
         return False
     if torch.equal(before[:, :first], after[:, :first]) or not torch.equal(before[:, first:], after[:, first:]):
         return False
-    varlen = Varlen.of_lengths(_TRIED_LENGTHS, like.device)
-    alone = torch.cat(list(_one_by_one(layer, sequence, varlen)), dim=1)
+    alone = _one_by_one(forward, sequence, varlen)
     return bool((before - alone).abs().max() <= _SAME_AS_ALONE[before.dtype] * alone.abs().max())
 
 
-def _at_once(layer: nn.Module, hidden_states: Tensor, lengths: Sequence[int]) -> Tensor:
+def _at_once(forward: Callable[..., Tensor], hidden_states: Tensor, varlen: Varlen) -> Tensor:
     """One call for the whole sequence, which tells the boundaries to the recurrence and to the convolution."""
-    device = hidden_states.device
+    device, lengths = hidden_states.device, varlen.host_lengths()
     bounds = Varlen.of_lengths(lengths, device).cu_seqlens
     numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     seq_idx = numbers.to(device, torch.int32).unsqueeze(0)
-    # The forward of the class: the instance's is this module's.
-    forward: Any = type(layer).forward
-    return forward(layer, hidden_states, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, seq_idx=seq_idx)
+    return forward(hidden_states, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, seq_idx=seq_idx)
 
 
-def _one_by_one(layer: nn.Module, hidden_states: Tensor, varlen: Varlen) -> Iterator[Tensor]:
+def _one_by_one(forward: Callable[..., Tensor], hidden_states: Tensor, varlen: Varlen) -> Tensor:
     """The price: as many calls as there are documents."""
-    forward: Any = type(layer).forward
-    for document in varlen.documents(hidden_states.shape[1]):
-        yield forward(layer, hidden_states[:, document])
+    return torch.cat([forward(hidden_states[:, document]) for document in varlen.documents(hidden_states.shape[1])], 1)

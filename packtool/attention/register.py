@@ -28,6 +28,7 @@ from packtool.attention.recurrent import (
     isolate_recurrent_layers,
     recurrent_layers,
     release_recurrent_layers,
+    share_recurrent_layers,
 )
 from packtool.attention.varlen import LeakError, Varlen
 from packtool.errors import ConfigError, UnsupportedModelError
@@ -105,13 +106,14 @@ def set_attention(model: PreTrainedModel, impl: str = AUTO, parallel: SequencePa
 
     Raises:
         ConfigError: if there is no such kernel.
-        UnsupportedModelError: for recurrent layers in sequences that ranks share.
+        UnsupportedModelError: for what cannot be computed of sequences that ranks share.
     """
     register()
     name = attention_name(impl)
     share_features(model, parallel)
+    share_recurrent_layers(model, parallel)
     if parallel is not None:
-        refuse_shared(model.config.to_dict())
+        refuse_shared(model.config.to_dict(), parallel.cut.size)
         name += _SHARED
         AttentionInterface.register(name, partial(packed_attention, impl=impl, parallel=parallel))
     set_text_attention(model, name)
@@ -183,7 +185,8 @@ def packed_attention(
             )
         head_dims = q.shape[-1], v.shape[-1]
         blocks = kwargs.get("blocks") or choose_blocks(kwargs["impl"], q.device, q.dtype, head_dims=head_dims)
-        shared = attend_shard(q, k, v, shard, kwargs["parallel"], blocks, scale=scaling, window=window)
+        parallel = kwargs["parallel"].of(shard.cut)
+        shared = attend_shard(q, k, v, shard, parallel, blocks, scale=scaling, window=window)
         return shared.unsqueeze(0), None
     varlen = Varlen(kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("document_lengths"))
     if (key_index := kwargs.get("key_index")) is not None:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from packtool.batch.media_cache import MediaReads
 from packtool.batch.micro_batch import Tower
 from packtool.batch.movable import Movable
 from packtool.batch.shard import SequenceShard
@@ -55,6 +56,7 @@ class Batch(Movable):
         num_samples: samples in it; a filler document does not count.
         skipped: samples that should be in it and could not be loaded.
         num_padding: tokens of a filler document that makes the row one of few lengths, for compiled layers.
+        media_reads: what was asked of a media cache for it.
     """
 
     input_ids: Tensor
@@ -68,6 +70,7 @@ class Batch(Movable):
     num_samples: int
     skipped: tuple[SkippedSample, ...] = ()
     num_padding: int = 0
+    media_reads: MediaReads = MediaReads()
 
     @property
     def num_target_tokens(self) -> int:

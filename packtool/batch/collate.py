@@ -178,10 +178,7 @@ def with_fillers(
         media |= blank
     if "sound" in towers and "input_features" not in media:
         documents.append(filler([spec.pad_ids["audio"]], ()))
-        media |= {
-            "input_features": torch.zeros(1, spec.num_mel_bins, spec.family.mel_frames),
-            "feature_attention_mask": torch.ones(1, spec.family.mel_frames, dtype=torch.int64),
-        }
+        media |= silence(spec)
     return documents or [filler([0], ())], media
 
 
@@ -196,6 +193,13 @@ def blank_picture(kind: MediaKind, spec: InputSpec) -> dict[str, Tensor]:
     side = int(spec.config.vision_config.spatial_merge_size)
     pixels, grid = spec.family.visual_inputs[kind]
     return {pixels: torch.zeros(side * side, spec.patch_dim), grid: torch.tensor([(1, side, side)])}
+
+
+def silence(spec: InputSpec) -> dict[str, Tensor]:
+    """The shortest sound there is, as the audio tower takes it: one token; as for ``load_sounds``."""
+    frames = spec.family.mel_frames
+    mask = torch.ones(1, frames, dtype=torch.int64)
+    return {"input_features": torch.zeros(1, spec.num_mel_bins, frames), "feature_attention_mask": mask}
 
 
 def load_media(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:

@@ -1,9 +1,11 @@
 """Samples become one rank's part of a sequence that several ranks share; see ``batch.shard`` for how it is cut.
 
 Every rank is given the same samples, of which it reads the tokens (four bytes each) but loads only its share of the
-pictures and videos: those of samples that are local to it, and of the others a share by what they cost the tower
-(``plan.towers``), whoever holds their tokens; features find their way by a ``FeatureRoute``. A rank without a picture
-of its own looks at a blank one whose features go nowhere, for ranks wait for each other in every call of a tower.
+pictures, videos and sounds: those of samples that are local to it, and of the others a share by what they cost the
+towers (``plan.towers``), whoever holds their tokens; features find their way by a ``FeatureRoute``. A video's frames
+may be one rank's and its sound track another's, wherever the tokens of both are woven together. A rank without a
+picture of its own looks at a blank one, and one without a sound listens to silence; their features go nowhere, for
+ranks wait for each other in every call of a tower.
 """
 
 from __future__ import annotations
@@ -17,11 +19,20 @@ import torch
 from torch import Tensor
 
 from packtool.batch.batch import ShardedBatch, target_positions
-from packtool.batch.collate import as_positions, blank_picture, check_pads, filler, shifted_labels, shifted_weights
+from packtool.batch.collate import (
+    as_positions,
+    blank_picture,
+    check_pads,
+    filler,
+    load_media,
+    shifted_labels,
+    shifted_weights,
+    silence,
+)
 from packtool.batch.micro_batch import Tower
 from packtool.batch.padding import PAD_ID, align_sample
-from packtool.batch.pixels import load_pixels
 from packtool.batch.positions import sample_positions
+from packtool.batch.processed import blank_picture_processed
 from packtool.batch.shard import (
     Cut,
     FeatureRoute,
@@ -33,13 +44,14 @@ from packtool.batch.shard import (
 )
 from packtool.batch.spec import InputSpec
 from packtool.batch.tower_inputs import tower_inputs
-from packtool.encode.encoded import EncodedImage, EncodedSample, EncodedVideo, patch_squares
+from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, patch_squares
 from packtool.encode.families import MediaKind
+from packtool.encode.placed_media import sounds_in_order
 from packtool.plan.skrull import SHARDED
 from packtool.plan.towers import assign_heaviest_first
 
-DocumentMedium = tuple[int, str, int, EncodedImage | EncodedVideo]
-"""Number of its document, kind, number in the document, and itself."""
+DocumentMedium = tuple[int, MediaKind, int, EncodedImage | EncodedVideo | EncodedAudio]
+"""Number of its document, kind, number in the document, and itself; sounds are in the order of their tokens."""
 
 
 def collate_shard(
@@ -88,7 +100,7 @@ def collate_shard(
         labels=torch.from_numpy(labels).unsqueeze(0),
         position_ids=_positions(documents, spec, index, set(held.tolist())),
         media=media,
-        towers=tower_inputs(spec, media, torch.from_numpy(input_ids)),
+        towers=tower_inputs(spec, media, torch.from_numpy(input_ids), shared=True),
         target_positions=target_positions(torch.from_numpy(labels)),
         loss_weights=torch.from_numpy(np.concatenate(weights)[index]).unsqueeze(0) if weights is not None else None,
         channels=tuple(document.channel for document in documents),
@@ -131,7 +143,7 @@ def _picked(parts: Sequence[npt.NDArray[np.integer]], index: Int64Array) -> Int6
 
 def _positions(documents: Sequence[EncodedSample], spec: InputSpec, index: Int64Array, held: set[int]) -> Tensor:
     """Positions of this rank's tokens; those of documents of which it holds nothing are not worked out."""
-    if not spec.sees:
+    if not spec.has_mrope:
         runs = np.concatenate([np.arange(document.length, dtype=np.int64) for document in documents])
         return torch.from_numpy(runs[index]).unsqueeze(0)
     found = [
@@ -153,17 +165,25 @@ def _share_media(
     if not spec.sees:
         return {}, {}
     media, owners = _owned_media(documents, placed, spec, cut)
-    inputs = load_pixels(with_own_media(documents, placed, spec, cut), spec)
+    inputs = load_media(with_own_media(documents, placed, spec, cut), spec)
     input_ids = np.concatenate([document.input_ids for document in documents])
     routes: dict[str, FeatureRoute] = {}
-    needed: list[MediaKind] = ["image"] if "vision" in towers else []
-    for kind in [kind for kind in spec.family.visual_inputs if any(other == kind for _, other, *_ in media)] or needed:
+    brought = {kind for _, kind, *_ in media}
+    if "vision" in towers and not brought & {"image", "video"}:
+        brought.add("image")
+    if "sound" in towers:
+        brought.add("audio")
+    for kind in [kind for kind in spec.family.kinds if kind in brought]:
         tokens = [medium.num_tokens for _, other, _, medium in media if other == kind]
         its_owners = [owner for (_, other, *_), owner in zip(media, owners.tolist(), strict=True) if other == kind]
         positions = np.flatnonzero(input_ids == spec.pad_ids[kind])
         of_tokens = np.repeat(np.array(its_owners, np.int64), tokens)
         routes[kind] = route_features(positions, of_tokens, assigned, cut.rank, cut.size)
-        if spec.family.visual_inputs[kind][0] not in inputs:
+        if kind == "audio":
+            inputs = silence(spec) | inputs
+        elif spec.family.processor_inputs:
+            inputs = inputs or blank_picture_processed(spec)[1]
+        elif spec.family.visual_inputs[kind][0] not in inputs:
             inputs |= blank_picture(kind, spec)
     return inputs, routes
 
@@ -171,14 +191,26 @@ def _share_media(
 def with_own_media(
     samples: Sequence[EncodedSample], places: Sequence[int], spec: InputSpec, cut: Cut
 ) -> list[EncodedSample]:
-    """The samples of a sequence with only those pictures and videos that this rank looks at."""
+    """The samples of a sequence with only those media that this rank looks at or listens to.
+
+    Sound tracks are sounds by themselves, for the frames of their videos may be another rank's.
+    """
     media, owners = _owned_media(samples, places, spec, cut)
     own = {(number, kind, i) for (number, kind, i, _), owner in zip(media, owners, strict=True) if owner == cut.rank}
     return [
         dataclasses.replace(
             sample,
             images=tuple(image for i, image in enumerate(sample.images) if (number, "image", i) in own),
-            videos=tuple(video for i, video in enumerate(sample.videos) if (number, "video", i) in own),
+            videos=tuple(
+                dataclasses.replace(video, audio=None)
+                for i, video in enumerate(sample.videos)
+                if (number, "video", i) in own
+            ),
+            audios=tuple(
+                dataclasses.replace(sound, path=path, data=data)
+                for i, (sound, path, data) in enumerate(sounds_in_order(sample, spec.media_tokens))
+                if (number, "audio", i) in own
+            ),
         )
         for number, sample in enumerate(samples)
     ]
@@ -187,15 +219,17 @@ def with_own_media(
 def _owned_media(
     documents: Sequence[EncodedSample], placed: Sequence[int], spec: InputSpec, cut: Cut
 ) -> tuple[list[DocumentMedium], Int64Array]:
-    """All pictures and videos of a sequence, and the rank that looks at each: a local document's, else as shared."""
+    """All media of a sequence, and the rank whose tower gets each: a local document's, else as shared."""
     media: list[DocumentMedium] = []
     for number, document in enumerate(documents):
         media += [(number, "image", i, image) for i, image in enumerate(document.images)]
         media += [(number, "video", i, video) for i, video in enumerate(document.videos)]
-    work = spec.tower_costs.towers(
-        np.array([medium.num_tokens for *_, medium in media], np.int64),
-        np.array([patch_squares(medium.grid) for *_, medium in media], np.int64),
-    )
+        sounds = sounds_in_order(document, spec.media_tokens)
+        media += [(number, "audio", i, sound) for i, (sound, *_) in enumerate(sounds)]
+    tokens = np.array([medium.num_tokens for *_, medium in media], np.int64)
+    is_sound = np.array([kind == "audio" for _, kind, *_ in media], np.bool_)
+    squares = [0 if isinstance(medium, EncodedAudio) else patch_squares(medium.grid) for *_, medium in media]
+    work = spec.tower_costs.towers(tokens * ~is_sound, np.array(squares, np.int64), tokens * is_sound)
     owners = np.array([placed[number] for number, *_ in media], np.int64)
     shared = owners == SHARDED
     loads = np.bincount(owners[~shared], work[~shared], cut.size)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from packtool.batch.batch import Batch, SkippedSample
+from packtool.batch.batch import B, Batch, SkippedSample
 from packtool.batch.collate import collate_packs, collate_padded, load_media
 from packtool.batch.collate_shard import collate_shard
 from packtool.batch.collate_tree import collate_tree
@@ -32,7 +32,8 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
         spec: the model they are collated for.
         packing: False pads one sample a row instead.
         skip_bad_media: leave samples out whose media cannot be loaded.
-        cut: of sequences that several ranks share, and this rank's part.
+        cuts: of sequences that so many ranks share, and this rank's part; the first is meant where a micro-batch does
+            not say how many do. Sequences of one rank need none.
         always: towers that run in every micro-batch; by default all. Others run where some rank has need of them.
         least_shared: tokens that a prefix of packed samples must have to be there once; None has all samples whole.
         multiple_of: the length of rows without padding becomes one; see ``collate_packs``.
@@ -45,14 +46,14 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
         *,
         packing: bool = True,
         skip_bad_media: bool = False,
-        cut: Cut | None = None,
+        cuts: Mapping[int, Cut] | None = None,
         always: frozenset[Tower] | None = None,
         least_shared: int | None = None,
         multiple_of: int = 1,
     ) -> None:
-        assert least_shared is None or (packing and cut is None), "only samples of a pack of one rank share prefixes"
+        assert least_shared is None or (packing and not cuts), "only samples of a pack of one rank share prefixes"
         self.read, self.spec, self.packing, self.least_shared = read, spec, packing, least_shared
-        self.skip_bad_media, self.cut, self.multiple_of = skip_bad_media, cut, multiple_of
+        self.skip_bad_media, self.cuts, self.multiple_of = skip_bad_media, dict(cuts or {}), multiple_of
         self.always = spec.towers if always is None else always
 
     def __getitem__(self, wanted: MicroBatch) -> Batch | PacktoolError:
@@ -62,14 +63,21 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
             towers &= self.always | wanted.towers
         try:
             samples = [self.read(sample) for sample in wanted.samples]
-            if self.cut is not None:
-                places = None if wanted.places is None else list(wanted.places)
-                return collate_shard(samples, self.spec, self.cut, places, towers, multiple_of=self.multiple_of)
-            collate = partial(self._collate, towers=towers)
-            numbers = [each if isinstance(each, int) else None for each in wanted.samples]
-            return _collated(samples, numbers, self.spec, collate, skip_bad_media=self.skip_bad_media)
+            if wanted.read_again is not None:
+                found = zip(samples, wanted.read_again, strict=True)
+                samples = [dataclasses.replace(sample, is_read_again=again) for sample, again in found]
+            return with_reads(self._batch(samples, wanted, towers), self.spec)
         except PacktoolError as error:
             return error
+
+    def _batch(self, samples: Sequence[EncodedSample], wanted: MicroBatch, towers: frozenset[Tower]) -> Batch:
+        size = next(iter(self.cuts), 1) if wanted.shared_by is None else wanted.shared_by
+        if size > 1:
+            places = None if wanted.places is None else list(wanted.places)
+            return collate_shard(samples, self.spec, self.cuts[size], places, towers, multiple_of=self.multiple_of)
+        collate = partial(self._collate, towers=towers)
+        numbers = [each if isinstance(each, int) else None for each in wanted.samples]
+        return _collated(samples, numbers, self.spec, collate, skip_bad_media=self.skip_bad_media)
 
     @property
     def _collate(self) -> Callable[..., Batch]:
@@ -133,6 +141,11 @@ def _collated(
         except MediaError as error:
             skipped.append(SkippedSample(sample.source, sample.row, error.message, num_targets(sample), number))
     return dataclasses.replace(collate(good, spec), skipped=tuple(skipped))
+
+
+def with_reads(batch: B, spec: InputSpec) -> B:
+    """A micro-batch that was just made, with what was asked of the media cache since the one before."""
+    return batch if spec.media_cache is None else dataclasses.replace(batch, media_reads=spec.media_cache.taken())
 
 
 def is_bad(sample: EncodedSample, spec: InputSpec) -> bool:

@@ -23,11 +23,15 @@ class MicroBatch:
         packs: of each pack (or padded row) its samples: positions in the caches, or the samples of a stream.
         places: with Skrull, where each sample is computed, in the order of the packs; see ``EpochPlan.places``.
         towers: those that some rank has something for in its micro-batch of the same number; None if nobody knows.
+        read_again: of each sample, whether the next epoch has it, too; None if all are, or nobody knows.
+        shared_by: ranks that share it; None for as many as in the whole run.
     """
 
     packs: Sequence[Sequence[Any]]
     places: Sequence[int] | None = None
     towers: frozenset[Tower] | None = None
+    read_again: Sequence[bool] | None = None
+    shared_by: int | None = None
 
     @property
     def samples(self) -> list[Any]:
@@ -41,10 +45,18 @@ class PlannedEpoch:
     Args:
         brings: for each tower, whether a sample has something for it, bool (N,) by position in the cache; None for
             perhaps. Without it nobody knows of any.
+        read_again: whether the next epoch has a sample, too, bool (N,); None for all.
+        shared_by: ranks that share each micro-batch; None for as many as in the whole run.
     """
 
-    def __init__(self, plan: EpochPlan, brings: Mapping[Tower, npt.NDArray[np.bool_] | None] | None = None) -> None:
-        self.plan = plan
+    def __init__(
+        self,
+        plan: EpochPlan,
+        brings: Mapping[Tower, npt.NDArray[np.bool_] | None] | None = None,
+        read_again: npt.NDArray[np.bool_] | None = None,
+        shared_by: int | None = None,
+    ) -> None:
+        self.plan, self._read_again, self.shared_by = plan, read_again, shared_by
         self._runs = None if brings is None else {tower: _on_any_rank(plan, found) for tower, found in brings.items()}
 
     def micro_batch(self, step: int, rank: int, number: int) -> MicroBatch:
@@ -56,7 +68,10 @@ class PlannedEpoch:
         towers = None
         if self._runs is not None:
             towers = frozenset(tower for tower, found in self._runs.items() if found[index])
-        return MicroBatch(packs, None if places is None else places.tolist(), towers)
+        again = None
+        if self._read_again is not None:
+            again = [bool(self._read_again[sample]) for pack in packs for sample in pack]
+        return MicroBatch(packs, None if places is None else places.tolist(), towers, again, self.shared_by)
 
     def steps(self, rank: int, first: int = 0) -> Iterator[tuple[MicroBatch, ...]]:
         """The micro-batches of one data-parallel rank in each step from ``first`` on."""

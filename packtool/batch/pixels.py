@@ -1,21 +1,29 @@
-"""Pictures and videos become patches, through the model's own processors at the cache's limits."""
+"""Pictures and videos become patches, through the model's own processors at the cache's limits.
+
+With a media cache they do so in two steps, of which the first, decoding and resizing, is done once for all epochs. The
+second one is the processor's too, and so are the numbers that come out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoVideoProcessor
 
+from packtool.batch.resized import UNSCALED, resized
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedImage, EncodedSample, EncodedVideo
 from packtool.encode.families.fitted import Bounds, image_bounds, video_bounds
 from packtool.errors import MediaError
 from packtool.media.load import load_image
 from packtool.media.video import load_video
+
+_ALL_FRAMES = {"do_sample_frames": False, "cap_pixels_per_frame": False}
+_AS_TENSORS = {"input_data_format": "channels_first"}
 
 
 def load_pixels(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
@@ -34,6 +42,28 @@ def load_pixels(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, 
 
 
 def _pictures(images: Sequence[tuple[EncodedImage, EncodedSample]], spec: InputSpec) -> dict[str, Tensor]:
+    if spec.media_cache is None:
+        return _decoded_pictures(images, spec)
+    processor = _image_processor(spec.model)
+    frames = [
+        resized(
+            *(image, sample, spec, processor),
+            partial(_decoded_pictures, [(image, sample)], spec, **UNSCALED),
+        )
+        for image, sample in images
+    ]
+    made = processor(images=[frame[0] for frame in frames], do_resize=False, return_tensors="pt", **_AS_TENSORS)
+    return {name: made[name] for name in spec.family.visual_inputs["image"]}
+
+
+def _decoded_pictures(
+    images: Sequence[tuple[EncodedImage, EncodedSample]], spec: InputSpec, **settings: bool
+) -> dict[str, Tensor]:
+    """Patches and grids of pictures, read and decoded.
+
+    Args:
+        settings: of the processor.
+    """
     assert spec.limits.image is not None, "a sample with pictures for a model without limits"
     pictures = [load_image(image.path, image.data, spec.media_rights) for image, _ in images]
     pixels, places = spec.family.visual_inputs["image"]
@@ -43,7 +73,8 @@ def _pictures(images: Sequence[tuple[EncodedImage, EncodedSample]], spec: InputS
         if spec.family.keeps_bounds
         else [image_bounds(image.height, image.width, image.grid, own) for image, _ in images]
     )
-    patches, grids = _of_bounds(pictures, bounds, spec.model, pixels, places)
+    process = partial(_image_processor(spec.model), return_tensors="pt", **settings)
+    patches, grids = _of_bounds(pictures, bounds, process, pixels, places)
     expected = torch.tensor([image.grid for image, _ in images])
     if not torch.equal(grids, expected):
         first = int((grids != expected).any(dim=1).nonzero()[0])
@@ -53,7 +84,7 @@ def _pictures(images: Sequence[tuple[EncodedImage, EncodedSample]], spec: InputS
 
 
 def _of_bounds(
-    pictures: Sequence[Any], bounds: Sequence[Bounds], model: str, pixels: str, places: str
+    pictures: Sequence[Any], bounds: Sequence[Bounds], process: Callable[..., Any], pixels: str, places: str
 ) -> tuple[Tensor, Tensor]:
     """Patches and grids of pictures, in their order: those of the same bounds are made at once."""
     patches: list[Tensor | None] = [None] * len(pictures)
@@ -61,7 +92,7 @@ def _of_bounds(
     for each in dict.fromkeys(bounds):
         own = [number for number, of in enumerate(bounds) if of == each]
         size = dict(zip(("shortest_edge", "longest_edge"), each, strict=True))
-        made = _image_processor(model)(images=[pictures[number] for number in own], size=size, return_tensors="pt")
+        made = process(images=[pictures[number] for number in own], size=size)
         if len(own) == len(pictures):
             return made[pixels], made[places]
         parts = made[pixels].split(made[places].prod(dim=1).tolist())
@@ -71,27 +102,39 @@ def _of_bounds(
 
 
 def _videos(videos: Sequence[tuple[EncodedVideo, EncodedSample]], spec: InputSpec) -> dict[str, Tensor]:
-    assert spec.limits.video is not None, "a sample with videos for a model without limits"
-    pixels, places = spec.family.visual_inputs["video"]
-    made_pixels, made_grids = [], []
     # One at a time: a processor would stack videos of one size, and each has bounds of its own.
-    for video, sample in videos:
-        frames = load_video(video.path, video.data, video.frames, video.indices, spec.media_rights)
-        least, most = video_bounds(video.height, video.width, len(frames), video.grid, spec.limits.video)
-        made = _video_processor(spec.model)(
-            videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)],
-            size={"shortest_edge": least, "longest_edge": most},
-            do_sample_frames=False,
-            cap_pixels_per_frame=False,
-            return_tensors="pt",
-        )
-        grid = tuple(made[places][0].tolist())
-        if grid != video.grid:
-            height, width = frames.shape[1:3]
-            raise _changed(video, sample, f"{width}x{height} pixels in {grid}")
-        made_pixels.append(made[pixels])
-        made_grids.append(made[places])
-    return {pixels: torch.cat(made_pixels), places: torch.cat(made_grids)}
+    made = [_video(video, sample, spec) for video, sample in videos]
+    return {name: torch.cat([each[name] for each in made]) for name in spec.family.visual_inputs["video"]}
+
+
+def _video(video: EncodedVideo, sample: EncodedSample, spec: InputSpec) -> dict[str, Tensor]:
+    if spec.media_cache is None:
+        return _decoded_video(video, sample, spec)
+    processor = _video_processor(spec.model)
+    frames = resized(video, sample, spec, processor, partial(_decoded_video, video, sample, spec, **UNSCALED))
+    made: dict[str, Tensor] = processor(
+        videos=[frames], do_resize=False, return_tensors="pt", **_AS_TENSORS, **_ALL_FRAMES
+    )
+    return made
+
+
+def _decoded_video(video: EncodedVideo, sample: EncodedSample, spec: InputSpec, **settings: bool) -> dict[str, Tensor]:
+    """Patches and grid of a video, read and decoded; as ``_decoded_pictures``."""
+    assert spec.limits.video is not None, "a sample with videos for a model without limits"
+    frames = load_video(video.path, video.data, video.frames, video.indices, spec.media_rights)
+    least, most = video_bounds(video.height, video.width, len(frames), video.grid, spec.limits.video)
+    made: dict[str, Tensor] = _video_processor(spec.model)(
+        videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)],
+        size={"shortest_edge": least, "longest_edge": most},
+        return_tensors="pt",
+        **_ALL_FRAMES,
+        **settings,
+    )
+    grid = tuple(made[spec.family.visual_inputs["video"][1]][0].tolist())
+    if grid != video.grid:
+        height, width = frames.shape[1:3]
+        raise _changed(video, sample, f"{width}x{height} pixels in {grid}")
+    return made
 
 
 def _changed(medium: EncodedImage | EncodedVideo, sample: EncodedSample, now: str) -> MediaError:

@@ -11,9 +11,9 @@ Three questions about one picture; the last two begin alike once more::
 A node is what samples have in common beyond the node that it goes on from; its tokens keep the positions that they have
 in the samples alone. In attention its queries see the keys of all nodes from the root down to it (``key_index``).
 
-What is equal is decided on tokens and media. A prefix ends only where every medium of it has all of its pads. Its last
-token is to predict the first token of every continuation: where that is more than one target, the prefix ends a token
-earlier, and each continuation has a last token of its own, so that a token never has two labels.
+What is equal is decided on tokens and on what media hold. A prefix ends only where every medium of it has all of its
+pads. Its last token is to predict the first token of every continuation: where that is more than one target, the prefix
+ends a token earlier, and each continuation has a last token of its own, so that a token never has two labels.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from packtool.batch.same_media import MediaNumbers
 from packtool.batch.spec import InputSpec
 from packtool.constants import IGNORE_INDEX
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
@@ -74,8 +74,8 @@ def find_tree(samples: Sequence[EncodedSample], spec: InputSpec, *, least_shared
     Returns:
         nodes, each behind the one that it goes on from. A sample without tokens of its own has no node of its own.
     """
-    codes: dict[Any, int] = {}
-    read = [_Read.of(sample, spec, codes) for sample in samples]
+    numbers = MediaNumbers(spec.media_rights)
+    read = [_Read.of(sample, spec, numbers) for sample in samples]
     nodes: list[Node] = []
     # Groups of samples that are alike so far, how much of them their ancestors hold, and the last of these.
     groups = [(list(range(len(samples))), 0, ROOT)] if samples else []
@@ -111,15 +111,15 @@ class _Read:
     is_cut: npt.NDArray[np.bool_]
 
     @classmethod
-    def of(cls, sample: EncodedSample, spec: InputSpec, codes: dict[Any, int]) -> _Read:
-        """Read a sample; ``codes`` has the numbers of media that were met before, and is added to."""
+    def of(cls, sample: EncodedSample, spec: InputSpec, numbers: MediaNumbers) -> _Read:
+        """Read a sample, with numbers of its media that are those of the others."""
         ids, tokens = sample.input_ids, spec.media_tokens
         symbols = ids.astype(np.int64)
         is_cut = np.ones(len(ids) + 1, np.bool_)
         is_pad = np.isin(ids, list(tokens.pads.values()))
         for placed in placed_media(sample, tokens):
             inside = slice(placed.start, placed.stop)
-            symbols[inside][is_pad[inside]] = -1 - codes.setdefault(placed.medium, len(codes))
+            symbols[inside][is_pad[inside]] = -1 - numbers(placed.medium)
             is_cut[placed.start + 1 : placed.stop] = False
         # Behind a mark that opens a medium it is not told of what kind a sound is.
         is_cut[1:] &= ~np.isin(

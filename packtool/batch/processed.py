@@ -21,6 +21,7 @@ from packtool.errors import MediaError
 from packtool.media.load import load_image
 
 _BLANK_SIDE = 32
+_SIDES = (1024, 512, 256, 128, _BLANK_SIDE)
 _processor = lru_cache(maxsize=4)(load_processor)
 
 
@@ -49,6 +50,24 @@ def blank_picture_processed(spec: InputSpec) -> tuple[int, dict[str, Tensor]]:
     """The tokens of a small blank picture, and what the model takes of it, as for ``load_processed``."""
     (count,), made = _looked_at([np.zeros((_BLANK_SIDE, _BLANK_SIDE, 3), np.uint8)], spec)
     return count, made
+
+
+def pictures_processed(spec: InputSpec, num_tokens: int, most: int) -> tuple[int, dict[str, Tensor]]:
+    """About so many tokens of large blank pictures, and what the model takes of them, as for ``load_processed``.
+
+    Args:
+        most: tokens that there may be.
+
+    Raises:
+        ValueError: if the smallest picture has more.
+    """
+    for side in _SIDES:
+        blank = np.zeros((side, side, 3), np.uint8)
+        (count,), _ = _looked_at([blank], spec)
+        if count <= min(num_tokens, most) or (side == _SIDES[-1] and count <= most):
+            counts, made = _looked_at([blank] * max(min(round(num_tokens / count), most // count), 1), spec)
+            return sum(counts), made
+    raise ValueError(f"the smallest picture has more than {most} tokens")
 
 
 def _looked_at(pictures: Sequence[Any], spec: InputSpec) -> tuple[list[int], dict[str, Tensor]]:

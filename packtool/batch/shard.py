@@ -67,7 +67,7 @@ class Cut:
 
 @dataclass(frozen=True, eq=False)
 class FeatureRoute:
-    """How what a tower makes of a rank's pictures gets to the ranks that hold their tokens.
+    """How what a tower makes of a rank's pictures or sounds gets to the ranks that hold their tokens.
 
     Args:
         send_order: int64 (n,), rows of this rank's features, those for rank 0 first.
@@ -90,7 +90,7 @@ class SequenceShard:
         cut: how.
         local_lengths: documents that are this rank's alone, first in its sequence.
         sharded_lengths: whole, with their padding: the same on all ranks.
-        routes: of the features of ``image`` and ``video``, where the sequence has some.
+        routes: of the features of ``image``, ``video`` and ``audio``, where the sequence has some.
     """
 
     cut: Cut

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -20,8 +21,10 @@ from transformers import (
 from transformers.integrations import deepspeed as transformers_deepspeed
 from transformers.utils import logging
 
+from packtool.batch.media_cache import MediaCache
 from packtool.batch.micro_batch import Tower
 from packtool.config.adapters import LearningOptions
+from packtool.config.media_cache import MediaCacheOptions
 from packtool.config.rows import AccessOptions
 from packtool.config.train import LossReduction
 from packtool.encode.families import FAMILIES, Family, MediaKind, MediaLimits, family_of, is_multimodal, pad_ids_of
@@ -41,6 +44,7 @@ class InputSpec:
         limits: bounds on media that the cache was made with.
         loss_reduction: ``sample`` makes labels weigh so that each sample's mean counts once.
         media_rights: which media may be read.
+        media_cache: where resized pictures and frames are kept; None for nowhere.
     """
 
     model: str
@@ -48,6 +52,7 @@ class InputSpec:
     limits: MediaLimits
     loss_reduction: LossReduction = "token"
     media_rights: MediaRights = rights_of_cache(AccessOptions())
+    media_cache: MediaCache | None = field(default=None, compare=False)
 
     @classmethod
     def load(cls, model: str, limits: MediaLimits, access: AccessOptions | None = None) -> InputSpec:
@@ -68,6 +73,28 @@ class InputSpec:
                 f"Those it can train are {', '.join(known)}, and every model of text alone.",
             )
         return cls(model, config, limits, media_rights=rights_of_cache(access or AccessOptions()))
+
+    def keeping_media(self, options: MediaCacheOptions, name: str) -> InputSpec:
+        """This specification, with the media cache that the options name.
+
+        Args:
+            name: the fingerprint of the caches that are read.
+
+        Raises:
+            ConfigError: if it is no directory, or the model's media cannot be kept.
+        """
+        directory = options.media_cache
+        if directory is None:
+            return self
+        if os.path.exists(directory) and not os.path.isdir(directory):
+            raise ConfigError(f"--media-cache {directory} is a file: give a directory, which need not be there yet")
+        if self.family.processor_inputs:
+            raise ConfigError(
+                f"--media-cache keeps what is resized to the size that the export counted, and pictures of models of "
+                f"this family ({self.family.title}) are made by their own processor",
+                "Leave it out.",
+            )
+        return replace(self, media_cache=MediaCache.of(options, name))
 
     @cached_property
     def family(self) -> Family:

@@ -48,21 +48,27 @@ class TowerInputs(Movable):
         return TowerInputs(moved, {kind: function(value) for kind, value in self.positions.items()})
 
 
-def tower_inputs(spec: InputSpec, media: Mapping[str, Tensor], input_ids: Tensor) -> dict[Tower, TowerInputs]:
+def tower_inputs(
+    spec: InputSpec, media: Mapping[str, Tensor], input_ids: Tensor, *, shared: bool = False
+) -> dict[Tower, TowerInputs]:
     """The inputs of each tower that has something to look at or to listen to.
 
     Args:
         spec: the model that they belong to.
         media: what the towers take, as ``Batch.media`` has it.
         input_ids: int64 (B, T), of the micro-batch.
+        shared: ranks share the sequence, and features come from all of them.
 
     Returns:
-        nothing for a family whose own processor makes its media: its model puts features in their places itself.
+        of a family whose own processor makes its media nothing, unless they are shared: its model puts features in
+        their places itself.
     """
-    if spec.family.processor_inputs:
+    if spec.family.processor_inputs and not (shared and media):
         return {}
     flat = input_ids.flatten()
-    positions = {kind: (flat == token).nonzero().squeeze(1) for kind, token in spec.pad_ids.items()}
+    positions: dict[str, Tensor] = {kind: (flat == token).nonzero().squeeze(1) for kind, token in spec.pad_ids.items()}
+    if spec.family.processor_inputs:
+        return {"vision": TowerInputs({}, positions)}
     found: dict[Tower, TowerInputs] = {}
     grids = [media[name] for _, name in spec.family.visual_inputs.values() if name in media]
     if grids:

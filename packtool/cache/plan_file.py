@@ -41,6 +41,8 @@ class PlanInfo:
         cache: fingerprint of the caches together, in their order.
         plan: fingerprint of the packs.
         num_cached: samples in the caches.
+        parts: where steps have the parts of trees that were cut, as ``plan.prefix_trees.PartsIn``; empty where no tree
+            is cut.
     """
 
     capacity: int
@@ -50,6 +52,7 @@ class PlanInfo:
     plan: str
     num_cached: int
     format: str = _FORMAT
+    parts: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +92,8 @@ def write_plan(path: str, plan: SavedPlan) -> None:
     if plan.shared is not None:
         schema, info = schema.append(_SHARED), replace(info, format=_SHARED_FORMAT)
         columns.append(plan.shared)
-    schema = schema.with_metadata({_KEY: json.dumps(asdict(info)).encode()})
+    told = {name: value for name, value in asdict(info).items() if value or name != "parts"}
+    schema = schema.with_metadata({_KEY: json.dumps(told).encode()})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, schema) as writer:
         for start in range(0, len(packs), _ROWS_AT_ONCE):

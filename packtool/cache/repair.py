@@ -22,7 +22,7 @@ from packtool.cache.verified import check_all
 from packtool.constants import INDEX_NAME, LEAST_SHARED, PREFIXES_NAME
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.placed_media import MediaTokens
-from packtool.encode.prefix_hashes import prefix_hashes
+from packtool.encode.prefix_hashes import MediumTold, by_address, by_content, prefix_hashes
 from packtool.errors import MismatchError
 from packtool.storage import AtomicFile
 
@@ -121,18 +121,33 @@ def _rebuild_index(directory: str, manifest: Manifest, split: str) -> None:
 
 
 def _rebuild_prefixes(directory: str, manifest: Manifest, split: str, media_tokens: MediaTokens) -> None:
+    # An older packtool knew media by their addresses, or wrote fewer fields.
+    for told in (by_content, by_address):
+        joined = _prefix_batches(directory, manifest, split, media_tokens, told)
+        for fields in (PREFIX, PREFIX_BEFORE):
+            schema = pa.schema([("prefixes", pa.list_(fields))])
+            data = _file_of([with_fields(batch, fields) for batch in joined], schema)
+            if hashlib.sha256(data).hexdigest() == manifest.splits[split].prefixes_sha256:
+                storage.publish(storage.join(directory, split, PREFIXES_NAME), data)
+                return
+    made_by = manifest.packtool_version
+    raise MismatchError(
+        f"{storage.join(directory, split, PREFIXES_NAME)} cannot be made as it was: packtool {made_by} wrote it, and "
+        "older versions hashed what rows with a channel or a long system prompt begin with in another way; or files of "
+        "media have changed since",
+        "The samples themselves are sound: train with --share-prefix false, which does not read this file; or make the "
+        "whole cache anew with --overwrite instead of --repair.",
+    )
+
+
+def _prefix_batches(
+    directory: str, manifest: Manifest, split: str, media_tokens: MediaTokens, told: MediumTold
+) -> list[pa.RecordBatch]:
     batches = [
-        prefix_batch(*prefix_hashes(samples, media_tokens, longer_than=LEAST_SHARED))
+        prefix_batch(*prefix_hashes(samples, media_tokens, longer_than=LEAST_SHARED, told=told))
         for samples in _samples_of_shards(directory, manifest, split)
     ]
-    joined = [joined for batch in batches for joined in joined_batches([batch])]
-    for fields in (PREFIX, PREFIX_BEFORE):
-        schema = pa.schema([("prefixes", pa.list_(fields))])
-        data = _file_of([with_fields(batch, fields) for batch in joined], schema)
-        if hashlib.sha256(data).hexdigest() == manifest.splits[split].prefixes_sha256:
-            storage.publish(storage.join(directory, split, PREFIXES_NAME), data)
-            return
-    raise _not_the_same(directory, f"{split}/{PREFIXES_NAME}")
+    return [joined for batch in batches for joined in joined_batches([batch])]
 
 
 def _samples_of_shards(directory: str, manifest: Manifest, split: str) -> Iterator[list[EncodedSample]]:

@@ -99,7 +99,8 @@ def _leaf_through(config: InspectConfig, as_json: bool) -> None:
     if num_missing:
         show(f"{num_missing:,} files of media are left out: they cannot be read here, or are too large to be played")
     some = f"{len(pages.numbers):,} of {pages.num_cached:,} samples"
-    show(f"written: {written}, {some}" + ("" if len(pages.numbers) == pages.num_cached else " (--max-samples)"))
+    why = " (--max-samples)" if config.plan is None else f", those of the steps that are shown of --plan {config.plan}"
+    show(f"written: {written}, {some}" + ("" if len(pages.numbers) == pages.num_cached else why))
 
 
 def _verify(directory: str, as_json: bool) -> None:

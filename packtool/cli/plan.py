@@ -28,6 +28,7 @@ def run_plan(config: PlanConfig, invocation: Invocation) -> None:
     from packtool.library.planned import Plan
     from packtool.report.statistics import source_rows
     from packtool.report.tables import print_table
+    from packtool.train.prepare.staged_schedule import stage_title
 
     plan = Plan(config)
     if config.save is not None:
@@ -43,10 +44,13 @@ def run_plan(config: PlanConfig, invocation: Invocation) -> None:
             summary["media"] = _media(config, plan.preview).figures()
         show_json(summary)
         return
-    print_table(f"plan for {' '.join(config.cached_dataset) or config.mix or config.lengths}", plan.lines)
-    if (sources := plan.preview.source_figures) is not None:
-        show("")
-        print_table("what an epoch has of each source", source_rows(sources))
+    of = "an epoch of the first stage of " if plan.preview.staged is not None else ""
+    print_table(f"plan for {of}{' '.join(config.cached_dataset) or config.mix or config.lengths}", plan.lines)
+    if plan.preview.staged is not None:
+        for stage in plan.preview.staged.figures():
+            print_table(f"\n{stage_title(stage)}, {stage['samples']:,} samples", source_rows(stage["sources"]))
+    elif (sources := plan.preview.source_figures) is not None:
+        print_table("\nwhat an epoch has of each source", source_rows(sources))
     for line in (plan.preview.batch_line, plan.preview.shared_line):
         if line is not None:
             show(f"\n{line}")

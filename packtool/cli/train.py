@@ -60,10 +60,11 @@ def run_train(config: TrainConfig, invocation: Invocation) -> None:
 
         show_json(plain_json(dataclasses.asdict(result)))
         return
+    lines = train_lines(result, has_plan=config.plan is not None)
     if config.dry_run:
-        print_table("planned, nothing trained (--dry-run)", train_lines(result))
+        print_table("planned, nothing trained (--dry-run)", lines)
     else:
-        print_table(f"trained: {result.checkpoint or 'nothing saved (--save-strategy no)'}", train_lines(result))
+        print_table(f"trained: {result.checkpoint or 'nothing saved (--save-strategy no)'}", lines)
         if result.sources:
             print_table("what these steps had of each source", source_rows(result.sources))
         for line in next_lines(config, result):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from packtool.config.caches import CacheOptions
+from packtool.config.media_cache import MediaCacheOptions, media_cache_problems
 from packtool.config.model import ATTN_IMPL_HELP, AttnImpl, DType
 from packtool.config.packing import SEQUENCE_PARALLELISM, SharingOptions, sharing_problems
 from packtool.config.parallel import ParallelOptions, parallel_problems
@@ -24,7 +25,7 @@ _SUFFIX = ".parquet"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig(CacheOptions, AccessOptions, ParallelOptions, SharingOptions, QuantizationOptions):
+class EvalConfig(CacheOptions, MediaCacheOptions, AccessOptions, ParallelOptions, SharingOptions, QuantizationOptions):
     """What ``packtool eval`` needs to know."""
 
     model: str = option(REQUIRED, "Directory (or hub id) of a model, or of an adapter whose base model is there.")
@@ -57,7 +58,7 @@ class EvalConfig(CacheOptions, AccessOptions, ParallelOptions, SharingOptions, Q
     def problems(self) -> list[str]:
         """Mistakes that only show when settings are seen together."""
         found = [*parallel_problems(self, attn_impl=self.attn_impl), *access_problems(self), *sharing_problems(self)]
-        found += quantization_problems(self)
+        found += [*quantization_problems(self), *media_cache_problems(self)]
         if not self.output.endswith(_SUFFIX):
             found.append(f"--output {self.output}: the file's name must end in {_SUFFIX}, for that is what is written")
         return found

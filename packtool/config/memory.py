@@ -59,3 +59,21 @@ def sharding_problems(options: MemoryOptions) -> list[str]:
     return found + [
         f"--fsdp {word}: known are {', '.join(FSDP_WORDS)}" for word in options.fsdp if word not in FSDP_WORDS
     ]
+
+
+def master_problems(options: MemoryOptions, optim: str, train_type: str, computed_in: DType) -> list[str]:
+    """Where ``--master-weights`` says something that would not be done."""
+    if options.master_weights == "float32":
+        return []
+    given, found = f"--master-weights {options.master_weights}", []
+    if train_type == "lora":
+        found.append(f"{given}: adapters are small and always float32; it goes with --train-type full")
+    if options.fsdp or options.deepspeed is not None:
+        found.append(f"{given}: FSDP and DeepSpeed keep float32 weights, sharded over the processes; leave it out")
+    if options.torch_dtype == "float32" and computed_in != "float32":
+        found.append(f"{given} contradicts --torch-dtype float32, which keeps weights in float32")
+    if computed_in == "float16":
+        found.append(f"{given}: float16 gradients cannot be unscaled; use bfloat16")
+    if options.master_weights == "kahan" and not optim.startswith("adamw_torch"):
+        found.append(f"{given} is an AdamW of its own: leave out --optim {optim}")
+    return found

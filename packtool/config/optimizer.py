@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from packtool.config.panels import Panel
-from packtool.config.settings import option
+from packtool.config.settings import not_together, option
 
 _PANEL: Panel = "Optimizer"
 
@@ -78,5 +78,4 @@ def router_problems(options: OptimizerOptions, others: Mapping[str, bool]) -> li
     """
     if not options.router_aux_loss_coef:
         return []
-    given = f"--router-aux-loss-coef {options.router_aux_loss_coef:g}"
-    return [f"{given} does not go with {name}" for name, is_given in others.items() if is_given]
+    return not_together(f"--router-aux-loss-coef {options.router_aux_loss_coef:g}", others)

@@ -150,7 +150,8 @@ class PackingOptions(SharingOptions, StepOptions):
     )
     max_rows_per_tree: int | None = option(
         None,
-        "Most samples that are packed together for what they share; more are cut into parts, which are packed apart.",
+        "Most samples that are packed together for what they share; more are cut into parts, which are in different "
+        "steps where these can be had.",
         panel="Packing",
         minimum=2,
     )

@@ -47,6 +47,13 @@ class PlanConfig(CacheOptions, MixOptions, PackingOptions, ParallelOptions, Memo
         1, "Processes; with --sequence-parallel-size several share each pack, without each has its own.", minimum=1
     )
     num_train_epochs: float = option(1.0, "Times that every sample is seen.", minimum=0.0, panel="Training")
+    max_steps: int | None = option(
+        None,
+        "Optimizer steps of the run, in place of --num-train-epochs: for --tflops, and for the stages of --mix, which "
+        "end after so many, or at a share of them.",
+        panel="Training",
+        minimum=1,
+    )
     sweep: str | None = option(None, "Packing lengths to compare, one row each: 4096,8192,16K.")
     fit: Bytes | None = option(
         None,

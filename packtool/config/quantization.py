@@ -8,7 +8,7 @@ from typing import Literal
 from packtool.config.adapters import AdapterOptions
 from packtool.config.memory import MemoryOptions
 from packtool.config.panels import Panel
-from packtool.config.settings import option
+from packtool.config.settings import not_together, option
 
 QuantMethod = Literal["bnb"]
 _PANEL: Panel = "Precision and memory"
@@ -68,4 +68,4 @@ def few_bits_problems(
         f"--deepspeed {memory.deepspeed}, which shards weights of one precision": memory.deepspeed is not None,
         "--torch-compile true": compiles,
     }
-    return [f"--quant-bits {bits} does not go with {told}" for told, is_given in refused.items() if is_given]
+    return not_together(f"--quant-bits {bits}", refused)

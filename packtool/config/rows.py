@@ -240,12 +240,12 @@ def access_problems(options: AccessOptions) -> list[str]:
 def image_limit_problems(options: ImageOptions) -> list[str]:
     """Limits that contradict each other."""
     found = []
-    for kind, low, high in (
-        ("pixels", options.min_pixels, options.max_pixels),
-        ("tokens", options.image_min_token_num, options.image_max_token_num),
+    for name, low, high in (
+        ("--{}-pixels", options.min_pixels, options.max_pixels),
+        ("--image-{}-token-num", options.image_min_token_num, options.image_max_token_num),
     ):
         if low is not None and high is not None and low > high:
-            found.append(f"the least {kind} of a picture ({low}) are more than the most ({high})")
+            found.append(f"{name.format('min')} {low} is more than {name.format('max')} {high}")
     for name, pixels, tokens in (
         ("max", options.max_pixels, options.image_max_token_num),
         ("min", options.min_pixels, options.image_min_token_num),

@@ -187,7 +187,8 @@ def resolve(
     if problems:
         raise ConfigError.from_problems(problems)
     config = cls(**values)
-    if found := config.problems():  # type: ignore[attr-defined]
+    found: list[str] = getattr(config, "problems", list)()
+    if found:
         raise ConfigError.from_problems(found)
     return config
 
@@ -243,6 +244,16 @@ def part_of(cls: type[T], config: object, **decided: Any) -> T:
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     given = {name: value for name in names if (value := getattr(config, name, None)) is not None}
     return cls(**{**given, **decided})
+
+
+def not_together(given: str, others: Mapping[str, bool]) -> list[str]:
+    """Problems of an option with those that do not go with it.
+
+    Args:
+        given: the option, as it is given.
+        others: those, as they are given and perhaps with the reason, and whether they are.
+    """
+    return [f"{given} does not go with {name}" for name, is_given in others.items() if is_given]
 
 
 def bound_problems(options: object) -> list[str]:

@@ -10,8 +10,10 @@ from packtool.config.adapters import AdapterOptions, adapter_problems
 from packtool.config.caches import CacheOptions
 from packtool.config.checkpoints import CheckpointOptions, checkpoint_problems, data_change_problems
 from packtool.config.evaluate import MAX_TOKENS_HELP
+from packtool.config.experts import ExpertOptions, expert_problems
 from packtool.config.export import ExportConfig
-from packtool.config.memory import MemoryOptions, sharding_problems
+from packtool.config.media_cache import MediaCacheOptions, media_cache_problems
+from packtool.config.memory import MemoryOptions, master_problems, sharding_problems
 from packtool.config.mixture import MixOptions, mixed_rows_problems, mixture_problems
 from packtool.config.model import ATTN_IMPL_HELP, AttnImpl, DType
 from packtool.config.optimizer import OptimizerOptions, router_problems
@@ -64,6 +66,7 @@ EvalStrategy = Annotated[Literal["no", "steps", "epoch"], NOT_AT_ALL]
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(
     CacheOptions,
+    MediaCacheOptions,
     RowOptions,
     BoxOptions,
     MediaOptions,
@@ -73,6 +76,7 @@ class TrainConfig(
     ParallelOptions,
     OptimizerOptions,
     MemoryOptions,
+    ExpertOptions,
     AdapterOptions,
     QuantizationOptions,
     CheckpointOptions,
@@ -226,7 +230,7 @@ class TrainConfig(
             *self._row_problems(),
         ]
         found += parallel_problems(self, removes_padding=self.removes_padding, attn_impl=self.attn_impl)
-        found += sharing_problems(self)
+        found += sharing_problems(self) + media_cache_problems(self)
         if self.padding_free and not self.removes_padding:
             found.append("--padding-free true goes with --packing true, or with --dynamic-batch-tokens N")
         if self.padding_free is False and self.removes_padding:
@@ -248,7 +252,7 @@ class TrainConfig(
             found.append("--resume-only-model goes with --resume-from-checkpoint, which names the weights")
         if self.overwrite_output_dir and self.add_version:
             found.append("--add-version never meets an earlier run: leave out --overwrite-output-dir")
-        found += self._master_problems() + sharding_problems(self)
+        found += master_problems(self, self.optim, self.train_type, self.computation_dtype) + sharding_problems(self)
         return [
             *found,
             *adapter_problems(self),
@@ -258,6 +262,24 @@ class TrainConfig(
             *self._compile_problems(),
             *quantization_problems(self),
             *few_bits_problems(self.quant_bits, self, self, compiles=self.torch_compile),
+            *self._mixture_of_experts_problems(),
+        ]
+
+    def _mixture_of_experts_problems(self) -> list[str]:
+        """Options that do not go with what is asked of a mixture's experts."""
+        return [
+            *expert_problems(
+                self,
+                {
+                    "--fsdp, for the other weights are sharded already": bool(self.fsdp),
+                    "--deepspeed, which shards weights itself": self.deepspeed is not None,
+                    "--train-type lora, which transformers does not spread": self.train_type == "lora",
+                    "--fp16 true, whose gradients cannot be unscaled": self.computation_dtype == "float16",
+                    f"--master-weights {self.master_weights}: float32 is sharded": self.master_weights != "float32",
+                    "--torch-compile true": self.torch_compile,
+                    "--use-liger-kernel true": self.use_liger_kernel,
+                },
+            ),
             *router_problems(
                 self,
                 {
@@ -301,23 +323,6 @@ class TrainConfig(
             )
         if self.use_liger_kernel:
             found.append("--torch-compile and --use-liger-kernel fuse the same operations: give one of them")
-        return found
-
-    def _master_problems(self) -> list[str]:
-        """Where ``--master-weights`` says something that would not be done."""
-        if self.master_weights == "float32":
-            return []
-        given, found = f"--master-weights {self.master_weights}", []
-        if self.train_type == "lora":
-            found.append(f"{given}: adapters are small and always float32; it goes with --train-type full")
-        if self.fsdp or self.deepspeed is not None:
-            found.append(f"{given}: FSDP and DeepSpeed keep float32 weights, sharded over the processes; leave it out")
-        if self.torch_dtype == "float32" and self.computation_dtype != "float32":
-            found.append(f"{given} contradicts --torch-dtype float32, which keeps weights in float32")
-        if self.computation_dtype == "float16":
-            found.append(f"{given}: float16 gradients cannot be unscaled; use bfloat16")
-        if self.master_weights == "kahan" and not self.optim.startswith("adamw_torch"):
-            found.append(f"{given} is an AdamW of its own: leave out --optim {self.optim}")
         return found
 
     @property

@@ -53,7 +53,7 @@ class MediaLayout(NamedTuple):
 
 
 def lay_out(
-    pieces: Sequence[Piece], media: Mapping[str, Sequence[Medium]], parts_of: Callable[[Medium], Sequence[Part]]
+    pieces: Sequence[Piece], media: Mapping[str, Sequence[Medium]], parts_of: Callable[[Medium, int], Sequence[Part]]
 ) -> MediaLayout:
     """Write the media's tokens out where pieces stand for them."""
     units: list[Piece] = []
@@ -68,7 +68,7 @@ def lay_out(
         index = counts[piece.media]
         counts[piece.media] += 1
         begin: _Place | None = None
-        for part in parts_of(media[piece.media][index]):
+        for part in parts_of(media[piece.media][index], index):
             if isinstance(part, str):
                 last = units[-1]
                 begin = begin or _Place(len(units) - 1, len(last.text))

@@ -18,22 +18,16 @@ from packtool.config.rows import BboxType, BoxOptions
 from packtool.constants import BOX_MARK, NAME_MARK
 from packtool.encode.encoded import EncodedImage
 from packtool.encode.families import FAMILIES, ImageLimits, MediaKind, Medium, family_of
-from packtool.encode.families.boxes import BOX_TOKENS, REF_TOKENS, BoxForm
+from packtool.encode.families.boxes import QWEN_TOKENS, BoxForm, BoxTokens
 from packtool.encode.messages import CannotRender
 from packtool.encode.model_files import ModelFiles
+from packtool.errors import ConfigError
 from packtool.media.opening import MediaProblem
 from packtool.rows.forms.objects import JSON_KEY, ROUNDING, corners_of
 from packtool.rows.forms.problem import RowProblem
 from packtool.rows.forms.values import finite
 from packtool.rows.sample import Dropped, MediaRef, Objects, Region, Sample, Turn
 
-_CONTROL = frozenset((*REF_TOKENS, *BOX_TOKENS))
-_ANY_CONTROL = "|".join(map(re.escape, sorted(_CONTROL)))
-_SPELLED = re.compile(
-    f"{re.escape(REF_TOKENS[0])}((?!{_ANY_CONTROL}).)*{re.escape(REF_TOKENS[1])}|"
-    rf"{re.escape(BOX_TOKENS[0])}[\d(),.\s]*{re.escape(BOX_TOKENS[1])}",
-    re.DOTALL,
-)
 # A name that is a text of JSON is written as one.
 _MARKS = re.compile(rf'(?P<json>[:\[,]\s*"){NAME_MARK}(?=")|{NAME_MARK}|{BOX_MARK}')
 _KEYS = re.compile(rf'"\w+{JSON_KEY}\s*:\s*(?=[^\s<])')  # behind the key of a box of objects stands its mark
@@ -89,8 +83,17 @@ class BoxWriter:
         control: frozenset[str],
         measure: Callable[[MediaKind, MediaRef], Medium],
     ) -> BoxWriter:
-        """The one for a model, with these options."""
+        """The one for a model, with these options.
+
+        Raises:
+            ConfigError: for pixels of resized pictures, of a model whose own processor resizes them.
+        """
         form = box_form_of(files.config, options.bbox_format, options.norm_bbox)
+        if form is not None and form.scale == "pixels" and limits is None:
+            raise ConfigError(
+                f"--norm-bbox none: how the processor of {files.model_type} models resizes a picture is not known",
+                "Leave it out: such models are told thousandths of a picture's sides.",
+            )
         return cls(form, options.bbox_type, limits, control, files.model_type, measure)
 
     def ready(self, sample: Sample) -> Sample | Dropped:
@@ -108,7 +111,11 @@ class BoxWriter:
 
     def _may_have_boxes(self, sample: Sample) -> bool:
         joined = "\n".join([text for turn in sample.turns for text in turn.texts])
-        return REF_TOKENS[0] in joined or BOX_TOKENS[0] in joined or (self.unit is not None and JSON_KEY in joined)
+        return any(token in joined for token in self._tokens.all) or (self.unit is not None and JSON_KEY in joined)
+
+    @property
+    def _tokens(self) -> BoxTokens:
+        return QWEN_TOKENS if self.form is None else self.form.tokens
 
     def _written(self, sample: Sample) -> Sample:
         """The sample with what it has of boxes and names in its texts.
@@ -124,18 +131,19 @@ class BoxWriter:
         if objects.names or objects.boxes or has_json:
             form = self._known_form()
             sample = _Writing(self, form, sample, objects).written()
-        is_spelled = not any(re.search(_ANY_CONTROL, _SPELLED.sub("", text)) for text in _texts(sample))
+        tokens = self._tokens
+        is_spelled = not any(_is_broken(text, tokens) for text in _texts(sample))
         if form is not None and form.spelling == "tokens" and not is_spelled:
-            told = ", ".join((*REF_TOKENS, *BOX_TOKENS))
+            told = ", ".join(tokens.all)
             raise CannotRender("invalid_objects", f"the row's texts or names spell some of {told} where none belongs")
-        return replace(sample, objects=None, control=self.control & _CONTROL if is_spelled else frozenset())
+        return replace(sample, objects=None, control=self.control & {*tokens.all} if is_spelled else frozenset())
 
     def _known_form(self) -> BoxForm:
         if self.form is None:
             known = ", ".join(name for family in FAMILIES if family.boxes is not None for name in family.model_types)
             detail = f"how {self.model_type} models write boxes is not known; it is of {known}"
             raise CannotRender("objects_unsupported", detail)
-        missing = [token for token in (*REF_TOKENS, *BOX_TOKENS) if token not in self.control]
+        missing = [token for token in self.form.tokens.all if token not in self.control]
         if self.form.spelling == "tokens" and missing:
             raise CannotRender("objects_unsupported", f"the model's tokenizer has no {', '.join(missing)}")
         return self.form
@@ -226,6 +234,16 @@ class _Writing:
                 raise CannotRender("box_outside", detail)
             found.append(round(value / size * written))
         return found
+
+
+def _is_broken(text: str, tokens: BoxTokens) -> bool:
+    """Whether some tokens of boxes and names stand in a text where none belongs."""
+    control = re.compile("|".join(map(re.escape, tokens.all)))
+    if control.search(text) is None:
+        return False
+    name, box = ([*map(re.escape, pair)] for pair in (tokens.name, tokens.box))
+    inside = rf"((?!{control.pattern}).)*".join(name), tokens.between.join(box)
+    return control.search(re.sub("|".join(inside), "", text, flags=re.DOTALL)) is not None
 
 
 def _texts(sample: Sample) -> Iterator[str]:

@@ -101,6 +101,7 @@ class EncodedSample:
         part: of its row, where the row became several samples.
         borders: int32 (B,), ascending: where the turns of such a sample begin and end, those that are not trained in it
             too, since other samples of the row go on from there.
+        is_read_again: whether the plan's next epoch has it, too, as far as anybody knows.
     """
 
     input_ids: IntArray
@@ -116,6 +117,7 @@ class EncodedSample:
     loss_scale: npt.NDArray[np.float32] | None = None
     part: RowPart | None = None
     borders: IntArray | None = None
+    is_read_again: bool = True
 
     @property
     def place(self) -> str:

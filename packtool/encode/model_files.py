@@ -10,9 +10,10 @@ import hashlib
 import json
 import os
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
+from packtool.encode.open_template import ended_template
 from packtool.errors import ConfigError
 
 _FETCH_AGAIN = "Fetch the model's files again."
@@ -35,6 +36,7 @@ class ModelFiles:
         video_processor: settings of the video processor; the image processor's where a model has no others.
         audio_processor: settings of the feature extractor for sound, empty where there is none.
         template_file: that the chat template is from, where it is not the model's own.
+        end_mark: what the chat template was made to end the last answer with, "" where it ends answers by itself.
     """
 
     directory: str
@@ -46,6 +48,7 @@ class ModelFiles:
     video_processor: dict[str, Any] = field(default_factory=dict)
     audio_processor: dict[str, Any] = field(default_factory=dict)
     template_file: str | None = None
+    end_mark: str = ""
 
     @classmethod
     def load(cls, model: str, chat_template: str | None = None) -> ModelFiles:
@@ -64,14 +67,20 @@ class ModelFiles:
             raise ConfigError(
                 f"--model {model}: there is no config.json", "Give the directory of a transformers model."
             )
+        tokenizer = _tokenizer_json(directory)
+        template = (
+            _chat_template(directory, tokenizer_config) if chat_template is None else given_template(chat_template)
+        )
+        template, end_mark = ended_template(
+            template, _named_tokens(tokenizer_config), partial(_stop_tokens, directory, tokenizer)
+        )
         return cls(
             directory=directory,
             config=config,
             tokenizer_config=tokenizer_config,
-            tokenizer_json=_tokenizer_json(directory),
-            chat_template=given_template(chat_template)
-            if chat_template is not None
-            else _chat_template(directory, tokenizer_config),
+            tokenizer_json=tokenizer,
+            chat_template=template,
+            end_mark=end_mark,
             processor=_settings_of(directory, "image_processor", "preprocessor_config.json"),
             video_processor=_settings_of(
                 directory, "video_processor", "video_preprocessor_config.json", "preprocessor_config.json"
@@ -120,14 +129,29 @@ class ModelFiles:
     @property
     def template_variables(self) -> dict[str, str]:
         """``bos_token`` and its like, which chat templates may name."""
-        further = self.tokenizer_config.get("extra_special_tokens")
-        named = {**self.tokenizer_config, **(further if isinstance(further, dict) else {})}
-        found = {}
-        for name, value in named.items():
-            value = value.get("content") if isinstance(value, dict) else value
-            if name.endswith("_token") and isinstance(value, str):
-                found[name] = value
-        return found
+        return _named_tokens(self.tokenizer_config)
+
+
+def _named_tokens(tokenizer_config: dict[str, Any]) -> dict[str, str]:
+    further = tokenizer_config.get("extra_special_tokens")
+    named = {**tokenizer_config, **(further if isinstance(further, dict) else {})}
+    found = {}
+    for name, value in named.items():
+        value = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(value, str):
+            found[name] = value
+    return found
+
+
+def _stop_tokens(directory: str, tokenizer_json: str) -> tuple[str, ...]:
+    """Tokens that generation stops at, as ``generation_config.json`` has them."""
+    stops = (_read_json(directory, "generation_config.json") or {}).get("eos_token_id")
+    stops = stops if isinstance(stops, list) else [stops]
+    try:
+        added = json.loads(tokenizer_json)["added_tokens"]
+        return tuple(str(token["content"]) for token in added if token["id"] in stops)
+    except (ValueError, KeyError, TypeError):  # told where the tokenizer is used
+        return ()
 
 
 def place_of(model: str) -> str:

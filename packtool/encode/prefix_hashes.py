@@ -2,16 +2,16 @@
 
 A prefix is told where others may begin to differ: behind each medium, with the token that closes it, where each turn of
 the assistant begins and ends, and behind a long system prompt with its tools. Two samples have the same hash where they
-have the same tokens and media so far; media are the same if they are the same file, or the same bytes, and were
-measured alike.
+have the same tokens and media so far; media are the same if they hold the same, wherever they lie
+(``media.content``), and were measured alike.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ import numpy.typing as npt
 from packtool.constants import IGNORE_INDEX, LEAST_PROMPT
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray, patch_squares
 from packtool.encode.placed_media import MediaTokens, PlacedMedium, placed_media
+from packtool.media.content import content_name
 
 _BYTES = 8
 # Older caches hashed the channel first: their rows without one, which began so, go on sharing with new ones.
@@ -45,19 +46,34 @@ class PrefixHashes(NamedTuple):
     target_tokens: IntArray
 
 
+MediumTold = Callable[[str | None, bytes | None], tuple[str | None, str | None]]
+"""What stands for the path and the bytes of a medium in a hash."""
+
+
+def by_content(path: str | None, data: bytes | None) -> tuple[str | None, str | None]:
+    """Media are the same if they hold the same bytes."""
+    return None, content_name(path, data)
+
+
+def by_address(path: str | None, data: bytes | None) -> tuple[str | None, str | None]:
+    """Media are the same if they lie in the same place: the hashes of older caches."""
+    return path, None if data is None else hashlib.sha256(data).hexdigest()
+
+
 def prefix_hashes(
-    samples: Sequence[EncodedSample], tokens: MediaTokens, *, longer_than: int = 0
+    samples: Sequence[EncodedSample], tokens: MediaTokens, *, longer_than: int = 0, told: MediumTold = by_content
 ) -> tuple[npt.NDArray[np.int64], PrefixHashes]:
     """Hash the prefixes of S samples: BLAKE2b of 64 bits over tokens and media.
 
     Args:
         tokens: by which their media are found; a sample with others has no prefixes, for nobody knows where these lie.
         longer_than: tokens of prefixes that are too short to be told.
+        told: which media are the same.
 
     Returns:
         How many each sample has, int64 (S,), and those of all.
     """
-    found = [_prefixes(sample, tokens, longer_than) for sample in samples]
+    found = [_prefixes(sample, tokens, longer_than, told) for sample in samples]
     together = [prefix for of_sample in found for prefix in of_sample]
     lengths, digests, *others = zip(*together, strict=True) if together else ((),) * len(PrefixHashes._fields)
     hashes = np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
@@ -70,7 +86,7 @@ def prefix_hashes(
 _Prefix = tuple[int, bytes, int, int, int, int]
 
 
-def _prefixes(sample: EncodedSample, tokens: MediaTokens, longer_than: int) -> list[_Prefix]:
+def _prefixes(sample: EncodedSample, tokens: MediaTokens, longer_than: int, told: MediumTold) -> list[_Prefix]:
     """Tokens, digest, pads, pads of sound, squares of patches and targets of each prefix of a sample."""
     media = placed_media(sample, tokens)
     if len(media) < len(sample.images) + len(sample.videos) + len(sample.audios):
@@ -81,16 +97,16 @@ def _prefixes(sample: EncodedSample, tokens: MediaTokens, longer_than: int) -> l
     found: list[_Prefix] = []
     targets = np.cumsum(sample.labels != IGNORE_INDEX)
     sums = 0, 0, 0
-    state, told = hashlib.blake2b(_BEGINNING, digest_size=_BYTES), 0
+    state, done = hashlib.blake2b(_BEGINNING, digest_size=_BYTES), 0
     ids = np.ascontiguousarray(sample.input_ids, "<i4")
     for end in sorted(end for end in told_at if 0 < end <= sample.length):
         while media and media[0].stop <= end:
             placed = media.pop(0)
-            state.update(_identity(placed))
+            state.update(_identity(placed, told))
             own = _figures(placed.medium)
             sums = sums[0] + own[0], sums[1] + own[1], sums[2] + own[2]
-        state.update(ids[told:end].data)
-        told = end
+        state.update(ids[done:end].data)
+        done = end
         if end > longer_than:
             # Of what came so far: more may follow.
             found.append((end, state.digest(), *sums, int(targets[end - 1])))
@@ -121,15 +137,12 @@ def _figures(medium: EncodedImage | EncodedVideo | EncodedAudio) -> tuple[int, i
     return medium.num_tokens + track, track, patch_squares(medium.grid)
 
 
-def _identity(placed: PlacedMedium) -> bytes:
-    """A medium and its place, with digests instead of the bytes of files; each begins with its own length."""
+def _identity(placed: PlacedMedium, told: MediumTold) -> bytes:
+    """A medium and its place; it begins with its own length."""
     medium = placed.medium
-    changes: dict[str, object] = {"data": _digest(medium.data)}
+    path, data = told(medium.path, medium.data)
+    changes: dict[str, Any] = {"path": path, "data": data}
     if isinstance(medium, EncodedVideo):
-        changes["frames"] = tuple((path, _digest(data)) for path, data in medium.frames)
-    told = repr((placed.start, placed.stop, dataclasses.replace(medium, **changes))).encode()  # type: ignore[arg-type]
-    return len(told).to_bytes(_BYTES, "little") + told
-
-
-def _digest(data: bytes | None) -> str | None:
-    return None if data is None else hashlib.sha256(data).hexdigest()
+        changes["frames"] = tuple(told(*frame) for frame in medium.frames)
+    found = repr((placed.start, placed.stop, dataclasses.replace(medium, **changes))).encode()
+    return len(found).to_bytes(_BYTES, "little") + found

@@ -99,7 +99,7 @@ class PreparedRows:
         spans, numbers = [], dict.fromkeys(_KINDS, 0)
         for placed in placed_media(sample, self._tokens):
             kind = next(kind for kind in _KINDS if any(placed.medium is medium for medium in media[kind]))
-            parts = self._media.parts(placed.medium)
+            parts = self._media.parts(placed.medium, numbers[kind])
             if not self._agrees(ids[placed.start : placed.stop], parts):
                 return f"{kind} {numbers[kind]} has not the placeholder tokens, in number or order, that it needs here"
             start, stop = self._with_marks(ids, placed, parts)

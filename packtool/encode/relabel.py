@@ -76,6 +76,14 @@ class TargetChoice:
         """bool (L,): placeholder tokens, and all between a medium's marks, timestamps of a video too."""
         if not self.pads:
             return np.zeros(len(ids), bool)
-        opens, closes = np.isin(ids, list(self.opening)), np.isin(ids, list(self.closing))
+        opens, closes = _is_any(ids, self.opening), _is_any(ids, self.closing)
         depth = np.cumsum(opens.astype(np.int32) - np.concatenate(([0], closes[:-1].astype(np.int32))))
-        return (depth > 0) | np.isin(ids, list(self.pads))
+        return (depth > 0) | _is_any(ids, self.pads)
+
+
+def _is_any(ids: npt.NDArray[np.int32], wanted: frozenset[int]) -> npt.NDArray[np.bool_]:
+    """bool (L,): which ids are some of a few; ten times as fast as ``np.isin``, which sorts."""
+    found = np.zeros(len(ids), bool)
+    for each in wanted:
+        found |= ids == each
+    return found

@@ -22,6 +22,11 @@ def remarks_on(spec: EncodeSpec, files: ModelFiles, media: MediaEncoding) -> tup
             f"--loss-scale {asked} means {meant} here: the chat template is one for hybrid thinking, whose prompt "
             f"writes the empty thinking block itself, so it carries no loss; {asked}+keep_empty_think trains it"
         )
+    if files.end_mark:
+        found.append(
+            f"the chat template ends no answer, and generation stops at {files.end_mark.strip()}, which opens the next "
+            "turn: it stands behind the last answer, too, and is trained as the end of each"
+        )
     if spec.expand_turns == "auto":
         drops = expansion_of("auto", files) == "auto"
         found.append(

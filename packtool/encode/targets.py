@@ -80,6 +80,7 @@ class TurnFinder:
         places = [_piece_with(pieces, answer) for pieces, answer in answers]
         header, prompt_rest = _header(_written(asked, prompted), asked == prompted, answers, places)
         ends = frozenset(pieces[at + 1].control for (pieces, _), at in zip(answers, places, strict=True))
+        ends |= _ends_before_tools(template, shield, ends, asked)
         tails = [_controls_behind(pieces, at + 1) for (pieces, _), at in zip(answers[:2], places[:2], strict=True)]
         finder = cls(header, prompt_rest, ends, tuple(tails[0][: num_common(*tails)]) if len(ends) == 1 else ())
         for pieces, said in ((short, _ANSWERS[:1]), (long, _ANSWERS)):
@@ -188,6 +189,19 @@ def _piece_with(pieces: Sequence[Piece], answer: str) -> int:
     if at is None or at + 1 >= len(pieces) or not pieces[at].control:
         raise _no_control_tokens()
     return at
+
+
+def _ends_before_tools(
+    template: ChatTemplate, shield: Shield, ends: frozenset[str], asked: Sequence[Piece]
+) -> frozenset[str]:
+    """What ends a turn before a tool's answer, where the next turn's opening does: ``<|observation|>`` of GLM."""
+    if not any(piece.control in ends and _QUESTION in piece.text for piece in asked):
+        return frozenset()
+    try:
+        pieces = shield.cut(template.render([*_PROBE[:2], {"role": "tool", "content": _QUESTION}]))
+        return frozenset({pieces[_piece_with(pieces, _ANSWERS[0]) + 1].control})
+    except (TemplateFailure, ConfigError):
+        return frozenset()
 
 
 def _written(before: Sequence[Piece], after: Sequence[Piece]) -> list[Piece]:

@@ -48,16 +48,15 @@ class World:
             ConfigError: if they cannot be divided so.
         """
         if self.size % sequence_parallel_size:
-            processes = f"{self.size} process{'es' if self.size > 1 else ''}"
             raise ConfigError(
-                f"--sequence-parallel-size {sequence_parallel_size}: {processes} cannot be divided into groups of "
+                f"--sequence-parallel-size {sequence_parallel_size}: {self._counted} cannot be divided into groups of "
                 f"{sequence_parallel_size}",
                 f"NPROC_PER_NODE={sequence_parallel_size} in front, or a multiple of it, starts enough.",
             )
         return dataclasses.replace(self, sequence_parallel_size=sequence_parallel_size)
 
     def check_shards(self, config: TrainConfig) -> None:
-        """Raise for a run whose weights are to be spread over a single process.
+        """Raise for a run whose weights cannot be spread over the processes that there are.
 
         Raises:
             ConfigError: with what starts more.
@@ -67,6 +66,16 @@ class World:
                 f"--fsdp {' '.join(config.fsdp)} spreads weights over processes, and there is one",
                 "NPROC_PER_NODE=8 in front starts eight; leave --fsdp out to train in one.",
             )
+        if self.size % config.expert_parallel_size:
+            raise ConfigError(
+                f"--expert-parallel-size {config.expert_parallel_size}: {self._counted} cannot be divided into groups "
+                f"of {config.expert_parallel_size}",
+                f"NPROC_PER_NODE={config.expert_parallel_size} in front, or a multiple of it, starts enough.",
+            )
+
+    @property
+    def _counted(self) -> str:
+        return f"{self.size} process{'es' if self.size > 1 else ''}"
 
     @property
     def data(self) -> World:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, replace
 from functools import lru_cache
@@ -16,6 +17,7 @@ from torch.utils.data import Dataset
 from packtool.batch.batch import Batch
 from packtool.batch.dataset import load_micro_batches
 from packtool.batch.micro_batch import MicroBatch, PlannedEpoch
+from packtool.config.media_cache import MediaCacheOptions
 from packtool.config.rows import AccessOptions
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, MismatchError, PacktoolError
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 OPTIONS = frozenset(
     {
         *("loss_scale", "loss_reduction", "max_steps", "dataloader_num_workers", "media_root", "torch_compile"),
-        *(field.name for field in fields(AccessOptions)),
+        *(field.name for field in (*fields(AccessOptions), *fields(MediaCacheOptions))),
     }
 )
 """Options of ``packtool train`` that decide what batches hold, and that a plan does not know."""
@@ -77,8 +79,8 @@ class Batches(Dataset[dict[str, Any]]):
         device: where iterating puts the tensors; by default they stay on the host, in page-locked memory if there is a
             GPU.
         options: of ``packtool train``: ``loss_scale``, ``loss_reduction``, ``max_steps``, ``dataloader_num_workers``,
-            ``media_root``, ``media_access``, ``max_media_bytes``; ``torch_compile`` pads micro-batches to a few
-            lengths, for a model that you compile.
+            ``media_root``, ``media_access``, ``max_media_bytes``, ``media_cache``, ``media_cache_size``;
+            ``torch_compile`` pads micro-batches to a few lengths, for a model that you compile.
 
     Raises:
         ConfigError, DataError, MismatchError: as ``packtool train`` before its first step.
@@ -101,7 +103,7 @@ class Batches(Dataset[dict[str, Any]]):
         self.rank = _rank(rank, plan.world_size)
         self._config = _training(plan, model, options)
         self._prepare(None)
-        if self._run.schedule.first.packs.fingerprint != plan.preview.plan.packs.fingerprint:
+        if self._run.schedule.first.packs.fingerprint != plan.preview.first.packs.fingerprint:
             raise MismatchError(
                 "the caches are not what they were when the plan was made", "Call packtool.plan again, and look at it."
             )
@@ -157,6 +159,8 @@ class Batches(Dataset[dict[str, Any]]):
         )
         for number, batch in zip(numbers, batches, strict=True):
             self._place = number + 1
+            if batch.media_reads.problem is not None:
+                warnings.warn(f"media_cache: no more is kept: {batch.media_reads.problem}", stacklevel=2)
             moved = batch if self.device is None else batch.to(self.device, non_blocking=True)
             yield self._inputs(number, moved)
         self._begin = 0
@@ -206,11 +210,12 @@ class Batches(Dataset[dict[str, Any]]):
     def _count(self) -> tuple[npt.NDArray[np.int64], list[int], int]:
         """Micro-batches of a rank before each epoch and in all, (E + 1,); each one's first step; most of a step."""
         schedule, ends, starts, most = self._run.schedule, [0], [self._base], 1
+        is_staged = schedule.stage_of(self._base) is not None
         for epoch in count(self._first_epoch):
-            # Other epochs have as many as the first, but for micro-batches that are filled by tokens, and a rest.
-            is_like_first = epoch > self._first_epoch and self.plan.config.has_as_many_micro_batches
+            # Other epochs have as many as the first, but for micro-batches that are filled by tokens, a rest, stages.
+            is_like_first = epoch > self._first_epoch and self.plan.config.has_as_many_micro_batches and not is_staged
             steps = (schedule.first if is_like_first else schedule.plan_of(epoch)).steps
-            trained = min(self.num_steps - starts[-1], steps.num_steps)
+            trained = min(self.num_steps, schedule.epoch_end(starts[-1])) - starts[-1]
             offsets = steps.step_offsets[: trained + 1] // steps.world_size
             ends.append(ends[-1] + int(offsets[-1]))
             starts.append(starts[-1] + trained)
@@ -228,7 +233,7 @@ class Batches(Dataset[dict[str, Any]]):
     def _epoch_of(self, epoch: int) -> tuple[PlannedEpoch, npt.NDArray[np.int64]]:
         """The micro-batches of an epoch, and what the loss of each of its steps is divided by, (S,)."""
         plan = self._run.schedule.plan_of(epoch)
-        return self._run.planned_epoch(plan), units_per_step(plan, self._run.figures)
+        return self._run.planned_epoch(plan, epoch), units_per_step(plan, self._run.figures)
 
     def _locate(self, number: int) -> tuple[int, int, int, int]:
         """Epoch, step of the epoch, rank and number in the step of a micro-batch."""
@@ -316,6 +321,11 @@ def _training(plan: Plan, model: str | None, options: Mapping[str, Any]) -> Trai
     if problems := [f"{name} is no option here: {why}" for name, why in _ELSEWHERE.items() if name in options]:
         raise ConfigError.from_problems(problems)
     refuse_others(options, OPTIONS)
+    if plan.preview.staged is not None and options.get("max_steps", asked.max_steps) != asked.max_steps:
+        raise ConfigError(
+            f"max_steps={options['max_steps']}: the plan has stages, and how long these are depends on it",
+            "Give it to packtool.plan, too.",
+        )
     known = {field.name for field in fields(TrainConfig)}
     given = {
         field.name: value

@@ -138,6 +138,7 @@ class PlanKeywords(TypedDict, total=False):
     packing: bool | None
     world_size: int | None
     num_train_epochs: float | None
+    max_steps: int | None
     hardware: Text | None
     tflops: float | None
     mfu: float | None
@@ -149,6 +150,8 @@ class BatchKeywords(TypedDict, total=False):
     media_access: Literal["root", "local", "any"] | None
     max_media_bytes: int | str | None
     media_root: Text | None
+    media_cache: Text | None
+    media_cache_size: int | str | None
     loss_scale: Text | None
     max_steps: int | None
     loss_reduction: Literal["token", "sample"] | None
@@ -194,6 +197,8 @@ class EvalKeywords(TypedDict, total=False):
     ring_size: int | None
     media_access: Literal["root", "local", "any"] | None
     max_media_bytes: int | str | None
+    media_cache: Text | None
+    media_cache_size: int | str | None
     cache_dir: Text | None
     cache_dir_size: int | str | None
     verify_cache: Literal["always", "once", "never"] | None

@@ -80,7 +80,7 @@ def open_medium(
 
 
 def _note_success(ref: MediaRef) -> None:
-    if ref.path is not None and storage.is_remote(ref.path):
+    if ref.path is not None and ref.data is None and storage.is_remote(ref.path):
         storage.worked(storage.place(ref.path))
 
 
@@ -97,7 +97,7 @@ def check_allowed(ref: MediaRef) -> None:
 
 def _opened(ref: MediaRef, first_block: int, is_image: bool) -> BinaryIO:
     most = ref.rights.most_bytes(is_image)
-    if ref.path is None:
+    if ref.path is None or ref.data is not None:  # embedded media keep their path, for messages
         return io.BytesIO(_within(ref, ref.data or b"", most))
     check_allowed(ref)
     if storage.is_remote(ref.path):

@@ -9,8 +9,8 @@ Of an hour of which 64 frames are taken, a keyframe every ten seconds, a fifth i
 Frames are numbered in the order in which a decoder gives them, from the file's first one on, so a keyframe's number has
 to be known before decoding can begin there: it is the number of packets before it, and of those behind it that are
 shown before it (the leading pictures of an open group). Packets are counted in the table of contents, where the format
-has one (mp4, mov); Matroska and WebM are read once without decoding. Times are not asked, so frames may be as unevenly
-spaced as they like.
+has one (mp4, mov); Matroska and WebM are read once without decoding, also to know how many frames of H.264 they have.
+Times are not asked, so frames may be as unevenly spaced as they like.
 
 That each packet is one frame is not taken on trust: wherever decoding goes, the frames have to be those of the packets,
 one by one. Where they are not, and for other formats, ``Unnumbered`` says that only decoding from the beginning tells.
@@ -27,12 +27,15 @@ from typing import Any
 
 from packtool.media.container import index_of, is_indexed
 
-LEAST_SKIPPED = 16
-"""Frames that must be saved by going to a keyframe: about what a decoder on threads takes in before the first comes out
-of it."""
+LEAST_SKIPPED = 4
+"""Frames that must be saved by going to a keyframe: about what a decoder takes in before the first comes out of it."""
 
 # Packets behind a keyframe among which its leading pictures lie: H.264 and HEVC keep 16 frames for reordering at most.
 _MOST_REORDERED = 32
+_ALL = 2**62
+_FEW = 3  # keyframes
+# Whose decoder makes a frame of every packet, also of a damaged one; others give up, which is to be found at export.
+_CONCEALED = ("h264",)
 _READ_ONCE = ("matroska", "webm")
 # One packet, one frame. VP8 is not among them: it has packets that show nothing.
 _CODECS = ("h264", "hevc", "vp9", "av1", "mpeg4", "mjpeg")
@@ -98,6 +101,34 @@ def needed_frames(container: Any, stream: Any, numbers: Sequence[int]) -> Iterat
             if found == number:
                 yield number, frame
                 break
+
+
+def count_frames(container: Any, stream: Any) -> int:
+    """How many frames a decoder gives: packets are counted, and the first and the last frames decoded.
+
+    At the beginning and at the end frames have to be those of the packets, one by one; a file that is cut off has as
+    many as its last keyframe's decoding gives.
+
+    Args:
+        container: at its beginning.
+
+    Raises:
+        Unnumbered: if only decoding all of it tells; the container is spent then.
+    """
+    if stream.codec_context.codec.canonical_name not in _CONCEALED:
+        raise Unnumbered
+    keys = _keyframes(container, stream, _ALL)
+    if len(keys.numbers) < _FEW:
+        raise Unnumbered  # nothing would be saved
+    run = _run(container, stream, keys)
+    if run.start != 0 or len(list(islice(run.frames, _MOST_REORDERED))) < _MOST_REORDERED:
+        raise Unnumbered
+    last = keys.numbers[-1]
+    run = _run_before(container, stream, keys, len(keys.numbers) - 1, last)
+    num_frames = run.start + sum(1 for _ in run.frames)
+    if num_frames <= last:
+        raise Unnumbered
+    return num_frames
 
 
 def all_frames(container: Any, stream: Any, numbers: Sequence[int]) -> Iterator[tuple[int, Any]]:

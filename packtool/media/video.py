@@ -6,14 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import av
 import numpy as np
 import numpy.typing as npt
+from av.video.reformatter import VideoReformatter
 
 from packtool.media.container import check_end, is_counted, is_indexed, open_container
 from packtool.media.load import ANY, load_image, media_error, unlike_the_export
 from packtool.media.measure import measure_image
 from packtool.media.opening import MediaProblem, label
-from packtool.media.seeking import Unnumbered, all_frames, needed_frames
+from packtool.media.seeking import Unnumbered, all_frames, count_frames, needed_frames
 from packtool.rows.rights import MediaRights
 from packtool.rows.sample import MediaRef
 
@@ -21,8 +23,8 @@ FRAMES_A_SECOND = 2.0
 """Frames a second of a video that is given as pictures, when nothing says otherwise (as Qwen's tools have it)."""
 
 _FALLBACK_RATE = 24.0
-
-Pictures = dict[int, npt.NDArray[np.uint8]]
+# Colours are converted by as many threads as there are cores otherwise, since PyAV 17; before, always by one.
+_BY_ONE_THREAD = {"threads": 1} if int(av.__version__.split(".")[0]) >= 17 else {}
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def measure_video(ref: MediaRef) -> VideoSize:
         if num_frames is not None:
             check_end(container, stream, ref)
         else:
-            num_frames = 1 + sum(1 for _ in container.decode(stream))
+            num_frames = _counted_frames(ref) or 1 + sum(1 for _ in container.decode(stream))
         seconds = float(stream.duration * stream.time_base) if stream.duration and stream.time_base else 0.0
         rate = rate or (num_frames / seconds if seconds else _FALLBACK_RATE)
         height, width = first.height, first.width
@@ -98,35 +100,63 @@ def load_video(
     ref = MediaRef(path, data, rights=rights)
     numbers = sorted(set(indices))
     try:
-        found = _decoded(ref, numbers, needed_frames)
-        if found is None:
-            found = _decoded(ref, numbers, all_frames) or {}
+        found, missing = _decoded(ref, numbers, needed_frames) or _decoded(ref, numbers, all_frames) or (None, numbers)
     except MediaProblem as problem:
         raise media_error(problem) from problem
-    if len(found) < len(numbers):
-        raise unlike_the_export(ref, f"a frame {numbers[-1]}", f"no frame {max(set(numbers) - found.keys())}")
-    return np.stack([found[i] for i in indices])
+    if found is None or missing:
+        raise unlike_the_export(ref, f"a frame {numbers[-1]}", f"no frame {missing[-1]}")
+    return found if len(numbers) == len(indices) else found[np.searchsorted(numbers, indices)]
 
 
-def _decoded(ref: MediaRef, numbers: Sequence[int], way: Callable[..., Iterator[tuple[int, Any]]]) -> Pictures | None:
-    """Frames by their numbers, found in one of the ways of ``seeking``; None if it does not number them."""
-    found: Pictures = {}
+def _decoded(
+    ref: MediaRef, numbers: Sequence[int], way: Callable[..., Iterator[tuple[int, Any]]]
+) -> tuple[npt.NDArray[np.uint8] | None, list[int]] | None:
+    """Frames by their numbers, found in one of the ways of ``seeking``, and the numbers that are not there.
+
+    Returns:
+        None if the way does not number them; no frames if none is there.
+    """
+    found: npt.NDArray[np.uint8] | None = None
+    missing, places = set(numbers), {number: place for place, number in enumerate(numbers)}
+    # One for all frames: to set it up takes longer than to convert a frame.
+    converter = VideoReformatter()
     with open_container(ref) as container:
         stream = _stream(container, ref)
-        stream.thread_type = "AUTO"
         try:
             for number, frame in way(container, stream, numbers):
-                picture: npt.NDArray[np.uint8] = frame.to_ndarray(format="rgb24")
-                found[number] = np.rot90(picture, round(frame.rotation / 90)) if frame.rotation else picture
+                picture = converter.reformat(frame, format="rgb24", **_BY_ONE_THREAD).to_ndarray()
+                if frame.rotation:
+                    picture = np.rot90(picture, round(frame.rotation / 90))
+                if found is None:
+                    found = np.empty((len(numbers), *picture.shape), np.uint8)
+                if found.shape[1:] != picture.shape:
+                    detail = f"frame {number} has another size than those before it"
+                    raise MediaProblem("media_size", f"{label(ref)}: {detail}")
+                found[places[number]] = picture
+                missing.remove(number)
         except Unnumbered:
             return None
-    return found
+    return found, sorted(missing)
+
+
+def _counted_frames(ref: MediaRef) -> int | None:
+    """Number of frames without decoding all of them, None if that does not tell."""
+    with open_container(ref) as container:
+        stream = _stream(container, ref)
+        try:
+            return count_frames(container, stream)
+        except Unnumbered:
+            return None
 
 
 def _stream(container: Any, ref: MediaRef) -> Any:
     if not container.streams.video:
         raise MediaProblem("media_unreadable", f"{label(ref)}: the file has no video stream")
-    return container.streams.video[0]
+    stream = container.streams.video[0]
+    # Videos are loaded by several processes at a time. More threads in each decode frames ahead, which seeking throws
+    # away: of ten minutes of which 64 frames are taken, a keyframe every two seconds, 16 threads decode twice as much.
+    stream.codec_context.thread_count = 1
+    return stream
 
 
 def _declared_frames(container: Any, stream: Any) -> int | None:

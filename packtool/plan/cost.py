@@ -122,7 +122,7 @@ class CostModel:
         self,
         vision_tokens: npt.NDArray[Any],
         patch_squares: npt.NDArray[Any],
-        audio_tokens: npt.NDArray[np.integer[Any]] | int = 0,
+        audio_tokens: npt.NDArray[Any] | int = 0,
     ) -> npt.NDArray[np.float64]:
         """FLOPs of the towers for media of packs, samples or pictures; all are of any shape, and of the same.
 

@@ -25,6 +25,7 @@ from packtool.plan.skrull_steps import assign_skrull
 from packtool.plan.steps import StepPlan, plan_steps, step_plan
 from packtool.plan.summary import BalanceFigures, PlanSummary, SkrullFigures, pack_costs, padded_fill, summarize
 from packtool.plan.towers import TowerWork
+from packtool.plan.tree_parts import TreeParts
 
 _WINDOW_STEPS = 50
 
@@ -150,7 +151,7 @@ def plan_epoch(
         packs = _pack(lengths[kept], kept_media, options, seed, epoch)
         packs = PackPlan(kept[packs.samples], packs.offsets, packs.lengths, packs.capacity)
     packs = _grouped(packs, options)
-    return assign_packs(packs, target_tokens, options, media_tokens=media_tokens, towers=towers)
+    return assign_packs(packs, target_tokens, options, media_tokens=media_tokens, towers=towers, trees=trees)
 
 
 def plan_mixture(
@@ -192,6 +193,7 @@ def assign_packs(
     *,
     media_tokens: npt.NDArray[np.integer[Any]] | None = None,
     towers: TowerWork | None = None,
+    trees: PrefixTrees | None = None,
 ) -> EpochPlan:
     """The second half of ``plan_epoch``: steps and figures for packs that are there already.
 
@@ -201,7 +203,7 @@ def assign_packs(
     Args:
         packs: of samples by their position in the cache.
         target_tokens: (N,), labels of each sample of the cache that carry loss.
-        options, media_tokens, towers: as for ``plan_epoch``.
+        options, media_tokens, towers, trees: as for ``plan_epoch``.
 
     Raises:
         ConfigError: an option is not positive, or samples are too long for Skrull's buckets.
@@ -212,12 +214,13 @@ def assign_packs(
     if options.skrull is not None:
         return _assign_skrull(packs, target_tokens, options, towers)
     costs = pack_costs(packs, options.cost, target_tokens, towers) if options.cost is not None else None
-    steps = _steps(packs, target_tokens, options, costs)
+    parts = TreeParts.of(packs, trees)
+    steps = _steps(packs, target_tokens, options, costs, parts)
     balance = None
     if costs is not None:
         after = imbalance(steps.rank_costs(costs))
         is_assigned = options.balance != "none" and options.dynamic_batch_tokens is None
-        before = _imbalance_in_turn(packs, target_tokens, options, costs) if is_assigned else after
+        before = _imbalance_in_turn(packs, target_tokens, options, costs, parts) if is_assigned else after
         balance = BalanceFigures.of(before, after, float(costs.sum()))
     fill = _fill(packs, steps, options)
     return EpochPlan(
@@ -284,9 +287,10 @@ def _imbalance_in_turn(
     target_tokens: npt.NDArray[np.integer[Any]],
     options: PlanOptions,
     costs: npt.NDArray[np.float64],
+    parts: TreeParts | None = None,
 ) -> npt.NDArray[np.float64]:
     """Slowest over mean work of every step if packs were assigned to ranks in turn, (S,)."""
-    return imbalance(_steps(packs, target_tokens, replace(options, balance="none"), None).rank_costs(costs))
+    return imbalance(_steps(packs, target_tokens, replace(options, balance="none"), None, parts).rank_costs(costs))
 
 
 def reordered(packs: PackPlan, *, seed: int, epoch: int) -> PackPlan:
@@ -302,6 +306,7 @@ def _steps(
     target_tokens: npt.NDArray[np.integer[Any]],
     options: PlanOptions,
     costs: npt.NDArray[np.float64] | None,
+    parts: TreeParts | None = None,
 ) -> StepPlan:
     if options.dynamic_batch_tokens is None:
         return plan_steps(
@@ -312,6 +317,7 @@ def _steps(
             packs_per_micro_batch=options.per_device_train_batch_size,
             costs=costs,
             balance=options.balance,
+            parts=parts,
         )
     batches = rearrange(
         packs.tokens_per_pack(),

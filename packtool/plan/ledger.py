@@ -164,15 +164,20 @@ class DataChange:
         step: the first that was planned with the data that there are since.
         epoch: that it lies in.
         left: of each cache, how often each of its samples was still to be trained in that epoch.
+        stage: as ``Ledger`` has it, of a run with stages.
+        trained: of each cache, how often each of its samples was trained until then; of a run with stages, whose later
+            ones begin with what was trained least.
     """
 
     step: int
     epoch: int
     left: tuple[RowCounts, ...]
+    stage: tuple[int, int] | None = None
+    trained: tuple[RowCounts, ...] = ()
 
     def samples(self) -> Int64Array:
         """How often each sample of all caches was still to be trained, by position; int64 (N,)."""
-        return np.concatenate([np.zeros(0, np.int64), *(each.counts().astype(np.int64) for each in self.left)])
+        return joined_counts(self.left)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -185,6 +190,7 @@ class Ledger:
         sources: the run's caches, in their order.
         retired: caches that it had before.
         change: the last change of the data; None where they are what they were.
+        stage: the 0-based number of the stage that comes next, and the epoch that it began with; None without stages.
     """
 
     step: int = 0
@@ -192,6 +198,7 @@ class Ledger:
     sources: tuple[SourceLedger, ...]
     retired: tuple[SourceLedger, ...] = ()
     change: DataChange | None = None
+    stage: tuple[int, int] | None = None
 
     def plus(
         self,
@@ -227,8 +234,12 @@ class Ledger:
 
     def in_epoch(self) -> Int64Array:
         """How often each sample of the caches was trained in this epoch, by position; int64 (N,)."""
-        counts = [source.epoch.counts().astype(np.int64) for source in self.sources]
-        return np.concatenate([np.zeros(0, np.int64), *counts])
+        return joined_counts([source.epoch for source in self.sources])
+
+
+def joined_counts(counts: Sequence[RowCounts]) -> Int64Array:
+    """The counts of several caches, one after the other: int64 (N,)."""
+    return np.concatenate([np.zeros(0, np.int64), *(each.counts().astype(np.int64) for each in counts)])
 
 
 def without(rows: Int64Array, left_out: Int64Array) -> Int64Array:

@@ -1,8 +1,9 @@
-"""Which of the ranks that share a sequence looks at which picture, for all micro-batches of an epoch at once.
+"""Which of the ranks that share a sequence gets which picture or sound, for all micro-batches of an epoch at once.
 
 A picture is looked at whole, by one rank (``batch.collate_shard``), so what a rank's tower takes is no even part of the
 pack's: of pictures of 5,000, 250 and 250 tokens four ranks get 5,000, 250, 250 and none. How large the pictures of a
-sample are the index does not tell, but how many there are, their tokens together, and the squares of their patches.
+sample are the index does not tell, but how many there are, their tokens together, and the squares of their patches. Of
+sounds it tells how many there are, but for the tracks of videos, and their tokens together.
 """
 
 from __future__ import annotations
@@ -23,17 +24,19 @@ Float64Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Media:
-    """The n pictures and videos of samples, each by itself.
+    """The n pictures, videos and sounds of samples, each by itself.
 
     Args:
         samples: int64 (n,), position of the sample in the cache.
-        tokens: float64 (n,).
+        tokens: float64 (n,), of a picture or video; 0 of a sound.
         squares: float64 (n,), sum over its frames of (patches of the frame)^2.
+        sounds: float64 (n,), tokens of a sound; 0 of what has patches.
     """
 
     samples: Int64Array
     tokens: Float64Array
     squares: Float64Array
+    sounds: Float64Array
 
     @classmethod
     def of_samples(
@@ -67,10 +70,37 @@ class Media:
         other = (sums - largest) / np.maximum(n - 1, 1)
         other_squares = (other * patches_per_token) ** 2
         first = np.cumsum(counts[has]) - counts[has]
-        found = cls(np.repeat(has, counts[has]), np.repeat(other, counts[has]), np.repeat(other_squares, counts[has]))
+        others, their_squares = (np.repeat(each, counts[has]) for each in (other, other_squares))
+        found = cls(np.repeat(has, counts[has]), others, their_squares, np.zeros(len(others)))
         found.tokens[first] = largest
         found.squares[first] = np.maximum(squares[has] - (n - 1) * other_squares, 0)
         return found
+
+    def with_sounds(
+        self,
+        tokens: npt.NDArray[np.integer[Any]],
+        num_audios: npt.NDArray[np.integer[Any]],
+        num_videos: npt.NDArray[np.integer[Any]],
+    ) -> Media:
+        """These and the sounds of the same samples: of several the first is all but a token of each other.
+
+        Args:
+            tokens: (N,), of sounds, those of videos among them.
+            num_audios: (N,), sounds by themselves; of a sample that has tokens and none of these, videos sound.
+            num_videos: (N,).
+        """
+        has = np.flatnonzero(tokens > 0)
+        counts = np.where(num_audios[has] > 0, num_audios[has], np.maximum(num_videos[has], 1)).astype(np.int64)
+        counts = np.minimum(counts, tokens[has])
+        sounds = np.ones(counts.sum())
+        sounds[np.cumsum(counts) - counts] = tokens[has] - (counts - 1)
+        none = np.zeros(len(sounds))
+        return Media(
+            np.concatenate([self.samples, np.repeat(has, counts)]),
+            np.concatenate([self.tokens, none]),
+            np.concatenate([self.squares, none]),
+            np.concatenate([self.sounds, sounds]),
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,19 +9,26 @@ works on places, so that every epoch has as many packs as the first, whatever is
 samples. Of a source that is taken whole so many times, a place has one sample. Of the rest a place has a few neighbours
 by length, of which it draws one: samples are drawn alike often, and what a place has too much is, over all places of a
 source, no more than a few times its longest sample.
+
+The first epoch of a stage of a curriculum knows how often samples were trained before it (``trained``). What it takes
+of a source beside whole times are those that were trained least often: all that never were, then all that were once,
+and of those that come next some, as above.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from packtool.config.mixture import MixUnit, Recipe, SourceRecipe
+from packtool.config.mixture import MixUnit
+from packtool.config.recipe import Recipe, SourceRecipe
 from packtool.errors import DataError
 from packtool.plan.pack_plan import Int32Array, Int64Array, digest_arrays, offsets_of
 from packtool.plan.shuffle import RandomStream, seeded_order, seeded_uniform
@@ -46,6 +53,21 @@ class Places:
 
 
 @dataclass(frozen=True, eq=False)
+class _Taken:
+    """What an epoch takes of a source.
+
+    Args:
+        whole: samples that it has in any case, each as often as it is there.
+        pool: of which some are drawn, each at most once.
+        num_drawn: of these.
+    """
+
+    whole: Int64Array
+    pool: Int64Array
+    num_drawn: int
+
+
+@dataclass(frozen=True, eq=False)
 class Mixture:
     """Sources of an epoch, S of them, and how many samples of each.
 
@@ -62,6 +84,9 @@ class Mixture:
         seed: of the run.
         num_filtered: samples that are too long, or outside what their source takes.
         loss_weights: of the sources.
+        trained: how often each sample was trained before, (N,): those that were seldom are drawn first. None where
+            nobody asks.
+        loss_scales: that choose the targets of sources, as the recipe has them; empty where it has none.
     """
 
     names: tuple[str, ...]
@@ -76,6 +101,8 @@ class Mixture:
     seed: int
     num_filtered: int
     loss_weights: tuple[float, ...]
+    trained: Int64Array | None = None
+    loss_scales: tuple[str | None, ...] = ()
 
     @property
     def num_drawn(self) -> int:
@@ -85,13 +112,29 @@ class Mixture:
     @property
     def epochs(self) -> tuple[float, ...]:
         """How often an epoch has each source whole."""
-        return tuple(count / len(own) for count, own in zip(self.counts, self.candidates, strict=True))
+        return tuple(count / max(len(own), 1) for count, own in zip(self.counts, self.candidates, strict=True))
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 in hex over what decides the draws and the weights of losses."""
+        """sha256 in hex over what decides the draws, the targets and the weights of losses."""
         words = f"packtool mixture 1 {self.unit} {self.resample} {self.seed} {self.counts} {self.loss_weights}\n"
-        return digest_arrays(hashlib.sha256(words.encode()), self.offsets, *self.candidates)
+        words += f"{self.loss_scales}\n" if self.loss_scales else ""
+        trained = () if self.trained is None else (self.trained,)
+        return digest_arrays(hashlib.sha256(words.encode()), self.offsets, *self.candidates, *trained)
+
+    def part(self, share: float, trained: Int64Array) -> Mixture:
+        """A part of an epoch, of what was trained least often before.
+
+        Args:
+            share: 0 to 1.
+            trained: how often each sample was, (N,).
+        """
+        counts = tuple(max(round(count * share), min(count, 1)) for count in self.counts)
+        candidates = self.candidates
+        if not self.resample:
+            drawn = [np.unique(self._drawn_of(source, 0)) for source in range(len(self.counts))]
+            candidates = tuple(drawn)
+        return dataclasses.replace(self, counts=counts, candidates=candidates, trained=trained)
 
     def source_of(self, samples: Int64Array) -> Int64Array:
         """The source of each of some samples, which are positions in the caches."""
@@ -118,10 +161,10 @@ class Mixture:
     def _even(self) -> Int64Array:
         """Places of all sources, one source after the other, in an order in which sources take turns, (M,)."""
         first, offsets, times = self._drawn(0), offsets_of(np.array(self.counts)), np.empty(self.num_drawn)
-        for start, stop, own in zip(offsets, offsets[1:], self.candidates, strict=False):
-            whole = (stop - start) // len(own) * len(own)
+        for source, (start, stop) in enumerate(pairwise(offsets.tolist())):
+            whole = len(self._taken[source].whole)
             order = np.concatenate((np.arange(whole), whole + np.argsort(first[start + whole : stop], kind="stable")))
-            times[start + order] = (np.arange(len(order)) + 0.5) / len(order)
+            times[start + order] = (np.arange(len(order)) + 0.5) / max(len(order), 1)
         return np.argsort(times, kind="stable").astype(np.int64, copy=False)
 
     def _drawn(self, epoch: int) -> Int64Array:
@@ -129,25 +172,26 @@ class Mixture:
         return np.concatenate([self._drawn_of(source, epoch) for source in range(len(self.counts))])
 
     def _drawn_of(self, source: int, epoch: int) -> Int64Array:
-        own, (times, part) = self.candidates[source], self._times_of(source)
-        whole = np.tile(own, times)
+        taken = self._taken[source]
+        own, part = taken.pool, taken.num_drawn
         if not part:
-            return whole
+            return taken.whole
         num, stream = len(own), RandomStream.MIX_NEIGHBOURS + source
         chunks = np.arange(num) // self._neighbours(num)
         within = seeded_order(num, seed=self.seed, epoch=epoch, stream=stream, falling=chunks[-1] - chunks)
-        mixed = self._falling(source)[within]
+        mixed = self._falling(own)[within]
         begin = int(seeded_uniform(1, seed=self.seed, epoch=epoch, stream=RandomStream.MIX_START + source)[0] * num)
         # Steps of num / part, which is 1 or more: no sample twice.
-        return np.concatenate((whole, own[mixed[(np.arange(part) * num + begin) // part]]))
+        return np.concatenate((taken.whole, own[mixed[(np.arange(part) * num + begin) // part]]))
 
     def _places_of(self, source: int) -> tuple[Lengths, Lengths]:
-        own, (times, part) = self.candidates[source], self._times_of(source)
-        lengths, media = self.lengths[own], self.media_tokens[own]
-        whole = np.tile(lengths, times), np.tile(media, times)
+        taken = self._taken[source]
+        own, part = taken.pool, taken.num_drawn
+        whole = self.lengths[taken.whole], self.media_tokens[taken.whole]
         if not part:
             return whole
-        num, neighbours, falling = len(own), self._neighbours(len(own)), self._falling(source)
+        lengths, media = self.lengths[own], self.media_tokens[own]
+        num, neighbours, falling = len(own), self._neighbours(len(own)), self._falling(own)
         first = np.arange(part) * num // part // neighbours
         last = np.minimum((np.arange(1, part + 1) * num - 1) // part, num - 1) // neighbours
         most_media = np.maximum.reduceat(media[falling], np.arange(0, num, neighbours))
@@ -159,13 +203,27 @@ class Mixture:
             np.concatenate((whole[1], most)),
         )
 
-    def _times_of(self, source: int) -> tuple[int, int]:
-        """How often an epoch has a source whole, and how many samples besides."""
-        return divmod(self.counts[source], len(self.candidates[source]))
+    @cached_property
+    def _taken(self) -> tuple[_Taken, ...]:
+        """What an epoch takes of each source."""
+        return tuple(self._taken_of(source) for source in range(len(self.counts)))
 
-    def _falling(self, source: int) -> Int64Array:
-        """A source's candidates by length, the longest first."""
-        return np.argsort(-self.lengths[self.candidates[source]], kind="stable").astype(np.int64, copy=False)
+    def _taken_of(self, source: int) -> _Taken:
+        own = self.candidates[source]
+        times, part = divmod(self.counts[source], max(len(own), 1))
+        whole = np.tile(own, times)
+        if self.trained is None or not part:
+            return _Taken(whole, own, part)
+        often = self.trained[own]
+        levels, sizes = np.unique(often, return_counts=True)
+        ends = np.cumsum(sizes)
+        level = int(np.searchsorted(ends, part, side="right"))
+        seldom, before = own[often < levels[level]], int(ends[level] - sizes[level])
+        return _Taken(np.concatenate((whole, seldom)), own[often == levels[level]], part - before)
+
+    def _falling(self, samples: Int64Array) -> Int64Array:
+        """An order of samples by length, the longest first."""
+        return np.argsort(-self.lengths[samples], kind="stable").astype(np.int64, copy=False)
 
     @staticmethod
     def _neighbours(num: int) -> int:
@@ -195,8 +253,11 @@ def mixture_of(
     Raises:
         DataError: nothing is left of a source.
     """
-    candidates = []
+    candidates, num_filtered = [], 0
     for source, start, stop in zip(recipe.sources, offsets, offsets[1:], strict=False):
+        if not source.is_taken:
+            candidates.append(np.zeros(0, np.int64))
+            continue
         own = lengths[start:stop]
         most = min(max_length, source.max_length or max_length)
         kept = np.flatnonzero((own <= most) & (own >= (source.min_length or 0))).astype(np.int64) + int(start)
@@ -207,6 +268,7 @@ def mixture_of(
                 "Leave it out, or let longer samples in (--max-length, or the recipe's min_length and max_length).",
             )
         candidates.append(kept)
+        num_filtered += len(own) - len(kept)
     counts = _counts(
         recipe, candidates, {"samples": None, "tokens": lengths, "target_tokens": target_tokens}[recipe.unit]
     )
@@ -221,8 +283,9 @@ def mixture_of(
         unit=recipe.unit,
         resample=recipe.resample,
         seed=seed,
-        num_filtered=len(lengths) - sum(map(len, candidates)),
+        num_filtered=num_filtered,
         loss_weights=tuple(source.loss_weight for source in recipe.sources),
+        loss_scales=tuple(source.loss_scale for source in recipe.sources) if recipe.has_loss_scales else (),
     )
 
 
@@ -235,21 +298,24 @@ def _counts(recipe: Recipe, candidates: list[Int64Array], values: Lengths | None
     if not recipe.has_weights:
         pairs = zip(recipe.sources, candidates, strict=True)
         return tuple(len(own) if source.amount is None else source.amount.of(len(own)) for source, own in pairs)
+    is_taken = np.array([source.is_taken for source in recipe.sources])
     sizes = np.array(
         [len(own) if values is None else int(values[own].sum(dtype=np.int64)) for own in candidates], float
     )
-    if not sizes.all():
-        empty = recipe.sources[int(np.argmin(sizes))].path
+    if not sizes[is_taken].all():
+        empty = recipe.sources[int(np.argmin(np.where(is_taken, sizes, np.inf)))].path
         raise DataError(
             f"{recipe.place}: {empty} has no {recipe.unit.replace('_', ' ')} to weigh it by.", "Leave it out."
         )
     if recipe.temperature is not None:
         weights = sizes ** (1 / recipe.temperature)
     else:
-        weights = np.array([source.weight for source in recipe.sources], float)
-    each = sizes / weights
-    epochs = (each.min() if recipe.stop == "first" else each.max()) / each
-    return tuple(max(1, round(float(share) * len(own))) for share, own in zip(epochs, candidates, strict=True))
+        weights = np.array([source.weight or 1.0 for source in recipe.sources], float)
+    each = sizes[is_taken] / weights[is_taken]
+    epochs = np.zeros(len(sizes))
+    epochs[is_taken] = (each.min() if recipe.stop == "first" else each.max()) / each
+    shares = zip(epochs.tolist(), candidates, strict=True)
+    return tuple(max(round(share * len(own)), min(len(own), 1)) for share, own in shares)
 
 
 def _names(sources: tuple[SourceRecipe, ...]) -> tuple[str, ...]:

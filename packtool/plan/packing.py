@@ -28,6 +28,7 @@ from packtool.plan.pack_plan import (
 from packtool.plan.prefix_trees import PrefixTrees
 from packtool.plan.sequential import place_sequential
 from packtool.plan.shuffle import RandomStream, of_window, seeded_order
+from packtool.plan.tree_parts import apart_in_packs
 from packtool.plan.windows import contiguous_windows, draw_windows, map_on_processes
 
 _AS_DECLARED = PackOptions()
@@ -105,6 +106,8 @@ def pack_trees(
     media = None if media_tokens is None else trees.sums_per_group(media_tokens[trees.samples])
     tokens = trees.sums_per_group(trees.new_tokens(lengths))
     groups = pack(tokens, capacity, options, seed=seed, epoch=epoch, media_tokens=media)
+    if trees.parts == "apart":
+        groups = apart_in_packs(groups, trees.numbers[trees.offsets[:-1]], media, options.max_media_tokens_per_pack)
     return trees.unfolded(groups, lengths)
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,9 @@ _LENGTHS = 1 << 31
 
 NOTHING = -1
 """Stands for no prefix, or no parent."""
+
+PartsIn = Literal["any", "together", "apart"]
+"""Where steps have the parts of a tree that was cut: wherever they come, in one step, or in different ones."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,12 +82,16 @@ class PrefixTrees:
         offsets: int64 (G + 1,), where groups begin in ``samples``, and N at the end.
         shared: int32 (N,), tokens that each sample has in common with the one before it; 0 for a group's first.
         prefixes: int64 (N,), which of the M prefixes that is, or ``NOTHING``.
+        numbers: int64 (N,), the same for all samples of a tree, in whichever groups; ``NOTHING`` of those of none.
+        parts: where steps are to have the groups of one tree.
     """
 
     samples: Int64Array
     offsets: Int64Array
     shared: Int32Array
     prefixes: Int64Array
+    numbers: Int64Array
+    parts: PartsIn = "any"
 
     @property
     def num_shared_tokens(self) -> int:
@@ -179,6 +186,7 @@ def plan_trees(
     found[has] = forest.entries[common[has]]
     by_first = _by_first_samples(order, shared)
     order, shared, found = order[by_first], shared[by_first], found[by_first]
+    numbers = forest.trees()[order]  # groups are cut, and branches change places, within a tree
     if budget is None and max_samples is None:
         places, shared, found = best_fitted(lengths[order], shared, found, capacity, NOTHING)
         order = order[places]
@@ -188,65 +196,7 @@ def plan_trees(
         bounds.append((budget.values[order].astype(np.int64), before, budget.most))
     starts = _cut(shared, bounds, max_samples or max(len(order), 1))
     shared[starts], found[starts] = 0, NOTHING
-    return PrefixTrees(order.astype(np.int64), np.append(starts, len(order)), shared, found)
-
-
-@dataclass(frozen=True)
-class Branch:
-    """Tokens that are there once in a pack: a prefix of several samples, or what one of them has of its own.
-
-    Args:
-        first, last: the samples that have them, in pack order, from the first to behind the last.
-        start, stop: their positions, the same in each of these samples.
-        parent: place of the branch that they go on from, before it in the list; or ``NOTHING``.
-    """
-
-    first: int
-    last: int
-    start: int
-    stop: int
-    parent: int
-
-    @property
-    def num_samples(self) -> int:
-        """Samples that have the tokens."""
-        return self.last - self.first
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that are there once."""
-        return self.stop - self.start
-
-
-def branches_of(new: npt.NDArray[np.integer[Any]], shared: npt.NDArray[np.integer[Any]] | None = None) -> list[Branch]:
-    """The trees of one pack, each branch behind the one that it goes on from: the order in which they are laid out.
-
-    Price: each sample is looked at once for each prefix that it shares.
-
-    Args:
-        new: (S,), tokens that each sample adds to the pack, 1 or more.
-        shared: (S,), tokens that each has in common with the one before it, fewer than either has; None for none.
-    """
-    common = [0] * (len(new) + 1) if shared is None else [*shared.tolist(), 0]
-    lengths = [tokens + known for tokens, known in zip(new.tolist(), common, strict=False)]
-    found: list[Branch] = []
-    path: list[int] = []  # the branches that the sample of the moment is in
-    for sample, length in enumerate(lengths):
-        while path and found[path[-1]].stop > common[sample]:
-            path.pop()
-        # How much of it each following sample has: prefixes that begin with it end there.
-        least, lasts = length, dict[int, int]()
-        for other in range(sample + 1, len(common)):
-            if least > common[other]:
-                lasts[least] = other
-                least = common[other]
-            if least <= common[sample]:
-                break
-        for stop in sorted(lasts):
-            start, parent = (found[path[-1]].stop, path[-1]) if path else (0, NOTHING)
-            path.append(len(found))
-            found.append(Branch(sample, lasts[stop], start, stop, parent))
-    return found
+    return PrefixTrees(order.astype(np.int64), np.append(starts, len(order)), shared, found, numbers)
 
 
 def _by_first_samples(order: Int64Array, shared: Int32Array) -> Int64Array:
@@ -258,8 +208,12 @@ def _by_first_samples(order: Int64Array, shared: Int32Array) -> Int64Array:
     return np.argsort(np.repeat(first, np.diff(np.append(starts, len(order)))), kind="stable")
 
 
-def trees_of(packs: PackPlan, prefixes: Prefixes) -> PrefixTrees | None:
-    """The trees of a plan that was made before, each pack a group; None if these prefixes are not those it shares."""
+def trees_of(packs: PackPlan, prefixes: Prefixes, *, least_shared: int) -> PrefixTrees | None:
+    """The trees of a plan that was made before, each pack a group; None if these prefixes are not those it shares.
+
+    Args:
+        least_shared: as the plan was made with.
+    """
     assert packs.shared is not None, "a plan that shares something"
     owners = np.repeat(np.arange(prefixes.num_samples), np.diff(prefixes.offsets))
     # Rising, for prefixes rise in each sample: sample and length in one number.
@@ -271,7 +225,8 @@ def trees_of(packs: PackPlan, prefixes: Prefixes) -> PrefixTrees | None:
         return None
     found = np.full(packs.num_samples, NOTHING, np.int64)
     found[has] = places
-    return PrefixTrees(packs.samples, packs.offsets, packs.shared, found)
+    numbers = _Forest.of(prefixes, least_shared).trees()[packs.samples]
+    return PrefixTrees(packs.samples, packs.offsets, packs.shared, found, numbers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -323,6 +278,13 @@ class _Forest:
             found[:-1] += above != NOTHING
             above = self.parents[above]
         found[-1] = -1
+        return found
+
+    def trees(self) -> Int64Array:
+        """The topmost node above each sample's longest prefix, or ``NOTHING``; (N,)."""
+        found = self.ends
+        while ((above := self.parents[found]) != NOTHING).any():
+            found = np.where(above == NOTHING, found, above)
         return found
 
     def places(self) -> Int64Array:

@@ -57,12 +57,19 @@ def counts_of_steps(packs: PackPlan, steps: StepPlan, mixture: Mixture) -> Int64
     return found.reshape(steps.num_steps, num_sources, 3)
 
 
+def counts_of_samples(samples: Int64Array, mixture: Mixture) -> Int64Array:
+    """Samples, tokens and target tokens of each of S sources among some samples of the caches; int64 (S, 3)."""
+    of, num_sources = mixture.source_of(samples), len(mixture.names)
+    columns = (None, mixture.lengths[samples], mixture.target_tokens[samples])
+    return np.stack([np.bincount(of, weights=each, minlength=num_sources) for each in columns], axis=1).astype(np.int64)
+
+
 def by_name(counts: Int64Array, mixture: Mixture) -> dict[str, SourceCounts]:
     """Counts (S, 3) by the names of sources; those of one name are added up."""
     found: dict[str, SourceCounts] = {}
     for name, numbers, own in zip(mixture.names, counts.tolist(), mixture.candidates, strict=True):
         samples, tokens, target_tokens = numbers
-        more = SourceCounts(samples, tokens, target_tokens, samples / len(own))
+        more = SourceCounts(samples, tokens, target_tokens, samples / max(len(own), 1))
         found[name] = found.get(name, SourceCounts()) + more
     return found
 

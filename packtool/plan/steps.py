@@ -14,6 +14,7 @@ from packtool.config.packing import Balance
 from packtool.errors import ConfigError
 from packtool.plan.balance import Costs, assign_evenly, group_alike
 from packtool.plan.pack_plan import Int64Array, PackPlan, digest_arrays
+from packtool.plan.tree_parts import TreeParts
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,6 +151,7 @@ def plan_steps(
     packs_per_micro_batch: int,
     costs: Costs | None = None,
     balance: Balance = "none",
+    parts: TreeParts | None = None,
 ) -> StepPlan:
     """Assign the packs of an epoch to optimizer steps, ranks and micro-batches.
 
@@ -160,8 +162,7 @@ def plan_steps(
     Where a rank still has none, the micro-batch is empty. There are fewer than W empty ones in an epoch, and no pack is
     left out or used twice.
 
-    Price: O(N), and O(K log K) with balancing. Unless ``window`` exchanges them, the packs that make up a step depend
-    on W * G * B only.
+    Price: O(N), and O(K log K) with balancing. But for ``window``, the packs of a step depend on W * G * B only.
 
     Args:
         plan: N samples in K packs.
@@ -171,6 +172,7 @@ def plan_steps(
         packs_per_micro_batch: packs (or padded rows) in a full micro-batch, B.
         costs: (K,), work of each pack; needed for balancing.
         balance: see above.
+        parts: of trees that are in several packs, which change places with others for it; see ``tree_parts``.
 
     Raises:
         ConfigError: a count is not positive.
@@ -188,6 +190,7 @@ def plan_steps(
     full = full.reshape(num_full_steps, num_cells * num_per_cell)
     if costs is not None and balance == "window":
         full = group_alike(full, costs, world_size)
+    full, rest = _with_parts(full, rest, parts)
     left, left_sizes = _assign_rest(rest, world_size, num_per_cell, costs, balance)
     return step_plan(
         plan,
@@ -222,6 +225,14 @@ def step_plan(
     targets_per_pack = plan.sums_per_pack(target_tokens[plan.samples])
     before = _offsets(targets_per_pack[order])
     return StepPlan(world_size, order, cell_offsets, step_offsets, np.diff(before[cell_offsets[step_offsets]]))
+
+
+def _with_parts(full: Int64Array, rest: Int64Array, parts: TreeParts | None) -> tuple[Int64Array, Int64Array]:
+    """The packs of full steps (S, n) and of the last, smaller one with the parts of trees where they are to be."""
+    if parts is None:
+        return full, rest
+    placed = parts.placed(np.concatenate((full.reshape(-1), rest)), full.shape[1])
+    return placed[: full.size].reshape(full.shape), placed[full.size :]
 
 
 def _assign(packs: Int64Array, world_size: int, costs: Costs | None, balance: Balance) -> Int64Array:

@@ -81,6 +81,19 @@ class SkrullFigures:
             self.num_micro_batches * self.options.bucket_size * self.options.sequence_parallel_size
         )
 
+    def figures(self, num_tokens: int) -> dict[str, Any]:
+        """All figures by name, as JSON has them, of an epoch of so many tokens."""
+        return {
+            "bucket_size": self.options.bucket_size,
+            "sequence_parallel_size": self.options.sequence_parallel_size,
+            "hardware": self.options.times.device,
+            "micro_batches": self.num_micro_batches,
+            "bucket_fill": self.bucket_fill,
+            "local_tokens": self.num_local_tokens,
+            "sharded_tokens": num_tokens - self.num_local_tokens,
+            "device_balance": {"mean": self.mean, "worst": self.worst},
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSummary:

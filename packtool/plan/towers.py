@@ -1,9 +1,9 @@
 """What the towers of a model have to do for each sample, and which of the ranks that share a sequence does it.
 
-A sample that is local to a rank has its pictures looked at there. Those of sharded samples are shared out: the most
-work first, each to the rank whose tower has the least so far, local pictures counted (LPT: Graham 1969, "Bounds on
-multiprocessing timing anomalies"). Ranks wait for each other behind their towers, where features are exchanged, so it
-is tower work alone that is evened out.
+A sample that is local to a rank has its pictures looked at, and its sounds heard, there. Those of sharded samples are
+shared out: the most work first, each to the rank whose towers have the least so far, local media counted (LPT: Graham
+1969, "Bounds on multiprocessing timing anomalies"). Ranks wait for each other behind their towers, where features are
+exchanged, so it is tower work alone that is evened out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TowerWork:
 
     Args:
         flops: int64 (N,), of all its media: whole numbers add up alike in any order.
-        num_seen: (N,), its pictures and videos.
+        num_seen: (N,), its pictures, videos and sounds.
         logits: int64 (N,), tokens of which logits are made, where prefixes are shared; None is all targets.
     """
 

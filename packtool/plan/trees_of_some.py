@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,4 +25,11 @@ def trees_of_some(trees: PrefixTrees, wanted: npt.NDArray[np.bool_]) -> PrefixTr
     offsets = np.unique(np.searchsorted(places, trees.offsets))
     shared, prefixes = trees.shared[least], trees.prefixes[least]
     shared[offsets[:-1]], prefixes[offsets[:-1]] = 0, NOTHING
-    return PrefixTrees(trees.samples[places], offsets, shared, prefixes)
+    return replace(
+        trees,
+        samples=trees.samples[places],
+        offsets=offsets,
+        shared=shared,
+        prefixes=prefixes,
+        numbers=trees.numbers[places],
+    )

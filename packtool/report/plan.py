@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from packtool.plan.branches import Branch, branches_of
 from packtool.plan.pack_plan import PackPlan
-from packtool.plan.prefix_trees import Branch, branches_of
+from packtool.plan.source_shares import added, by_name, share_figures
 from packtool.report.plan_page import Histogram, MixtureFigures, PageContent, PlainFigures, SharedFigures
 from packtool.report.statistics import Line, percent, source_rows
 from packtool.train.prepare.preview import Preview
+from packtool.train.prepare.staged_schedule import stage_title
 
 _DRAWN_PACKS = 20
 _DRAWN_STEPS = 300
@@ -65,7 +67,12 @@ def _shared_lines(figures: Mapping[str, Any]) -> list[Line]:
         lines.append(("    share of the towers' work", percent(shared["tower_work_share_saved"])))
     steps = f"{shared['steps_without'] - figures['steps_per_epoch']:,} of {shared['steps_without']:,}"
     trees = f"{shared['num_trees']:,} of {shared['samples_per_tree']:.1f} samples, {shared['largest_tree']:,} at most"
-    return [*lines, ("    optimizer steps per epoch", steps), ("    trees", trees)]
+    lines += [("    optimizer steps per epoch", steps), ("    trees", trees)]
+    if cut := shared.get("trees_in_several_packs"):
+        one, meeting = shared["of_them_in_one_step"], shared["of_them_meeting_in_a_step"]
+        told = f"{cut:,}; {one:,} in one step, {meeting:,} with several packs in a step"
+        lines.append(("    trees in several packs", told))
+    return lines
 
 
 def _use_lines(figures: Mapping[str, Any]) -> list[Line]:
@@ -177,10 +184,17 @@ def page_content(found: Preview, figures: Mapping[str, Any], command: str, title
 
 
 def _mixture(found: Preview) -> MixtureFigures | None:
-    """What the epoch has of each source, and how evenly it comes."""
+    """What the epoch, or a run with stages, has of each source, and how evenly it comes."""
     sources, counts, mixture = found.source_figures, found.counts_of_steps, found.mixture
     if sources is None or counts is None or mixture is None:
         return None
+    stages: list[tuple[float, str, list[tuple[str, ...]]]] = []
+    if found.staged is not None:
+        counts = found.staged.counts_of_steps()
+        each_stage = found.staged.figures()
+        sources = share_figures(added([by_name(part.counts(), part.mixture) for part in found.staged.parts]))
+        num = found.staged.num_steps
+        stages = [((s["first_step"] - 1) / num, stage_title(s), source_rows(s["sources"])[1:]) for s in each_stage]
     each = max(min(100, -(-len(counts) // 4)), -(-len(counts) // _DRAWN_STRETCHES))
     of_unit = counts[:, :, ("samples", "tokens", "target_tokens").index(mixture.unit)]
     sums = np.add.reduceat(of_unit, np.arange(0, len(of_unit), each), axis=0)
@@ -189,7 +203,7 @@ def _mixture(found: Preview) -> MixtureFigures | None:
     together = np.stack(columns, axis=1)
     heading, *rows = source_rows(sources)
     parts = together / np.maximum(together.sum(axis=1, keepdims=True), 1)
-    return MixtureFigures(heading, rows, parts.tolist(), mixture.unit.replace("_", " "), each)
+    return MixtureFigures(heading, rows, parts.tolist(), mixture.unit.replace("_", " "), each, len(counts), stages)
 
 
 def _headline(figures: Mapping[str, Any]) -> tuple[tuple[str, str, str], ...]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from packtool.plan.prefix_trees import Branch
+from packtool.plan.branches import Branch
 from packtool.report.axes import SIZE, Axis
 from packtool.report.drawing import Box, Boxes, Chart, Drawing, Note, Path, Rectangle
 from packtool.report.markup import render
@@ -88,9 +88,11 @@ class MixtureFigures:
     Args:
         heading: of the table.
         rows: of each source, its name first.
-        parts: of the epoch's stretches, one after the other, each source's share, 0 to 1.
+        parts: of the stretches of the epoch, or of a run with stages, one after the other, each source's share, 0 to 1.
         unit: that shares are of.
-        steps: of a stretch.
+        steps: of a stretch; the last one may have fewer.
+        num_steps: of all.
+        stages: of each stage, where in the run it begins, 0 to 1, what it is, and rows as above.
     """
 
     heading: Sequence[str]
@@ -98,6 +100,13 @@ class MixtureFigures:
     parts: Sequence[Sequence[float]]
     unit: str
     steps: int
+    num_steps: int
+    stages: Sequence[tuple[float, str, Sequence[Sequence[str]]]] = ()
+
+    @property
+    def of(self) -> str:
+        """What the figures are of."""
+        return "run" if self.stages else "epoch"
 
 
 @dataclass(frozen=True)
@@ -228,18 +237,20 @@ def balance_chart(before: Sequence[float], after: Sequence[float]) -> Chart:
 def shares_chart(found: MixtureFigures) -> Chart:
     """Shares of sources through the epoch, on top of each other: even where the borders are level."""
     ends = [(part / 4, name) for part, name in enumerate(("first", "25%", "50%", "75%", "last"))]
-    x = Axis(f"optimizer steps of the epoch, {found.steps:,} at a time", 0, 1, ends)
+    x = Axis(f"optimizer steps of the {found.of}, {found.steps:,} at a time", 0, 1, ends)
     y = Axis.over(f"share of the {found.unit}", 0, 100, 4, cover=True, suffix="%")
     shapes: list[Box | Path] = []
-    wide = SIZE / max(len(found.parts), 1)
     for number, part in enumerate(found.parts):
+        left, right = (SIZE * min(at * found.steps / found.num_steps, 1) for at in (number, number + 1))
         below = 0.0
         for source, share in enumerate(part):
             hint = f"{found.rows[source][0]}: {percent(share)} of these steps' {found.unit}"
-            box = Box(number * wide, SIZE * (1 - below - share), wide, SIZE * share, f"s {_look(source)}", hint)
+            box = Box(left, SIZE * (1 - below - share), right - left, SIZE * share, f"s {_look(source)}", hint)
             shapes += [box] if share else []
             below += share
-    return Chart(x, y, shapes)
+    shapes += [Path([[(x.at(place), 0), (x.at(place), SIZE)]], "mark") for place, _, _ in found.stages[1:]]
+    notes = [Note(x.at(place), [("", f"stage {number}")]) for number, (place, _, _) in enumerate(found.stages, 1)]
+    return Chart(x, y, shapes, notes[1:])
 
 
 def share_drawing(counts: Sequence[int]) -> Drawing:

@@ -15,16 +15,23 @@ from typing import NamedTuple
 from packtool.encode.boxes import written_size
 from packtool.encode.encoded import EncodedImage
 from packtool.encode.families import ImageLimits
-from packtool.encode.families.boxes import BOX_TOKENS, REF_TOKENS, BoxForm
+from packtool.encode.families.boxes import INTERNVL_TOKENS, QWEN_TOKENS, BoxForm, BoxTokens
 
 PICTURE = "\ufffc"
 """Stands in a sample's text for each of its pictures."""
 _NUMBER = r"-?\d{1,6}(?:\.\d+)?"
 _LIST = rf"\[\s*{_NUMBER}(?:\s*,\s*{_NUMBER})+\s*\]"
-_REF = rf"{re.escape(REF_TOKENS[0])}(?P<ref>.{{0,1000}}?){re.escape(REF_TOKENS[1])}\s*"
+
+
+def _between(tokens: BoxTokens, group: str) -> str:
+    """What stands between the tokens of a box; its name may come before it."""
+    (name, name_end), (box, box_end) = ([*map(re.escape, pair)] for pair in (tokens.name, tokens.box))
+    named = rf"{name}(?P<{group}_name>(?:(?!{name_end}).){{0,1000}}){name_end}\s*"
+    return rf"(?:{named})?{box}(?P<{group}>{tokens.between}){box_end}"
+
+
 _FOUND = re.compile(
-    # What stands between the tokens of a box; its name may come before it.
-    rf"(?:{_REF})?{re.escape(BOX_TOKENS[0])}(?P<pairs>[\d(),.\s]*){re.escape(BOX_TOKENS[1])}"
+    rf"{_between(QWEN_TOKENS, 'pairs')}|{_between(INTERNVL_TOKENS, 'lists')}"
     # JSON says what its numbers are, and one list in it may hold several.
     rf'|"\w+_2d"\s*:\s*(?P<json>{_LIST}|\[\s*{_LIST}(?:\s*,\s*{_LIST})*\s*\])'
     # A list of numbers in other text is a box from four numbers on; a point stands behind a quote, a word or "=".
@@ -35,7 +42,7 @@ _STRING = r'"(?:label|text_content)"\s*:\s*(?P<label>"(?:[^"\\]|\\.){0,1000}")'
 _LABEL, _LABEL_BEFORE = re.compile(rf"\s*,\s*{_STRING}"), re.compile(rf"{_STRING}\s*,\s*$")
 _LONGEST_LABEL = 1100
 _NUMBERS = re.compile(_NUMBER)
-_TOKENS = re.compile("|".join(map(re.escape, REF_TOKENS)))
+_TOKENS = re.compile("|".join(map(re.escape, (*QWEN_TOKENS.name, *INTERNVL_TOKENS.name))))
 
 
 @dataclass(frozen=True)
@@ -108,13 +115,14 @@ def regions_of(
 
 def _read(text: str) -> Iterator[_Read]:
     for match in _FOUND.finditer(text):
-        shown = match["pairs"] or match["json"] or match["list"] or ""
-        is_said, name = match["list"] is None, match["ref"] or ""
+        several = match["json"] or match["lists"]
+        shown = several or match["pairs"] or match["list"] or ""
+        is_said, name = match["list"] is None, match["pairs_name"] or match["lists_name"] or ""
         if not name and is_said:
             before = text[max(match.start() - _LONGEST_LABEL, 0) : match.start()]
             label = _LABEL.match(text, match.end()) or _LABEL_BEFORE.search(before)
             name = _plain(label["label"]) if label else ""
-        for each in re.findall(r"\[[^\[\]]*\]", shown) if match["json"] else [shown]:
+        for each in re.findall(r"\[[^\[\]]*\]", shown) if several else [shown]:
             numbers = tuple(map(float, _NUMBERS.findall(each)))
             if len(numbers) % 2 == 0 and (is_said or len(numbers) > 2 or _is_attached(text, match.start())):
                 yield _Read(match.start(), _TOKENS.sub("", name).strip(), numbers, is_said)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from packtool.report.statistics import source_rows
 from packtool.report.tables import aligned
+from packtool.train.prepare.staged_schedule import stage_title
 
 
 def resumed_lines(figures: Mapping[str, Any]) -> Iterator[str]:
@@ -27,7 +29,7 @@ def resumed_lines(figures: Mapping[str, Any]) -> Iterator[str]:
         [
             ("left of this epoch", f"{figures['samples_left_in_epoch']:,} samples"),
             ("", f"{figures['steps_left_in_epoch']:,} steps"),
-            ("steps of a whole epoch", f"{figures['steps_per_epoch']:,}"),
+            *([("steps of a whole epoch", f"{figures['steps_per_epoch']:,}")] if figures["stages"] is None else []),
             ("steps of the run", f"{steps:,}" + (f", before {before:,}" if has_others else "")),
             (
                 "of the learning rate's schedule",
@@ -37,5 +39,9 @@ def resumed_lines(figures: Mapping[str, Any]) -> Iterator[str]:
         ],
         "ll",
     )
+    for stage in figures["stages"] or ():
+        if stage["last_step"] > step:
+            yield f"{stage_title(stage)}, {stage['samples']:,} samples:"
+            yield from ("  " + line for line in aligned(source_rows(stage["sources"]), "lr"))
     if figures["data_changed"]:
         yield "packtool train --resume-from-checkpoint true --data-change allow, with these caches, goes on so"

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.cache.plan_file import SavedPlan
-from packtool.plan.prefix_trees import branches_of
+from packtool.plan.branches import branches_of
 
 Int64Array = npt.NDArray[np.int64]
 _STEP, _RANK, _MICRO_BATCH = range(3)

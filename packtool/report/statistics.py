@@ -68,16 +68,20 @@ def export_lines(summary: ExportSummary) -> list[Line]:
     return lines
 
 
-def train_lines(result: TrainResult) -> list[Line]:
-    """What ``packtool train`` prints at its end, or instead of training."""
+def train_lines(result: TrainResult, *, has_plan: bool = False) -> list[Line]:
+    """What ``packtool train`` prints at its end, or instead of training.
+
+    Args:
+        has_plan: packs are those of ``--plan``, which may hold some samples only.
+    """
     if result.streaming and not result.num_samples:
         return [("optimizer steps, at most", f"{result.steps:,}"), ("packing length", f"{result.packing_length:,}")]
-    lines = [("samples", f"{result.num_samples:,}")]
+    lines = [("samples of the first stage" if result.stages else "samples", f"{result.num_samples:,}")]
     if result.streaming:
         lines += _counted("rows dropped", result.dropped)
         lines += _counted("turns and responses left out", result.parts_left_out) if result.parts_left_out else []
     else:
-        lines.append(("  filtered by length", f"{result.filtered:,}"))
+        lines.append(("  not in the plan" if has_plan else "  filtered by length", f"{result.filtered:,}"))
     lines += [
         ("packs" if result.packing else "padded rows", f"{result.num_packs:,}"),
         ("  samples per pack" if result.packing else "  samples per row", f"{result.samples_per_pack:.2f}"),

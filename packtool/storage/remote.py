@@ -108,6 +108,8 @@ class RemoteReader(io.RawIOBase):
 
     Raises:
         StorageError: from here and from every read.
+    Attributes:
+        tag: see ``Range``.
     """
 
     def __init__(
@@ -116,7 +118,7 @@ class RemoteReader(io.RawIOBase):
         self._path, self._fetch, self._first_block = path, fetch, first_block
         self._process = os.getpid()
         self._position = 0
-        self._size, self._tag = first.size, first.tag
+        self._size, self.tag = first.size, first.tag
         self._blocks: list[tuple[int, bytes]] = [(0, first.data)]
         self._next, self._step = len(first.data), first_block
         self._ahead: tuple[int, Future[Range]] | None = None
@@ -218,7 +220,7 @@ class RemoteReader(io.RawIOBase):
         self._ahead = None
 
     def _checked(self, begin: int, piece: Range) -> bytes:
-        if (piece.size, piece.tag) != (self._size, self._tag) or (not piece.data and begin < self._size):
+        if (piece.size, piece.tag) != (self._size, self.tag) or (not piece.data and begin < self._size):
             raise StorageError(
                 f"{self._path} was replaced while it was being read", "Run again when nobody writes to it any more."
             )

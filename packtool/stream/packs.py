@@ -20,9 +20,10 @@ from packtool.cache.shard import num_targets
 from packtool.config.export import EncodeSpec
 from packtool.config.packing import IntervalOptions, PackOptions
 from packtool.encode.encoded import EncodedSample
-from packtool.plan.pack_plan import PackPlan
+from packtool.plan.pack_plan import PackPlan, with_packs_in_order
 from packtool.plan.packing import pack, pack_trees
 from packtool.plan.shuffle import RandomStream
+from packtool.plan.tree_parts import TreeParts
 from packtool.rows.sample import Dropped
 from packtool.rows.source import BLOCK_ROWS, SourceSpec
 from packtool.stream.reading import blocks_of_rank
@@ -179,7 +180,11 @@ class PackStream:
         way: Any = {"seed": options.seed, "epoch": self._held.interval, "media_tokens": added.media_tokens}
         if found is None:
             return pack(lengths, capacity, options, **way), added
-        return pack_trees(found.trees, lengths, capacity, options, **way), added
+        plan = pack_trees(found.trees, lengths, capacity, options, **way)
+        parts = TreeParts.of(plan, found.trees)
+        if parts is not None and parts.wanted == "together":
+            plan = with_packs_in_order(plan, parts.side_by_side(plan.num_packs))
+        return plan, added
 
     def _state(self) -> StreamState:
         held = self._held

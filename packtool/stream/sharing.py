@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from packtool.encode.encoded import EncodedSample
 from packtool.encode.placed_media import MediaTokens
 from packtool.encode.prefix_hashes import PrefixHashes, prefix_hashes
 from packtool.plan.pack_plan import Int64Array, offsets_of
-from packtool.plan.prefix_trees import Budget, Prefixes, PrefixTrees, plan_trees
+from packtool.plan.prefix_trees import Budget, PartsIn, Prefixes, PrefixTrees, plan_trees
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,14 @@ class IntervalSharing:
         worth: part of an interval's tokens above which they share, 0 to 1; each interval decides for itself.
         max_rows: most samples of a tree; None for as many as there are.
         max_media_tokens: most media tokens of a tree, or None.
+        parts: where the parts of a tree that is cut are to be.
     """
 
     media: MediaTokens
     worth: float
     max_rows: int | None = None
     max_media_tokens: int | None = None
+    parts: PartsIn = "any"
 
     def found(self, samples: Sequence[EncodedSample], capacity: int) -> FoundTrees | None:
         """The trees of some samples; None if each is to be computed whole.
@@ -54,7 +56,7 @@ class IntervalSharing:
             max_samples=self.max_rows,
             budget=budget,
         )
-        return FoundTrees(trees, joined) if trees.saved(lengths) > self.worth else None
+        return FoundTrees(replace(trees, parts=self.parts), joined) if trees.saved(lengths) > self.worth else None
 
 
 @dataclass(frozen=True, eq=False)

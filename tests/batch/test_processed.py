@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import io
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -12,33 +14,44 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from PIL import Image
 from transformers import Gemma2Config
 
-from packtool.attention.parallel.axes import refuse_shared
+from packtool.attention.parallel.axes import Axes
+from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.register import set_attention
 from packtool.attention.support import refuse_unsupported
 from packtool.batch.batch import TreeBatch
 from packtool.batch.collate import collate_packs, load_media
-from packtool.batch.processed import load_processed
+from packtool.batch.collate_shard import collate_shard
+from packtool.batch.processed import load_processed, pictures_processed
 from packtool.batch.spec import InputSpec, auto_class
 from packtool.config.export import EncodeSpec
 from packtool.config.train import TrainConfig
+from packtool.constants import BOX_MARK, NAME_MARK
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
 from packtool.encode.families import FAMILIES
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, MediaError, UnsupportedModelError
 from packtool.plan.cost import CostModel
-from packtool.rows.sample import MediaRef, Sample, Turn
+from packtool.rows.sample import MediaRef, Objects, Region, Sample, Turn
 from packtool.train.model.load import make_trainable
 from packtool.train.model.towers import towers_of
+from packtool.train.model.trace import trace_pass, traced_batch
+from packtool.train.prepare.rank_tokens import RankTokens
 from packtool.train.verify.checks import check_gradients, check_isolation, check_logits, check_prefixes
 from packtool.train.verify.pack_under_test import PackUnderTest
-from tests.batch.reduced import make_picture
+from tests.attention.parallel.shared_model import check_setting
 from tests.encode.other_families import model_of, tokens_of
+from tests.forked import run_ranks
+from tests.train.model.measured import computed_bytes, made
 
 TRAINED = [name for family in FAMILIES if family.kinds == ("image",) for name in family.model_types]
-PICTURES = [make_picture(*size, seed=number) for number, size in enumerate([(100, 60), (70, 150), (30, 30)])]
+TRAINED += ["pixtral"]  # LLaVA with another tower and processor
+PICTURES: list[bytes] = []
+"""Photographs, made small."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +89,14 @@ def rows_for(name: str) -> list[Sample]:
 def encode(directory: Path, rows: list[Sample], **settings: Any) -> list[Any]:
     spec = EncodeSpec(model=str(directory), **{"max_length": 10_000, **settings})
     return Encoder(spec, ModelFiles.load(str(directory))).encode(rows)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def photographs(realdata: Path) -> None:
+    for number, size in enumerate([(100, 60), (70, 150), (30, 30)]):
+        with Image.open(realdata / "raw/llama-factory/data/mllm_demo_data" / f"{number + 1}.jpg") as image:
+            image.convert("RGB").resize(size).save(file := io.BytesIO(), "PNG")
+        PICTURES.append(file.getvalue())
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +151,86 @@ def test_packed_equals_alone(world_of: Callable[[str], World], name: str) -> Non
         torch.testing.assert_close(model(**bare.model_inputs()).logits[0], logits, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["idefics3", "kimi_k25"])
+def test_a_trace_with_blank_pictures_holds_what_the_pass_holds(world_of: Callable[[str], World], name: str) -> None:
+    """Masks of pixels, and grids: a model reads their numbers on its way."""
+    spec, tokens = world_of(name).spec, RankTokens(computed=200, vision=100)
+    with torch.device("meta"):
+        model = made(spec.config, adapters=False, recomputes=False)
+    batch = traced_batch(spec, tokens, Axes())
+    assert 64 <= int((batch.input_ids == spec.pad_ids["image"]).sum()) <= 128
+    assert trace_pass(model, spec, tokens) == computed_bytes(spec.config, batch=batch)
+    with pytest.raises(ValueError, match="the smallest picture has more than 0 tokens"):
+        pictures_processed(spec, 1, 0)
+
+
+@pytest.mark.parametrize("name", [name for name in TRAINED if not name.startswith("minicpm")])  # recurrent
+def test_questions_about_one_picture_are_a_tree(world_of: Callable[[str], World], name: str) -> None:
+    """It is looked at once, and every row has its own logits, and its part of the gradients."""
+    world = world_of(name)
+    alike = [row(number, f"<image>What is it? {number}", 1) for number in range(3)]
+    samples = [sample for samples in encode(world.directory, alike) for sample in samples]
+    model = world.model()
+    set_attention(model)
+    pack = PackUnderTest(model, samples, world.spec, torch.float32, least_shared=4)
+    assert isinstance(pack.batch, TreeBatch)
+    once, thrice = load_media(samples[:1], world.spec), load_media(samples, world.spec)
+    assert len(pack.batch.media["pixel_values"]) == len(once["pixel_values"]) < len(thrice["pixel_values"])
+    for check in (check_isolation(pack), check_logits(pack), check_prefixes(pack), check_gradients(pack)):
+        assert check.error <= check.allowed, check
+
+
+@pytest.mark.parametrize("name", [*TRAINED, "llava before the last layer"])
+def test_every_trained_parameter_has_a_gradient(world_of: Callable[[str], World], name: str) -> None:
+    """Processes wait for all of them: what is behind the layer of the features is not trained."""
+    name, _, is_before = name.partition(" ")
+    world = world_of(name)
+    config = copy.deepcopy(world.spec.config)
+    if is_before:
+        config.vision_feature_layer, config.vision_config.num_hidden_layers = -2, 2
+    settings: dict[str, Any] = {"train_type": "full", "freeze_vit": False, "freeze_aligner": False}
+    run = TrainConfig(model="m", cached_dataset=("c",), output_dir="o", **settings)
+    model = make_trainable(dataclasses.replace(world, spec=InputSpec("", config, world.spec.limits)).model(), run)
+    set_attention(model)
+    model(**collate_packs(world.samples, world.spec).model_inputs()).logits.sum().backward()
+    assert not [key for key, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    idle = {key.rsplit(".", 1)[0] for key, p in model.named_parameters() if not p.requires_grad}
+    assert any(".layers.1" in key for key in idle) == bool(is_before)
+
+
+def test_two_ranks_that_share_a_sequence(world_of: Callable[[str], World], tmp_path: Path) -> None:
+    """Logits, loss and every gradient as on one rank, though each picture is looked at by one of them."""
+    worlds = [world for name in TRAINED if (world := world_of(name)).spec.family.processor_inputs]
+    run_ranks(2, check_shared, worlds, tmp_path, scratch=tmp_path)
+    found = json.loads((tmp_path / "errors.json").read_text())
+    assert len(found) == len(worlds) > 5
+    for name, (logits, loss, gradients, moved) in found.items():
+        assert max(logits, loss, gradients) < 4e-6, name  # sums in another order
+        assert moved == 0, name
+
+
+def check_shared(worlds: list[World], folder: Path) -> None:
+    """On each rank, one way after the other."""
+    dist.init_process_group("gloo")
+    ways = [SequenceParallel.on_mesh(axes, "cpu") for axes in (Axes(2, 1, "ring"), Axes(1, 2))]
+    found = {}
+    for number, world in enumerate(worlds):
+        model = world.model()
+        # Rings do not share layers with windows.
+        parallel = ways[1 if getattr(model.config.text_config, "sliding_window", None) else number % 2]
+        found[world.name] = check_setting((world.spec, model, world.samples), parallel)
+        # Text alone: each looks at a blank picture, of which nothing goes anywhere.
+        bare = collate_shard(world.samples[1:2], world.spec, parallel.cut)
+        assert bare.media["pixel_values"].numel()
+        assert not sum(bare.shard.routes["image"].send_counts)
+        aligner = model.get_submodule(world.spec.family.towers.aligner[0])
+        model.zero_grad()
+        model(**bare.model_inputs()).logits.sum().backward()
+        assert all(parameter.grad is not None for parameter in aligner.parameters())
+    if dist.get_rank() == 0:
+        (folder / "errors.json").write_text(json.dumps(found))
+
+
 @pytest.mark.parametrize("name", TRAINED)
 def test_each_part_is_frozen_by_its_own_option(world_of: Callable[[str], World], name: str) -> None:
     world, flags = world_of(name), {"vision tower": "freeze_vit", "aligner": "freeze_aligner"}
@@ -140,7 +241,7 @@ def test_each_part_is_frozen_by_its_own_option(world_of: Callable[[str], World],
             return auto_class(world.spec.config).from_config(copy.deepcopy(world.spec.config))
 
     model = bare()
-    towers = towers_of(model, name)
+    towers = towers_of(model, model.config.model_type)
     text = model.get_decoder()
     assert {towers.part_of(key) for key, module in model.named_modules() if module is text} == {"language model"}
     # peft would adapt experts in the place of layers of the tower that have the same names, which is refused.
@@ -165,15 +266,28 @@ def test_a_picture_of_many_runs_of_placeholders_is_one_medium(world_of: Callable
         assert sample.num_truncated
         pads = int((sample.input_ids == world.spec.pad_ids["image"]).sum())
         assert pads == whole * len(sample.images)
-    alike = [row(number, f"<image>What is it? {number}", 1) for number in range(3)]
-    samples = [sample for samples in encode(world.directory, alike) for sample in samples]
-    model = world.model()
-    set_attention(model)
-    pack = PackUnderTest(model, samples, world.spec, torch.float32, least_shared=4)
-    assert isinstance(pack.batch, TreeBatch)
-    assert len(pack.batch.media["pixel_values"]) == 1
-    for check in (check_isolation(pack), check_logits(pack), check_prefixes(pack)):
-        assert check.error <= check.allowed, check
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("internvl", "<ref>a dog</ref><box>[[100, 250, 500, 500]]</box>"), ("glm4v", "a dog[100, 250, 500, 500]")],
+)
+def test_boxes_are_written_as_the_family_has_them(world_of: Callable[[str], World], name: str, expected: str) -> None:
+    world, media = world_of(name), (MediaRef(None, PICTURES[0]),)
+    turns = Turn("user", "<image>Where?"), Turn("assistant", "<ref-object><bbox>")
+    dog = Objects(("a dog",), ((Region((10.0, 15.0, 50.0, 30.0)),),))
+    marked = Sample((turns[0], Turn("assistant", NAME_MARK + BOX_MARK)), media, "rows.jsonl", 0, objects=dog)
+    spelled = Sample((turns[0], Turn("assistant", expected)), media, "rows.jsonl", 1)
+    ((written,), (same,)) = encode(world.directory, [marked, spelled])
+    said = written.input_ids[written.turns[0] : written.turns[1]]
+    decode = world.processor.tokenizer.decode
+    assert decode(said).removesuffix("<|im_end|>") == expected
+    np.testing.assert_array_equal(written.input_ids, same.input_ids)
+    assert [decode([token]) for token in said[:2]] == (["<ref>", "a"] if name == "internvl" else ["a", " d"])
+    spec = EncodeSpec(model=str(world.directory), max_length=10_000, norm_bbox="none")
+    if name == "internvl":
+        with pytest.raises(ConfigError, match=r"--norm-bbox none: how the processor of internvl models"):
+            Encoder(spec, ModelFiles.load(str(world.directory)))
 
 
 def test_a_picture_that_has_changed_is_named(world_of: Callable[[str], World]) -> None:
@@ -186,8 +300,6 @@ def test_a_picture_that_has_changed_is_named(world_of: Callable[[str], World]) -
 
 def test_what_cannot_be_done_is_refused_by_name(world_of: Callable[[str], World], realdata: Path) -> None:
     world = world_of("internvl")
-    with pytest.raises(UnsupportedModelError, match=r"internvl model .* pictures that its own processor makes"):
-        refuse_shared(world.spec.config.to_dict())
     config = copy.deepcopy(world.spec.config)
     config.text_config = Gemma2Config(num_hidden_layers=1)
     with pytest.raises(UnsupportedModelError, match=r"internvl uses soft-capped scores"):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from packtool.cache.reader import CacheReader
 from packtool.cache.schema import PREFIX_BEFORE, PREFIXES
 from packtool.cache.summary import ExportSummary
 from packtool.encode.placed_media import MediaTokens
-from packtool.encode.prefix_hashes import PrefixHashes, prefix_hashes
+from packtool.encode.prefix_hashes import PrefixHashes, by_address, prefix_hashes
 from packtool.errors import MismatchError
 from tests.cache.conftest import CONTROL, tree
 
@@ -107,6 +109,50 @@ def test_several_caches_are_joined(ask: Export, run_export: Export, tmp_path: Pa
     assert set(both.prefixes.hashes.tolist()) == set(alone[0].prefixes.hashes.tolist())
 
 
+def write_rows(rows: Path, images: list[str]) -> None:
+    """A row about each picture, all with the same question."""
+    turns = [{"role": "user", "content": "<image>a?"}, {"role": "assistant", "content": "yes"}]
+    rows.write_text("\n".join(json.dumps({"messages": turns, "images": [image]}) for image in images))
+
+
+def test_a_picture_is_the_same_wherever_it_lies(
+    run_export: Export, model_that_names_tokens: Path, rows: Path, tmp_path: Path
+) -> None:
+    """A copy, a link, an absolute path, and bytes in the row; one of another content, of the same size, is not."""
+    picture = tmp_path / "0.png"
+    (tmp_path / "elsewhere").mkdir()
+    shutil.copy(picture, tmp_path / "elsewhere" / "copy.png")
+    (tmp_path / "link.png").symlink_to(picture)
+    inline = f"data:image/png;base64,{base64.b64encode(picture.read_bytes()).decode()}"
+    other = bytearray(picture.read_bytes())
+    other[-30] ^= 1
+    (tmp_path / "other.png").write_bytes(other)
+    write_rows(rows, ["0.png", "elsewhere/copy.png", "link.png", str(picture), inline, "other.png", "0.png"])
+    told = []
+    for media in ("reference", "embed"):
+        run_export(media, model=str(model_that_names_tokens), media=media)
+        _, found = told_by(tmp_path / media)
+        hashes = found.prefixes.hashes.reshape(7, 3)
+        assert (hashes[[0, 1, 2, 3, 4, 6]] == hashes[0]).all()
+        assert (hashes[5] != hashes[0]).all()
+        told.append(hashes.tolist())
+    assert told[0] == told[1], "rows of both caches share"
+
+
+def test_a_picture_that_changed_is_not_what_it_was(
+    run_export: Export, model_that_names_tokens: Path, rows: Path, tmp_path: Path
+) -> None:
+    write_rows(rows, ["0.png"])
+    for name in ("before", "after", "again"):
+        run_export(name, model=str(model_that_names_tokens))
+        data = bytearray((tmp_path / "0.png").read_bytes())
+        data[-30] ^= 1
+        (tmp_path / "0.png").write_bytes(data)
+    before, after, again = (told_by(tmp_path / name)[1].prefixes.hashes for name in ("before", "after", "again"))
+    assert (before != after).all()
+    assert before.tolist() == again.tolist()
+
+
 def _make_older(cache: Path) -> None:
     """The cache as a packtool without prefixes would have written it."""
     path = cache / "packtool.json"
@@ -189,6 +235,32 @@ def test_a_file_of_an_older_packtool_does_not_tell_of_targets(ask: Export, tmp_p
     assert file.read_bytes() == kept
 
 
+def test_a_file_of_a_packtool_that_knew_media_by_their_paths_is_repaired(
+    ask: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_module, "prefix_hashes", partial(prefix_hashes, told=by_address))
+    ask()
+    monkeypatch.setattr(task_module, "prefix_hashes", prefix_hashes)
+    ask("new")
+    older, new = (told_by(tmp_path / name)[1] for name in ("cache", "new"))
+    assert older.offsets.tolist() == new.offsets.tolist()
+    assert not set(older.prefixes.hashes.tolist()) & set(new.prefixes.hashes.tolist())
+    kept = tree(tmp_path / "cache")
+    (tmp_path / "cache" / PLACE).unlink()
+    ask(repair=True)
+    assert tree(tmp_path / "cache") == kept
+
+
+def test_a_file_whose_media_have_changed_is_not_made_as_another(ask: Export, tmp_path: Path) -> None:
+    ask()
+    (tmp_path / "cache" / PLACE).unlink()
+    with (tmp_path / "0.png").open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(MismatchError, match="files of media have changed since"):
+        ask(repair=True)
+    assert not (tmp_path / "cache" / PLACE).exists()
+
+
 @pytest.mark.parametrize(
     ("changed", "problem"),
     [
@@ -212,3 +284,17 @@ def test_prefixes_of_another_index_are_refused(
     manifest.write_text(json.dumps(document))
     with pytest.raises(MismatchError, match=problem):
         CacheReader.open([str(tmp_path / "cache")]).prefixes()
+
+
+def test_hashes_that_nobody_makes_any_more_are_told_of(
+    ask: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in caches of an older packtool: the samples are sound, and the file says how to do without it."""
+    ask()
+    (tmp_path / "cache" / PLACE).unlink()
+    monkeypatch.setattr(repair_module, "LEAST_SHARED", 1000)
+    with pytest.raises(MismatchError, match=r"prefixes\.arrow cannot be made as it was: packtool .* wrote it") as error:
+        ask(repair=True)
+    assert "--share-prefix false" in str(error.value.remedy)
+    reader = CacheReader.open([str(tmp_path / "cache")])
+    assert len(reader.sample(0).input_ids)

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from packtool.config.mixture import MixOptions, parse_recipe
+from packtool.config.mixture import MixOptions
 from packtool.config.plan import PlanConfig
+from packtool.config.recipe import parse_recipe, with_joined_sources
 from packtool.config.settings import resolve
 from packtool.errors import ConfigError
 
@@ -15,11 +17,14 @@ PAGE = Path(__file__).parent.parent.parent / "docs" / "mixtures.md"
 
 
 def test_the_recipe_of_the_page() -> None:
-    (text,) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    text, stages = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
     recipe = parse_recipe(text, "mix.yaml", MixOptions(mix_stop="all", resample=False))
     assert [source.weight for source in recipe.sources] == [3, 1, 2]
     assert (recipe.unit, recipe.stop, recipe.resample) == ("tokens", "all", False)
     assert (recipe.sources[1].loss_weight, recipe.sources[2].max_length) == (0.5, 16384)
+    first, second = parse_recipe(stages, "stages.yaml", MixOptions()).stages
+    assert (first.until_share, first.packing_length, first.sequence_parallel_size) == (0.9, 8192, 1)
+    assert (second.until_share, second.packing_length, second.sequence_parallel_size) == (None, 131072, None)
 
 
 def test_every_mistake_is_told_at_once_with_its_key() -> None:
@@ -30,8 +35,8 @@ def test_every_mistake_is_told_at_once_with_its_key() -> None:
     sources:
       - path: a
         token: 3
-        max_pixels: 9
-        loss_scale: default
+        max_pixels: much
+        loss_scale: 2
       - samples: 2
       - path: c
         tokens: 1
@@ -43,11 +48,11 @@ def test_every_mistake_is_told_at_once_with_its_key() -> None:
     told = str(raised.value)
     for expected in (
         "mix.yaml, sourcs: unknown key; did you mean 'sources'?",
-        "mix.yaml, stages: one recipe holds for the whole run",
+        "mix.yaml, stages: a list is missing of what each stage has",
         "temperature: -1 is no number above 0",
         "sources[0].token: unknown key; did you mean 'tokens'?",
-        "sources[0].max_pixels: limits of media are the cache's: export it with --max-pixels",
-        "sources[0].loss_scale: which tokens are trained was decided at export",
+        "sources[0].max_pixels: 'much' is not an integer",
+        "sources[0].loss_scale: 2 is no loss scale",
         "sources[1].path: the directory of a cache is missing",
         "sources[2]: samples and tokens are two weights",
         "sources[2].samples: 'none' is no number above 0",
@@ -71,6 +76,69 @@ def test_every_mistake_is_told_at_once_with_its_key() -> None:
 def test_recipes_that_say_too_little_or_too_much(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_recipe(text, "mix.yaml", MixOptions())
+
+
+STAGES = "stages: [{%s sources: [{path: a, tokens: 1}]}, {%s sources: [{path: b}]}, {%s sources: [a]}]"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (("until: 120%,", "", ""), r"stages\[0\].until: '120%' is no number of steps .* between 0% and 100%"),
+        (("until: 0,", "", ""), r"stages\[0\].until: 0 is no number of steps"),
+        (("until: 1%,", "", ""), r"stages\[1\].until: it is missing: give it to every stage but the last"),
+        (("until: 9%,", "until: 9%,", ""), r"stages\[1\].until: 9% is not behind the 9% of the one before"),
+        (("until: 9,", "until: 10,", "until: 11,"), r"stages\[2\].until: the last stage ends with the run"),
+        (("untill: 9,", "", ""), r"stages\[0\].untill: unknown key; did you mean 'until'"),
+        (("packing_length: 8Q,", "", ""), r"stages\[0\].packing_length: "),
+        (("", "sequence_parallel_size: 0,", ""), r"stages\[1\].sequence_parallel_size: 0 is no number of processes"),
+        (("temperature: 0,", "", ""), r"stages\[0\].temperature: 0 is no number above 0"),
+    ],
+)
+def test_wrong_stages_are_named(keys: tuple[str, str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_recipe(STAGES % keys, "mix.yaml", MixOptions())
+
+
+def test_stages_have_what_stands_beside_them_and_one_alone_is_the_run() -> None:
+    common = "temperature: 2, sources: [a, b#9]"
+    recipe = parse_recipe(f"{{{common}, stages: [{{until: 4}}, {{sources: [c], temperature: 1}}]}}", "m", MixOptions())
+    first, second = recipe.stages
+    assert [source.path for source in first.recipe.sources] == ["a", "b#9"]
+    assert (first.until, first.recipe.temperature, second.end, second.recipe.temperature) == (4, 2.0, "", 1.0)
+    assert not first.recipe.stages
+    alone = parse_recipe(f"{{stages: [{{{common}}}]}}", "m", MixOptions())
+    assert replace(alone, place="--mix m") == parse_recipe(f"{{{common}}}", "m", MixOptions())
+    with pytest.raises(ConfigError, match=r"the only stage is the whole run: give --packing-length"):
+        parse_recipe("stages: [{packing_length: 8, sources: [a]}]", "m", MixOptions())
+    with pytest.raises(ConfigError, match="temperature: every stage has sources of its own"):
+        parse_recipe("{temperature: 2, stages: [{sources: [a]}, {sources: [b]}]}", "m", MixOptions())
+    joined = with_joined_sources(recipe)
+    assert [source.path for source in joined.sources] == ["a", "b#9", "c"]
+    assert [[source.is_taken for source in stage.recipe.sources] for stage in joined.stages] == [
+        [True, True, False],
+        [False, False, True],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ("loss_weight: 2", r"a has the loss_weight 2\.0 in one stage and 1\.0 in another"),
+        ("loss_scale: all", "a has the loss_scale all in one stage and None in another"),
+        ("max_pixels: 9", r"a has the media_limits {'max_pixels': 9} in one stage and {} in another"),
+    ],
+)
+def test_what_a_source_has_in_all_stages(told: str, message: str) -> None:
+    text = "stages: [{until: 1, sources: [{path: a, %s}, b]}, {sources: [%s]}]"
+    with pytest.raises(ConfigError, match=message):
+        with_joined_sources(parse_recipe(text % (told, "a"), "m", MixOptions()))
+    joined = with_joined_sources(parse_recipe(text % (told, f"c, {{path: a, {told}}}"), "m", MixOptions()))
+    (first, *others) = (
+        next(each for each in part.sources if each.path == "a")
+        for part in (joined, *(stage.recipe for stage in joined.stages))
+    )
+    assert [replace(each, is_taken=False) for each in others] == [first, first]
 
 
 def resolved(*caches: str, **given: Any) -> PlanConfig:

@@ -12,7 +12,10 @@ from transformers.models.smolvlm import processing_smolvlm
 
 from packtool.media.load import load_image
 from packtool.rows.sample import Sample
-from scripts._reduced_model import VOCABULARY, cut_tokenizer
+from scripts._reduced_model import cut_tokenizer
+from tests.encode.more_families import CONFIGS, PADS, PROCESSORS, VOCABULARY
+from tests.encode.more_families import SEES as _SEES
+from tests.encode.more_families import TEXT as _TEXT
 
 _TEMPLATE = (
     "{{% for message in messages %}}<|im_start|>{{{{ message.role }}}}\n"
@@ -38,8 +41,11 @@ def make_processor(family: str, tokenizer_folder: Path) -> Any:
             pad_token="<|endoftext|>",
         )
 
+    if family in PROCESSORS:
+        return PROCESSORS[family](tokenizer)
     if family == "internvl":
         names = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
+        names |= {"ref": "<ref>", "end_ref": "</ref>", "box": "<box>", "end_box": "</box>"}
         images = t.GotOcr2ImageProcessor(size={"height": 56, "width": 56}, crop_to_patches=True, max_patches=6)
         return t.InternVLProcessor(
             images, tokenizer(**names, video_token="<video>"), t.InternVLVideoProcessor(), image_seq_length=4
@@ -55,7 +61,7 @@ def make_processor(family: str, tokenizer_folder: Path) -> Any:
             num_image_tokens=16,
             vision_feature_select_strategy="full",
         )
-    if family.startswith("glm4"):
+    if family.startswith("glm"):
         names = {"image_token": "<|image|>", "video_token": "<|video|>"}
         names |= {f"{end}_{kind}": f"<|{end}_of_{kind}|>" for end in ("begin", "end") for kind in ("image", "video")}
         return t.Glm4vProcessor(
@@ -103,17 +109,6 @@ def make_processor(family: str, tokenizer_folder: Path) -> Any:
     return t.Idefics3Processor(t.Idefics3ImageProcessor(**sizes), made, image_seq_len=4)
 
 
-_TEXT = {
-    "model_type": "qwen2",
-    "vocab_size": VOCABULARY + 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-_SEES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-_SEES |= {"image_size": 56, "patch_size": 14}
 _CLIP = {"vision_config": _SEES | {"model_type": "clip_vision_model"}, "vision_feature_layer": -1}
 _CONFIGS: dict[str, dict[str, Any]] = {
     "internvl": {"vision_config": _SEES | {"model_type": "internvl_vision", "use_qk_norm": False}},
@@ -143,22 +138,29 @@ _EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_s
 _CONFIGS |= {
     "glm4v": {"vision_config": _GLM, "text_config": _GLM_TEXT | {"model_type": "glm4v_text"}},
     "glm46v": {"vision_config": _GLM, "text_config": _GLM_TEXT | {"model_type": "glm4v_text"}},
+    "glm_ocr": {
+        "vision_config": _GLM | {"model_type": "glm_ocr_vision"},
+        "text_config": _GLM_TEXT | {"model_type": "glm_ocr_text", "head_dim": 8},
+    },
     "glm4v_moe": {
         "vision_config": _GLM | {"model_type": "glm4v_moe_vision"},
         "text_config": _GLM_TEXT | _EXPERTS | {"model_type": "glm4v_moe_text", "head_dim": 8},
     },
 }
+_CONFIGS |= CONFIGS
 
 
 def config_of(family: str, processor: Any) -> dict[str, Any]:
     """``config.json`` of a model of two layers for a processor's tokens."""
     token = "<image_soft_token>" if family == "gemma3" else processor.image_token
-    token = "<IMG_CONTEXT>" if family == "internvl" else token
+    token = "<IMG_CONTEXT>" if family == "internvl" else PADS.get(family, token)
     number = processor.tokenizer.convert_tokens_to_ids(token)
     # Some name it in one way and some in the other.
-    name = "image_token_index" if family in ("gemma3", "llava") else "image_token_id"
+    name = (
+        "image_token_index" if family in ("aya_vision", "gemma3", "llava", "pixtral", "vipllava") else "image_token_id"
+    )
     found = {"model_type": family, "text_config": _TEXT, "tie_word_embeddings": False, **_CONFIGS[family], name: number}
-    if family.startswith("glm4"):
+    if family.startswith("glm"):
         marks = {"image_start_token_id": "<|begin_of_image|>", "image_end_token_id": "<|end_of_image|>"}
         marks |= {"video_token_id": "<|video|>"}
         found |= {key: processor.tokenizer.convert_tokens_to_ids(mark) for key, mark in marks.items()}
@@ -177,7 +179,7 @@ def model_of(family: str, realdata: Path, folder: Path) -> tuple[Path, Any]:
         shutil.copytree(realdata / "tokenizers" / "qwen3-vl", source)
         for path in (source, *source.iterdir()):
             path.chmod(0o755)
-        cut_tokenizer(source)
+        cut_tokenizer(source, VOCABULARY)
         settings = json.loads((source / "tokenizer_config.json").read_text())
         settings.pop("processor_class", None)
         (source / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -186,7 +188,7 @@ def model_of(family: str, realdata: Path, folder: Path) -> tuple[Path, Any]:
     processor = make_processor(family, source)
     mark = "<start_of_image>" if family == "gemma3" else processor.image_token
     mark += "\\n" if family == "internvl" else ""
-    mark = "<|begin_of_image|><|image|><|end_of_image|>" if family.startswith("glm4") else mark
+    mark = "<|begin_of_image|><|image|><|end_of_image|>" if family.startswith("glm") else mark
     processor.chat_template = _TEMPLATE.format(mark=mark.replace("\\n", "\n"))
     processor.save_pretrained(target)
     (target / "config.json").write_text(json.dumps(config_of(family, processor)))

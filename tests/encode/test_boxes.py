@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Tokenizer
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
 from packtool.encode.families import FAMILIES
-from packtool.encode.families.boxes import BOX_TOKENS, REF_TOKENS
+from packtool.encode.families.boxes import QWEN_TOKENS
 from packtool.encode.families.resize import smart_resize
 from packtool.rows.forms import to_sample
 from packtool.rows.sample import Dropped
@@ -32,7 +32,8 @@ from tests.encode.conftest import encoder_for
 Encoders = Callable[..., Encoder]
 FACTOR, LEAST, MOST = 32, 1024, 65536  # of the model of these tests
 WITH_BOXES = [family.model_types[0] for family in FAMILIES if family.boxes is not None]
-VISION = [name for name in WITH_BOXES if "omni" not in name]
+VISION = [name for name in WITH_BOXES if name.startswith("qwen") and "omni" not in name]
+REF_TOKENS, BOX_TOKENS = QWEN_TOKENS.name, QWEN_TOKENS.box
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from packtool.config.rows import ImageOptions
 from packtool.encode import families
-from packtool.encode.families import FAMILIES, is_multimodal
+from packtool.encode.families import FAMILIES, OTHER, REFUSED, TEXT, family_of, is_multimodal
 from packtool.encode.families.qwen_vl import image_limits
 from packtool.encode.families.resize import smart_resize
 from packtool.errors import ConfigError
@@ -51,5 +51,15 @@ def test_every_familys_file_is_registered() -> None:
     names = (module.name for module in pkgutil.iter_modules(families.__path__, families.__name__ + "."))
     records = [vars(importlib.import_module(name)).get("FAMILY") for name in names]
     assert [record for record in records if record is not None and record not in FAMILIES] == []
-    claimed = [model_type for family in FAMILIES for model_type in family.model_types]
+    claimed = [model_type for family in (*FAMILIES, *REFUSED) for model_type in family.model_types]
     assert len(claimed) == len(set(claimed))
+
+
+def test_every_model_of_transformers_with_pictures_is_trained_or_refused_with_the_reason() -> None:
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as NAMES
+
+    unknown = [name for name in NAMES if family_of({"model_type": name, "vision_config": {}}) is OTHER]
+    # Text alone is what is trained of these: pictures are in their vocabulary, or they have none.
+    assert [name for name in unknown if family_of(CONFIG_MAPPING[name]().to_dict()) is not TEXT] == []
+    assert {name for family in REFUSED for name in family.model_types} <= NAMES.keys()

@@ -195,6 +195,10 @@ def test_what_is_refused(tiny: TinyWorld, plan: packtool.Plan, tmp_path: Any) ->
         packtool.Batches(plan, on_bad_media="skip")  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="2 processes share each"):
         packtool.Batches(packtool.plan(tiny.cache, packing_length=256, world_size=2, sequence_parallel_size=2))
+    stages = [{"until": 1, "sources": [tiny.cache]}, {"sources": [tiny.cache]}]
+    (tmp_path / "mix.yaml").write_text(json.dumps({"stages": stages}))
+    with pytest.raises(ConfigError, match="max_steps=3: the plan has stages"):
+        packtool.Batches(packtool.plan(mix=tmp_path / "mix.yaml", max_steps=4, packing_length=256), 0, max_steps=3)
     (tmp_path / "lengths.txt").write_text("3 4 5")
     with pytest.raises(ConfigError, match="a plan of lengths has no samples"):
         packtool.Batches(packtool.plan(lengths=tmp_path / "lengths.txt", packing_length=8))

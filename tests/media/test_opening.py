@@ -281,6 +281,11 @@ def test_pipes_and_devices_are_no_media(tmp_path: Path) -> None:
             load_image(path)
 
 
+def test_embedded_media_are_read_from_their_bytes_wherever_their_path_leads(tmp_path: Path) -> None:
+    for path in (str(tmp_path / "gone.png"), "https://packtool.invalid/a.png"):
+        assert load_image(path, picture(), MediaRights(places=frozenset())).size == (30, 20)
+
+
 def test_large_files_are_told(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(picture())
     small = MediaRights(max_bytes=50)

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from packtool.errors import MediaError
 from packtool.media import seeking
 from packtool.media.container import open_container
-from packtool.media.video import load_video
+from packtool.media.opening import MediaProblem
+from packtool.media.video import load_video, measure_video
 from packtool.rows.sample import MediaRef
 
 NUM_FRAMES, SIZE = 120, (32, 48)
@@ -42,17 +43,17 @@ ALL_DECODED: dict[str, tuple[str, str, dict[str, str], int, bool]] = {
 
 
 @cache
-def video(name: str) -> bytes:
+def video(name: str, size: tuple[int, int] = SIZE) -> bytes:
     form, codec, options, start, is_uneven = (VIDEOS | ALL_DECODED)[name]
     numbers, file = np.random.default_rng(0), io.BytesIO()
     with av.open(file, "w", format=form, options={"movflags": "frag_keyframe"} if name == "fragments" else {}) as made:
         stream = made.add_stream(codec, rate=25, options={"preset": "ultrafast", **options})
-        stream.height, stream.width, stream.pix_fmt = *SIZE, "yuv420p"
+        stream.height, stream.width, stream.pix_fmt = *size, "yuv420p"
         stream.codec_context.time_base = Fraction(1, 1000)
         time = start
         for number in range(NUM_FRAMES):
-            picture = np.full((*SIZE, 3), number * 7 % 256, np.uint8)
-            picture[: number % SIZE[0], : number % SIZE[1]] = numbers.integers(256)
+            picture = np.full((*size, 3), number * 7 % 256, np.uint8)
+            picture[: number % size[0], : number % size[1]] = numbers.integers(256)
             frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
             frame.pts, frame.time_base = time, Fraction(1, 1000)
             time += int(numbers.integers(10, 90)) if is_uneven else 40
@@ -99,10 +100,48 @@ def test_no_more_than_a_group_is_decoded_of_what_can_be_sought_in(name: str, mon
     assert 3 < count() <= 3 + min(group + 16, 93)
 
 
+def test_the_rest_of_a_group_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = counted(monkeypatch)  # keyframes are the frames 0, 30, 60 and 90
+    with open_container(MediaRef(None, video("fragments"))) as container:
+        assert [n for n, _ in seeking.needed_frames(container, container.streams.video[0], [2, 50, 64])] == [2, 50, 64]
+    assert count() == 3 + 21 + 5
+
+
 @pytest.mark.parametrize("name", ALL_DECODED)
 def test_what_cannot_be_numbered_is_said(name: str) -> None:
     with open_container(MediaRef(None, video(name))) as container, pytest.raises(seeking.Unnumbered):
         list(seeking.needed_frames(container, container.streams.video[0], [2, 95]))
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from(["H.264, Matroska", "VP9", "packets without frames"]), st.floats(0.3, 1.0), st.binary(max_size=9)
+)
+def test_frames_are_counted_as_a_decoder_counts_them(name: str, share: float, damage: bytes) -> None:
+    """Of whole files, of what is left of those that were cut off, and of those with other bytes in the middle: where
+    these cost frames, and that is not found at once, it is told when they are loaded."""
+    data, middle = video(name)[: round(len(video(name)) * share)], round(len(video(name)) * share / 2)
+    data = data[:middle] + damage + data[middle + len(damage) :]
+    try:
+        expected: int | None = len(decoded(data))
+    except av.FFmpegError:
+        expected = None
+    try:
+        found = measure_video(MediaRef(None, data)).num_frames
+    except (av.FFmpegError, MediaProblem):
+        assert expected is None
+        return
+    if found != expected:
+        assert damage
+        with pytest.raises(MediaError):
+            load_video(None, data, (), range(found))
+
+
+def test_counting_decodes_few_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    count, name = counted(monkeypatch), "H.264, Matroska"
+    with open_container(MediaRef(None, video(name))) as container:
+        assert seeking.count_frames(container, container.streams.video[0]) == NUM_FRAMES
+    assert count() <= 32 + int(VIDEOS[name][2]["g"])
 
 
 def test_real_videos(realdata: Path) -> None:
@@ -116,6 +155,18 @@ def test_real_videos(realdata: Path) -> None:
         indices = [5, len(frames) // 3, len(frames) * 3 // 4, len(frames) - 1]
         loaded = load_video(str(path), None, (), indices)
         assert all(np.array_equal(loaded[i], frames[n].to_ndarray(format="rgb24")) for i, n in enumerate(indices))
+
+
+def test_a_frame_that_is_taken_twice() -> None:
+    data, numbers = video("H.264, uneven"), [3, 3, 50, 90, 90]
+    assert np.array_equal(load_video(None, data, (), numbers), np.stack([decoded(data)[number] for number in numbers]))
+
+
+def test_frames_of_another_size_are_told() -> None:
+    """A transport stream goes on as another one does."""
+    data = video("stream") + video("stream", (64, 80))
+    with pytest.raises(MediaError, match="frame 130 has another size than those before it"):
+        load_video(None, data, (), [5, 100, 130])
 
 
 @pytest.mark.parametrize("name", ["H.264, uneven", "H.264, Matroska"])

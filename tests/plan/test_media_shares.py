@@ -51,6 +51,24 @@ def test_one_large_picture_is_found() -> None:
     assert media_of([[300]], videos=[1]).tokens.tolist() == [300]
 
 
+@given(st.lists(st.tuples(st.lists(st.integers(1, 500), max_size=4), st.booleans()), min_size=1, max_size=6))
+def test_the_longest_sound_is_no_longer_than_told(samples: list[tuple[list[int], bool]]) -> None:
+    """Of sounds by themselves, or of as many videos: the index tells their tokens together."""
+    tokens = np.array([sum(each) for each, _ in samples], np.int64)
+    num_audios, num_videos = (
+        np.array([len(each) * (are_tracks == of_videos) for each, are_tracks in samples], np.int64)
+        for of_videos in (False, True)
+    )
+    pictures = media_of([[7]] * len(samples))
+    media = pictures.with_sounds(tokens, num_audios, num_videos)
+    assert media.tokens.sum() == pictures.tokens.sum()
+    for number, (each, _) in enumerate(samples):
+        sounds = media.sounds[(media.samples == number) & (media.tokens == 0)]
+        assert len(sounds) == len(each)
+        assert sounds.sum() == sum(each)
+        assert sounds.max(initial=0) >= max(each, default=0)
+
+
 @given(st.data())
 def test_all_micro_batches_at_once_are_as_one_by_one(data: st.DataObject) -> None:
     pictures = data.draw(st.lists(st.lists(st.integers(1, 60), max_size=4), min_size=1, max_size=12))

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtool.config.mixture import Amount, MixUnit, Recipe, SourceRecipe, parse_amount
+from packtool.config.mixture import Amount, MixUnit, parse_amount
+from packtool.config.recipe import Recipe, SourceRecipe
 from packtool.errors import DataError
 from packtool.plan.epoch import EpochPlan, plan_mixture
 from packtool.plan.mixture import Mixture, mixture_of
@@ -93,6 +94,14 @@ def test_samples_are_drawn_alike_often_and_anew() -> None:
     assert np.array_equal(kept.drawn(0), kept.drawn(3))
     assert not np.array_equal(planned(kept, 0).packs.samples, planned(kept, 1).packs.samples)
     assert kept.fingerprint != mixture.fingerprint
+
+
+def test_loss_scales_are_part_of_the_fingerprint_where_there_are_some() -> None:
+    first, second = of("50%", "2x")
+    plain = made([30, 20], [first, second])
+    assert plain.fingerprint == "e28382bec2c17ec243e32bdfddb50205a1f48bdcb7e5e96a13b98538292d4360"  # as it always was
+    scaled = [made([30, 20], [first, replace(second, loss_scale=scale)]) for scale in ("last_round", "all")]
+    assert len({mixture.fingerprint for mixture in (plain, *scaled)}) == 3
 
 
 def test_places_waste_little() -> None:

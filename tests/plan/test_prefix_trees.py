@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from packtool.plan.branches import Branch, branches_of
 from packtool.plan.cost import CostModel
 from packtool.plan.epoch import assign_packs, plan_epoch
 from packtool.plan.options import PlanOptions
 from packtool.plan.packing import pack
-from packtool.plan.prefix_trees import NOTHING, Branch, Budget, Prefixes, PrefixTrees, branches_of, plan_trees, trees_of
+from packtool.plan.prefix_trees import NOTHING, Budget, Prefixes, PrefixTrees, plan_trees, trees_of
 from packtool.plan.summary import pack_costs
 from packtool.plan.towers import TowerWork
 
@@ -223,13 +224,13 @@ def test_trees_are_found_again_in_a_plan() -> None:
     prefixes = prefixes_of(rows, [[9]] * len(rows))
     trees = plan_trees(lengths, prefixes, capacity=30, least_shared=5)
     plan = plan_epoch(lengths, np.ones(36, np.int64), options_for(30), seed=0, trees=trees)
-    found = trees_of(plan.packs, prefixes)
+    found = trees_of(plan.packs, prefixes, least_shared=5)
     assert found is not None
     media, of_prefixes = np.full(36, 4), np.full(len(prefixes.lengths), 4)
     assert found.added(media, of_prefixes).tolist() == trees.added(media, of_prefixes).tolist()
     assert found.num_shared_tokens == trees.num_shared_tokens
-    assert trees_of(plan.packs, prefixes_of(rows, [[8]] * len(rows))) is None
-    assert trees_of(plan.packs, prefixes_of(rows, [[]] * len(rows))) is None
+    assert trees_of(plan.packs, prefixes_of(rows, [[8]] * len(rows)), least_shared=5) is None
+    assert trees_of(plan.packs, prefixes_of(rows, [[]] * len(rows)), least_shared=5) is None
 
 
 some_rows = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=9), max_size=12)

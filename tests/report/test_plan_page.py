@@ -8,12 +8,14 @@ from hypothesis import strategies as st
 
 from packtool.report.drawing import Box, Drawing, Note
 from packtool.report.plan_page import (
+    MixtureFigures,
     Stretch,
     balance_chart,
     num_lines,
     packs_drawing,
     page,
     plain_batches,
+    shares_chart,
     stretches_drawing,
     tree_drawing,
 )
@@ -94,6 +96,14 @@ def test_one_far_step_does_not_press_the_others_flat() -> None:
     assert far.notes == [Note(875, [("c0", "9.00 ↑")])]
     assert near.y.high == far.y.high == pytest.approx(1.2)
     assert [shape.look for shape in balance_chart([2.0], [2.0]).shapes] == ["dot-after"], "drawn once: nothing changed"
+
+
+def test_shares_are_drawn_where_their_steps_are() -> None:
+    """Ten steps, three at a time: the last stretch is of one step."""
+    parts = [[1.0, 0.0]] * 2 + [[0.0, 1.0]] * 2
+    found = MixtureFigures(("source",), [("a",), ("b",)], parts, "tokens", 3, 10)
+    boxes = [shape for shape in shares_chart(found).shapes if isinstance(shape, Box)]
+    assert [(round(box.x), round(box.width)) for box in boxes] == [(0, 300), (300, 300), (600, 300), (900, 100)]
 
 
 def test_words_of_others_are_no_markup() -> None:

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from packtool.encode.encoded import EncodedImage
 from packtool.encode.families import ImageLimits
-from packtool.encode.families.boxes import BoxForm
+from packtool.encode.families.boxes import INTERNVL_TOKENS, BoxForm
 from packtool.report.regions import PICTURE, ShownRegion, regions_of
 
 LIMITS = ImageLimits(1, 1 << 30, 16, 2, 2)
 IMAGE = EncodedImage("a.png", None, 480, 640, (1, 32, 40), 320)  # shown to the model as 640x512
 TOKENS, LISTS = (BoxForm(spelling, "thousandths") for spelling in ("tokens", "lists"))
 PIXELS = BoxForm("lists", "pixels")
+INTERNVL = BoxForm("tokens", "thousandths", INTERNVL_TOKENS)
 
 
 def shown(text: str, form: BoxForm | None = LISTS, num_images: int = 1, **more: bool) -> list[ShownRegion]:
@@ -27,6 +28,11 @@ def test_each_spelling() -> None:
     box = ((0.1, 0.2), (0.5, 0.25))
     dog = ShownRegion("a dog", box, 0, True)
     assert shown(PICTURE + TOKENS.name("a dog") + TOKENS.boxes([[100, 200, 500, 250]]), TOKENS) == [dog]
+    assert shown(PICTURE + INTERNVL.name("a dog") + INTERNVL.boxes([[100, 200, 500, 250]]), INTERNVL) == [dog]
+    asked = PICTURE + f"Where is {INTERNVL.name('it')}?" + INTERNVL.name("a dog")
+    assert shown(asked + INTERNVL.boxes([[100, 200, 500, 250]]), INTERNVL) == [dog]
+    two = [[100, 200, 500, 250], [1, 2, 3, 4]]
+    assert len(shown(PICTURE + INTERNVL.boxes(two), INTERNVL)) == 2
     for text in (
         '{"bbox_2d": [100, 200, 500, 250], "label": "a dog"}',
         '{"label": "a dog",\n "bbox_2d": [100,200,500,250]}',

@@ -160,6 +160,11 @@ def test_what_lies_in_the_folder_is_safe(cache: str, tmp_path: Path, capsys: pyt
     assert not left.exists()
     assert run(["inspect", cache, "--html", str(tmp_path / "new"), "--max-samples", "5"]) == 0
     assert "5 of 5" in capsys.readouterr().out
+    plan = str(tmp_path / "a.plan")
+    assert run(["plan", cache, "--packing-length", "400", "--save", plan]) == 0
+    capsys.readouterr()
+    assert run(["inspect", cache, "--plan", plan, "--html", str(tmp_path / "few"), "--max-samples", "4"]) == 0
+    assert f"those of the steps that are shown of --plan {plan}" in capsys.readouterr().out
     for words in (["--html", "x", "--serve"], ["--serve", "--row", "1"], ["--verify", "--html", "x"]):
         assert run(["inspect", cache, *words]) == 2
         assert "show different things" in capsys.readouterr().err

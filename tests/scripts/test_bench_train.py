@@ -42,6 +42,9 @@ def test_quick_run(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> Non
         assert re.search(rf"^  {name} +[\d.]+%", out, re.MULTILINE)
     for name in ("logits of all tokens", "logits of targets", "losses in the head"):
         assert re.search(rf"^  {name} +[\d,]+ MiB", out, re.MULTILINE)
+    for way in ("without", "with --media-cache"):
+        assert re.search(rf"^{way} +[\d.]+% +[\d.]+% +[\d.]+ +[\d.]+$", out, re.MULTILINE)
+    assert re.search(r"^second epoch: [\d.]+ \(.*\) times as fast$", out, re.MULTILINE)
     assert re.search(r"of the FLOPs: head \d+%, vision \d+%; of a Qwen3-VL-2B's", out)
 
 

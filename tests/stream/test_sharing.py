@@ -94,6 +94,24 @@ def test_the_rest_is_the_same_from_any_pack_on(share: float, specs: Any, model: 
         assert all(np.array_equal(*columns) for columns in zip(one.added, other.added, strict=True))
 
 
+def test_packs_of_a_tree_that_is_cut_follow_one_another(specs: Any, model: Path) -> None:
+    """Five questions a text, in packs that hold a few of them: where an interval has all, one pack after the other."""
+    chosen = options(shuffle_buffer_size=1, packing_interval=400, packing_length=210)
+    apart = {}
+    for parts in ("any", "together"):
+        packs = list(stream(specs, model, chosen, sharing=sharing(model, parts=parts)))
+        of_text: dict[bytes, set[int]] = {}
+        for number, pack in enumerate(packs):
+            for sample in pack.samples:
+                of_text.setdefault(sample.input_ids[:LEAST_SHARED].tobytes(), set()).add(number)
+        cut = [sorted(numbers) for numbers in of_text.values() if len(numbers) > 1]
+        assert len(cut) > 5
+        apart[parts] = [numbers for numbers in cut if numbers[-1] - numbers[0] > 4]
+        assert Counter(sample.place for pack in packs for sample in pack.samples).most_common(1)[0][1] == 1
+    assert len(apart["any"]) > 5
+    assert not apart["together"]
+
+
 def test_a_tree_has_no_more_rows_than_asked(specs: Any, model: Path) -> None:
     samples = [sample for pack in stream(specs, model, options()) for sample in pack.samples]
     for most in (None, 2):

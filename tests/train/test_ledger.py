@@ -22,8 +22,9 @@ from packtool.train.prepare.checkpoint import finished_checkpoints
 from packtool.train.prepare.ledger_file import LEDGER_NAME, read_ledger
 from packtool.train.prepare.record import begin_ledger
 from packtool.train.run import train
-from tests.forked import started
+from tests.forked import run_ranks, started, started_ranks
 from tests.train.tiny import TinyWorld, export_rows, make_tiny_text_world
+from tests.waiting import wait_for
 
 Identity = tuple[str, int]
 """Name of a file and row."""
@@ -88,10 +89,10 @@ class World:
             process.join()
             assert process.exitcode == -signal.SIGKILL
 
-    def seen(self) -> dict[int, list[Identity]]:
-        """Of each step, the rows that the batches of its last run had."""
+    def seen(self, folder: str = ".") -> dict[int, list[Identity]]:
+        """Of each step, the rows that the batches of its last run had, of which a process wrote into a folder."""
         found: dict[int, list[Identity]] = {}
-        for line in (self.root / "batches").read_text().splitlines():
+        for line in (self.root / folder / "batches").read_text().splitlines():
             if line.startswith("run "):
                 readers = CacheReader.open(line.split()[1:])
                 rows = [(Path(each.source).stem, each.row) for each in map(readers.sample, range(len(readers)))]
@@ -115,6 +116,13 @@ def logged(root: Path, config: Any, progress: SilentProgress) -> int:
         file.write(" ".join(["run", *config.cached_dataset]) + "\n")
     train(config, progress)
     return 0
+
+
+def logged_rank(root: Path, config: Any, progress: SilentProgress) -> None:
+    """The same of one process of several, each with a folder of its own."""
+    folder = root / f"rank-{os.environ['RANK']}"
+    folder.mkdir(exist_ok=True)
+    logged(folder, config, progress)
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +177,36 @@ def test_the_ledger_is_what_the_batches_say(world: World, capsys: pytest.Capture
     check_what_is_shown(world, steps, capsys)
 
 
+def test_two_processes_are_killed_and_go_on_with_other_sources(world: World) -> None:
+    """Of three sources one goes and another comes; what both processes were handed out is what the ledger says."""
+    world.write("d", 10)
+    world.export("d")
+    out = world.root / "two"
+    settings = {"num_train_epochs": 1.0, "data_change": "allow"}
+    first = world.config("a b c", out, **settings)
+    with started_ranks(2, logged_rank, world.root, first, Killing(3), scratch=world.root) as processes:
+        wait_for(lambda: processes[0].exitcode is not None)
+        assert processes[0].exitcode == -signal.SIGKILL
+    (checkpoint,) = finished_checkpoints(str(out))
+    trained = Counter(row for rank in (0, 1) for step in (1, 2) for row in world.seen(f"rank-{rank}")[step])
+    assert {name for name, _ in trained} == set("abc")
+    resumed = world.config("d a b", out, **settings, resume_from_checkpoint=checkpoint)
+    run_ranks(2, logged_rank, world.root, resumed, SilentProgress(), scratch=world.root)
+    ranks = [world.seen(f"rank-{rank}") for rank in (0, 1)]
+    ledger = read_ledger(finished_checkpoints(str(out))[-1])
+    assert ledger is not None
+    assert set(ranks[0]) == set(ranks[1]) == set(range(1, ledger.step + 1))
+    counted = Counter(row for seen in ranks for held in seen.values() for row in held)
+    assert set(counted.values()) == {1}
+    told = {Path(source.directory).name: source.trained.counts() for source in (*ledger.sources, *ledger.retired)}
+    assert list(told) == ["d", "a", "b", "c"]
+    for name, times in told.items():
+        assert times.tolist() == [counted[name, row] for row in range(len(times))]
+        assert times.all() == (name != "c")
+    totals = {Path(each.directory).name: each.num_samples for each in (*ledger.sources, *ledger.retired)}
+    assert totals == Counter(name for name, _ in counted)
+
+
 def check_what_is_shown(world: World, steps: dict[int, list[Identity]], capsys: pytest.CaptureFixture[str]) -> None:
     """Steps since the change as they were, and when one of the samples was trained."""
 
@@ -199,8 +237,11 @@ def check_what_is_shown(world: World, steps: dict[int, list[Identity]], capsys: 
     assert "is not the --output-dir of a run" in shown(str(world.root / "c"), "--trained", code=2)
 
 
-def test_a_checkpoint_of_an_older_packtool_has_a_ledger_by_its_plan(world: World, tmp_path: Path) -> None:
-    config = world.config("b c", tmp_path, max_steps=3, save_steps=1)
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_checkpoint_of_an_older_packtool_has_a_ledger_by_its_plan(mixed: bool, world: World, tmp_path: Path) -> None:
+    """Also where a mixture takes samples more than once, and other ones in each epoch."""
+    mixture = {"cached_dataset": (f"{world.root}/b#1.5x", f"{world.root}/c#50%")} if mixed else {}
+    config = world.config("b c", tmp_path, max_steps=3, save_steps=1, **mixture)
     train(config, SilentProgress())
     kept = read_ledger(str(tmp_path / "checkpoint-3"))
     assert kept is not None
@@ -209,11 +250,11 @@ def test_a_checkpoint_of_an_older_packtool_has_a_ledger_by_its_plan(world: World
     del values["files"][LEDGER_NAME], values["digest"], values["data_since"]
     state.write_text(json.dumps(values))
     (tmp_path / "checkpoint-2" / LEDGER_NAME).unlink()
-    on = {"resume_from_checkpoint": str(tmp_path / "checkpoint-2"), "max_steps": 3}
+    on: dict[str, Any] = {"resume_from_checkpoint": str(tmp_path / "checkpoint-2"), "max_steps": 3}
     with pytest.raises(MismatchError, match="keeps no ledger, so nobody knows"):
         train(world.config("b", tmp_path, **on, data_change="allow"), SilentProgress())
     told = Told()
-    train(world.config("b c", tmp_path, **on), told)
+    train(world.config("b c", tmp_path, **on | mixture), told)
     assert any("is of an older packtool and keeps no ledger" in note for note in told.notes)
     again = read_ledger(str(tmp_path / "checkpoint-3"))
     assert again is not None

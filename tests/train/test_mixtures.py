@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+import packtool
 from packtool.cli.main import run
-from packtool.config.mixture import MixOptions, parse_recipe
+from packtool.config.mixture import MixOptions
 from packtool.config.plan import PlanConfig
+from packtool.config.recipe import parse_recipe
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, MismatchError
 from packtool.launch.world import World
 from packtool.progress import SilentProgress
+from packtool.report.statistics import train_lines
 from packtool.report.trained import step_figures
 from packtool.train.prepare.cached import CachedRun, prepare_cached
+from packtool.train.prepare.ledger_file import read_ledger
 from packtool.train.prepare.mixtures import recipe_of_anywhere
+from packtool.train.prepare.prepared import RankStep
 from packtool.train.prepare.resumed import resumed
 from packtool.train.run import train
 from tests.train.tiny import TinyWorld, check_same_rest, export_rows, read_metrics
@@ -83,6 +89,111 @@ def test_trained_logged_and_resumed(tiny: TinyWorld, caches: tuple[str, str], tm
     assert step_figures(f"{whole}/checkpoint-{step}", step)["target_tokens"] == lines[step - 1]["target_tokens"]
     only = resumed(PlanConfig(resume=whole, cached_dataset=(caches[0],))).figures()
     assert [source["fate"] for source in only["sources"]] == ["as before", "gone"]
+
+
+def test_sources_have_the_targets_of_caches_that_were_exported_so(tiny: TinyWorld, tmp_path: Path) -> None:
+    """Losses, shares and the plan of loss scales in a recipe are those of exports with them."""
+    scales, exported = ("last_round", "all"), [str(tmp_path / scale) for scale in ("last_round", "all")]
+    for scale, cache in zip(scales, exported, strict=True):
+        export_rows(tiny, cache, loss_scale=scale)
+
+    def written(name: str, *sources: dict[str, Any]) -> str:
+        shares = zip(sources, (2, 3), scales, strict=True)
+        each = [{**source, "target_tokens": weight, "channel": scale} for source, weight, scale in shares]
+        (tmp_path / name).write_text(json.dumps({"sources": each}))
+        return str(tmp_path / name)
+
+    mixes = {
+        "chosen": written("chosen.yaml", *({"path": tiny.cache, "loss_scale": scale} for scale in scales)),
+        "exported": written("exported.yaml", *({"path": cache} for cache in exported)),
+    }
+    given: dict[str, Any] = {"max_steps": 2, "save_strategy": "no"}
+    chosen, there = (
+        train(mixed(tiny, tmp_path / name, mix=mix, **given), SilentProgress()) for name, mix in mixes.items()
+    )
+    assert (chosen.target_tokens, chosen.sources) == (there.target_tokens, there.sources)
+    names = ("loss", "grad_norm", "target_tokens", "loss_last_round", "loss_all", "share_of_target_tokens_all")
+    ours, theirs = ([[line[name] for name in names] for line in read_metrics(tmp_path / run)] for run in mixes)
+    assert ours == theirs
+    # plan knows it without a run, and a checkpoint goes on with the same scales only.
+    sources = [packtool.plan(mix=mix, packing_length=256).summary["sources"] for mix in mixes.values()]
+    assert sources[0] == sources[1]
+    assert sources[0]["all"]["share_of_target_tokens"] == pytest.approx(0.6, abs=0.05)
+    other = written("other.yaml", {"path": tiny.cache, "loss_scale": "last_round"}, {"path": tiny.cache})
+    one, two = (prepared(mixed(tiny, tmp_path / "other", mix=mix, **given)) for mix in (mixes["chosen"], other))
+    assert one.state.plan != two.state.plan
+    with pytest.raises(ConfigError, match=r"loss scale 'lastround': .* did you mean 'last_round'"):
+        prepared(mixed(tiny, tmp_path, mix=recipe(tmp_path, (tiny.cache, tiny.cache), loss_scale="lastround")))
+
+
+class Told(SilentProgress):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def test_stages_are_trained_shown_and_resumed(
+    tiny: TinyWorld, caches: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mix, whole, told = tmp_path / "stages.yaml", tmp_path / "whole", Told()
+    ratios = ((2, 1), (1, 3))
+    stages: list[dict[str, Any]] = [
+        {"sources": [{"path": path, "samples": each} for path, each in zip(caches, pair, strict=True)]}
+        for pair in ratios
+    ]
+    mix.write_text(json.dumps({"stages": [{"until": "50%", "packing_length": 128, **stages[0]}, stages[1]]}))
+    settings: dict[str, Any] = {"mix": str(mix), "max_steps": 8, "gradient_accumulation_steps": 2}
+    result = train(mixed(tiny, whole, **settings), told)
+    assert (len(result.stages), train_lines(result)[0][0]) == (2, "samples of the first stage")
+    assert [note for note in told.notes if " begins" in note] == [
+        "stage 1 of 2 begins: steps 1 to 4, packs of 128 tokens",
+        "stage 2 of 2 begins: steps 5 to 8, packs of 256 tokens",
+    ]
+    # Resumed where a stage ends.
+    resume = {"resume_from_checkpoint": str(whole / "checkpoint-4")}
+    train(mixed(tiny, tmp_path / "rest", **settings, **resume), SilentProgress())
+    check_same_rest(whole, tmp_path / "rest", 4)
+    with pytest.raises(MismatchError, match="of stages also from --max-steps"):
+        prepared(mixed(tiny, tmp_path / "longer", **{**settings, "max_steps": 9}, **resume))
+    # An independent count of what the batches held, by stage; and the ledger.
+    planned, counts = prepared(mixed(tiny, tmp_path / "other", **settings)), Counter[int]()
+    for number, step in enumerate(planned.steps(None).drawn()):  # type: ignore[arg-type]
+        held = [place for micro_batch in step.micro_batches for place in micro_batch.samples]
+        counts.update(held)
+        lengths = planned.reader.index.length
+        for micro_batch in step.micro_batches:
+            assert all(sum(lengths[list(pack)]) <= (128 if number < 4 else 256) for pack in micro_batch.packs)
+        found = step_figures(str(whole), number + 1)
+        assert found["num_samples"] == len(held)
+        assert found["target_tokens"] == read_metrics(whole)[number]["target_tokens"]
+    ledger = read_ledger(str(whole / "checkpoint-8"))
+    assert ledger is not None
+    trained = np.concatenate([source.trained.counts() for source in ledger.sources])
+    assert trained.tolist() == [counts[place] for place in range(len(trained))]
+    # Planned, as a loop of one's own has it, and changed from the middle on.
+    options = {"packing_length": 256, "max_steps": 8, "gradient_accumulation_steps": 2}
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    page = tmp_path / "plan.html"
+    assert run(["plan", "--mix", str(mix), "--html", str(page), *words]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"stage 2 of 2, steps 5 to 8, packs of 256 tokens, \d+ samples\nsource", shown)
+    assert "What the run has of each source" in page.read_text()
+    assert "<h3>Stage 2 of 2, steps 5 to 8" in page.read_text()
+    assert run(["plan", "--mix", str(mix), "--sweep", "128,256"]) == 2
+    batches = packtool.Batches(packtool.plan(mix=str(mix), **options), model=tiny.model)
+    assert (batches.num_steps, len(batches)) == (8, sum(len(step.micro_batches) for step in again(planned)))
+    mix.write_text(json.dumps({"stages": [{"until": 3, **stages[1]}, stages[0]]}))
+    other = resumed(PlanConfig(resume=str(whole / "checkpoint-2"), mix=str(mix))).figures()
+    assert [(stage["first_step"], stage["last_step"]) for stage in other["stages"]] == [(3, 3), (4, 8)]
+
+
+def again(planned: CachedRun) -> list[RankStep]:
+    """The steps of a run, once more."""
+    return list(planned.steps(None).drawn())  # type: ignore[arg-type]
 
 
 def test_plan_resume_finds_shares_for_other_caches(

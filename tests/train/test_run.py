@@ -14,14 +14,19 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+import packtool
 from packtool.cache.manifest import Manifest
+from packtool.cache.plan_file import read_plan, write_plan
 from packtool.config.settings import resolve
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, DataError, MismatchError, UnsupportedModelError
 from packtool.launch.world import World
 from packtool.progress import SilentProgress
 from packtool.report.inspect import sample_view
+from packtool.report.statistics import train_lines
+from packtool.train.prepare.check import packs_of
 from packtool.train.prepare.place import RESULT_NAME
+from packtool.train.prepare.replan import plan_again, segments_of
 from packtool.train.prepare.trained import TrainedModel
 from packtool.train.run import train
 from tests.train.tiny import TinyWorld, export_rows, make_tiny_text_world, read_metrics
@@ -151,6 +156,41 @@ def test_longer_samples_are_filtered_and_counted(tiny: TinyWorld, tmp_path: Path
     assert result.num_samples + result.filtered == 40
     assert (result.max_length, result.packing_length) == (60, 60)
     assert f"{result.filtered} longer than 60 tokens are left out" in "\n".join(progress.notes)
+
+
+def test_a_plan_of_some_samples_says_so(tiny: TinyWorld, tmp_path: Path) -> None:
+    path = str(tmp_path / "some.plan")
+    packtool.plan(tiny.cache, packing_length=256).save(path)
+    saved = read_plan(path)
+    end = int(saved.offsets[3])
+    some = dataclasses.replace(
+        saved, samples=saved.samples[:end], offsets=saved.offsets[:4], lengths=saved.lengths[:end], places=None
+    )
+    info = dataclasses.replace(saved.info, plan=packs_of(some).fingerprint)
+    write_plan(path, dataclasses.replace(some, info=info))
+    progress = Recording()
+    result = train(tiny.config(tmp_path / "out", plan=path, dry_run=True), progress)
+    assert result.filtered == 40 - end > 0
+    assert f"{40 - end} that --plan {path} does not hold are left out" in "\n".join(progress.notes)
+    assert ("  not in the plan", f"{40 - end}") in train_lines(result, has_plan=True)
+
+
+def test_a_plan_that_has_changed_is_noticed(tiny: TinyWorld, tmp_path: Path) -> None:
+    """By a run that goes on, and by who looks at its steps: its history knows the packs by their fingerprint."""
+    path, out = tmp_path / "a.plan", str(tmp_path / "out")
+    packtool.plan(tiny.cache, packing_length=256).save(str(path))
+    settings: dict[str, Any] = {"plan": str(path), "max_steps": 1, "verify_packing": False}
+    train(tiny.config(out, **settings), SilentProgress())
+    ((segment, stop),) = segments_of(out)
+    assert plan_again(out, segment, stop).place(0)[2] == 0
+    packtool.plan(tiny.cache, packing_length=256, seed=7).save(str(path))
+    with pytest.raises(MismatchError, match=r"a\.plan, the --plan of .*out, is another since it was trained"):
+        plan_again(out, segment, stop)
+    with pytest.raises(MismatchError, match=r"(?s)trains something else:.*follows from .*--plan"):
+        train(tiny.config(out, **settings, resume_from_checkpoint="true"), SilentProgress())
+    path.unlink()
+    with pytest.raises(MismatchError, match="the --plan of this run is gone"):
+        plan_again(out, segment, stop)
 
 
 def test_several_caches_are_joined(tiny: TinyWorld, tmp_path: Path) -> None:

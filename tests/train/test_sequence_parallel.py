@@ -68,6 +68,17 @@ def world(tmp_path_factory: pytest.TempPathFactory, tiny: TinyWorld) -> TinyWorl
     return dataclasses.replace(tiny, cache=str(cache))
 
 
+def staged(world: TinyWorld, root: Path, *sizes: int) -> dict[str, Any]:
+    """Settings of two stages, with sequences that so many processes share, and steps of the same samples anyhow."""
+    stages: list[dict[str, Any]] = [{"until": 2, "packing_length": 128, "sources": [world.cache + "#20"]}]
+    stages.append({"sources": [world.cache]})
+    for stage, size in zip(stages, sizes, strict=False):
+        stage["sequence_parallel_size"] = size
+    path = root / f"{len(sizes)}.yaml"
+    path.write_text(json.dumps({"stages": stages}))
+    return CURVE | {"cached_dataset": (), "mix": str(path), "samples_per_step": 8, "max_steps": 4, "save_steps": 2}
+
+
 @pytest.fixture(scope="module")
 def alone(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One process, without any of it."""
@@ -78,6 +89,7 @@ def alone(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("train", root / "curve", CURVE),
         ("train", root / "evaluated", CURVE | EVALUATING),
         ("train", root / "lora", CURVE | LORA),
+        ("train", root / "stages", staged(world, root)),
         ("eval", root / "eval", {}),
     ]
     run_jobs(world, [check_before(job, ()) for job in jobs])
@@ -92,6 +104,7 @@ def shared(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
     jobs += [("train", root / f"curve-{name}", CURVE | settings) for name, settings in CURVES.items()]
     jobs.append(("train", root / "evaluated", CURVE | CURVES["ring"] | EVALUATING))
     jobs.append(("train", root / "lora", CURVE | LORA | TWO))
+    jobs.append(("train", root / "stages", staged(world, root, 1, 2) | TWO))
     resumed = CURVE | CURVES["ring"] | {"resume_from_checkpoint": str(root / "curve-ring" / f"checkpoint-{HALF}")}
     jobs.append(("train", root / "resumed", resumed))
     jobs.append(("train", root / "streamed", UNSEEN | world.streamed() | {"gradient_accumulation_steps": 12} | TWO))
@@ -116,6 +129,14 @@ def four(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_one_step_is_that_of_one_process(name: str, shared: Path, alone: Path) -> None:
     """Loss, gradient norm and weights, with pictures in the rows and every part of the model trained."""
     check_same_step(shared / name, alone / "step")
+
+
+def test_a_stage_may_share_its_sequences_and_the_one_before_not(shared: Path, alone: Path) -> None:
+    expected, found = (read_metrics(folder / "stages") for folder in (alone, shared))
+    assert len(found) == 4
+    for line, other in zip(found, expected, strict=True):
+        assert line["target_tokens"] == other["target_tokens"]
+        assert line["loss"] == pytest.approx(other["loss"], abs=1e-4)
 
 
 def check_same_curve(output_dir: Path, expected_dir: Path, num_steps: int = NUM_STEPS) -> None:

@@ -12,23 +12,32 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from PIL import Image
 from torch import nn
 
+from packtool.attention.parallel.axes import Axes
+from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.batch.batch import PackedBatch, TreeBatch
 from packtool.batch.collate import collate_packs
+from packtool.batch.collate_shard import collate_shard, with_own_media
 from packtool.batch.collate_tree import collate_tree
+from packtool.batch.shard import Cut
 from packtool.batch.spec import InputSpec
 from packtool.config.export import EncodeSpec
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
 from packtool.encode.model_files import ModelFiles
+from packtool.encode.placed_media import sounds_in_order
 from packtool.errors import DataError
+from packtool.plan.skrull import SHARDED
 from packtool.progress import SilentProgress
 from packtool.rows.sample import MediaRef, Sample, Turn
 from packtool.train.loop.media_times import _measured
 from packtool.train.model.head_loss import losses_of_head
 from packtool.train.model.load import load_model
+from tests.attention.parallel.shared_model import check_setting
+from tests.forked import run_ranks
 from tests.media.clips import write_clip, write_sound
 from tests.train.real_models import FAMILIES, small_model
 
@@ -206,7 +215,62 @@ def test_media_of_a_shared_prefix_are_looked_at_once(model_of: Make, media: Path
         assert (parameter.grad is None) == (name not in found)
         if parameter.grad is not None:
             unit = max(1.0, float(parameter.grad.abs().max()))
-            assert float((found[name] - parameter.grad).abs().max()) < 2e-5 * unit, name
+            assert float((found[name] - parameter.grad).abs().max()) < 1e-5 * unit, name
+
+
+# A ring, whose chunks cut sounds and woven tracks anywhere, and Ulysses.
+SHARED = {"qwen2.5-omni": Axes(2, 1, "ring"), "qwen3-omni": Axes(1, 2)}
+
+
+def test_sequences_with_sounds_that_two_ranks_share(model_of: Make, media: Path, tmp_path: Path) -> None:
+    """Logits, loss, gradients of towers and text as on one rank; sounds are dealt out, and each is heard once."""
+    worlds = {}
+    for family in SHARED:
+        directory = model_of(family)
+        samples, spec = encoded(directory, samples_for(family, media))
+        model = with_a_small_head(load_model(str(directory), spec.config, dtype=torch.float32, packing=True).eval())
+        # Which are as large as those of 150,000 tokens are, and tell nothing of sounds.
+        model.get_input_embeddings().requires_grad_(False)
+        # The head's own tokens.
+        small = [dataclasses.replace(sample, labels=np.minimum(sample.labels, 255)) for sample in samples]
+        worlds[family] = spec, model, small
+    run_ranks(2, check_shared, worlds, tmp_path, scratch=tmp_path)
+    found = json.loads((tmp_path / "errors.json").read_text())
+    for family in SHARED:
+        logits, loss, gradients, moved = found[family]
+        assert max(logits, loss, gradients) < 2e-6, family
+        assert moved == 0, family
+
+
+def check_shared(worlds: dict[str, Any], folder: Path) -> None:
+    """On each rank."""
+    dist.init_process_group("gloo")
+    found = {}
+    for family, (spec, model, samples) in worlds.items():
+        parallel = SequenceParallel.on_mesh(SHARED[family], "cpu")
+        found[family] = check_setting((spec, model, samples), parallel)
+        # Text alone: both listen to silence, and nothing comes of it.
+        silent = collate_shard(samples[1:2], spec, parallel.cut)
+        assert silent.media["feature_attention_mask"].sum() == spec.family.mel_frames
+        assert not sum(silent.shard.routes["audio"].send_counts)
+    if dist.get_rank() == 0:
+        (folder / "errors.json").write_text(json.dumps(found))
+
+
+@pytest.mark.parametrize("places", [[SHARDED] * 6, [SHARDED, 1, 0, SHARDED, SHARDED, 1]], ids=["sharded", "some local"])
+def test_each_sound_is_one_ranks(model_of: Make, media: Path, places: list[int]) -> None:
+    """By itself, also where its tokens lie between those of a video that is another rank's."""
+    samples, spec = encoded(model_of("qwen3-omni"), samples_for("qwen3-omni", media))
+    ranks = [with_own_media(samples, places, spec, Cut(2, 1, rank)) for rank in range(2)]
+    for number, (sample, place) in enumerate(zip(samples, places, strict=True)):
+        heard = [sound.num_tokens for sound, _, _ in sounds_in_order(sample, spec.media_tokens)]
+        own = [[sound.num_tokens for sound in rank[number].audios] for rank in ranks]
+        assert sorted(own[0] + own[1]) == sorted(heard)
+        assert not any(video.audio for rank in ranks for video in rank[number].videos)
+        if place != SHARDED:
+            assert own[place] == heard, "in the order of their tokens"
+    # The last sample has a track and a sound; all its media are named by the files that they lie in.
+    assert {Path(str(sound.path)).name for rank in ranks for sound in rank[5].audios} == {"loud.mp4", "a.wav"}
 
 
 @pytest.mark.parametrize("family", ["qwen3-vl", "qwen2.5-omni"])

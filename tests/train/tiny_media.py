@@ -1,6 +1,6 @@
 """Small models that take media of all kinds, with a tokenizer of single bytes, and rows for them.
 
-A Qwen2.5-Omni sees and hears; a Qwen3-VL sees, and its sequences can be shared by several ranks.
+A Qwen2.5-Omni sees and hears, a Qwen3-VL sees.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from packtool.config.parallel import ParallelOptions
-from packtool.encode.families import family_of, text_config_of, thinker_of
+from packtool.encode.families import FAMILIES, text_config_of, thinker_of
 from packtool.errors import ConfigError, UnsupportedModelError
 
 Way = Literal["ring", "allgather"]
@@ -77,25 +77,34 @@ class Heads:
         return 2 * math.lcm(self.keys, ulysses_size) / (ring_size * ulysses_size)
 
 
-def refuse_shared(config: Mapping[str, Any], *, trained: bool = False) -> None:
+def refuse_shared(config: Mapping[str, Any], num_ranks: int = 1, *, trained: bool = False) -> None:
     """Raise for a model whose sequences cannot be spread over several processes, by its ``config.json``.
 
     Args:
+        num_ranks: P, that would share a sequence.
         trained: it will be, so that what is dropped in training counts.
 
     Raises:
+        ConfigError: if its gated delta nets have heads that so many ranks cannot share.
         UnsupportedModelError: naming what it has that cannot.
     """
-    hears = "thinker_config" in config or "audio_config" in config
     name, text = thinker_of(config).get("model_type"), text_config_of(config)
-    found = ["sounds"] * hears + ["recurrent layers"] * ("linear_attention" in (text.get("layer_types") or ()))
-    found += ["pictures that its own processor makes"] * bool(family_of(config).processor_inputs)
-    if found:
+    has_state = "linear_attention" in (text.get("layer_types") or ())
+    has_heads = any(text.get("model_type") in family.recurrence.text_types for family in FAMILIES)
+    if has_state and not has_heads:
         raise UnsupportedModelError(
             f"--sequence-parallel-size: sequences of a {name} model cannot be spread over several processes, "
-            f"for it has {' and '.join(found)}",
+            "for it has recurrent layers of a kind that is not known",
             "Leave the option out; --gradient-checkpointing true and --fsdp full_shard save memory, too.",
         )
+    if has_state:
+        heads = Heads(int(text["linear_num_value_heads"]), int(text["linear_num_key_heads"]))
+        if not heads.allow(num_ranks):
+            raise ConfigError(
+                f"--sequence-parallel-size {num_ranks}: the gated delta nets of a {name} model have {heads.queries} "
+                f"heads of values and {heads.keys} of keys, which {num_ranks} processes cannot share evenly",
+                "Choose a size that divides the heads of keys.",
+            )
     if trained and text.get("attention_dropout"):
         raise UnsupportedModelError(
             f"--sequence-parallel-size: the model drops {text['attention_dropout']:g} of its attention weights, which "

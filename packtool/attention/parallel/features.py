@@ -1,8 +1,8 @@
-"""Pictures of a shared sequence are looked at once: each rank's tower sees some, and features go where the tokens are.
+"""Media of a shared sequence are looked at, or heard, once: each rank's towers get some, features go to the tokens.
 
 What comes out for this rank's pictures, the features of all levels (DeepStack) side by side, is exchanged by one
-all-to-all, and the model goes on as if it had looked at the pictures of exactly its own tokens. Backward the gradients
-take the same way home.
+all-to-all, and the model goes on as if it had looked at the pictures of exactly its own tokens. Videos and sounds have
+one each. Backward the gradients take the same way home.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from packtool.batch.shard import FeatureRoute
 
 
 def exchange_features(levels: list[Tensor], route: FeatureRoute, parallel: SequenceParallel) -> list[Tensor]:
-    """The features of this rank's tokens in exchange for those of this rank's pictures.
+    """The features of this rank's tokens in exchange for those of this rank's media of one kind.
 
     Args:
-        levels: (n, D) of each level, of this rank's pictures.
-        route: of this kind of pictures.
+        levels: (n, D) of each level, of this rank's media.
+        route: of this kind of media.
         parallel: ranks that share the sequence; all of them call this.
 
     Returns:
@@ -33,7 +33,7 @@ def exchange_features(levels: list[Tensor], route: FeatureRoute, parallel: Seque
 
 
 class _Exchange(torch.autograd.Function):
-    """Features (n, D) of this rank's pictures become (m, D) of its tokens."""
+    """Features (n, D) of this rank's media become (m, D) of its tokens."""
 
     @staticmethod
     def forward(ctx: Any, features: Tensor, route: FeatureRoute, parallel: SequenceParallel) -> Tensor:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from packtool.attention.varlen import Varlen
-from packtool.batch.shard import SequenceShard
+from packtool.batch.shard import SequenceShard, assign_tokens
+from packtool.plan.skrull import SHARDED
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +78,18 @@ def shard_layout(shard: SequenceShard, device: torch.device) -> ShardLayout:
         before_first=seen(range(rank)) if ring > 1 else None,
         before_second=seen([chunk for chunk in range(last) if chunk != rank]) if ring > 1 else None,
     )
+
+
+@lru_cache(maxsize=4)
+def sharded_order(shard: SequenceShard, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where the tokens of the sharded documents lie in the parts of all P ranks laid end to end, and the way back.
+
+    Returns:
+        int64 (T,) each: of every token its row in the parts; of every row of the parts its token.
+    """
+    places = [SHARDED] * len(shard.sharded_lengths)
+    index = np.concatenate(assign_tokens(shard.sharded_lengths, places, shard.cut).index)
+    return torch.from_numpy(np.argsort(index)).to(device), torch.from_numpy(index).to(device)
 
 
 def _runs(starts: npt.NDArray[np.int64], lengths: Sequence[int]) -> npt.NDArray[np.int64]:

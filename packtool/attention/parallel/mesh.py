@@ -25,6 +25,7 @@ class SequenceParallel:
         cut: how sequences are cut.
         way: of the ranks on the ring axis.
         ring, ulysses, whole: groups of the ring axis, the Ulysses axis and all P ranks.
+        others: of other sequences of the same run, which fewer ranks share.
     """
 
     cut: Cut
@@ -32,6 +33,11 @@ class SequenceParallel:
     ring: Any
     ulysses: Any
     whole: Any
+    others: tuple[SequenceParallel, ...] = ()
+
+    def of(self, cut: Cut) -> SequenceParallel:
+        """The ranks that share a sequence which is cut so."""
+        return next((other for other in self.others if other.cut == cut), self)
 
     @classmethod
     def on_mesh(cls, axes: Axes, device_type: str) -> SequenceParallel:

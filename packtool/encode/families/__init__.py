@@ -39,10 +39,14 @@ from packtool.encode.families.record import (
     text_config_of,
     thinker_of,
 )
+from packtool.encode.families.refused import REFUSED, UNPROVEN
 from packtool.encode.model_files import ModelFiles
 
 __all__ = [
     "FAMILIES",
+    "OTHER",
+    "REFUSED",
+    "TEXT",
     "AudioLimits",
     "Family",
     "ImageLimits",
@@ -72,15 +76,15 @@ FAMILIES: tuple[Family, ...] = (
     glm4v.FAMILY,
     *by_processor.FAMILIES,
 )
-"""All that packtool knows by themselves."""
+"""All that packtool trains, but for models of text alone, by themselves."""
 
 TEXT = Family(title="text alone")
 """Every other model of text alone."""
 
-OTHER = Family(title="other models with pictures", encoding=BY_PROCESSOR, refused="nobody has shown that it is exact")
+OTHER = Family(title="other models with pictures", encoding=BY_PROCESSOR, refused=UNPROVEN)
 """Every other multimodal model: its rows can be exported, through its own processor, but it is not trained."""
 
-_BY_MODEL_TYPE = {model_type: family for family in FAMILIES for model_type in family.model_types}
+_BY_MODEL_TYPE = {model_type: family for family in (*FAMILIES, *REFUSED) for model_type in family.model_types}
 _MODALITY_KEYS = ("vision_config", "audio_config", "thinker_config")
 
 

@@ -165,5 +165,9 @@ class MediaEncoding(Protocol):
             MediaProblem: if it cannot be used.
         """
 
-    def parts(self, medium: Medium) -> list[Part]:
-        """What stands for a medium in tokens, from its first mark to its last."""
+    def parts(self, medium: Medium, number: int = 0) -> list[Part]:
+        """What stands for a medium in tokens, from its first mark to its last.
+
+        Args:
+            number: of the medium among those of its kind in the row.
+        """

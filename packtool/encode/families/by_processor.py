@@ -8,7 +8,11 @@ stands for a piece of a picture, and a forward that takes what the processor mad
 
 from __future__ import annotations
 
-from packtool.encode.families.record import BY_PROCESSOR, Family, Towers
+from packtool.encode.families.boxes import INTERNVL_TOKENS, BoxForm
+from packtool.encode.families.qwen3_5 import FAMILY as QWEN3_5
+from packtool.encode.families.record import BY_PROCESSOR, Family, Recurrence, Towers
+
+_NO_RECURRENCE = Recurrence()
 
 
 def _family(
@@ -17,6 +21,8 @@ def _family(
     inputs: tuple[str, ...] = (),
     vision: str = "model.vision_tower",
     aligner: tuple[str, ...] = ("model.multi_modal_projector",),
+    recurrence: Recurrence = _NO_RECURRENCE,
+    boxes: BoxForm | None = None,
 ) -> Family:
     return Family(
         title=title,
@@ -26,14 +32,18 @@ def _family(
         towers=Towers(vision=(vision,), aligner=aligner),
         positions="counted",
         processor_inputs=("pixel_values", *inputs),
+        recurrence=recurrence,
+        boxes=boxes,
     )
 
 
 _NEWLINE = ("model.multi_modal_projector", "model.image_newline")
 """The second is learned, and stands at the end of each row of a picture's features."""
+_OVIS_HEAD = ("model.vision_tower.head_linear", "model.vision_tower.head_norm")
+"""What makes visual words of the tower's features."""
 
 FAMILIES: tuple[Family, ...] = (
-    _family("InternVL 3, 3.5", "internvl"),
+    _family("InternVL 3, 3.5", "internvl", boxes=BoxForm("tokens", "thousandths", INTERNVL_TOKENS)),
     _family(
         "LLaVA-OneVision (one picture in a row)",
         "llava_onevision",
@@ -41,7 +51,7 @@ FAMILIES: tuple[Family, ...] = (
         aligner=_NEWLINE,
     ),
     _family("LLaVA-NeXT (1.6)", "llava_next", inputs=("image_sizes",), aligner=_NEWLINE),
-    _family("LLaVA 1.5", "llava", inputs=("image_sizes",)),
+    _family("LLaVA 1.5, Pixtral", "llava", inputs=("image_sizes",)),
     _family("Mistral 3", "mistral3", inputs=("image_sizes",)),
     _family(
         "Idefics 3, SmolVLM",
@@ -51,10 +61,42 @@ FAMILIES: tuple[Family, ...] = (
         vision="model.vision_model",
         aligner=("model.connector",),
     ),
-    Family(
-        title="Gemma 3, PaliGemma",
-        model_types=("gemma3", "paligemma"),
-        encoding=BY_PROCESSOR,
-        refused="the tokens of a picture see each other in both directions, and packed attention is causal",
+    _family("Kimi K2.5", "kimi_k25", inputs=("image_grid_thw",), aligner=("model.mm_projector",)),
+    _family(
+        "MiniCPM-V 4.6",
+        "minicpmv4_6",
+        "minicpm_ocr",
+        inputs=("target_sizes",),
+        aligner=("model.merger",),
+        recurrence=QWEN3_5.recurrence,
     ),
+    _family("Aya Vision", "aya_vision"),
+    _family("Command A Vision", "cohere2_vision"),
+    _family(
+        "EXAONE 4.5", "exaone4_5", inputs=("image_grid_thw",), vision="model.visual", aligner=("model.visual.merger",)
+    ),
+    _family(
+        "HyperCLOVA X SEED Vision",
+        "hyperclovax_vision_v2",
+        inputs=("image_grid_thw",),
+        vision="model.vision_model",
+        aligner=("model.projector",),
+    ),
+    _family(
+        "LightOnOCR",
+        "lighton_ocr",
+        inputs=("image_sizes",),
+        vision="model.vision_encoder",
+        aligner=("model.vision_projection",),
+    ),
+    _family("LLaVA-NeXT-Video", "llava_next_video", inputs=("image_sizes",), aligner=_NEWLINE),
+    _family("Ovis 2", "ovis2", aligner=(*_OVIS_HEAD, "model.visual_embeddings_table")),
+    _family(
+        "VideoLLaMA 3",
+        "video_llama_3",
+        inputs=("image_grid_thw", "image_merge_sizes"),
+        vision="model.vision_model",
+        aligner=("model.projector",),
+    ),
+    _family("ViP-LLaVA", "vipllava"),
 )

@@ -1,4 +1,4 @@
-"""GLM-4.1V, GLM-4.5V and GLM-4.6V: pictures of any size, placed in space, of which two equal frames make a patch.
+"""GLM-4.1V, 4.5V, 4.6V and GLM-OCR: pictures of any size, placed in space, of which two equal frames make a patch.
 
 Mirrors ``Glm4vImageProcessor`` of transformers, whose bounds on pixels are for both frames. Videos, whose frames these
 models mark as pictures, are not taken.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from packtool.config.rows import MediaOptions
 from packtool.encode.families.base import MediaLimits
+from packtool.encode.families.boxes import BoxForm
 from packtool.encode.families.own_limits import refuse_own_limits
 from packtool.encode.families.processor import refuse_options
 from packtool.encode.families.qwen_video import resize_together
@@ -46,11 +47,12 @@ class Glm4v(QwenVL):
 
 
 FAMILY = Family(
-    title="GLM-4.1V, GLM-4.5V, GLM-4.6V",
-    model_types=("glm4v", "glm4v_moe", "glm46v"),
+    title="GLM-4.1V, GLM-4.5V, GLM-4.6V, GLM-OCR",
+    model_types=("glm4v", "glm4v_moe", "glm46v", "glm_ocr"),
     encoding=encoded_by("glm4v.Glm4v"),
     kinds=("image",),
     towers=Towers(vision=("model.visual",), aligner=("model.visual.merger",)),
     image_marks=("image_start_token_id", "image_end_token_id"),
     keeps_bounds=True,
+    boxes=BoxForm(spelling="lists", scale="thousandths"),
 )

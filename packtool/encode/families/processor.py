@@ -28,6 +28,8 @@ from packtool.rows.sample import MediaRef
 
 _PROBE = "packtoolquestion"
 _PROBE_SIZE = (64, 96)
+_NUM_PROBES = 12
+"""Pictures of a row by which it is found whether each tells its number: some of two digits."""
 
 
 class ProcessorFamily:
@@ -54,8 +56,7 @@ class ProcessorFamily:
         self._parts: dict[tuple[int, int], list[Part]] = {}
         first = self._parts_of(*_PROBE_SIZE)
         self._spelled = tuple(part[0] for part in first if not isinstance(part, str))
-        # Some processors spell the pictures of a row with several of them in another way than a single one.
-        self.alone_only = self._asked([_PROBE_SIZE, _PROBE_SIZE])[0] != self._asked([_PROBE_SIZE])[0]
+        self._tells_number, self.alone_only = self._spells_rows()
         self.content_as_list = _takes_lists(files)
         self.placeholders: Mapping[str, MediaKind] = {self._image_token: "image"} if self.content_as_list else {}
         self.remarks = (
@@ -84,21 +85,33 @@ class ProcessorFamily:
             ) from error
         return EncodedImage(ref.path, ref.data, height, width, (), _num_pads(parts, self._pad))
 
-    def parts(self, medium: Medium) -> list[Part]:
+    def parts(self, medium: Medium, number: int = 0) -> list[Part]:
         """See ``MediaEncoding``."""
         assert isinstance(medium, EncodedImage), "nothing else is measured"
-        return self._parts_of(medium.height, medium.width)
+        parts = self._parts_of(medium.height, medium.width)
+        return _numbered(parts, number) if self._tells_number else parts
 
     def _parts_of(self, height: int, width: int) -> list[Part]:
         if (height, width) not in self._parts:
-            (spelled,) = self._asked([(height, width)])
-            self._parts[height, width] = _split(spelled, self._special)
+            (self._parts[height, width],) = self._asked([(height, width)])
         return self._parts[height, width]
 
-    def _asked(self, sizes: list[tuple[int, int]]) -> list[str]:
+    def _spells_rows(self) -> tuple[bool, bool]:
+        """Whether each picture tells its number in its row, and whether a row must have a single one.
+
+        The latter where several of them are spelled in another way than each alone.
+        """
+        alone = self._parts_of(*_PROBE_SIZE)
+        if self._asked([_PROBE_SIZE] * 2) == [alone] * 2:
+            return False, False
+        numbered = [_numbered(alone, number) for number in range(_NUM_PROBES)]
+        tells_number = self._asked([_PROBE_SIZE] * _NUM_PROBES) == numbered
+        return tells_number, not tells_number
+
+    def _asked(self, sizes: list[tuple[int, int]]) -> list[list[Part]]:
         """What the processor writes for pictures of some sizes in one row."""
         blank = [np.zeros((height, width, 3), np.uint8) for height, width in sizes]
-        return processed(self._processor, [blank])[0][0]
+        return [_split(spelled, self._special) for spelled in processed(self._processor, [blank])[0][0]]
 
 
 def refuse_options(files: ModelFiles, options: MediaOptions) -> None:
@@ -193,6 +206,12 @@ def _split(spelled: str, special: re.Pattern[str]) -> list[Part]:
             parts.append((match.group(), 1))
         at = match.end()
     return [*parts, spelled[at:]] if at < len(spelled) else parts
+
+
+def _numbered(parts: list[Part], number: int) -> list[Part]:
+    """What stands for the picture of a number in its row, from what stands for the first: MiniCPM-V tells it."""
+    at = next((i for i, part in enumerate(parts) if isinstance(part, str) and "0" in part), None)
+    return parts if at is None else [*parts[:at], str(parts[at]).replace("0", str(number), 1), *parts[at + 1 :]]
 
 
 def _num_pads(parts: list[Part], pad: str | None) -> int:

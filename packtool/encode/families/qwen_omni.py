@@ -93,12 +93,12 @@ class QwenOmni(QwenVL):
         sound = self._audio(ref)
         return EncodedAudio(None, None, sound.num_samples, sound.num_features, sound.num_tokens)
 
-    def parts(self, medium: Medium) -> list[Part]:
+    def parts(self, medium: Medium, number: int = 0) -> list[Part]:
         """See ``MediaEncoding``."""
         if isinstance(medium, EncodedAudio):
             return [(self._audio_opening, 1), (self._pads["audio"], medium.num_tokens), (self._audio_closing, 1)]
         if not isinstance(medium, EncodedVideo) or medium.audio is None:
-            return super().parts(medium)
+            return super().parts(medium, number)
         per_step = medium.num_tokens // medium.grid[0]
         times = [i * medium.seconds_per_grid * self._audios.tokens_per_second for i in range(medium.grid[0])]
         if self._is_qwen3:

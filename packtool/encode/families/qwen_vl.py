@@ -179,7 +179,7 @@ class QwenVL:
     def _sound_track(self, ref: MediaRef) -> EncodedAudio | None:
         return None
 
-    def parts(self, medium: Medium) -> list[Part]:
+    def parts(self, medium: Medium, number: int = 0) -> list[Part]:
         """See ``MediaEncoding``."""
         if isinstance(medium, EncodedImage):
             return [(self._opening, 1), (self._pads["image"], medium.num_tokens), (self._closing, 1)]

@@ -149,7 +149,7 @@ class Family:
     @property
     def shares_sequences(self) -> bool:
         """Whether several ranks can share a sequence of such a model."""
-        return not ("audio" in self.kinds or self.recurrence.layers or self.processor_inputs or self.refused)
+        return not self.refused
 
     def mel_frames_of(self, num_tokens: int) -> int:
         """Mel frames of a sound of so many tokens: those of whole chunks, and the most of what is left."""

@@ -33,6 +33,6 @@ class TextOnly:
         """See ``MediaEncoding``."""
         raise MediaProblem("media_unsupported", f"the row has {kind}s, and the model reads text only")
 
-    def parts(self, medium: Medium) -> list[Part]:
+    def parts(self, medium: Medium, number: int = 0) -> list[Part]:
         """See ``MediaEncoding``."""
         raise AssertionError("nothing is measured")

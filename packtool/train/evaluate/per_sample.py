@@ -27,7 +27,8 @@ from packtool.batch.batch import Batch, ShardedBatch, TreeBatch
 from packtool.batch.collate import collate_packs, collate_padded, shifted_labels
 from packtool.batch.collate_shard import collate_shard
 from packtool.batch.collate_tree import collate_tree
-from packtool.batch.dataset import load_micro_batches
+from packtool.batch.dataset import load_micro_batches, with_reads
+from packtool.batch.media_cache import MediaReads
 from packtool.batch.padding import align_sample
 from packtool.batch.shard import Cut
 from packtool.batch.spec import InputSpec
@@ -124,6 +125,7 @@ class EvaluationMicroBatches(Dataset["EvaluationBatch | PacktoolError"]):
                 batch = collate_shard(aligned, self.spec, self.cut)
             else:
                 batch = self._collate(aligned, self.spec)
+            batch = with_reads(batch, self.spec)
         except PacktoolError as error:
             return error
         places = SamplePlaces(
@@ -283,11 +285,13 @@ def _score_all(
     scores = [np.zeros((0, len(SCORES)))]
     origins: list[tuple[int, ...]] = []
     names: dict[str, int] = {}
+    reads = MediaReads()
     loaded = load_micro_batches(dataset, range(len(dataset)), num_workers=num_workers, remedy=_REMEDY)
     progress.start("evaluate", len(dataset))
     with deaths_told(_REMEDY):
         for item in cast(Iterator[EvaluationBatch], loaded):
             batch = item.batch.to(device)
+            reads += batch.media_reads
             found = score(batch)
             if item.labels is not None:
                 found = _whole_scores(batch, item.labels.to(device), *found[1:])
@@ -298,6 +302,8 @@ def _score_all(
             ]
             progress.advance(1, samples=len(origins))
     progress.finish()
+    if dataset.spec.media_cache is not None:
+        progress.note(reads.sentence(dataset.spec.media_cache))
     return _Share(np.concatenate(scores), np.array(origins, np.int64).reshape(-1, _ORIGIN), tuple(names))
 
 

@@ -93,6 +93,7 @@ def _evaluate(prepared: PreparedEvaluation, progress: Progress) -> tuple[Evaluat
 
     config, on_gpu = prepared.config, torch.cuda.is_available()
     spec = InputSpec.load(prepared.trained.base, prepared.reader.manifests[0].identity.media_limits, prepared.config)
+    spec = spec.keeping_media(prepared.config, prepared.reader.fingerprint)
     dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
     packing = can_be_packed(spec.config)
     if packing:

@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,10 +15,12 @@ from accelerate import PartialState
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
+from packtool.batch.media_cache import MediaReads
 from packtool.cache.evaluation_file import plain_json
 from packtool.config.checkpoints import CheckpointOptions
 from packtool.errors import ConfigError
 from packtool.progress import Progress
+from packtool.train.loop.loader import StepLoader
 from packtool.train.loop.log_line import heading_lines, shown_figures
 from packtool.train.loop.unusual import WINDOW, Outliers, sentence
 from packtool.train.loop.watch import StepWatch
@@ -35,6 +37,11 @@ from packtool.train.prepare.prepared import PreparedRun, Steps
 from packtool.train.prepare.schedule import Schedule
 from packtool.train.prepare.whole import saving
 from packtool.train.prepare.workers import WaitingNote, cores_of_a_rank, workers_of
+
+
+def ends_epoch(schedule: Schedule, step: int) -> bool:
+    """Whether an epoch is done after so many steps, which need not be alike many in each: one may be planned anew."""
+    return schedule.locate(step)[1] == 0
 
 
 class StepsCallback(TrainerCallback):
@@ -59,7 +66,7 @@ class StepsCallback(TrainerCallback):
         is_end = state.global_step >= self.schedule.num_steps
         if is_end:
             control.should_log = True
-        if self.saves_epochs and (is_end or self.schedule.locate(state.global_step)[1] == 0):
+        if self.saves_epochs and (is_end or ends_epoch(self.schedule, state.global_step)):
             control.should_save = True
         if self.steps.ended:
             control.should_log = control.should_training_stop = True
@@ -126,20 +133,22 @@ class EvaluationCallback(TrainerCallback):
 
     Args:
         evaluate: and log; called on every rank, where it returns the same.
-        every: steps between two evaluations; the last step is evaluated, too.
+        due: whether an evaluation follows so many steps; the last step is evaluated, too.
         options: whether the best evaluation is saved, what best means, and when it is long enough ago to end.
 
     Attributes:
         ended_early: the run ends with this step, because evaluations are not getting better.
     """
 
-    def __init__(self, evaluate: Callable[[], dict[str, float]], every: int, options: CheckpointOptions) -> None:
-        self.evaluate, self.every, self.options = evaluate, every, options
+    def __init__(
+        self, evaluate: Callable[[], dict[str, float]], due: Callable[[int], bool], options: CheckpointOptions
+    ) -> None:
+        self.evaluate, self.due, self.options = evaluate, due, options
         self.ended_early = False
 
     def is_due(self, state: TrainerState) -> bool:
         """Whether the step that is done now is evaluated."""
-        return state.global_step % self.every == 0 or state.global_step >= state.max_steps
+        return self.due(state.global_step) or state.global_step >= state.max_steps
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """A step is done on every rank."""
@@ -189,8 +198,9 @@ class ReportCallback(TrainerCallback):
         first_loss, last_loss: of the first and the last log line that has targets.
     """
 
-    def __init__(self, run: PreparedRun, progress: Progress) -> None:
-        self.run, self.progress = run, progress
+    def __init__(self, run: PreparedRun, progress: Progress, loader: StepLoader) -> None:
+        self.run, self.progress, self.loader = run, progress, loader
+        self._reads = MediaReads()
         self.waiting = WaitingNote(workers_of(run), cores_of_a_rank())
         self.path = os.path.join(run.config.output_dir, METRICS_NAME)
         self.first_loss: float | None = None
@@ -211,6 +221,13 @@ class ReportCallback(TrainerCallback):
             self.progress.advance(self.run.start)
         self._drop_lines_after(self.run.start)
 
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The next one is about to be trained, perhaps the first of a stage."""
+        if (line := self.run.stage_line(state.global_step)) is not None:
+            self.progress.note(line)
+
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """One more is done: where no log line follows, it is shown with the figures of the last one."""
         self._num_untold += 1
@@ -228,20 +245,20 @@ class ReportCallback(TrainerCallback):
         """A line of figures is there."""
         if not logs or not logs.keys() & {"loss", "eval_loss"}:
             return
-        line = {"step": state.global_step, **logs}
+        line = {"step": state.global_step, **logs} | self._kept_media(logs)
         if unusual := self._outliers.of(logs):
             line["unusual"] = list(unusual)
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(plain_json(line)) + "\n")
-        self._shown |= shown_figures(logs)
+        self._shown |= shown_figures(line)
         if "loss" not in logs:
-            self._tell(self.progress.line, shown_figures(logs))
+            self._tell(self.progress.line, shown_figures(line))
             return
         if logs["target_tokens"]:
             self.last_loss = float(logs["loss"])
             if self.first_loss is None:
                 self.first_loss = self.last_loss
-        self._tell(self.progress.line, shown_figures(logs))
+        self._tell(self.progress.line, shown_figures(line))
         if unusual:
             place = None if self.run.config.streaming else shlex.quote(str(args.output_dir))
             self.progress.note(sentence(state.global_step, unusual, logs, place))
@@ -253,6 +270,16 @@ class ReportCallback(TrainerCallback):
     ) -> None:
         """All steps are done."""
         self.progress.finish()
+
+    def _kept_media(self, logs: Mapping[str, Any]) -> dict[str, float]:
+        """What a line of training says of the media cache; what is wrong with it is said when it is first known."""
+        if "loss" not in logs:
+            return {}
+        before, self._reads = self._reads, self.loader.media_reads
+        if self._reads.problem is not None and before.problem is None:
+            self.progress.note(f"--media-cache: training goes on, and no more is kept: {self._reads.problem}")
+        new = MediaReads(self._reads.hits - before.hits, self._reads.misses - before.misses)
+        return {"media_cache_hits": new.share} if new.hits + new.misses else {}
 
     def _tell(self, how: Callable[..., None], figures: dict[str, float | int | str] | None = None) -> None:
         """Tell the progress of the steps that are done, with these figures or the last ones."""

@@ -19,11 +19,13 @@ from packtool.attention.parallel.blocks import choose_blocks
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.support import refuse_unsupported
 from packtool.batch.dataset import is_bad
+from packtool.batch.media_cache import MediaReads
 from packtool.batch.spec import InputSpec
 from packtool.batch.worker import deaths_told
 from packtool.config.train import TrainConfig
 from packtool.encode.model_files import place_of
 from packtool.errors import ConfigError
+from packtool.launch.exchange import all_gather_objects
 from packtool.plan.source_shares import share_figures
 from packtool.progress import Progress
 from packtool.train.evaluate.per_sample import evaluate_in_training
@@ -34,6 +36,7 @@ from packtool.train.loop.callbacks import (
     EvaluationCallback,
     ReportCallback,
     StepsCallback,
+    ends_epoch,
 )
 from packtool.train.loop.finite import name_samples
 from packtool.train.loop.loader import StepLoader, input_spec
@@ -44,6 +47,7 @@ from packtool.train.loop.trainer import PackTrainer
 from packtool.train.loop.watch import StepWatch
 from packtool.train.model.adapters import take_adapter
 from packtool.train.model.compiled import check_backend, compile_layers
+from packtool.train.model.experts import expert_sharding, refuse_other_experts
 from packtool.train.model.liger import refuse_without_liger
 from packtool.train.model.load import has_gpu, load_model, make_trainable, resolve_dtype
 from packtool.train.model.memory import FEW, MemoryEstimate, estimate_memory, model_without_weights
@@ -83,10 +87,12 @@ def load_spec(run: PreparedRun) -> InputSpec:
             "that would be compiled",
             "Shard weights with --fsdp full_shard, which gathers them around a layer, or leave out --torch-compile.",
         )
-    if run.config.use_liger_kernel:
+    if run.config.use_liger_kernel or run.config.shares_experts:
         with quiet_transformers():
             model = model_without_weights(run.config, spec.config, torch.float32)
-        refuse_without_liger(model, spec.config.model_type, on_gpu=has_gpu(run.config))
+        refuse_other_experts(model, run.config)
+        if run.config.use_liger_kernel:
+            refuse_without_liger(model, spec.config.model_type, on_gpu=has_gpu(run.config))
     if run.config.removes_padding:
         refuse_unsupported(spec.config)
         on_gpu = has_gpu(run.config)
@@ -128,15 +134,13 @@ def estimate_training(run: PreparedRun, spec: InputSpec) -> tuple[MemoryEstimate
 
 
 def _estimate(run: PreparedRun, model: nn.Module, spec: InputSpec, dtype: torch.dtype) -> MemoryEstimate:
-    return estimate_memory(
-        run.sized,
-        model,
-        spec.config,
-        dtype=dtype,
-        world_size=run.world.size,
-        micro_batches=run.heaviest(),
-        axes=run.axes,
-    )
+    found = []
+    for number, (config, axes) in enumerate(run.kinds_of_steps):
+        heaviest, size = run.heaviest(number), run.world.size
+        found.append(
+            estimate_memory(config, model, spec.config, dtype=dtype, world_size=size, micro_batches=heaviest, axes=axes)
+        )
+    return max(found, key=lambda estimate: estimate.total or 0)
 
 
 def _is_scarce_here() -> bool:
@@ -175,6 +179,9 @@ def execute(run: PreparedRun, spec: InputSpec, result: TrainResult, progress: Pr
     result = trainer.loader.steps.counted(result)
     for line in training.early_lines(result.steps):
         progress.note(line)
+    if spec.media_cache is not None:
+        reads = sum(all_gather_objects(trainer.loader.media_reads, run.world.size), MediaReads())
+        progress.note(reads.sentence(spec.media_cache))
     skipped = all_skipped(trainer.skipped, run.world)
     for line in skipped_lines(skipped):
         progress.note(line)
@@ -219,7 +226,7 @@ def verify_packing(run: PreparedRun, training: Training, spec: InputSpec, progre
     config, on_gpu = run.config, torch.cuda.is_available()
     if not (config.removes_padding and config.verify_packing):
         return
-    if is_zero3(config) or (on_gpu and (config.fsdp or config.deepspeed)):
+    if is_zero3(config) or config.shares_experts or (on_gpu and (config.fsdp or config.deepspeed)):
         progress.note("packing is not verified before weights are sharded; packtool verify does it on one device")
         return
     dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
@@ -295,10 +302,12 @@ def make_training(
         world=run.world,
         progress=progress,
     )
-    report = ReportCallback(run, progress)
+    report = ReportCallback(run, progress, loader)
     parallel = None
     if run.world.sequence_parallel_size > 1:
-        parallel = SequenceParallel.on_mesh(run.axes, "cuda" if on_gpu else "cpu")
+        device_type = "cuda" if on_gpu else "cpu"
+        others = tuple(SequenceParallel.on_mesh(axes, device_type) for size, axes in run.ways.items() if size > 1)
+        parallel = dataclasses.replace(SequenceParallel.on_mesh(run.axes, device_type), others=others)
     meet_on_cpus(config)
     model, saved = _make_model(run, spec, dtype, parallel)
     if run.beginning.weights is not None:
@@ -324,10 +333,12 @@ def make_training(
     shard_layers_that_are_there(trainer.accelerator, model, config)
     evaluation = None
     if run.validation is not None:
-        by_steps = config.eval_steps if config.eval_strategy == "steps" else None
-        every = by_steps or run.schedule.steps_per_epoch
+        every = config.eval_steps if config.eval_strategy == "steps" else None
         evaluate = partial(_evaluate, run, run.validation, trainer, parallel)
-        evaluation = EvaluationCallback(partial(trainer.log_evaluation, evaluate), every, config)
+        ends = partial(ends_epoch, run.schedule)
+        evaluation = EvaluationCallback(
+            partial(trainer.log_evaluation, evaluate), ends if every is None else lambda step: step % every == 0, config
+        )
         trainer.add_callback(evaluation)
         watch.is_evaluated = evaluation.is_due
     if (record := run.record()) is not None:
@@ -358,7 +369,12 @@ def _make_model(
     # Adapters are drawn at random: alike on every rank, and in every run with this seed.
     set_seed(run.config.seed)
     weights = run.beginning.weights
-    dtype, is_adapter = loaded_dtype(dtype, spec.config, run.config), run.config.train_type == "lora"
+    computed_in, is_adapter = dtype, run.config.train_type == "lora"
+    dtype = loaded_dtype(dtype, spec.config, run.config)
+    experts = None
+    if run.config.shares_experts:
+        shape = model_without_weights(run.config, spec.config, dtype)
+        experts = expert_sharding(shape, run.config, run.world, computed_in)
     model = load_model(
         # Which an adapter names as its base.
         weights if weights is not None and not is_adapter else place_of(run.config.model),
@@ -368,6 +384,7 @@ def _make_model(
         attn_impl=run.config.attn_impl,
         parallel=parallel,
         quantization=run.config,
+        experts=experts,
     )
     saved = SavedPrecision.of(spec.config, model)
     trained = make_trainable(model, run.config)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from packtool.batch.batch import Batch
 from packtool.batch.dataset import MicroBatches, load_micro_batches
+from packtool.batch.media_cache import MediaReads
 from packtool.batch.micro_batch import MicroBatch, Tower
 from packtool.batch.shard import Cut
 from packtool.batch.spec import InputSpec
@@ -53,9 +54,10 @@ def input_spec(run: PreparedRun) -> InputSpec:
     """The model of a run as collation sees it.
 
     Raises:
-        ConfigError: for a multimodal model of an unknown family.
+        ConfigError: for a multimodal model of an unknown family, or a media cache that cannot be.
     """
     spec = InputSpec.load(run.files.directory, run.media_limits, run.config)
+    spec = spec.keeping_media(run.config, run.state.cache)
     return dataclasses.replace(spec, loss_reduction=run.config.loss_reduction)
 
 
@@ -66,14 +68,16 @@ def micro_batches(run: PreparedRun, spec: InputSpec, always: frozenset[Tower] | 
         spec: the model that they are collated for.
         always: towers that run in every micro-batch; by default all.
     """
-    axes, world, config = run.axes, run.world, run.config
-    shares = world.sequence_parallel_size > 1
+    world, config = run.world, run.config
+    ways = {world.sequence_parallel_size: run.axes, **run.ways}
     return MicroBatches(
         run.read,
         spec,
         packing=config.removes_padding,
         skip_bad_media=config.on_bad_media == "skip",
-        cut=Cut(axes.ring_size, axes.ulysses_size, world.share_rank) if shares else None,
+        cuts={
+            size: Cut(axes.ring_size, axes.ulysses_size, world.rank % size) for size, axes in ways.items() if size > 1
+        },
         always=always,
         least_shared=run.least_shared,
         multiple_of=length_step(run),
@@ -92,11 +96,13 @@ class StepLoader:
 
     Attributes:
         steps: of this rank, as the run has them.
+        media_reads: what was asked of the media cache so far, by this rank.
     """
 
     def __init__(self, run: PreparedRun, spec: InputSpec) -> None:
         self.run, self.spec = run, spec
         self.steps = run.steps(Ranks(run.world))
+        self.media_reads = MediaReads()
         self._given: Sequence[MicroBatch] = ()
 
     def __len__(self) -> int:
@@ -115,13 +121,18 @@ class StepLoader:
         for number, step in zip(range(run.start, run.schedule.num_steps), steps, strict=False):
             figures = step.begin()
             self._given, num = step.micro_batches, len(step.micro_batches)
-            given: Iterator[Batch] = islice(batches, num)
+            given = self._counted(islice(batches, num))
             if is_watched():
                 held = (run.words(micro_batch) for micro_batch in step.micro_batches)
                 given = watched(given, held, rank=run.world.data.rank, step=number, num=num)
             yield TrainingStep(figures, num, given)
             if self.steps.ended:
                 return
+
+    def _counted(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            self.media_reads += batch.media_reads
+            yield batch
 
     def names(self) -> Callable[[int], list[str]]:
         """What says, in words, where the samples of one of this rank's micro-batches came from.

@@ -30,6 +30,8 @@ def heading_lines(run: PreparedRun, gpu: str | None) -> Iterator[str]:
         "waiting": f"shares of the time that steps waited for {waited_for}",
         "memory": f"the most that this process has held so far of its {'machine' if gpu is None else 'GPU'}, in GiB",
     }
+    if run.config.media_cache is not None:
+        told["kept"] = "pictures and videos that were in the media cache, of all that this process loaded"
     if run.config.router_aux_loss_coef:
         told["balance"] = "load-balancing loss of the experts, before --router-aux-loss-coef; even routers have k"
     if run.config.torch_compile:
@@ -63,6 +65,8 @@ def shown_figures(logs: Mapping[str, Any]) -> dict[str, float | int | str]:
         "waiting": "/".join(f"{100 * logs[name]:.0f}" for name in _WAITS if name in logs) + "%",
         "memory": f"{logs['memory_gib']:.1f} GiB",
     }
+    if "media_cache_hits" in logs:
+        shown["kept"] = f"{logs['media_cache_hits']:.0%}"
     if "router_balance" in logs:
         shown["balance"] = round(logs["router_balance"], 4)
     if "padding" in logs:

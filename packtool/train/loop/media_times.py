@@ -150,9 +150,9 @@ def measure_media(config: PlanConfig, found: Preview, progress: Progress) -> Loa
     if not summary.num_steps or not found.num_epochs:
         raise ConfigError("--media: the plan has no step that media are loaded for")
     spec = InputSpec.load(model, identity.media_limits)
-    trained = 1 - summary.num_filtered / summary.num_samples
+    planned, trained = found.plan.packs.samples, 1.0
     if found.shared is not None:  # of media in prefixes that are computed once, about
-        trained *= found.shared.media_tokens.sum() / index.media_tokens.sum()
+        trained = found.shared.media_tokens.sum() / index.media_tokens.sum()
     ranks = found.options.world_size * found.sequence_parallel_size
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in a process that loads
@@ -162,7 +162,8 @@ def measure_media(config: PlanConfig, found: Preview, progress: Progress) -> Loa
             if len(pool):
                 samples = (found.reader.sample(place) for place in _drawn(pool, config.seed))
                 measured, seconds, size, num_samples = _measured(kind, samples, spec, progress)
-                per_step = len(pool) * trained * measured / num_samples / summary.num_steps / ranks
+                num_planned = np.isin(planned, pool).sum()  # a mixture takes some samples several times, and others not
+                per_step = num_planned * trained * measured / num_samples / summary.num_steps / ranks
                 kinds.append(KindTimes(kind, measured, seconds / measured, size / measured / 1e6, per_step))
     finally:
         torch.set_num_threads(threads)

@@ -21,6 +21,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from packtool.batch.batch import Batch, SkippedSample
@@ -32,6 +33,7 @@ from packtool.train.loop.finite import StepNumbers
 from packtool.train.loop.loader import StepLoader, TrainingStep
 from packtool.train.loop.meter import Meter
 from packtool.train.loop.noise import EmbeddingNoise
+from packtool.train.model.experts import load_optimizer, save_optimizer, whole_state
 from packtool.train.model.head_loss import HeadLoss
 from packtool.train.model.kahan import KahanAdamW
 from packtool.train.model.loss import StepMean, sum_of_losses, takes_logits_to_keep
@@ -71,7 +73,12 @@ class PackTrainer(Trainer):
     ) -> None:
         settings = vars(model.config)
         had = settings.get("use_cache")
+        self.shares_experts = loader.run.config.shares_experts
+        only_model = args.save_only_model
+        # The Trainer knows no way to save the optimizer of a model that was sharded while it was read; here is one.
+        args.save_only_model = only_model or self.shares_experts
         super().__init__(model=model, args=args, callbacks=list(callbacks))
+        args.save_only_model = only_model
         # The Trainer switches the cache off in the config, which checkpoints would inherit; every batch does it too.
         if had is None:
             settings.pop("use_cache", None)
@@ -116,6 +123,10 @@ class PackTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         """The Trainer's, with a whole model in its checkpoint's own precision."""
         model: Any = self.model
+        if self.shares_experts:
+            state_dict = whole_state(model)
+            if not self.args.should_save:
+                return
         if isinstance(model, PeftModel) or not self.args.should_save:
             super()._save(output_dir, state_dict)
             return
@@ -130,14 +141,41 @@ class PackTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """The Trainer's, and the digits that the saved model lacks; FSDP and DeepSpeed save theirs."""
+        if self.shares_experts:
+            self._save_shards(output_dir)
+            return
         super()._save_optimizer_and_scheduler(output_dir)
         is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
         if self.args.should_save and not is_sharded and not isinstance(self.model, PeftModel):
             assert self.model is not None
             save_masters(self.model, self.saved, output_dir)
 
+    def _save_shards(self, output_dir: str) -> None:
+        """What ``_load_shards`` reads: the optimizer's states by rank, the schedule, trained weights in one piece."""
+        model, optimizer, scheduler = self._parts()
+        save_optimizer(model, optimizer, output_dir)
+        whole = whole_state(model)
+        if self.args.should_save:
+            save_masters(model, self.saved, output_dir, whole)
+            torch.save(scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _load_shards(self, checkpoint: str) -> None:
+        model, optimizer, scheduler = self._parts()
+        load_masters(model, checkpoint)
+        load_optimizer(model, optimizer, checkpoint)
+        scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
+
+    def _parts(self) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        """Model, optimizer without accelerate's wrapper, and scheduler."""
+        model, wrapped = self.model, self.optimizer
+        assert model is not None
+        assert wrapped is not None
+        return model, getattr(wrapped, "optimizer", wrapped), self.lr_scheduler
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """The Trainer's, and the digits that the saved model lacks."""
+        if self.shares_experts:
+            return  # they come with the optimizer's states
         with loading(resume_from_checkpoint, "the weights"):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             if not self.is_fsdp_enabled and not isinstance(self.model, PeftModel):
@@ -147,6 +185,9 @@ class PackTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with loading(str(checkpoint), "the optimizer's states or the schedule"):
+            if self.shares_experts and checkpoint is not None:
+                self._load_shards(checkpoint)
+                return
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -178,7 +219,7 @@ class PackTrainer(Trainer):
             is_last = number == inputs.num_micro_batches
             self.accelerator.gradient_state._set_sync_gradients(is_last)
             # FSDP would add up whole float32 gradients until the last: each rank gets its shard of the sum at once.
-            exchanges = is_last or self.accelerator.is_fsdp2
+            exchanges = is_last or self.accelerator.is_fsdp2 or self.shares_experts
             moved = self._copies.bring(batch)
             balanced = self.balance.of(moved, inputs.figures.tokens, self.args.world_size) if self.balance else None
             alone = contextlib.nullcontext() if exchanges else self.accelerator.no_sync(model=model)

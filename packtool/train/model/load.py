@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from packtool.attention.features import look_once
 from packtool.attention.parallel.mesh import SequenceParallel
@@ -21,6 +23,7 @@ from packtool.config.train import TrainConfig
 from packtool.encode.families import Towers
 from packtool.errors import ConfigError, MismatchError
 from packtool.train.model.adapters import add_adapters, attach_adapter
+from packtool.train.model.experts import experts_turned_rightly, forget_sharding
 from packtool.train.model.frozen import freeze
 from packtool.train.model.precision import checkpoint_dtype, keeps_masters, raise_to_masters
 from packtool.train.model.quantize import quantization_of, stay_trainable
@@ -66,6 +69,7 @@ def load_model(
     attn_impl: str = "auto",
     parallel: SequenceParallel | None = None,
     quantization: QuantizationOptions | None = None,
+    experts: DistributedConfig | None = None,
 ) -> PreTrainedModel:
     """Read a model's weights.
 
@@ -74,6 +78,7 @@ def load_model(
         attn_impl: kernel of the packed attention.
         parallel: ranks that share each sequence.
         quantization: bits of the language model's layers; None for those of ``dtype``.
+        experts: how processes divide a mixture's experts; None where each has them all.
 
     Raises:
         ConfigError: for few bits without bitsandbytes.
@@ -84,14 +89,19 @@ def load_model(
         refuse_unsupported(config)
     # A copy: loading writes the choice of attention into the config, and collation's meta model must not inherit it.
     few_bits = None if quantization is None else quantization_of(quantization, config, dtype)
-    loaded, info = auto_class(config).from_pretrained(
-        model,
-        config=copy.deepcopy(config),
-        dtype=dtype,
-        attn_implementation="sdpa",
-        output_loading_info=True,
-        quantization_config=few_bits,
-    )
+    sharded = {"distributed_config": experts} if experts is not None else {}
+    with experts_turned_rightly() if experts is not None else contextlib.nullcontext():
+        loaded, info = auto_class(config).from_pretrained(
+            model,
+            config=copy.deepcopy(config),
+            dtype=dtype,
+            attn_implementation="sdpa",
+            output_loading_info=True,
+            quantization_config=few_bits,
+            **sharded,
+        )
+    if experts is not None:
+        forget_sharding(loaded)
     if missing := sorted(info["missing_keys"]):
         shown = ", ".join(missing[:_SHOWN_NAMES]) + (", ..." if len(missing) > _SHOWN_NAMES else "")
         raise MismatchError(

@@ -13,9 +13,12 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from packtool.attention.parallel.axes import Axes
-from packtool.batch.spec import auto_class, weights_in_one_piece
+from packtool.batch.spec import InputSpec, auto_class, weights_in_one_piece
 from packtool.config.train import TrainConfig
+from packtool.encode.families import MediaLimits, family_of
+from packtool.errors import ConfigError
 from packtool.simulate.hardware import Hardware
+from packtool.train.model.experts import expert_weights
 from packtool.train.model.load import make_trainable
 from packtool.train.model.parameters import whole_size
 from packtool.train.model.precision import loaded_dtype
@@ -125,9 +128,9 @@ def estimate_memory(
     known = [found for found in told if found is not None]
     tokens = micro_batches[0].computed
     checked = 3 * 4 * _checked_logits(config, tokens, int(model_config.get_text_config().vocab_size))
-    gathered = _gathered_bytes(model, dtype, keeps_whole="shard_grad_op" in config.fsdp) if stage >= 3 else 0
+    gathered = _gathered_bytes(model, dtype, config) if stage >= 3 else 0
     # torch's buckets are no views of the gradients.
-    buckets = trained if world_size > 1 and config.deepspeed is None and not config.fsdp else 0
+    buckets = trained if world_size > 1 and stage == 0 and config.deepspeed is None else 0
     return MemoryEstimate(
         weights=weights / _GIB / (world_size if stage >= 3 else 1),
         gradients=trained / _GIB / (world_size if stage >= 2 else 1),
@@ -154,22 +157,27 @@ def _checked_logits(config: TrainConfig, tokens: int, vocab_size: int) -> int:
     return min(FEW * CHECKED_POSITIONS, tokens) * vocab_size if checks else 0
 
 
-def _gathered_bytes(model: nn.Module, dtype: torch.dtype, *, keeps_whole: bool) -> int:
+def _gathered_bytes(model: nn.Module, dtype: torch.dtype, config: TrainConfig) -> int:
     """What is not sharded for a while: all that lies in no layer, and two layers, of which one's gradients wait.
 
-    Args:
-        keeps_whole: all layers stay together from the forward pass to the backward pass.
+    With ``shard_grad_op`` all layers stay together from the forward pass to the backward pass. Of the experts that
+    processes divide, a rank gathers its own.
     """
+    spread = {id(weight) for weight in expert_weights(model).values()} if config.shares_experts else set()
+
+    def size(parameter: nn.Parameter) -> int:
+        return whole_size(parameter) // (config.expert_parallel_size if id(parameter) in spread else 1)
+
     listed = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in listed]
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    outside = sum(whole_size(parameter) for parameter in model.parameters() if id(parameter) not in inside)
+    outside = sum(size(parameter) for parameter in model.parameters() if id(parameter) not in inside)
     sizes = [
-        (sum(map(whole_size, layer.parameters())), sum(whole_size(p) for p in layer.parameters() if p.requires_grad))
+        (sum(map(size, layer.parameters())), sum(size(p) for p in layer.parameters() if p.requires_grad))
         for layer in layers
     ]
     largest, trained = max(sizes, default=(0, 0))
-    layers_at_a_time = sum(size for size, _ in sizes) if keeps_whole else 2 * largest
+    layers_at_a_time = sum(each for each, _ in sizes) if "shard_grad_op" in config.fsdp else 2 * largest
     return (outside + layers_at_a_time + trained) * dtype.itemsize
 
 
@@ -189,12 +197,14 @@ def traced_bytes(
     """
     told, axes = trace or traced_pass_bytes, axes or Axes()
     try:
-        if tokens.computed <= 2 * _LONG:
+        # Pictures that a model's own processor makes are there while they are traced.
+        long = _LONG >> 4 if family_of(model_config.to_dict()).processor_inputs else _LONG
+        if tokens.computed <= 2 * long:
             return told(config, model_config, dtype, tokens, axes)
         # What is held is linear in tokens, and positions of a billion would be held on this machine.
-        few, more = (told(config, model_config, dtype, tokens.scaled(number), axes) for number in (_LONG, 2 * _LONG))
-        return few + int((more - few) / _LONG * (tokens.computed - _LONG))
-    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        few, more = (told(config, model_config, dtype, tokens.scaled(number), axes) for number in (long, 2 * long))
+        return few + int((more - few) / long * (tokens.computed - long))
+    except (ConfigError, RuntimeError, TypeError, ValueError) as error:
         _LOG.debug("the memory of a pass cannot be traced: %r", error)
         return None  # a model that asks for numbers on its way, or does not take what batches have
 
@@ -205,11 +215,13 @@ def traced_pass_bytes(
     """The most that a pass of one rank holds, traced: takes seconds, see ``trace``."""
     with quiet_transformers():
         model = model_without_weights(config, copy.deepcopy(model_config), dtype)
-        shards = bool(config.fsdp or config.deepspeed)
+        shards = bool(config.fsdp or config.deepspeed or config.shares_experts)
         if shards:
             model.to(dtype)  # which computes with weights of this precision, whatever it keeps
         autocast = dtype if dtype.itemsize == 2 and not shards else None
-        return trace_pass(model, model_config, tokens, axes, autocast=autocast).peak
+        return trace_pass(
+            model, InputSpec(config.model, model_config, MediaLimits()), tokens, axes, autocast=autocast
+        ).peak
 
 
 class TracedOnce:
@@ -269,7 +281,7 @@ def model_without_weights(config: TrainConfig, model_config: PreTrainedConfig, d
 
 def _stage(config: TrainConfig) -> int:
     """What is sharded: nothing, optimizer states, gradients too, weights too."""
-    if config.fsdp:
+    if config.fsdp or config.shares_experts:
         return 3
     if config.deepspeed is None:
         return 0

@@ -9,6 +9,7 @@ from packtool.config.train import TrainConfig
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import UnsupportedModelError
 from packtool.launch.world import World
+from packtool.plan.epoch import EpochPlan
 from packtool.train.model.load import resolve_dtype
 from packtool.train.model.memory import MemoryEstimate, estimate_memory, model_without_weights
 from packtool.train.model.quiet import quiet_transformers
@@ -16,7 +17,7 @@ from packtool.train.prepare.heaviest import heaviest_tokens, seen_media, share_m
 from packtool.train.prepare.preview import Preview
 from packtool.train.prepare.rank_tokens import RankTokens
 from packtool.train.prepare.recompute import with_recomputing
-from packtool.train.prepare.sequence_parallel import axes_of
+from packtool.train.prepare.sequence_parallel import axes_of, with_shares
 
 
 def planned_memory(config: PlanConfig, found: Preview) -> MemoryEstimate:
@@ -29,10 +30,22 @@ def planned_memory(config: PlanConfig, found: Preview) -> MemoryEstimate:
     Raises:
         ConfigError, UnsupportedModelError: if training would refuse the model, or transformers does not know it.
     """
+    if found.staged is None:
+        return _memory_of(config, found, found.plan, found.options.packing_length, config.sequence_parallel_ranks)
+    kinds = {
+        (part.planner.options.packing_length, part.sequence_parallel_size): next(part.stretches()).plan
+        for part in found.staged.parts
+    }
+    told = [_memory_of(config, found, plan, room, size) for (room, size), plan in kinds.items()]
+    return max(told, key=lambda estimate: estimate.total or 0)
+
+
+def _memory_of(config: PlanConfig, found: Preview, plan: EpochPlan, room: int, size: int) -> MemoryEstimate:
+    """What a rank holds that trains packs of ``room`` tokens, each on ``size`` processes."""
     assert config.model is not None, "asked for"
-    room, output = found.options.packing_length, "output"
+    output = "output"
     run = with_recomputing(part_of(TrainConfig, config, model=config.model, output_dir=output, packing_length=room))
-    files, size = ModelFiles.load(config.model), config.sequence_parallel_ranks
+    run, files = with_shares(run, size), ModelFiles.load(config.model)
     try:
         model = model_config(files.directory)
     except ValueError as error:
@@ -41,7 +54,7 @@ def planned_memory(config: PlanConfig, found: Preview) -> MemoryEstimate:
     axes = axes_of(run, World(0, config.world_size, size), files, found.lengths, trained=True)
     micro_batches = with_longest(run, files.config, RankTokens(computed=1))
     if found.reader is not None:
-        index, plan = found.reader.index, found.plan
+        index = found.reader.index
         tokens = index if found.shared is None else found.shared
         shares = share_media(seen_media(index, files.config), files.config, plan, size) if size > 1 else None
         micro_batches = heaviest_tokens(run, plan, files.config, tokens.media_tokens, tokens.audio_tokens, shares)

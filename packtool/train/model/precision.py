@@ -13,20 +13,23 @@ kept beside it (``kahan``). What is frozen never changes and stays as its checkp
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from peft import PeftModel
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from packtool.config.train import TrainConfig
 from packtool.errors import MismatchError
+from packtool.train.model.experts import put
 from packtool.train.prepare.whole import ONLY_MODEL
 
 MASTER_NAME = "master_weights.safetensors"
@@ -60,7 +63,8 @@ def loaded_dtype(dtype: torch.dtype, config: PreTrainedConfig, run: TrainConfig)
     if run.torch_dtype == "float32":
         return torch.float32
     loses = dtype in _SHORT and dtype != checkpoint_dtype(config)
-    return torch.float32 if loses and keeps_masters(run) else dtype
+    # What is sharded while it is read keeps its precision.
+    return torch.float32 if (loses or run.shares_experts) and keeps_masters(run) else dtype
 
 
 def raise_to_masters(model: nn.Module) -> None:
@@ -145,15 +149,20 @@ class SavedPrecision:
         return done[key]
 
 
-def save_masters(model: nn.Module, saved: SavedPrecision, checkpoint: str) -> None:
+def save_masters(
+    model: nn.Module, saved: SavedPrecision, checkpoint: str, whole: Mapping[str, Tensor] | None = None
+) -> None:
     """Write the trained weights that the saved model does not have as they are kept, if there are any.
 
     It has fewer digits of them, or other names: transformers saves the experts of a mixture one by one, and a resumed
     Trainer, which looks for them under their names in memory, would go on with those that training began with.
+
+    Args:
+        whole: the weights of a sharded model in one piece, of any shape, all of which are written.
     """
-    names = set(_saved_weights(checkpoint))
+    names = set(_saved_weights(checkpoint)) if whole is None else set()
     masters = {
-        name: parameter.detach().contiguous()
+        name: (parameter if whole is None else whole[name]).detach().contiguous()
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and (name not in names or _is_rounded(name, parameter, saved))
     }
@@ -179,17 +188,19 @@ def load_masters(model: nn.Module, checkpoint: str) -> None:
         MismatchError: if trained weights are neither there nor in the saved model.
     """
     path = os.path.join(checkpoint, MASTER_NAME)
-    masters = load_file(path) if os.path.exists(path) else {}
-    there = masters.keys() | set(_saved_weights(checkpoint))
     lacking = []
     by_parameter: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         by_parameter.setdefault(id(parameter), []).append(name)
-    for name, parameter in model.named_parameters():
-        if name in masters:
-            parameter.copy_(masters[name])
-        elif parameter.requires_grad and not there & set(by_parameter[id(parameter)]):
-            lacking.append(name)
+    found: Any = safe_open(path, "pt") if os.path.exists(path) else contextlib.nullcontext()
+    with found as file:
+        masters = set(file.keys() if file is not None else ())
+        there = masters | set(_saved_weights(checkpoint))
+        for name, parameter in model.named_parameters():
+            if name in masters:
+                put(parameter, file.get_tensor(name))
+            elif parameter.requires_grad and not there & set(by_parameter[id(parameter)]):
+                lacking.append(name)
     if lacking:
         raise MismatchError(
             f"{checkpoint} lacks {len(lacking)} weights that this run trains: {', '.join(lacking[:3])}",

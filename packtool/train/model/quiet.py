@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from logging import ERROR, getLogger
 from typing import Any
 
 from transformers.utils import logging
@@ -12,8 +13,10 @@ from transformers.utils import logging
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No progress bars of transformers inside; its warnings stay, but for one that only peft could heed."""
+    """No progress bars of transformers inside; warnings stay, but for those that only peft or torch could heed."""
     bars: Any = logging
+    # torch says how experts that are spread could be gathered faster.
+    getLogger("torch.distributed.tensor._redistribute").setLevel(ERROR)
     shown = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()
     try:

@@ -150,5 +150,6 @@ def _routers(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
             if hasattr(each, "target_class"):
                 kinds[each.target_class] = each.index
     for module in model.modules():
-        if type(module) in kinds:
-            yield module, kinds[type(module)]
+        # A module that is sharded is of a class that torch derives from its own.
+        for kind in {*kinds} & {*type(module).__mro__}:
+            yield module, kinds[kind]

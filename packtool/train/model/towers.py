@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+
 from torch import nn
 
 from packtool.encode.families import Towers, family_of
@@ -22,4 +25,25 @@ def towers_of(model: nn.Module, model_type: str) -> Towers:
                 f"{type(model).__name__} has no module {prefix}: --freeze-vit and --freeze-aligner would miss it",
                 "Install a supported version of transformers (see pyproject.toml), or report the model's name.",
             )
-    return towers
+    return dataclasses.replace(towers, unused=(*towers.unused, *_left_out(model), *_behind_features(model, towers)))
+
+
+def _left_out(model: nn.Module) -> Iterator[str]:
+    """The modules that settings of the model leave out, as MiniCPM's do that keep four times as many tokens."""
+    if getattr(model.config, "downsample_mode", None) == "4x":
+        yield from (name for name, _ in model.named_modules() if name.endswith(".vit_merger"))
+
+
+def _behind_features(model: nn.Module, towers: Towers) -> Iterator[str]:
+    """The modules of a vision tower that are behind the layer whose output is taken for features, as LLaVA has it."""
+    chosen = getattr(model.config, "vision_feature_layer", None)
+    if chosen is None or not towers.vision:
+        return
+    chosen = [chosen] if isinstance(chosen, int) else list(chosen)
+    for name, module in model.get_submodule(towers.vision[0]).named_modules(prefix=towers.vision[0]):
+        if name.endswith(".post_layernorm"):
+            yield name
+        elif isinstance(module, nn.ModuleList):
+            # Outputs are counted from the embeddings on, which are number 0.
+            used = max(layer if layer >= 0 else len(module) + 1 + layer for layer in chosen)
+            yield from (f"{name}.{number}" for number in range(used, len(module)))

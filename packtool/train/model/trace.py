@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import AttentionInterface
 
 from packtool.attention.features import share_features, towers_of_media
 from packtool.attention.kernel import Kernel
@@ -31,13 +31,14 @@ from packtool.attention.parallel.axes import Axes
 from packtool.attention.parallel.blocks import AttentionBlock, BlockKernel, Gradients
 from packtool.attention.parallel.exchange import AbsentRanks
 from packtool.attention.parallel.mesh import SequenceParallel
+from packtool.attention.recurrent import share_recurrent_layers
 from packtool.attention.register import packed_attention, set_attention, set_text_attention, tower_attention
 from packtool.attention.varlen import Varlen
 from packtool.batch.batch import Batch, PackedBatch, ShardedBatch, TreeBatch
+from packtool.batch.processed import pictures_processed
 from packtool.batch.shard import Cut, FeatureRoute, SequenceShard
 from packtool.batch.spec import InputSpec
 from packtool.batch.tower_inputs import tower_inputs
-from packtool.encode.families import MediaLimits
 from packtool.train.model.head_loss import HeadLoss
 from packtool.train.model.loss import sum_of_losses, takes_logits_to_keep
 from packtool.train.prepare.rank_tokens import RankTokens
@@ -60,7 +61,7 @@ class PassBytes:
 
 def trace_pass(
     model: nn.Module,
-    config: PreTrainedConfig,
+    spec: InputSpec,
     tokens: RankTokens,
     axes: Axes | None = None,
     *,
@@ -70,13 +71,13 @@ def trace_pass(
 
     Args:
         model: made trainable, on the meta device; it is of no use afterwards.
-        config: of the model that is trained.
+        spec: the model that is trained; its directory is asked where its own processor makes pictures.
         tokens: of the micro-batch; half of them are targets.
         axes: how ranks share its sequence; None where each has its own.
         autocast: precision of the computation, where the weights that are trained are kept in another.
     """
     axes = axes or Axes()
-    batch = traced_batch(InputSpec("", config, MediaLimits()), tokens, axes)
+    batch = traced_batch(spec, tokens, axes)
     parallel = None
     if isinstance(batch, ShardedBatch):
         ring, ulysses = AbsentRanks(axes.ring_size), AbsentRanks(axes.ulysses_size)
@@ -89,7 +90,9 @@ def trace_pass(
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         _bring_to_cpu(model)
         model.train()
-        there = batch.map(lambda tensor: torch.empty_like(mode.from_tensor(tensor), device="cpu"))
+        there: Batch = batch
+        if not spec.family.processor_inputs:
+            there = batch.map(lambda tensor: torch.empty_like(mode.from_tensor(tensor), device="cpu"))
         return run_pass(model, there, autocast)
 
 
@@ -107,6 +110,7 @@ def route_through_traced(model: nn.Module, parallel: SequenceParallel | None = N
     set_attention(inner)
     set_text_attention(inner, _TEXT)
     share_features(inner, parallel)
+    share_recurrent_layers(inner, parallel)
     for tower in towers_of_media(inner):
         tower.config._attn_implementation = _TOWERS
 
@@ -150,7 +154,8 @@ def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
     cut = Cut(axes.ring_size, axes.ulysses_size, 0 if axes.way == "allgather" else last)
     if cut.size > 1:
         whole = (count * cut.size,)
-        routes = {kind: _route(tokens, cut.size) for kind in ("image",) if media}
+        looked = {"image": (tokens.num_seen, tokens.vision), "audio": (tokens.num_heard, tokens.audio)}
+        routes = {kind: _route(*numbers, cut.size) for kind, numbers in looked.items() if any(numbers)}
         shard = SequenceShard(cut, (), whole, routes)
         return ShardedBatch(**common, shard=shard, index=torch.arange(count), lengths=whole)
     common |= {"cu_seqlens": torch.tensor([0, count], dtype=torch.int32), "lengths": (count,)}
@@ -171,8 +176,11 @@ def traced_batch(spec: InputSpec, tokens: RankTokens, axes: Axes) -> Batch:
 def _media(spec: InputSpec, tokens: RankTokens, input_ids: Tensor) -> dict[str, Tensor]:
     """What the towers take, for so many tokens; ``input_ids`` (T,) get the placeholders."""
     media: dict[str, Tensor] = {}
-    if spec.family.processor_inputs and tokens.vision:
-        raise NotImplementedError("what a model's own processor makes of pictures is not known from its configuration")
+    if spec.family.processor_inputs:
+        if tokens.vision:
+            seen, media = pictures_processed(spec, tokens.vision, tokens.computed)
+            input_ids[:seen] = spec.pad_ids["image"]
+        return media
     if spec.sees and max(tokens.vision, tokens.num_seen):
         side = int(spec.config.vision_config.spatial_merge_size)
         pixels, grids = spec.family.image_inputs
@@ -181,18 +189,17 @@ def _media(spec: InputSpec, tokens: RankTokens, input_ids: Tensor) -> dict[str, 
         media[pixels] = torch.empty(seen * side**2, spec.patch_dim, device="meta")
         media[grids] = torch.tensor([[1, side, side * seen]])
         input_ids[: tokens.vision] = spec.pad_ids["image"]
-    if spec.hears and tokens.audio:
-        frames = spec.family.mel_frames_of(tokens.audio)
+    if spec.hears and max(tokens.audio, tokens.num_heard):
+        frames = spec.family.mel_frames_of(max(tokens.num_heard, 1))
         media["input_features"] = torch.empty(1, spec.num_mel_bins, frames, device="meta")
         media["feature_attention_mask"] = torch.ones(1, frames, dtype=torch.int64)
         input_ids[tokens.vision : tokens.vision + tokens.audio] = spec.pad_ids["audio"]
     return media
 
 
-def _route(tokens: RankTokens, size: int) -> FeatureRoute:
+def _route(seen: int, held: int, size: int) -> FeatureRoute:
     """Features of all that a rank looks at go to one other, and those of its own tokens come from there."""
-    rest = (0,) * (size - 1)
-    seen, held = max(tokens.num_seen, 1), tokens.vision
+    rest, seen = (0,) * (size - 1), max(seen, 1)
     return FeatureRoute(torch.arange(seen), (seen, *rest), (held, *rest), torch.arange(held))
 
 
@@ -227,7 +234,11 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self._see((args, kwargs), is_new=False)
-        out = func(*args, **(kwargs or {}))
+        tensors = [each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
+        # What is made of numbers alone is computed: models read how large pictures are.
+        has_numbers = tensors and not any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        with _disable_current_modes() if has_numbers else contextlib.nullcontext():
+            out = func(*args, **(kwargs or {}))
         self._see(out, is_new=True)
         self.peak = max(self.peak, self.now)
         return out

@@ -13,18 +13,19 @@ from packtool.cache.chosen import ChosenTargets, SampleReader
 from packtool.cache.mixed import MixedSamples
 from packtool.cache.plan_file import read_plan
 from packtool.cache.reader import CacheReader
-from packtool.config.mixture import Recipe
+from packtool.config.recipe import Recipe
 from packtool.config.train import TrainConfig
 from packtool.encode.model_files import ModelFiles
-from packtool.encode.relabel import TargetChoice
 from packtool.simulate.run import read_hardware
-from packtool.train.prepare.check import check_plan, choice_of_targets, open_caches, packs_of, with_template_of
+from packtool.train.prepare.check import check_plan, check_sources, open_caches, packs_of, with_template_of
 from packtool.train.prepare.checkpoint import RunState
 from packtool.train.prepare.costs import tower_work, with_model
 from packtool.train.prepare.evaluation import with_evaluation
-from packtool.train.prepare.mixtures import mixture_in, named_sources
+from packtool.train.prepare.mixtures import named_sources
 from packtool.train.prepare.planner import Assignment, Planner, plan_options
 from packtool.train.prepare.shared_prefixes import shared_in_packs, shared_of_plan
+from packtool.train.prepare.staged import planner_of
+from packtool.train.prepare.targets import TargetChoices, choices_of_targets
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,8 +34,8 @@ class Basis:
 
     Args:
         config: its settings, with those that were left open decided.
-        samples: with their labels as ``--loss-scale`` chooses them.
-        choice: of these labels; None for those of the caches.
+        samples: with their labels as ``--loss-scale``, or that of their source, chooses them.
+        choices: of these labels.
         notes: remarks for the user.
     """
 
@@ -42,7 +43,7 @@ class Basis:
     files: ModelFiles
     reader: CacheReader
     samples: SampleReader
-    choice: TargetChoice | None
+    choices: TargetChoices
     planner: Planner
     notes: tuple[str, ...]
 
@@ -60,11 +61,13 @@ class Basis:
         reader = open_caches(directories, config, files)
         config, evaluated = with_evaluation(config, reader)
         files = with_template_of(reader, files)
-        choice = choice_of_targets(config, reader, files)
+        if recipe is not None:
+            check_sources(reader, recipe, files)
+        choices = choices_of_targets(reader, files, config.loss_scale, recipe)
         samples: SampleReader = reader
         targets = reader.index.target_tokens
-        if choice is not None:
-            samples = chosen = ChosenTargets(reader, choice)
+        if any(choices):
+            samples = chosen = ChosenTargets(reader, choices)
             targets = chosen.target_tokens()
         planner, not_shared = _planner(config, files, reader, targets, recipe)
         if (mixture := planner.mixture) is not None:
@@ -76,7 +79,7 @@ class Basis:
                 keeps_channels=config.enable_channel_loss,
             )
         notes = (*not_shared, *_access_notes(config, reader), *evaluated)
-        return cls(config, files, reader, samples, choice, planner, notes)
+        return cls(config, files, reader, samples, choices, planner, notes)
 
     def state(self, assignment: Assignment) -> RunState:
         """The state of a run whose packs are assigned so, before its first step."""
@@ -113,23 +116,22 @@ def _planner(
         options = dataclasses.replace(options, max_length=saved.info.max_length, packing_length=saved.info.capacity)
     assert options.cost is not None
     packs, told = packs_of(saved) if saved is not None else None, None
-    if packs is not None:
-        shared = shared_of_plan(packs, files.config, reader)
+    if saved is not None and packs is not None:
+        shared = shared_of_plan(packs, saved.info.parts, files.config, reader)
     else:
         shared, told = shared_in_packs(config, options, files.config, reader)
     towers = tower_work(options.cost, reader.index) if shared is None else shared.towers(options.cost, targets)
-    mixture = mixture_in(recipe, reader, targets, max_length=options.max_length, seed=config.seed)
-    planner = Planner(config, options, reader.index, targets, towers, packs, shared, mixture)
+    planner = planner_of(config, options, reader, targets, towers, recipe, packs, shared)
     return planner, [] if told is None else [told]
 
 
 def _state(config: TrainConfig, planner: Planner, assignment: Assignment, cache: str) -> RunState:
-    plan = planner.plan_of(0, assignment)
+    plan, steps = planner.fingerprints(assignment)
     world_size, _, _ = assignment
     return RunState.of(
         config,
-        plan=plan.lasting_fingerprint,
-        steps=plan.steps.fingerprint if plan.places is None else plan.fingerprint,
+        plan=plan,
+        steps=steps,
         cache=cache,
         max_length=planner.options.max_length,
         packing_length=planner.options.packing_length,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -15,14 +14,13 @@ import numpy.typing as npt
 
 from packtool import storage
 from packtool.attention.parallel.axes import Axes
-from packtool.batch.micro_batch import MicroBatch, PlannedEpoch
+from packtool.batch.micro_batch import MicroBatch, PlannedEpoch, Tower
 from packtool.cache.chosen import ChosenTargets, SampleReader
 from packtool.cache.reader import CacheReader
 from packtool.config.train import TrainConfig
 from packtool.constants import LEAST_SHARED, VAL_SPLIT
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.model_files import ModelFiles
-from packtool.encode.relabel import TargetChoice
 from packtool.launch.world import World
 from packtool.plan.epoch import EpochPlan
 from packtool.plan.ledger import Ledger
@@ -44,8 +42,10 @@ from packtool.train.prepare.rank_tokens import RankTokens
 from packtool.train.prepare.record import RunRecord
 from packtool.train.prepare.result import TrainResult, schedule_lines
 from packtool.train.prepare.schedule import PlannedSchedule
-from packtool.train.prepare.sequence_parallel import axes_of
+from packtool.train.prepare.sequence_parallel import axes_of, with_shares
 from packtool.train.prepare.shared_prefixes import SharedPrefixes, first_pair
+from packtool.train.prepare.staged_schedule import StagedSchedule, StagePart
+from packtool.train.prepare.targets import TargetChoices
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,7 +54,7 @@ class CachedRun(PreparedRun):
 
     Args:
         reader: of all caches.
-        samples: the same with their labels as ``--loss-scale`` chooses them.
+        samples: the same with their labels as ``--loss-scale``, or that of their source, chooses them.
         figures: of all samples; of those that share prefixes, what each adds.
         planner: of the schedule.
         ledger: what was trained before.
@@ -82,7 +82,7 @@ class CachedRun(PreparedRun):
     def expected(self) -> TrainResult:
         """See ``PreparedRun``."""
         schedule, summary = self.schedule, self.schedule.first.summary
-        epochs, mixture = schedule.num_steps / schedule.steps_per_epoch, self.planner.mixture
+        mixture = self.planner.mixture
         return TrainResult(
             num_samples=summary.num_samples,
             filtered=summary.num_filtered,
@@ -93,19 +93,24 @@ class CachedRun(PreparedRun):
             max_length=summary.max_length,
             packing_length=summary.packing_length,
             steps=schedule.num_steps,
-            steps_without_packing=math.ceil(epochs * summary.num_steps_without_packing),
+            steps_without_packing=schedule.num_steps_without_packing(),
             num_empty_micro_batches=schedule.num_empty_micro_batches(),
             num_processes=self.world.size,
             target_tokens=schedule.sum_of_target_tokens(self.start),
             output_dir=self.config.output_dir,
             resumed_from=self.beginning.checkpoint,
             sources={} if mixture is None else share_figures(counts_in(self.schedule.first, mixture)),
+            stages=schedule.figures() if isinstance(schedule, StagedSchedule) else [],
         )
 
     def lines(self, expected: TrainResult) -> Iterator[str]:
         """See ``PreparedRun``."""
+        if isinstance(self.schedule, StagedSchedule):
+            yield f"a curriculum of {len(self.schedule.parts)} stages, of which the first is planned so:"
         yield from schedule_lines(self.config, self.schedule, expected)
-        if self.planner.mixture is not None:
+        if isinstance(self.schedule, StagedSchedule):
+            yield from self.schedule.lines()
+        elif self.planner.mixture is not None:
             yield from mixture_lines(self.planner.mixture, self.schedule.first)
         if self.shared is not None:
             cost = RunCosts.of(self.config, self.files.config).model
@@ -118,13 +123,35 @@ class CachedRun(PreparedRun):
         plan = self.schedule.plan_of(self.schedule.locate(self.start)[0])
         return float(self.figures.media_tokens[plan.packs.samples].sum()) / max(len(plan.steps.cell_sizes()), 1)
 
-    def heaviest(self) -> tuple[RankTokens, ...]:
-        """See ``PreparedRun``; those of the epoch that comes next."""
-        plan, model = self.schedule.plan_of(self.schedule.locate(self.start)[0]), self.files.config
-        size, shares = self.world.sequence_parallel_size, None
+    @property
+    def kinds_of_steps(self) -> Sequence[tuple[TrainConfig, Axes]]:
+        """See ``PreparedRun``."""
+        ways = {self.world.sequence_parallel_size: self.axes, **self.ways}
+        return [
+            (
+                dataclasses.replace(with_shares(self.config, size), packing_length=part.planner.options.packing_length),
+                ways.get(size, Axes()),
+            )
+            for part in self._parts
+            for size in (part.sequence_parallel_size,)
+        ] or super().kinds_of_steps
+
+    @property
+    def _parts(self) -> list[StagePart]:
+        """The stages that are still to be trained; none of a run without."""
+        parts = self.schedule.parts if isinstance(self.schedule, StagedSchedule) else ()
+        return [part for part in parts if part.stop > self.start]
+
+    def heaviest(self, kind: int = 0) -> tuple[RankTokens, ...]:
+        """See ``PreparedRun``; those of the epoch that comes next, in this stage or another."""
+        parts, model = self._parts, self.files.config
+        config, axes = self.kinds_of_steps[kind]
+        step = max(self.start, parts[kind].first) if parts else self.start
+        plan, shares = self.schedule.plan_of(self.schedule.locate(step)[0]), None
+        size = axes.ring_size * axes.ulysses_size
         if size > 1:
             shares = share_media(seen_media(self.reader.index, model), model, plan, size)
-        return heaviest_tokens(self.sized, plan, model, self.figures.media_tokens, self.figures.audio_tokens, shares)
+        return heaviest_tokens(config, plan, model, self.figures.media_tokens, self.figures.audio_tokens, shares)
 
     def first_samples(self, most: int) -> list[EncodedSample]:
         """See ``PreparedRun``; the shortest ones of the first micro-batch, in its order, or two that share a prefix."""
@@ -154,9 +181,19 @@ class CachedRun(PreparedRun):
         """``packs of samples [3 17] [4]``: numbers are positions in the caches, one after the other."""
         return "packs of samples " + " ".join(f"[{' '.join(map(str, pack))}]" for pack in micro_batch.packs)
 
-    def planned_epoch(self, plan: EpochPlan) -> PlannedEpoch:
+    def planned_epoch(self, plan: EpochPlan, epoch: int) -> PlannedEpoch:
         """The micro-batches of all ranks in an epoch with this plan."""
-        return PlannedEpoch(plan, {"vision": self.figures.is_seen, "sound": self.figures.is_heard})
+        again, shared_by = self._read_again(epoch), self.world.size // plan.steps.world_size if self.ways else None
+        brings: dict[Tower, Any] = {"vision": self.figures.is_seen, "sound": self.figures.is_heard}
+        return PlannedEpoch(plan, brings, again, shared_by)
+
+    def _read_again(self, epoch: int) -> npt.NDArray[np.bool_] | None:
+        """Which samples the next epoch has, too, for a media cache; None where that is all, or nobody looks."""
+        if self.config.media_cache is None or self.planner.mixture is None or isinstance(self.schedule, StagedSchedule):
+            return None
+        if self.schedule.locate(self.schedule.num_steps - 1)[0] <= epoch:
+            return None
+        return (self.planner.wanted_of(epoch + 1) > 0) | (self.planner.wanted_of(epoch) > 1)
 
     def record(self) -> RunRecord:
         """See ``PreparedRun``."""
@@ -180,6 +217,10 @@ class CachedRun(PreparedRun):
             steps=state.steps,
         )
 
+    def stage_line(self, step: int) -> str | None:
+        """See ``PreparedRun``."""
+        return self.schedule.beginning(step) if isinstance(self.schedule, StagedSchedule) else None
+
     def steps(self, exchange: NumberExchange) -> Steps:
         """See ``PreparedRun``; the plan knows all, and ranks need not tell each other anything."""
         return _PlannedSteps(self)
@@ -199,8 +240,10 @@ class _PlannedSteps(Steps):
             epoch, first = run.schedule.locate(step)
             plan = run.schedule.plan_of(epoch)
             figures = islice(figures_of_steps(plan, run.figures, is_dynamic=is_dynamic), first, None)
-            steps = zip(run.planned_epoch(plan).steps(run.world.data.rank, first), figures, strict=True)
-            for micro_batches, found in islice(steps, run.schedule.num_steps - step):
+            rank = run.world.shared_by(run.world.size // plan.steps.world_size).data.rank
+            steps = zip(run.planned_epoch(plan, epoch).steps(rank, first), figures, strict=True)
+            end = min(run.schedule.epoch_end(step), run.schedule.num_steps)
+            for micro_batches, found in islice(steps, end - step):
                 yield RankStep(micro_batches, partial(_as_it_is, found))
                 step += 1
 
@@ -225,6 +268,8 @@ def prepare_cached(config: TrainConfig, world: World, beginning: Beginning | Non
     state = basis.state(mine)
     going_on = continued(beginning, state, world, reader, planner, may_change=config.data_change == "allow")
     axes = axes_of(config, world, files, reader.index.length, trained=True)
+    parts = going_on.schedule.parts if isinstance(going_on.schedule, StagedSchedule) else ()
+    sizes = sorted({part.sequence_parallel_size for part in parts} - {world.sequence_parallel_size})
     return CachedRun(
         config=config,
         world=world,
@@ -234,9 +279,13 @@ def prepare_cached(config: TrainConfig, world: World, beginning: Beginning | Non
         state=going_on.state,
         beginning=beginning,
         axes=axes,
+        ways={
+            size: axes_of(with_shares(config, size), world.shared_by(size), files, reader.index.length, trained=True)
+            for size in sizes
+        },
         notes=(*basis.notes, *beginning.notes, *going_on.notes),
         least_shared=None if planner.shared is None else LEAST_SHARED,
-        validation=_validation(config, world, files, reader, basis.choice, axes),
+        validation=_validation(config, world, files, reader, basis.choices, axes),
         reader=reader,
         samples=basis.samples,
         figures=dataclasses.replace(
@@ -278,7 +327,7 @@ def _media_kinds(reader: CacheReader) -> tuple[npt.NDArray[np.bool_], npt.NDArra
 
 
 def _validation(
-    config: TrainConfig, world: World, files: ModelFiles, reader: CacheReader, choice: TargetChoice | None, axes: Axes
+    config: TrainConfig, world: World, files: ModelFiles, reader: CacheReader, choices: TargetChoices, axes: Axes
 ) -> Validation | None:
     if config.eval_strategy == "no":
         return None
@@ -287,4 +336,4 @@ def _validation(
     shared, _ = shared_of_evaluation(config, files, val, plan)
     if shared is not None:
         plan = dataclasses.replace(plan, trees=shared.trees)
-    return Validation(val, val if choice is None else ChosenTargets(val, choice), plan)
+    return Validation(val, ChosenTargets(val, choices) if any(choices) else val, plan)

@@ -15,7 +15,7 @@ from packtool.cache.manifest import Manifest
 from packtool.cache.origins import Origins, read_contents, read_origins
 from packtool.cache.reader import CacheReader
 from packtool.errors import MismatchError, PacktoolError
-from packtool.plan.ledger import RowCounts, SourceLedger
+from packtool.plan.ledger import SourceLedger, joined_counts
 from packtool.plan.matching import Match, SampleKeys, match
 from packtool.plan.pack_plan import Int64Array
 
@@ -61,11 +61,6 @@ def paired_caches(
         if same is not None:
             unused.remove(same)
     return kept, unused
-
-
-def joined_counts(counts: Sequence[RowCounts]) -> Int64Array:
-    """The counts of several caches, one after the other: int64 (N,)."""
-    return np.concatenate([np.zeros(0, np.int64), *(each.counts().astype(np.int64) for each in counts)])
 
 
 def carried_counts(

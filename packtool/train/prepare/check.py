@@ -17,20 +17,17 @@ from packtool.cache.plan_file import SavedPlan
 from packtool.cache.reader import CacheReader
 from packtool.config.evaluate import EvalConfig
 from packtool.config.export import EncodeSpec
-from packtool.config.rows import BOX_SETTINGS, MediaOptions, expand_problems
+from packtool.config.recipe import Recipe
+from packtool.config.rows import BOX_SETTINGS, MediaOptions
 from packtool.config.settings import flag
 from packtool.config.train import TrainConfig
 from packtool.constants import VAL_SPLIT
-from packtool.encode.families import ImageLimits, family_of, media_encoding
-from packtool.encode.loss_scale import Base, is_hybrid_thinking, loss_scale_of, parse_loss_scale
+from packtool.encode.families import ImageLimits, media_encoding
 from packtool.encode.model_files import ModelFiles, given_template
-from packtool.encode.relabel import TargetChoice
 from packtool.encode.row_parts import expansion_of
 from packtool.errors import MismatchError
 from packtool.plan.pack_plan import PackPlan
 
-_WIDTH: dict[Base, int] = {"last_round": 0, "default": 1, "all": 2}
-"""Which of them has more targets."""
 _MEDIA_NAMES = frozenset(field.name for field in fields(MediaOptions))
 
 
@@ -52,6 +49,24 @@ def open_caches(directories: Sequence[str], config: TrainConfig, files: ModelFil
         check_length(directory, manifest, config)
         check_policies(directory, manifest, config, with_template_of(reader, files))
     return reader
+
+
+def check_sources(reader: CacheReader, recipe: Recipe, files: ModelFiles) -> None:
+    """Limits on media that a recipe names for a source are those that its cache was exported with.
+
+    Args:
+        recipe: whose sources are the caches, in their order.
+
+    Raises:
+        MismatchError: naming both values, and the export that has the recipe's.
+    """
+    for directory, manifest, source in zip(reader.directories, reader.manifests, recipe.sources, strict=True):
+        limits = MediaOptions(**source.media_limits)
+        try:
+            check_limits(directory, manifest, limits)
+            check_video_and_audio(directory, manifest, limits, files)
+        except MismatchError as error:
+            raise MismatchError(f"{recipe.place}: {error.message}", error.remedy) from error
 
 
 def with_template_of(reader: CacheReader, files: ModelFiles) -> ModelFiles:
@@ -83,7 +98,7 @@ def check_model(directory: str, manifest: Manifest, files: ModelFiles, config: T
         )
 
 
-def check_limits(directory: str, manifest: Manifest, config: TrainConfig) -> None:
+def check_limits(directory: str, manifest: Manifest, config: MediaOptions) -> None:
     """Limits on pictures that are given again, as options or by the environment, agree with the export's."""
     limits = manifest.identity.media_limits.image
     if limits is None:
@@ -95,14 +110,14 @@ def check_limits(directory: str, manifest: Manifest, config: TrainConfig) -> Non
         if here is not None and here != there:
             raise MismatchError(
                 f"{directory} was exported with pictures of at {word} {there} pixels; this run asks for {here} "
-                f"(--{bound}-pixels or --image-{bound}-token-num, or {bound.upper()}_PIXELS or "
-                f"IMAGE_{bound.upper()}_TOKEN_NUM in the environment)",
+                f"(--{bound}-pixels or --image-{bound}-token-num, the same of a source in --mix, or "
+                f"{bound.upper()}_PIXELS or IMAGE_{bound.upper()}_TOKEN_NUM in the environment)",
                 "Leave that setting out, for the cache's is taken, or export again:\n"
                 f"  {export_command(directory, manifest, **{f'{bound}_pixels': here})}",
             )
 
 
-def check_video_and_audio(directory: str, manifest: Manifest, config: TrainConfig, files: ModelFiles) -> None:
+def check_video_and_audio(directory: str, manifest: Manifest, config: MediaOptions, files: ModelFiles) -> None:
     """Limits on videos and sounds that are given again agree with the export's, in whatever words."""
     spec = manifest.identity.spec
     names = [field.name for field in fields(MediaOptions) if field.metadata["panel"] == "Video and audio"]
@@ -147,63 +162,6 @@ def check_policies(directory: str, manifest: Manifest, config: TrainConfig, file
                 f"{'' if there is None else f' {there}'}, and this run asks for {here}",
                 f"Leave it out, or export again:\n  {export_command(directory, manifest, **{name: here})}",
             )
-
-
-def choice_of_targets(config: TrainConfig, reader: CacheReader, files: ModelFiles) -> TargetChoice | None:
-    """What ``--loss-scale`` makes targets, None if that is what the caches have.
-
-    Raises:
-        MismatchError: for what needs the rows again: rules that give parts of a text other weights.
-    """
-    if config.loss_scale is None:
-        return None
-    meant = loss_scale_of(config.loss_scale, is_hybrid_thinking(files))
-    wanted = parse_loss_scale(meant)
-    there = [str(manifest.identity.spec.get("loss_scale", "default")) for manifest in reader.manifests]
-    if all(parse_loss_scale(scale) == wanted for scale in there):
-        return None
-    by_processor = bool(family_of(files.config).processor_inputs)
-    for directory, manifest, scale in zip(reader.directories, reader.manifests, there, strict=True):
-        had = parse_loss_scale(scale)
-        narrows = had.base == "default" and wanted.base == "last_round"
-        if _has_parts(manifest, wanted.base):
-            raise MismatchError(
-                f"{directory} has rows of which several samples were made: which tokens --loss-scale {meant} trains in "
-                "each of them, only the rows can tell",
-                _other_targets(config, directory, manifest),
-            )
-        if (had.rules or wanted.rules) and not (had.rules == wanted.rules and narrows):
-            raise MismatchError(
-                f"{directory} was exported with --loss-scale {scale}: {meant} gives parts of texts other "
-                "weights, which only the rows can tell",
-                f"Leave --loss-scale out, or export again:\n"
-                f"  {export_command(directory, manifest, loss_scale=config.loss_scale)}",
-            )
-        if by_processor and _WIDTH[wanted.base] > _WIDTH[had.base]:
-            raise MismatchError(
-                f"{directory} was exported with --loss-scale {scale}: among the tokens that {meant} trains beside "
-                "those, marks of pictures cannot be told from text, for the model's own processor wrote them",
-                f"Leave --loss-scale out, or export again:\n"
-                f"  {export_command(directory, manifest, loss_scale=config.loss_scale)}",
-            )
-    return TargetChoice.of_config(wanted.base, files.config, among_targets=bool(wanted.rules) or by_processor)
-
-
-def _other_targets(config: TrainConfig, directory: str, manifest: Manifest) -> str:
-    """What to do for another loss scale; where no export of turns has it, it takes one of whole rows."""
-    changes: dict[str, str | None] = {"loss_scale": config.loss_scale}
-    if expand_problems(manifest.identity.spec.get("expand_turns"), config.loss_scale):
-        changes["expand_turns"] = None
-    return f"Leave --loss-scale out, or export again:\n  {export_command(directory, manifest, **changes)}"
-
-
-def _has_parts(manifest: Manifest, wanted: Base) -> bool:
-    """Whether the samples of a row have tokens in common of which only one may train them."""
-    spec = manifest.identity.spec
-    has_responses = spec.get("truncation_strategy") != "split" and any(
-        split.pieces_added for split in manifest.splits.values()
-    )
-    return "expand_turns" in spec or (wanted == "all" and has_responses)
 
 
 def packs_of(saved: SavedPlan) -> PackPlan:

@@ -35,6 +35,7 @@ _FROM_OPTIONS = (
     "gradient_accumulation_steps",
     "per_device_train_batch_size",
     "master_weights",
+    "shares_experts",
 )
 
 FROM_DATA = frozenset(("cache", "plan", "steps", "max_length", "packing_length", "shares_prefixes", "learning"))
@@ -66,6 +67,7 @@ class RunState:
         learning: how each part of the model learns, by which packs are assigned to ranks: told where that makes a
             difference.
         master_weights: what was kept of the weights' digits.
+        shares_experts: processes hold different experts.
         streaming: what decides the packs of a stream; empty for a run on caches.
         saved_at: seconds since 1970.
     """
@@ -89,6 +91,7 @@ class RunState:
     schedule: str = ""
     learning: str = ""
     master_weights: str = "float32"
+    shares_experts: bool = False
     data_since: int = 0
     step: int = 0
     epoch: int = 0
@@ -154,7 +157,8 @@ class RunState:
             remedy = "Resume with the settings of that run, or train anew in another --output-dir."
             if not told:
                 lines.append(
-                    "    which follows from how packs are made, and from a mixture: --mix, or a # behind a cache"
+                    "    which follows from how packs are made, from --plan, and from a mixture: --mix, or a # "
+                    "behind a cache; of stages also from --max-steps or --num-train-epochs"
                 )
             if "cache" in different:
                 lines += [f"    {line}" for line in other_data()]

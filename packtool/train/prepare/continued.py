@@ -85,7 +85,7 @@ def _assigned_anew(
         assignments = (*assignments, (before.step, *state.assignment))
     schedule = planner.schedule(assignments, None if ledger is None else ledger.change)
     if ledger is None:
-        ledger = ledger_of_plan(reader, schedule, before.step, planner.targets)
+        ledger = ledger_of_plan(reader, planner, schedule, before.step)
         notes.append(
             f"{checkpoint} is of an older packtool and keeps no ledger: what was trained is told from its plan, with "
             "what --on-bad-media skip may have left out"
@@ -109,8 +109,9 @@ def _with_other_data(
             "that it had were trained",
             "Go on with its own caches until the next checkpoint, and change the data there.",
         )
-    wanted = planner.wanted_of(ledger.epoch)
-    changed = with_changed_data(ledger, reader, wanted, history_of(checkpoint), planner.options.max_length)
+    coming = planner.coming(ledger, state.assignment)
+    history = history_of(checkpoint)
+    changed = with_changed_data(ledger, reader, coming.wanted, history, coming.max_length, coming.stage)
     assignments = ((before.step, *state.assignment),)
     schedule = planner.schedule(assignments, changed.ledger.change)
     state = dataclasses.replace(state, assignments=assignments, data_since=before.step)
@@ -122,13 +123,15 @@ def _with_other_data(
 
 def _steps_left(schedule: PlannedSchedule, step: int, epoch: int) -> int:
     """Steps of an epoch from a step on, none where nothing of it is left."""
-    return next(n for n in range(schedule.num_steps + schedule.steps_per_epoch) if schedule.locate(step + n)[0] > epoch)
+    return schedule.epoch_end(step) - step if schedule.locate(step)[0] == epoch else 0
 
 
 def _told_steps(checkpoint: str, step: int, schedule: PlannedSchedule) -> str:
     """How many steps there are now, and how far the schedule of learning rates is."""
     planned = schedule.num_steps
     told = f"later epochs have {schedule.steps_per_epoch:,} steps each, and the run ends after step {planned:,}"
+    if schedule.stage_of(step) is not None:
+        told = f"the run ends after step {planned:,}"
     had = steps_planned(checkpoint)
     if had == planned:
         return f"{told}, as before"

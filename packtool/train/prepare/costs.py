@@ -93,7 +93,7 @@ def _of_adapter(options: LearningOptions) -> LearningOptions:
 def tower_work(cost: CostModel, index: SplitIndex) -> TowerWork:
     """What the media of a cache's samples cost."""
     flops = cost.towers(index.vision_tokens, index.patch_squares, index.audio_tokens)
-    return TowerWork(np.rint(flops).astype(np.int64), index.num_images + index.num_videos)
+    return TowerWork(np.rint(flops).astype(np.int64), index.num_images + index.num_videos + index.num_audios)
 
 
 def sample_costs(cost: CostModel, index: SplitIndex, target_tokens: npt.NDArray[np.integer[Any]]) -> Costs:

@@ -7,7 +7,7 @@ samples are found by file and row, or, where files have changed and the old cach
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from packtool import storage
 from packtool.cache.reader import CacheReader
-from packtool.plan.ledger import DataChange, Ledger, RowCounts, SourceLedger
+from packtool.plan.ledger import DataChange, Ledger, RowCounts, SourceLedger, joined_counts
 from packtool.plan.pack_plan import Int64Array
-from packtool.train.prepare.carried import Carried, carried_counts, joined_counts, paired_caches
+from packtool.train.prepare.carried import Carried, carried_counts, paired_caches
 
 Fate = Literal["as before", "new", "exported again", "replaced", "gone"]
 
@@ -87,15 +87,23 @@ class ChangedData:
         )
 
 
-def with_changed_data(ledger: Ledger, reader: CacheReader, wanted: Int64Array, history: str, most: int) -> ChangedData:
+def with_changed_data(
+    ledger: Ledger,
+    reader: CacheReader,
+    wanted: Callable[[Int64Array], Int64Array],
+    history: str,
+    most: int,
+    stage: tuple[int, int] | None = None,
+) -> ChangedData:
     """The ledger of a run that goes on with these caches, with what is left of its epoch.
 
     Args:
         ledger: of the checkpoint.
         reader: of the caches that there are now.
-        wanted: how often an epoch has each of their samples, (N,).
+        wanted: how often the epoch has each of their samples, (N,), given how often each was trained before it.
         history: folder where origins of the caches of the run are kept.
         most: tokens of a sample; longer ones are left out.
+        stage: that the run is in, as ``Ledger`` has it.
 
     Raises:
         MismatchError: if samples of a cache cannot be found again, because it is gone.
@@ -114,9 +122,11 @@ def with_changed_data(ledger: Ledger, reader: CacheReader, wanted: Int64Array, h
         for cache, source in enumerate(kept)
     )
     counts = joined_counts([source.epoch for source in sources])
-    left = np.maximum(wanted - counts, 0)
+    before = joined_counts([source.before for source in sources])
+    left = np.maximum(wanted(before) - counts, 0)
     bounds = reader.offsets[1:-1]
-    change = DataChange(ledger.step, ledger.epoch, tuple(map(RowCounts.of, np.split(left, bounds))))
+    known = () if stage is None else tuple(source.trained for source in sources)
+    change = DataChange(ledger.step, ledger.epoch, tuple(map(RowCounts.of, np.split(left, bounds))), stage, known)
     now = {manifest.fingerprint for manifest in reader.manifests}
     retired = [_only(source, is_gone) for source, is_gone in zip(pool, found.is_gone, strict=True)]
     retired += [source for source in ledger.retired if not source.trained.num_rows]
@@ -125,6 +135,7 @@ def with_changed_data(ledger: Ledger, reader: CacheReader, wanted: Int64Array, h
         sources=sources,
         retired=tuple(source for source in retired if source.fingerprint not in now),
         change=change,
+        stage=stage,
     )
     is_left = np.split(np.where(reader.index.length <= most, left, 0), bounds)
     fates = [_what_became(source, kept[n], found, n, is_left[n]) for n, source in enumerate(sources)]

@@ -5,10 +5,11 @@ A micro-batch of packs on P ranks that share it takes
     max(launches, language model / P + towers of the rank with most to look at
         + exchanges that its attention does not hide, collectives of sharded weights)
 
-for pictures are looked at whole, and ranks wait for each other behind their towers (``plan.media_shares``); a rank's
-neighbours' weights are gathered, and its gradients sent, while layers compute. A step takes what its slowest rank takes
-for its micro-batches. Gradients that are exchanged once a step travel behind the backward pass of the last micro-batch,
-and what is longer than that is waited for; 16-bit weights that come back from ZeRO-1 and ZeRO-2 travel in the open.
+for pictures are looked at, and sounds heard, whole, and ranks wait for each other behind their towers
+(``plan.media_shares``); a rank's neighbours' weights are gathered, and its gradients sent, while layers compute. A step
+takes what its slowest rank takes for its micro-batches. Gradients that are exchanged once a step travel behind the
+backward pass of the last micro-batch, and what is longer than that is waited for; 16-bit weights that come back from
+ZeRO-1 and ZeRO-2 travel in the open.
 
 Left out: the optimizer's own time, loading, evaluation and stragglers.
 """
@@ -142,8 +143,8 @@ class ExpectedTime:
 
         flops = cells(sample_costs(cost, index, index.target_tokens) + slower)
         looked = towers = cells(tower_work(cost, index).flops.astype(np.float64))
-        if sequence_parallel_size > 1:  # and no sounds, which cannot be shared
-            towers = shares.most(cost.towers(shares.media.tokens, shares.media.squares))
+        if sequence_parallel_size > 1:
+            towers = shares.most(cost.towers(shares.media.tokens, shares.media.squares, shares.media.sounds))
         speed = times.flops_per_second
         attention = cells(times.attention_flops * lengths**2 + slower) / sequence_parallel_size / speed
         busy = (

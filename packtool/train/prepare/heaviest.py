@@ -22,24 +22,25 @@ from packtool.train.prepare.rank_tokens import RankTokens
 
 
 def seen_media(index: SplitIndex, model: Mapping[str, Any]) -> Media:
-    """The pictures and videos of caches.
+    """The pictures, videos and sounds of caches.
 
     Args:
         model: its ``config.json``.
     """
     vision = thinker_of(model).get("vision_config") or {}
-    return Media.of_samples(
+    seen = Media.of_samples(
         index.vision_tokens,
         index.patch_squares,
         index.num_images,
         index.num_videos,
         patches_per_token=int(vision.get("spatial_merge_size", 2)) ** 2,
     )
+    return seen.with_sounds(index.audio_tokens, index.num_audios, index.num_videos)
 
 
 def share_media(media: Media, model: Mapping[str, Any], plan: EpochPlan, size: int) -> MediaShares:
-    """Who of ``size`` ranks looks at which of the media that an epoch trains: by what they cost forward."""
-    work = cost_of(model, LearningOptions()).towers(media.tokens, media.squares)
+    """Whose towers of ``size`` ranks get which of the media that an epoch trains: by what they cost forward."""
+    work = cost_of(model, LearningOptions()).towers(media.tokens, media.squares, media.sounds)
     return MediaShares.of_plan(media, work, plan.packs, plan.steps, size, plan.places)
 
 
@@ -68,11 +69,16 @@ def heaviest_tokens(
     def most(values: npt.NDArray[Any]) -> int:
         return int(steps.cell_sums(packs.sums_per_pack(values[packs.samples])).max(initial=0))
 
+    def most_of_rank(values: npt.NDArray[np.float64]) -> int:
+        assert shares is not None, "asked where ranks share sequences"
+        return math.ceil(shares.most(values).max(initial=0) - 1e-6)
+
     found = RankTokens(
         computed=1,
         vision=most(media_tokens - audio_tokens),
         audio=most(audio_tokens),
-        looked_at=None if shares is None else math.ceil(shares.most(shares.media.tokens).max(initial=0) - 1e-6),
+        looked_at=None if shares is None else most_of_rank(shares.media.tokens),
+        heard=None if shares is None else most_of_rank(shares.media.sounds),
         keys=int(steps.cell_sums(keys_per_pack(packs)).max(initial=0)) if packs.shared is not None else 0,
     )
     return with_longest(config, model, found)

@@ -40,10 +40,13 @@ def write_ledger(directory: str, ledger: Ledger, name: str = LEDGER_NAME) -> Non
         "retired": [_put(arrays, len(ledger.sources) + n, source) for n, source in enumerate(ledger.retired)],
         "change": None,
     }
-    if ledger.change is not None:
-        told["change"] = [ledger.change.step, ledger.change.epoch]
-        for number, left in enumerate(ledger.change.left):
-            arrays |= _planes(f"{number}.left", left)
+    if ledger.stage is not None:
+        told["stage"] = ledger.stage
+    if (change := ledger.change) is not None:
+        told["change"] = [change.step, change.epoch, *(() if change.stage is None else (change.stage,))]
+        for what, counts in (("left", change.left), ("trained", change.trained)):
+            for number, each in enumerate(counts):
+                arrays |= _planes(f"{number}.{what}", each)
     arrays["told"] = np.frombuffer(json.dumps(told).encode(), np.uint8)
     sink = io.BytesIO()
     np.savez_compressed(sink, **arrays)  # type: ignore[arg-type]
@@ -68,12 +71,26 @@ def read_ledger(directory: str, name: str = LEDGER_NAME) -> Ledger | None:
             change = None
             if told["change"] is not None:
                 sizes = [source.num for source in sources[:num]]
-                left = tuple(RowCounts(size, _found(arrays, f"{n}.left")) for n, size in enumerate(sizes))
-                step, epoch = told["change"]
-                change = DataChange(step, epoch, left)
+                left, trained = (
+                    tuple(RowCounts(size, _found(arrays, f"{n}.{what}")) for n, size in enumerate(sizes))
+                    for what in ("left", "trained")
+                )
+                step, epoch, *stage = told["change"]
+                change = DataChange(step, epoch, left, _stage(*stage), trained if stage else ())
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise MismatchError(f"{path} cannot be read: {error}", "Give another checkpoint.") from error
-    return Ledger(step=told["step"], epoch=told["epoch"], sources=sources[:num], retired=sources[num:], change=change)
+    return Ledger(
+        step=told["step"],
+        epoch=told["epoch"],
+        sources=sources[:num],
+        retired=sources[num:],
+        change=change,
+        stage=_stage(told.get("stage")),
+    )
+
+
+def _stage(told: list[int] | None = None) -> tuple[int, int] | None:
+    return None if told is None else (told[0], told[1])
 
 
 def _put(arrays: _Arrays, number: int, source: SourceLedger) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def _step(tokens: int) -> int:
 
 
 def _most_tokens(run: PreparedRun) -> int:
-    return most_tokens(run.sized, run.world.sequence_parallel_size)
+    return max(most_tokens(config, config.sequence_parallel_ranks) for config, _ in run.kinds_of_steps)
 
 
 def most_tokens(config: TrainConfig, sequence_parallel_size: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,10 @@ import numpy.typing as npt
 
 from packtool import storage
 from packtool.cache.reader import CacheReader
-from packtool.config.mixture import MixOptions, Recipe, SourceRecipe, amount_behind, parse_amount, parse_recipe
+from packtool.config.mixture import MixOptions, amount_behind, parse_amount
+from packtool.config.recipe import Recipe, SourceRecipe, parse_recipe, with_joined_sources
 from packtool.config.yaml_values import parse_yaml
+from packtool.encode.loss_scale import parse_loss_scale
 from packtool.errors import ConfigError
 from packtool.plan.epoch import EpochPlan
 from packtool.plan.mixture import Mixture, mixture_of
@@ -23,7 +25,7 @@ def named_sources(options: MixOptions) -> tuple[tuple[str, ...], Recipe | None]:
     """The directories of all caches, and the recipe; None where every sample is trained once an epoch.
 
     Raises:
-        ConfigError: naming every mistake of an amount or of the file of ``--mix``.
+        ConfigError: naming every mistake of an amount, a loss scale or of the file of ``--mix``.
         StorageError: if that cannot be read.
     """
     problems: list[str] = []
@@ -31,14 +33,12 @@ def named_sources(options: MixOptions) -> tuple[tuple[str, ...], Recipe | None]:
         if not storage.exists(options.mix):
             raise ConfigError(f"--mix {options.mix}: there is no such file", "Give a YAML file with sources.")
         recipe = parse_recipe(storage.read_bytes(options.mix).decode(errors="replace"), options.mix, options)
-        sources = tuple(_with_amount(source, recipe.place, problems) for source in recipe.sources)
-        recipe = dataclasses.replace(recipe, sources=sources)
-        if recipe.has_weights:
-            problems += [
-                f"{recipe.place}: {source.path}#{source.amount}: weights say how much is taken; leave out the #"
-                for source in sources
-                if source.amount is not None
-            ]
+        stages = tuple(
+            dataclasses.replace(stage, recipe=_with_amounts(stage.recipe, problems)) for stage in recipe.stages
+        )
+        recipe = dataclasses.replace(_with_amounts(recipe, problems), stages=stages)
+        recipe = with_joined_sources(recipe) if stages and not problems else recipe
+        sources = recipe.sources
     else:
         sources = tuple(
             _with_amount(SourceRecipe(path=name), "--cached-dataset", problems) for name in options.cached_dataset
@@ -59,20 +59,22 @@ def recipe_of_anywhere(path: str) -> bytes:
     import yaml  # here, because most runs need none of it
 
     value = parse_yaml(storage.read_bytes(path).decode(errors="replace"))
-    sources = [{"path": each} if isinstance(each, str) else each for each in value["sources"]]
-    value["sources"] = [{**each, "path": storage.absolute(each["path"])} for each in sources]
+    for part in (value, *value.get("stages", ())):
+        if "sources" in part:
+            sources = [{"path": each} if isinstance(each, str) else each for each in part["sources"]]
+            part["sources"] = [{**each, "path": storage.absolute(each["path"])} for each in sources]
     return bytes(yaml.safe_dump(value, sort_keys=False, allow_unicode=True, encoding="utf-8"))
 
 
 def mixture_in(
     recipe: Recipe | None,
-    reader: CacheReader,
+    reader: CacheReader | None,
     target_tokens: npt.NDArray[np.integer[Any]],
     *,
     max_length: int,
     seed: int,
 ) -> Mixture | None:
-    """The mixture of caches that are open; None without a recipe.
+    """The mixture of caches that are open; None without a recipe, or without caches.
 
     Args:
         target_tokens: (N,), of all samples, as a run trains them.
@@ -82,7 +84,7 @@ def mixture_in(
     Raises:
         DataError: nothing is left of a source.
     """
-    if recipe is None:
+    if recipe is None or reader is None:
         return None
     index = reader.index
     return mixture_of(
@@ -104,7 +106,11 @@ def mixture_lines(mixture: Mixture, first: EpochPlan) -> Iterator[str]:
     """
     drawn = "drawn anew in every epoch" if mixture.resample else "drawn once (--resample false)"
     yield f"mixture: {mixture.num_drawn:,} samples an epoch of {len(mixture.names)} sources, {drawn}:"
-    figures = share_figures(counts_in(first, mixture))
+    yield from source_lines(share_figures(counts_in(first, mixture)))
+
+
+def source_lines(figures: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """A line for each source, of what ``share_figures`` tells."""
     width = max(map(len, figures))
     for name, each in figures.items():
         yield (
@@ -117,6 +123,23 @@ def mixture_lines(mixture: Mixture, first: EpochPlan) -> Iterator[str]:
 def counts_in(plan: EpochPlan, mixture: Mixture) -> dict[str, SourceCounts]:
     """What an epoch has of each source."""
     return by_name(counts_of_steps(plan.packs, plan.steps, mixture).sum(axis=0), mixture)
+
+
+def _with_amounts(recipe: Recipe, problems: list[str]) -> Recipe:
+    """A recipe whose paths have lost the amounts behind their #."""
+    sources = tuple(_with_amount(source, recipe.place, problems) for source in recipe.sources)
+    if recipe.has_weights:
+        problems += [
+            f"{recipe.place}: {source.path}#{source.amount}: weights say how much is taken; leave out the #"
+            for source in sources
+            if source.amount is not None
+        ]
+    for source in sources:
+        try:
+            parse_loss_scale(source.loss_scale or "default")
+        except ConfigError as error:
+            problems.append(f"{recipe.place}, {source.path}: {error.message}")
+    return dataclasses.replace(recipe, sources=sources)
 
 
 def _with_amount(source: SourceRecipe, place: str, problems: list[str]) -> SourceRecipe:

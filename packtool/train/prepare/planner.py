@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, cast
 
@@ -14,9 +15,9 @@ from packtool.cache.reader import SplitIndex
 from packtool.config.plan import PlanConfig
 from packtool.config.settings import part_of
 from packtool.config.train import TrainConfig
-from packtool.errors import ConfigError
+from packtool.errors import ConfigError, MismatchError
 from packtool.plan.epoch import EpochPlan, assign_packs, plan_epoch, plan_mixture, reordered
-from packtool.plan.ledger import DataChange
+from packtool.plan.ledger import DataChange, Ledger
 from packtool.plan.mixture import Mixture
 from packtool.plan.options import PlanOptions
 from packtool.plan.pack_plan import Int64Array, PackPlan
@@ -62,6 +63,21 @@ def _skrull_options(options: PlanConfig | TrainConfig) -> SkrullOptions:
     return SkrullOptions(bucket_size=bucket_size, sequence_parallel_size=num, alignment=2 * num)
 
 
+@dataclass(frozen=True, eq=False)
+class Coming:
+    """The epoch that a run with other data is in.
+
+    Args:
+        wanted: how often it has each sample of the caches, int64 (N,), given how often each was trained before it.
+        max_length: longer samples are left out.
+        stage: as ``Ledger`` has it.
+    """
+
+    wanted: Callable[[Int64Array], Int64Array]
+    max_length: int
+    stage: tuple[int, int] | None = None
+
+
 class Planner:
     """Plans of the epochs of a run, for any number of processes.
 
@@ -76,7 +92,7 @@ class Planner:
 
     def __init__(
         self,
-        config: TrainConfig,
+        config: PlanConfig | TrainConfig,
         options: PlanOptions,
         index: SplitIndex,
         targets: npt.NDArray[np.integer[Any]],
@@ -92,6 +108,24 @@ class Planner:
     def plan_of(self, epoch: int, assignment: Assignment) -> EpochPlan:
         """The plan of a whole epoch; the last ones are remembered, here and nowhere else."""
         return self._remembered(epoch, assignment)
+
+    def fingerprints(self, assignment: Assignment) -> tuple[str, str]:
+        """What tells a run's packs from those of others, however many ranks there are, and how steps have them."""
+        plan = self.plan_of(0, assignment)
+        return plan.lasting_fingerprint, plan.steps.fingerprint if plan.places is None else plan.fingerprint
+
+    def coming(self, ledger: Ledger, assignment: Assignment) -> Coming:
+        """The epoch that a run is in which goes on with other data than it had.
+
+        Raises:
+            MismatchError: if nothing tells where that is.
+        """
+        if ledger.stage is not None and self.config.max_steps is None:
+            raise MismatchError(
+                "the run had stages, and has none now: nothing says how many epochs are left",
+                "Say where it ends, --max-steps N; or keep stages in the recipe.",
+            )
+        return Coming(lambda _: self.wanted_of(ledger.epoch), self.options.max_length)
 
     def wanted_of(self, epoch: int) -> Int64Array:
         """How often an epoch has each sample of the caches, int64 (N,); what is too long for it counts, too."""
@@ -124,8 +158,7 @@ class Planner:
         options, towers, seed = self._options(assignment), self.towers, self.config.seed
         # What is left of an epoch whose data changed is drawn already.
         if self.mixture is not None and wanted is None:
-            media_tokens = self.index.media_tokens
-            return plan_mixture(self.mixture, options, seed=seed, epoch=epoch, media_tokens=media_tokens, towers=towers)
+            return self.plan_drawn(self.mixture, epoch, assignment)
         if shared is not None and wanted is not None:
             assert options.cost is not None, "training knows costs"
             towers = shared.towers(options.cost, self.targets)
@@ -141,6 +174,17 @@ class Planner:
             wanted=wanted,
         )
 
+    def plan_drawn(self, mixture: Mixture, epoch: int, assignment: Assignment) -> EpochPlan:
+        """The plan of what a mixture draws in an epoch."""
+        return plan_mixture(
+            mixture,
+            self._options(assignment),
+            seed=self.config.seed,
+            epoch=epoch,
+            media_tokens=self.index.media_tokens,
+            towers=self.towers,
+        )
+
     def num_steps_whole(self, assignment: Assignment) -> int:
         """Optimizer steps of the first epoch if no prefix were shared; it is packed once more to know them."""
         options = dataclasses.replace(self._options(assignment), cost=None, balance="none")
@@ -151,7 +195,8 @@ class Planner:
     def assign(self, packs: PackPlan, assignment: Assignment) -> EpochPlan:
         """The plan that assigns these packs to ranks."""
         options, media_tokens = self._options(assignment), self.index.media_tokens
-        return assign_packs(packs, self.targets, options, media_tokens=media_tokens, towers=self.towers)
+        trees = None if self.shared is None else self.shared.trees
+        return assign_packs(packs, self.targets, options, media_tokens=media_tokens, towers=self.towers, trees=trees)
 
     def schedule(
         self, assignments: Sequence[tuple[int, int, int, int]], change: DataChange | None = None
@@ -167,21 +212,24 @@ class Planner:
         assignment, rest = cast(Assignment, tuple(first)), None
         if change is not None:
             rest = Rest(change.step, change.epoch, self.plan_left(change, assignment))
-        schedule = self._schedule(assignment, rest)
+        num_epochs, max_steps = config.num_train_epochs, config.max_steps
+        schedule = self.schedule_of(assignment, num_epochs, max_steps, rest)
         for step, *again in others:
             assignment = cast(Assignment, tuple(again))
             rest = rest_of(schedule, step, partial(self.assign, assignment=assignment))
-            schedule = self._schedule(assignment, rest)
+            schedule = self.schedule_of(assignment, num_epochs, max_steps, rest)
         assert config.max_steps is None or schedule.num_steps == config.max_steps
         return schedule
 
-    def _schedule(self, assignment: Assignment, rest: Rest | None) -> PlannedSchedule:
-        plan_of, config = partial(self.plan_of, assignment=assignment), self.config
-        mixture = self.mixture
+    def schedule_of(
+        self, assignment: Assignment, num_epochs: float, max_steps: int | None, rest: Rest | None
+    ) -> PlannedSchedule:
+        """Epochs whose packs are assigned so; arguments as ``PlannedSchedule`` has them."""
+        plan_of, mixture = partial(self.plan_of, assignment=assignment), self.mixture
         return PlannedSchedule(
             plan_of,
-            num_epochs=config.num_train_epochs,
-            max_steps=config.max_steps,
+            num_epochs=num_epochs,
+            max_steps=max_steps,
             rest=rest,
             targets_of=None if mixture is None else lambda epoch: int(self.targets[mixture.drawn(epoch)].sum()),
         )

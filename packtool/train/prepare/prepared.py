@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from packtool.attention.parallel.axes import Axes
@@ -25,6 +25,7 @@ from packtool.train.prepare.rank_tokens import RankTokens
 from packtool.train.prepare.record import RunRecord
 from packtool.train.prepare.result import TrainResult
 from packtool.train.prepare.schedule import Schedule
+from packtool.train.prepare.sequence_parallel import with_shares
 from packtool.train.prepare.whole import check_resumable
 
 
@@ -151,6 +152,7 @@ class PreparedRun(ABC):
         state: what a checkpoint of this run says of it, and what a run that goes on must agree with.
         beginning: where it begins.
         axes: how sequences are shared.
+        ways: how those are that fewer ranks share, by their number: of stages that say so.
         notes: remarks for the user.
         validation: what is evaluated between steps, None for nothing.
         least_shared: tokens that a prefix of samples of a pack must have to be computed once; None has all samples
@@ -165,6 +167,7 @@ class PreparedRun(ABC):
     state: RunState
     beginning: Beginning
     axes: Axes
+    ways: Mapping[int, Axes] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     validation: Validation | None = None
     least_shared: int | None = None
@@ -191,9 +194,18 @@ class PreparedRun(ABC):
     def media_tokens(self) -> float:
         """Media tokens of one rank's micro-batch, about as many as there will be."""
 
+    @property
+    def kinds_of_steps(self) -> Sequence[tuple[TrainConfig, Axes]]:
+        """The settings that a step may have, and how its sequences are shared: one, or one for each stage."""
+        return ((with_shares(self.sized, self.world.sequence_parallel_size), self.axes),)
+
     @abstractmethod
-    def heaviest(self) -> tuple[RankTokens, ...]:
-        """The micro-batches of one rank that may need most memory."""
+    def heaviest(self, kind: int = 0) -> tuple[RankTokens, ...]:
+        """The micro-batches of one rank that may need most memory.
+
+        Args:
+            kind: number among ``kinds_of_steps``.
+        """
 
     @abstractmethod
     def first_samples(self, most: int) -> list[EncodedSample]:
@@ -215,6 +227,10 @@ class PreparedRun(ABC):
     @abstractmethod
     def steps(self, exchange: NumberExchange) -> Steps:
         """The steps of this rank from ``start`` on."""
+
+    def stage_line(self, step: int) -> str | None:
+        """What is to be said after so many steps, before the next one: that a stage begins."""
+        return None
 
     def record(self) -> RunRecord | None:
         """What keeps a ledger of this run; None where nobody knows which samples there are."""

@@ -28,6 +28,7 @@ from packtool.plan.packed_steps import costs_in_turn
 from packtool.plan.source_shares import by_name, counts_of_steps, share_figures
 from packtool.plan.summary import PlanSummary, pack_costs, padded_fill
 from packtool.plan.towers import TowerWork
+from packtool.plan.tree_parts import TreeParts
 from packtool.simulate.lengths import read_lengths
 from packtool.simulate.model_sizes import MODEL_PRESETS
 from packtool.simulate.run import read_hardware
@@ -35,6 +36,9 @@ from packtool.train.prepare.costs import tower_work, with_model
 from packtool.train.prepare.mixtures import mixture_in, named_sources
 from packtool.train.prepare.planner import plan_options
 from packtool.train.prepare.shared_prefixes import SharedPrefixes, shared_in_packs
+from packtool.train.prepare.staged import staged_schedule
+from packtool.train.prepare.staged_schedule import StagedSchedule
+from packtool.train.prepare.targets import planned_targets
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,8 @@ class Preview:
         num_epochs: times that every sample is seen.
         sequence_parallel_size: processes that share each pack.
         plain: what the same samples would be without packing, in batches of as many rows as packs of whole ones hold.
-        mixture: what an epoch takes of the caches; None for every sample once.
+        mixture: what an epoch takes of the caches; None for every sample once. Of a run with stages, the first stage.
+        staged: the steps of all stages; ``plan`` is an epoch of the first. None without stages.
     """
 
     plan: EpochPlan
@@ -90,6 +95,12 @@ class Preview:
     sequence_parallel_size: int
     plain: PlainBatches
     mixture: Mixture | None
+    staged: StagedSchedule | None = None
+
+    @property
+    def first(self) -> EpochPlan:
+        """The epoch that is trained first: of a run with stages, its part of the first one."""
+        return self.plan if self.staged is None else self.staged.first
 
     def figures(self, tflops: float | None = None, mfu: float = 0.4) -> dict[str, Any]:
         """All figures by name, as JSON has them."""
@@ -128,9 +139,10 @@ class Preview:
                 "mean": balance.mean,
                 "worst": balance.worst,
             },
-            "skrull": _skrull_figures(summary),
+            "skrull": None if summary.skrull is None else summary.skrull.figures(summary.num_tokens),
             "shared_prefixes": self._shared_figures(),
             "sources": self.source_figures,
+            "stages": None if self.staged is None else self.staged.figures(),
             "flops_per_epoch": balance.flops,
             "cost_model": self.cost_source,
             "plan_fingerprint": self.plan.fingerprint,
@@ -139,8 +151,9 @@ class Preview:
         if tflops is not None:
             # Ranks wait for the slowest of each step.
             mean = balance.mean if summary.skrull is None else summary.skrull.mean
-            slowest = balance.flops * mean / self.options.world_size / self.sequence_parallel_size
-            found["hours"] = slowest * self.num_epochs / (tflops * 1e12 * mfu) / 3600
+            flops = balance.flops * mean * self.num_epochs if self.staged is None else self.staged.slowest_flops()
+            slowest = flops / self.options.world_size / self.sequence_parallel_size
+            found["hours"] = slowest / (tflops * 1e12 * mfu) / 3600
         return found
 
     @cached_property
@@ -170,6 +183,11 @@ class Preview:
         both = batch.sentence(" x ".join(map(str, factors)), knows_targets=self.reader is not None)
         return f"{both}: {keeps} keeps that batch; {batch.advice()}"
 
+    @cached_property
+    def parts(self) -> TreeParts | None:
+        """Those of trees that were cut; None without."""
+        return TreeParts.of(self.plan.packs, None if self.shared is None else self.shared.trees)
+
     @property
     def shared_line(self) -> str | None:
         """A sentence about prefixes that are shared, or that could be; None if there are none."""
@@ -189,6 +207,7 @@ class Preview:
             "num_trees": len(sizes),
             "samples_per_tree": float(sizes.mean()),
             "largest_tree": int(sizes.max()),
+            **({} if self.parts is None else self.parts.figures(self.plan.steps.places()[:, 0])),
             "tokens_without": self.shared.num_whole_tokens,
             "tokens_saved": self.shared.trees.num_shared_tokens,
             "token_share_saved": self.shared.saved,
@@ -209,8 +228,8 @@ class Preview:
             in_turn = costs_in_turn(each, self.options.samples_per_step, self.options.world_size)
             return imbalance(in_turn), after
         without = dataclasses.replace(self.options, balance="none", skrull=None)
-        packs = self.plan.whole_packs
-        plain = assign_packs(packs, self.target_tokens, without, towers=self.towers)
+        packs, trees = self.plan.whole_packs, None if self.shared is None else self.shared.trees
+        plain = assign_packs(packs, self.target_tokens, without, towers=self.towers, trees=trees)
         costs = pack_costs(packs, self.options.cost, self.target_tokens, self.towers)
         return imbalance(plain.steps.rank_costs(costs)), after
 
@@ -229,7 +248,7 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
     lengths: npt.NDArray[np.integer[Any]]
     targets: npt.NDArray[np.integer[Any]]
     if reader is not None:
-        lengths, targets = reader.index.length, reader.index.target_tokens
+        lengths, targets = reader.index.length, planned_targets(reader, recipe, config.model)
         media: npt.NDArray[np.integer[Any]] | None = reader.index.media_tokens
         longest = max(manifest.max_length for manifest in reader.manifests)
     else:
@@ -245,16 +264,16 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
     mixture: Mixture | None = None
     begin = time.perf_counter()
     shared, unshared = shared_in_packs(config, options, model_config, reader) if reader is not None else (None, None)
+    staged = staged_schedule(config, options, reader, targets, towers, recipe)
     if shared is not None:
         towers = shared.towers(options.cost, targets)
         plan = plan_with(media_tokens=shared.media_tokens, towers=towers, trees=shared.trees)
+    elif staged is not None:
+        plan, mixture, options = staged.parts[0].epoch_of_its_own
     else:
-        if reader is not None:
-            mixture = mixture_in(recipe, reader, targets, max_length=options.max_length, seed=config.seed)
-        if mixture is None:
-            plan = plan_with()
-        else:
-            plan = plan_mixture(mixture, options, seed=config.seed, media_tokens=media, towers=towers)
+        mixture = mixture_in(recipe, reader, targets, max_length=options.max_length, seed=config.seed)
+        mixed: Any = partial(plan_mixture, options=options, seed=config.seed, media_tokens=media, towers=towers)
+        plan = plan_with() if mixture is None else mixed(mixture)
     seconds = time.perf_counter() - begin
     whole = plan.summary if shared is None else plan_with().summary
     return Preview(
@@ -269,10 +288,11 @@ def preview(config: PlanConfig, packing_length: int | None = None) -> Preview:
         whole=whole,
         reader=reader,
         cost_source=cost_source,
-        num_epochs=config.num_train_epochs,
-        sequence_parallel_size=config.sequence_parallel_ranks,
+        num_epochs=config.max_steps / plan.steps.num_steps if config.max_steps else config.num_train_epochs,
+        sequence_parallel_size=staged.parts[0].sequence_parallel_size if staged else config.sequence_parallel_ranks,
         plain=_plain_batches(whole, options, lengths, targets, config.seed, mixture),
         mixture=mixture,
+        staged=staged,
     )
 
 
@@ -342,6 +362,7 @@ def save_plan(found: Preview, config: PlanConfig) -> None:
         cache=found.reader.fingerprint,
         plan=packs.fingerprint,
         num_cached=len(found.reader),
+        parts="" if found.parts is None else found.parts.wanted,
     )
     # Skrull trains a pack's samples one by one, in the packs' order.
     places = np.repeat(found.plan.steps.places(), np.diff(trained.offsets), axis=0)
@@ -351,22 +372,6 @@ def save_plan(found: Preview, config: PlanConfig) -> None:
 def _trains_packs(summary: PlanSummary) -> bool:
     """Whether packs are trained as they are, with what is free in them."""
     return summary.packing and summary.skrull is None
-
-
-def _skrull_figures(summary: PlanSummary) -> dict[str, Any] | None:
-    skrull = summary.skrull
-    if skrull is None:
-        return None
-    return {
-        "bucket_size": skrull.options.bucket_size,
-        "sequence_parallel_size": skrull.options.sequence_parallel_size,
-        "hardware": skrull.options.times.device,
-        "micro_batches": skrull.num_micro_batches,
-        "bucket_fill": skrull.bucket_fill,
-        "local_tokens": skrull.num_local_tokens,
-        "sharded_tokens": summary.num_tokens - skrull.num_local_tokens,
-        "device_balance": {"mean": skrull.mean, "worst": skrull.worst},
-    }
 
 
 def _model(config: PlanConfig, reader: CacheReader | None) -> tuple[Mapping[str, Any], str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -95,9 +96,9 @@ def ledger_after(
         while ledger.epoch < epoch:
             ledger = ledger.in_next_epoch()
         if ledger.step >= step:
-            return ledger
+            return dataclasses.replace(ledger, stage=schedule.stage_of(ledger.step))
         plan = schedule.plan_of(epoch)
-        stop = min(plan.steps.num_steps, first + step - ledger.step)
+        stop = first + min(schedule.epoch_end(ledger.step), step) - ledger.step
         here = range(ledger.step, ledger.step + stop - first)
         none = [
             plan.samples_of(each - here.start + first, each - here.start + first + 1)
@@ -109,21 +110,25 @@ def ledger_after(
         ledger = ledger.plus(plan, range(first, stop), lengths, targets, rows)
 
 
-def ledger_of_plan(reader: CacheReader, schedule: PlannedSchedule, step: int, targets: _Ints) -> Ledger:
+def ledger_of_plan(reader: CacheReader, planner: Planner, schedule: PlannedSchedule, step: int) -> Ledger:
     """What the plan has trained after so many steps: for a checkpoint that keeps no ledger, of an older packtool.
 
     It does not know of samples that were skipped.
     """
     epoch, done = schedule.locate(step)
-    lengths = reader.index.length
-    whole = schedule.first.whole_packs.samples
-    rows = np.zeros(0, np.int64)
+    lengths, targets = reader.index.length, planner.targets
+    planned = np.bincount(schedule.first.whole_packs.samples, minlength=len(lengths)) > 0
+
+    def taken(number: int) -> npt.NDArray[np.int64]:
+        """How often an epoch has each sample: a mixture takes some twice, and other ones in each epoch."""
+        return np.asarray(planned if planner.mixture is None else planner.wanted_of(number), np.int64)
+
+    before, in_epoch = np.zeros((2, len(lengths)), np.int64)
+    for number in range(epoch):
+        before += taken(number)
     if done:
-        rows = np.setdiff1d(whole, schedule.plan_of(epoch).packs_from(done).samples)
-    in_epoch = np.zeros(len(lengths), np.int64)
-    in_epoch[rows] = 1
-    before = np.zeros(len(lengths), np.int64)
-    before[whole] = epoch
+        left = schedule.plan_of(epoch).packs_from(done).samples
+        in_epoch = taken(epoch) - np.bincount(left, minlength=len(lengths))
     parts = (np.split(each, reader.offsets[1:-1]) for each in (before, in_epoch, lengths, targets))
     sources = []
     for begun, ago, now, length, target in zip(begin_ledger(reader).sources, *parts, strict=True):

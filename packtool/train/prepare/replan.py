@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from packtool.cache.manifest import Manifest
+from packtool.cache.plan_file import read_plan
 from packtool.cache.reader import CacheReader
-from packtool.errors import ConfigError, MismatchError
+from packtool.errors import ConfigError, MismatchError, PacktoolError
 from packtool.plan.epoch import EpochPlan
 from packtool.train.prepare.basis import Basis
 from packtool.train.prepare.carried import HISTORY
@@ -53,7 +54,7 @@ class PlannedAgain:
         step = self.segment.first
         while step < self.stop:
             epoch, plan, first = self.place(step)
-            last = min(plan.steps.num_steps, first + self.stop - step)
+            last = first + min(self.schedule.epoch_end(step), self.stop) - step
             for pack in np.flatnonzero(plan.packs.samples == position):
                 number = int(np.searchsorted(plan.packs.offsets, pack, side="right")) - 1
                 at, rank, micro_batch = map(int, plan.steps.places()[number])
@@ -92,6 +93,8 @@ def plan_again(output_dir: str, segment: Segment, stop: int, model: str | None =
     for directory, fingerprint, _ in segment.caches:
         _check_cache(directory, fingerprint)
     config = segment.train_config
+    if config.plan is not None:
+        _check_plan(config.plan)
     changes = {"resume_from_checkpoint": None, "data_change": "refuse", "cache_dir": None, "output_dir": output_dir}
     try:
         basis = Basis.of(dataclasses.replace(config, **changes, model=model or config.model))  # type: ignore[arg-type]
@@ -114,6 +117,12 @@ def plan_again(output_dir: str, segment: Segment, stop: int, model: str | None =
     mine: Assignment = (world_size, accumulation, batch_size)
     state = basis.state(mine)
     if (state.plan, state.steps) != (segment.plan, segment.steps):
+        if config.plan is not None:
+            raise MismatchError(
+                f"the file {config.plan}, the --plan of {output_dir}, is another since it was trained: its packs were "
+                f"{segment.plan} and are {state.plan}",
+                "Bring it back as it was: what the run's steps held is told from it.",
+            )
         raise MismatchError(
             f"the steps of {output_dir} cannot be planned anew: packtool {segment.version} planned other ones for the "
             "same options and caches",
@@ -121,6 +130,15 @@ def plan_again(output_dir: str, segment: Segment, stop: int, model: str | None =
         )
     schedule = basis.planner.schedule(segment.assignments, change)
     return PlannedAgain(segment, stop, basis.reader, schedule, basis.planner.targets)
+
+
+def _check_plan(path: str) -> None:
+    try:
+        read_plan(path)
+    except PacktoolError as error:
+        raise MismatchError(
+            f"the --plan of this run is gone: {error.message}", "Bring it back where it was."
+        ) from error
 
 
 def _check_cache(directory: str, fingerprint: str) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ class TrainResult:
 
     Args:
         num_samples: in the plan of an epoch.
-        filtered: samples of the caches that are longer than ``max_length``.
+        filtered: samples of the caches that are longer than ``max_length``, or that ``--plan`` does not hold.
         num_packs: of an epoch; padded rows without packing.
         samples_per_pack: mean.
         fill: true tokens over computed tokens, 0 to 1.
@@ -49,6 +49,7 @@ class TrainResult:
         parts_left_out: turns and responses of rows of which others were used, by reason; of a streaming run.
         sources: of a mixture, by name: counts and shares of samples, tokens and target tokens, and epochs: of the steps
             of this run; of a dry run, of its first epoch.
+        stages: of a run with stages, what each is and has; the figures of a plan are those of the first one then.
     """
 
     num_samples: int
@@ -79,6 +80,7 @@ class TrainResult:
     dropped: Mapping[str, int] = field(default_factory=dict)
     parts_left_out: Mapping[str, int] = field(default_factory=dict)
     sources: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    stages: Sequence[Mapping[str, Any]] = field(default_factory=list)
 
     def write(self) -> None:
         """Write the result into the output directory, as JSON."""
@@ -144,6 +146,8 @@ def schedule_lines(config: TrainConfig, schedule: PlannedSchedule, result: Train
     reason = f"longer than {summary.max_length:,} tokens"
     if result.sources:
         reason += ", or outside what their source takes,"
+    if config.plan is not None:
+        reason = f"that --plan {config.plan} does not hold"
     left_out = f"; {summary.num_filtered:,} {reason} are left out"
     yield f"samples in the caches: {summary.num_cached:,}{left_out if summary.num_filtered else ''}"
     num = f"{summary.num_samples:,}"

@@ -14,6 +14,7 @@ from packtool.train.prepare.cached import CachedRun, prepare_cached
 from packtool.train.prepare.checkpoint import find_checkpoint, is_checkpoint, read_run_state, run_directory
 from packtool.train.prepare.continued import steps_planned
 from packtool.train.prepare.history import read_history
+from packtool.train.prepare.staged_schedule import StagedSchedule
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,19 +33,21 @@ class Resumed:
         """All figures by name, as JSON has them."""
         run, changed = self.run, self.run.changed
         epoch, done = run.schedule.locate(run.start)
-        plan = run.schedule.plan_of(epoch)
+        left = run.schedule.epoch_end(run.start) - run.start
+        stages = run.schedule.figures() if isinstance(run.schedule, StagedSchedule) else None
         return {
             "checkpoint": run.beginning.checkpoint,
             "step": run.start,
             "epoch": epoch,
-            "steps_left_in_epoch": plan.steps.num_steps - done,
+            "steps_left_in_epoch": left,
             "steps_per_epoch": run.schedule.steps_per_epoch,
             "steps": run.schedule.num_steps,
             "steps_before": self.steps_before,
             "world_size": run.world.data.size,
-            "samples_left_in_epoch": len(plan.samples_of(done, plan.steps.num_steps)),
+            "samples_left_in_epoch": len(run.schedule.plan_of(epoch).samples_of(done, done + left)),
             "data_changed": changed is not None,
             "sources": [] if changed is None else [dataclasses.asdict(source) for source in changed.sources],
+            "stages": stages,
         }
 
 

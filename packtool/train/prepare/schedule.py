@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from packtool.plan.epoch import EpochPlan
@@ -61,16 +62,19 @@ class Rest:
         step: the first that is assigned anew.
         epoch: that it lies in.
         plan: the packs that were not trained yet, assigned to the processes there are now; None if there are none.
+        most: steps that are trained of it; None for all.
     """
 
     step: int
     epoch: int
     plan: EpochPlan | None
+    most: int | None = None
 
     @property
     def num_steps(self) -> int:
         """Steps of the epoch from there on."""
-        return 0 if self.plan is None else self.plan.steps.num_steps
+        num = 0 if self.plan is None else self.plan.steps.num_steps
+        return num if self.most is None else min(num, self.most)
 
 
 class PlannedSchedule:
@@ -93,19 +97,32 @@ class PlannedSchedule:
         rest: Rest | None = None,
         targets_of: Callable[[int], int] | None = None,
     ) -> None:
-        self.first = plan_of(0)
-        self.steps_per_epoch = self.first.steps.num_steps
-        self._rest, self._targets_of = rest, targets_of
+        self._whole_of, self._rest, self._targets_of = plan_of, rest, targets_of
         if rest is None:
             self.plan_of = plan_of
             self.num_steps = max_steps or math.ceil(num_epochs * self.steps_per_epoch)
             return
         self.plan_of = lambda epoch: rest.plan if epoch == rest.epoch and rest.plan is not None else plan_of(epoch)
         # The same share of the epochs, in steps of another size.
-        share = min(num_epochs - rest.epoch, 1.0)
-        left = math.ceil(max(share * self.steps_per_epoch - (self.steps_per_epoch - rest.num_steps), 0))
-        later = math.ceil(max(num_epochs - rest.epoch - 1, 0.0) * self.steps_per_epoch)
-        self.num_steps = max_steps or rest.step + left + later
+        self.num_steps = max_steps or rest.step + self._steps_behind(rest, num_epochs - rest.epoch)
+
+    @cached_property
+    def first(self) -> EpochPlan:
+        """The plan of a whole epoch, made when it is asked for."""
+        return self._whole_of(0)
+
+    @cached_property
+    def steps_per_epoch(self) -> int:
+        """Steps of a whole epoch."""
+        return self.first.steps.num_steps
+
+    def _steps_behind(self, rest: Rest, epochs: float) -> int:
+        """Steps from ``rest`` on, given how many epochs there are from the beginning of its own."""
+        if epochs == 1:
+            return rest.num_steps
+        each = self.steps_per_epoch
+        left = math.ceil(max(min(epochs, 1.0) * each - (each - rest.num_steps), 0))
+        return left + math.ceil(max(epochs - 1, 0.0) * each)
 
     def locate(self, step: int) -> tuple[int, int]:
         """Epoch and step within it."""
@@ -118,6 +135,21 @@ class PlannedSchedule:
             return self._rest.epoch, step
         epochs, step_in_epoch = divmod(step - num_left, self.steps_per_epoch)
         return self._rest.epoch + 1 + epochs, step_in_epoch
+
+    def epoch_end(self, step: int) -> int:
+        """Steps that are done when the epoch, or its stage, ends that a step, 0-based, lies in."""
+        epoch, done = self.locate(step)
+        rest = self._rest
+        num_steps = rest.num_steps if rest is not None and epoch == rest.epoch else self.steps_per_epoch
+        return step - done + num_steps
+
+    def is_rest(self, epoch: int) -> bool:
+        """Whether it is the epoch of ``rest``."""
+        return self._rest is not None and epoch == self._rest.epoch
+
+    def stage_of(self, step: int) -> tuple[int, int] | None:
+        """The 0-based number of the stage that a step lies in, and the epoch that it begins with; None without."""
+        return None
 
     def epochs(self, step: int) -> float:
         """How many epochs are done after so many steps, with the part of the one that is being trained."""
@@ -141,16 +173,18 @@ class PlannedSchedule:
             whole = int(self.first.steps.target_tokens_per_step.sum())
         while step < self.num_steps:
             epoch, first = self.locate(step)
-            is_rest = self._rest is not None and epoch == self._rest.epoch
-            num_steps = self._rest.num_steps if self._rest is not None and is_rest else self.steps_per_epoch
-            last = min(num_steps, first + self.num_steps - step)
+            last = first + min(self.epoch_end(step), self.num_steps) - step
             # Only an epoch that is not trained whole must be looked at closely.
-            if (first, last) == (0, self.steps_per_epoch) and not is_rest:
+            if (first, last) == (0, self.steps_per_epoch) and not self.is_rest(epoch):
                 total += whole if targets_of is None else targets_of(epoch)
             else:
                 total += int(self.plan_of(epoch).steps.target_tokens_per_step[first:last].sum())
             step += last - first
         return total
+
+    def num_steps_without_packing(self) -> int:
+        """Steps of the run if every sample were a row."""
+        return math.ceil(self.num_steps / self.steps_per_epoch * self.first.summary.num_steps_without_packing)
 
     def num_empty_micro_batches(self) -> int:
         """Micro-batches without samples in all whole epochs, over all ranks, if they have as many as the first.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy.typing as npt
 
 from packtool.attention.parallel.axes import Axes, Heads, choose_axes, refuse_shared
 from packtool.config.parallel import ParallelOptions
+from packtool.config.train import TrainConfig
 from packtool.encode.model_files import ModelFiles
 from packtool.launch.world import World, processes_of_machine
 
@@ -34,12 +36,22 @@ def axes_of(
     """
     if world.sequence_parallel_size == 1:
         return Axes()
-    refuse_shared(files.config, trained=trained)
+    refuse_shared(files.config, world.sequence_parallel_size, trained=trained)
     tokens = np.asarray(lengths, np.float64)
     typical = int(np.square(tokens).sum() / max(tokens.sum(), 1))
     heads = Heads.of_config(files.config)
     nearby = processes_of_machine(otherwise=world.size)
     return choose_axes(config, heads, typical_length=typical, ranks_per_node=nearby)
+
+
+def with_shares(config: TrainConfig, size: int) -> TrainConfig:
+    """The settings of steps whose sequences so many processes share, where a stage of a run says so."""
+    if size == config.sequence_parallel_ranks:
+        return config
+    kind = config.sequence_parallel_type if size > 1 else "auto"
+    return dataclasses.replace(
+        config, sequence_parallel_size=size, sequence_parallel_type=kind, ulysses_size=None, ring_size=None
+    )
 
 
 def sequence_parallel_lines(world: World, axes: Axes) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from packtool.plan.balance import Costs
 from packtool.plan.cost import CostModel
 from packtool.plan.options import PlanOptions
 from packtool.plan.pack_plan import Int64Array, PackPlan
-from packtool.plan.prefix_trees import NOTHING, Budget, Prefixes, PrefixTrees, plan_trees, trees_of
+from packtool.plan.prefix_trees import NOTHING, Budget, PartsIn, Prefixes, PrefixTrees, plan_trees, trees_of
 from packtool.plan.towers import TowerWork
 from packtool.stream.sharing import IntervalSharing
 from packtool.train.prepare.check import export_command
@@ -140,7 +140,7 @@ def shared_in_packs(
         options: of the plan.
         model: its ``config.json``.
     """
-    return find_shared(
+    shared, remark = find_shared(
         config,
         model,
         reader,
@@ -149,6 +149,9 @@ def shared_in_packs(
         max_samples=config.max_rows_per_tree,
         max_media_tokens=config.max_media_tokens_per_pack,
     )
+    if shared is not None:
+        shared = replace(shared, trees=replace(shared.trees, parts=_parts_of(config)))
+    return shared, remark
 
 
 def find_shared(
@@ -244,7 +247,8 @@ def sharing_of_stream(config: TrainConfig, model: Mapping[str, Any]) -> tuple[In
         return None, f"shared prefixes: each sample is computed whole: {_reason(reasons[0])}"
     worth = 0.0 if asked else WORTH_SHARING
     media = MediaTokens.of(model)
-    return IntervalSharing(media, worth, config.max_rows_per_tree, config.max_media_tokens_per_pack), None
+    most = config.max_rows_per_tree, config.max_media_tokens_per_pack
+    return IntervalSharing(media, worth, *most, parts=_parts_of(config)), None
 
 
 def first_pair(packs: PackPlan) -> Int64Array | None:
@@ -256,8 +260,12 @@ def first_pair(packs: PackPlan) -> Int64Array | None:
     return packs.samples[at - 1 : at + 1]
 
 
-def shared_of_plan(packs: PackPlan, model: Mapping[str, Any], reader: CacheReader) -> SharedPrefixes | None:
+def shared_of_plan(packs: PackPlan, parts: str, model: Mapping[str, Any], reader: CacheReader) -> SharedPrefixes | None:
     """The prefixes that a saved plan shares; None if it shares none.
+
+    Args:
+        parts: what its file says of them.
+        model: its ``config.json``.
 
     Raises:
         MismatchError: if the caches do not tell of these prefixes.
@@ -271,12 +279,20 @@ def shared_of_plan(packs: PackPlan, model: Mapping[str, Any], reader: CacheReade
         )
     prefixes = _prefixes(reader, asked=True)
     assert prefixes is not None, "asked for"
-    trees = trees_of(packs, _as_planned(prefixes, len(reader)))
+    trees = trees_of(packs, _as_planned(prefixes, len(reader)), least_shared=LEAST_SHARED)
     if trees is None:
         raise MismatchError(
             "--plan shares prefixes that the caches do not tell of", "Make it again with packtool plan --save."
         )
-    return SharedPrefixes(reader.index, prefixes, trees)
+    wanted: PartsIn = "together" if parts == "together" else "apart" if parts == "apart" else "any"
+    return SharedPrefixes(reader.index, prefixes, replace(trees, parts=wanted))
+
+
+def _parts_of(config: TrainConfig | PlanConfig) -> PartsIn:
+    """Where steps have the parts of a tree that is cut."""
+    if not config.shuffle:
+        return "any"  # the order is the user's
+    return "together" if config.max_rows_per_tree is None else "apart"
 
 
 def _media_budget(index: SplitIndex, prefixes: SplitPrefixes, num_samples: int, most: int | None) -> Budget | None:

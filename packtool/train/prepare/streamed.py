@@ -110,7 +110,7 @@ class StreamedRun(PreparedRun):
         sees = self.media_limits.image is not None
         return float(self.options.packing_length * self.config.per_device_train_batch_size * sees)
 
-    def heaviest(self) -> tuple[RankTokens, ...]:
+    def heaviest(self, kind: int = 0) -> tuple[RankTokens, ...]:
         """See ``PreparedRun``; all tokens are a picture's, for nobody knows."""
         most, limits = int(self.media_tokens()), self.media_limits.image
         looked_at = None

@@ -28,7 +28,8 @@ def workers_of(run: PreparedRun) -> int:
     """What ``--dataloader-num-workers`` says, or what suits the media of the run and this machine."""
     if run.config.dataloader_num_workers is not None:
         return run.config.dataloader_num_workers
-    return choose_workers(run.media_tokens() / run.config.sequence_parallel_ranks, cores_of_a_rank())
+    config, _ = run.kinds_of_steps[0]  # of the steps that come first: other stages may share their packs otherwise
+    return choose_workers(run.media_tokens() / config.sequence_parallel_ranks, cores_of_a_rank())
 
 
 def cores_of_a_rank() -> int:
@@ -74,6 +75,6 @@ class WaitingNote:
                 f"a time (now {processes} a rank, which has {self._cores} cores)"
             )
         return (
-            f"{told}: {processes} a rank load it, and there are no more cores ({self._cores} a rank). Media on a local "
-            "disk, or exported with a smaller --max-pixels, load faster"
+            f"{told}: {processes} a rank load it, and there are no more cores ({self._cores} a rank). Media that "
+            "--media-cache keeps, that lie on a local disk, or exported with a smaller --max-pixels, load faster"
         )

@@ -248,11 +248,13 @@ class PackUnderTest:
         """What towers take of some stretches, end to end, with the media of one of them negated."""
         found = {}
         for name, tensor in media.items():
-            counts = [_num_rows(part, name, self.spec) for part in parts]
+            shapes = [_shape(part, name, self.spec) for part in parts]
+            axis = _axis_of_parts(tensor, shapes)
+            counts = [shape[axis] if shape else 0 for shape in shapes]
             start = sum(counts[:number])
-            signs = torch.ones(len(tensor), device=tensor.device)
+            signs = torch.ones(tensor.shape[axis], device=tensor.device)
             signs[start : start + counts[number]] = -1
-            signs = signs.to(tensor.dtype).reshape(-1, *[1] * (tensor.ndim - 1))
+            signs = signs.to(tensor.dtype).reshape([-1 if i == axis else 1 for i in range(tensor.ndim)])
             found[name] = tensor * signs if sum(counts) else tensor
         return found
 
@@ -289,16 +291,23 @@ def _logits(model: nn.Module, batch: Batch, positions: Tensor) -> Tensor:
     return logits.float().cpu()
 
 
-def _num_rows(sample: EncodedSample, name: str, spec: InputSpec) -> int:
-    """Rows of a tower's input that belong to a sample; 0 for what says where they are."""
+def _shape(sample: EncodedSample, name: str, spec: InputSpec) -> tuple[int, ...]:
+    """The shape of a sample's part of what a tower takes, or the first of it; empty for what says where they are."""
     if name == "pixel_values" and spec.family.processor_inputs:
         made = load_processed([sample], spec)  # which alone knows how many tiles a picture has
-        return len(made[name]) if made else 0
+        return tuple(made[name].shape) if made else ()
     if name == "pixel_values":
-        return sum(math.prod(image.grid) for image in sample.images)
+        return (sum(math.prod(image.grid) for image in sample.images),)
     if name == "pixel_values_videos":
-        return sum(math.prod(video.grid) for video in sample.videos)
-    return len(sounds_in_order(sample, spec.media_tokens)) if name == "input_features" else 0
+        return (sum(math.prod(video.grid) for video in sample.videos),)
+    return (len(sounds_in_order(sample, spec.media_tokens)),) if name == "input_features" else ()
+
+
+def _axis_of_parts(tensor: Tensor, shapes: Sequence[tuple[int, ...]]) -> int:
+    """Where what a tower takes of several samples lies side by side: in rows, or as patches in one long row."""
+    there = [shape for shape in shapes if shape]
+    rows = sum(shape[0] for shape in there)
+    return 0 if not there or rows == len(tensor) or len(there[0]) == 1 else tensor.ndim - 1
 
 
 def _token_ids(config: Any) -> set[int]:

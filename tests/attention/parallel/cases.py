@@ -20,6 +20,7 @@ from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.varlen import Varlen
 from packtool.batch.shard import SequenceShard, assign_tokens
 from packtool.plan.skrull import SHARDED
+from tests.attention.hybrids import HYBRIDS
 from tests.attention.parallel.shared_model import check_model
 from tests.batch.reduced import VISION_MODELS
 
@@ -57,6 +58,7 @@ CHOSEN = {
 MODELS = {
     2: [
         *product(VISION_MODELS, ("ring-2", "ulysses-2")),
+        *zip(HYBRIDS, ("ulysses-2", "allgather-2", "ring-2"), strict=True),
         *(
             ("qwen3_vl", "allgather-2"),
             ("glm4v", "ring-2"),
@@ -65,7 +67,12 @@ MODELS = {
             ("qwen2_sliding", "ulysses-2"),
         ),
     ],
-    4: [("qwen3_vl", "ring-2-ulysses-2"), ("qwen3_vl", "ulysses-4"), ("qwen2_5_vl", "ring-4")],
+    4: [
+        ("qwen3_vl", "ring-2-ulysses-2"),
+        ("qwen3_vl", "ulysses-4"),
+        ("qwen2_5_vl", "ring-4"),
+        *product(HYBRIDS[::2], ("ring-2-ulysses-2",)),
+    ],
 }
 
 

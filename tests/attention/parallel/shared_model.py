@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -12,42 +14,77 @@ from transformers import PreTrainedModel
 
 from packtool.attention.parallel.mesh import SequenceParallel
 from packtool.attention.register import set_attention
-from packtool.batch.batch import Batch, ShardedBatch
+from packtool.batch.batch import Batch, PackedBatch, ShardedBatch
 from packtool.batch.collate import collate_packs
 from packtool.batch.collate_shard import collate_shard
 from packtool.batch.spec import InputSpec
+from packtool.encode.encoded import EncodedSample
+from packtool.encode.families import MediaLimits
 from packtool.plan.skrull import SHARDED
 from packtool.train.model.loss import sum_of_losses, takes_logits_to_keep
-from tests.batch.reduced import TEXT_MODELS, mixed_samples, reduced_model, reduced_spec, save_image_processor
+from tests.attention.hybrids import HYBRIDS, hybrid_config, hybrid_model
+from tests.batch.reduced import (
+    TEXT_MODELS,
+    make_sample,
+    mixed_samples,
+    reduced_limits,
+    reduced_model,
+    reduced_spec,
+    save_image_processor,
+)
+
+Setting = tuple[InputSpec, PreTrainedModel, list[EncodedSample]]
 
 
 def check_model(name: str, parallel: SequenceParallel) -> list[float]:
-    """Largest differences of logits, loss and parameter gradients: all samples sharded, then some of them local.
+    """See ``check_setting``."""
+    with tempfile.TemporaryDirectory() as directory:
+        setting = _hybrid(name, directory) if name in HYBRIDS else _reduced(name, directory)
+        all_sharded = check_setting(setting, parallel, [SHARDED] * len(setting[2]))
+        return [max(pair) for pair in zip(all_sharded, check_setting(setting, parallel), strict=True)]
+
+
+def check_setting(setting: Setting, parallel: SequenceParallel, places: list[int] | None = None) -> list[float]:
+    """Largest differences of logits, loss and parameter gradients; some samples are local without ``places``.
 
     The last number is how far the logits of other samples move when one is changed.
     """
-    with tempfile.TemporaryDirectory() as directory:
-        if name not in TEXT_MODELS:
-            save_image_processor(name, directory)
-        spec, model = reduced_spec(name, directory), reduced_model(name)
-        samples = mixed_samples(name)
-        whole = collate_packs(samples, spec)
-        logits, loss, gradients = _run(model, whole, [sample.length for sample in samples], None)
-        set_attention(model, "auto", parallel)
-        errors = [0.0, 0.0, 0.0, 0.0]
-        local = [number % parallel.cut.size if number % 3 else SHARDED for number in range(len(samples))]
-        for places in ([SHARDED] * len(samples), local):
-            batch = collate_shard(samples, spec, parallel.cut, places)
-            lengths = [sample.length for sample in samples]
-            other, its_loss, its_gradients = _run(model, batch, lengths, parallel)
-            errors[0] = max(errors[0], *map(_difference, other, logits))
-            errors[1] = max(errors[1], abs(its_loss - loss) / max(abs(loss), 1.0))
-            errors[2] = max(errors[2], *(_difference(its_gradients[key], gradients[key]) for key in gradients))
-            changed = _changed(samples, spec, parallel, places, number=2)
-            moved = _run(model, changed, lengths, parallel)[0]
-            assert _difference(moved[2], other[2]) > 1e-3, "the change was felt"
-            errors[3] = max(errors[3], *(_difference(moved[i], other[i]) for i in range(len(samples)) if i != 2))
-        return errors
+    spec, model, samples = setting
+    whole, lengths = collate_packs(samples, spec), [sample.length for sample in samples]
+    set_attention(model)
+    logits, loss, gradients = _run(model, whole, lengths, None)
+    set_attention(model, "auto", parallel)
+    if places is None:
+        places = [number % parallel.cut.size if number % 3 else SHARDED for number in range(len(samples))]
+    batch = collate_shard(samples, spec, parallel.cut, places)
+    other, its_loss, its_gradients = _run(model, batch, lengths, parallel)
+    assert its_gradients.keys() == gradients.keys(), "ranks wait for every one"
+    moved = _logits(model, _changed(batch, samples, number=2), lengths, parallel)
+    assert _difference(moved[2], other[2]) > 1e-3, "the change was felt"
+    return [
+        max(map(_difference, other, logits)),
+        abs(its_loss - loss) / max(abs(loss), 1.0),
+        max(_difference(its_gradients[key], gradients[key]) for key in gradients),
+        max(_difference(moved[i], other[i]) for i in range(len(samples)) if i != 2),
+    ]
+
+
+def _reduced(name: str, directory: str) -> Setting:
+    if name not in TEXT_MODELS:
+        save_image_processor(name, directory)
+    return reduced_spec(name, directory), reduced_model(name), mixed_samples(name)
+
+
+def _hybrid(name: str, directory: str) -> Setting:
+    """With samples longer than a chunk of the recurrence, and shorter than its convolution."""
+    config, model = hybrid_config(name), hybrid_model(name)
+    limits = reduced_limits(config)
+    pictures = [] if limits is None else [((40, 32),), ((20, 60), (16, 16))]
+    if limits is not None:
+        save_image_processor("qwen3_vl", directory)
+    samples = [make_sample(length, seed=length) for length in (75, 1, 9, 2)]
+    samples += [make_sample(7, some, seed=number, limits=limits) for number, some in enumerate(pictures)]
+    return InputSpec(directory, config, MediaLimits(limits)), model, samples
 
 
 def _run(
@@ -59,28 +96,31 @@ def _run(
     torch.autograd.backward(loss)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     total = loss.detach().clone()
-    with torch.no_grad():
-        sequence = model(**batch.model_inputs()).logits[0]
     if parallel is not None:
-        assert isinstance(batch, ShardedBatch)
         for gradient in (total, *gradients.values()):
             dist.all_reduce(gradient, group=parallel.whole)
+    return _logits(model, batch, lengths, parallel), float(total), gradients
+
+
+@torch.no_grad()
+def _logits(
+    model: PreTrainedModel, batch: Batch, lengths: Sequence[int], parallel: SequenceParallel | None
+) -> list[Tensor]:
+    """Of each sample, the same on all ranks."""
+    sequence = model(**batch.model_inputs()).logits[0]
+    assert isinstance(batch, PackedBatch | ShardedBatch)
+    if parallel is not None:
         sequence = parallel.gathered(sequence, batch.index, sum(batch.lengths))
-    starts = [0]
-    for length in batch.lengths:  # type: ignore[attr-defined]  # both kinds of packed sequences have them
-        starts.append(starts[-1] + length)
-    found = [sequence[start : start + length] for start, length in zip(starts, lengths, strict=False)]
-    return found, float(total), gradients
+    starts = np.cumsum([0, *batch.lengths]).tolist()
+    return [sequence[start : start + length] for start, length in zip(starts, lengths, strict=False)]
 
 
-def _changed(
-    samples: list, spec: InputSpec, parallel: SequenceParallel, places: list[int], number: int
-) -> ShardedBatch:
+def _changed(batch: ShardedBatch, samples: Sequence[EncodedSample], number: int) -> ShardedBatch:
     """The same sequence with another last token in one sample."""
-    batch = collate_shard(samples, spec, parallel.cut, places)
     at = sum(batch.lengths[:number]) + samples[number].length - 2
-    batch.input_ids[0, batch.index == at] += 1
-    return batch
+    ids = batch.input_ids.clone()
+    ids[0, batch.index == at] += 1
+    return dataclasses.replace(batch, input_ids=ids)
 
 
 def _difference(found: Tensor, wanted: Tensor) -> float:

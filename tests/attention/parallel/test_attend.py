@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from tests.attention.hybrids import HYBRIDS
 from tests.attention.parallel.cases import MODELS, cases, find_errors
 from tests.forked import run_ranks
 
@@ -37,5 +38,6 @@ def test_models_equal_one_process(found: tuple[int, dict[str, list[float]]]) -> 
     size, errors = found
     for name, mesh in MODELS[size]:
         logits, loss, gradients, moved = errors[f"{name}, {mesh}"]
-        assert max(logits, loss, gradients) < 2e-6, (name, mesh)
+        # A state of many tokens is rounded in other places when its heads are computed elsewhere.
+        assert max(logits, loss, gradients) < (1e-5 if name in HYBRIDS else 2e-6), (name, mesh)
         assert moved == 0, (name, mesh)

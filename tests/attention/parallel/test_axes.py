@@ -124,16 +124,20 @@ def test_heads_of_a_config() -> None:
     assert not Heads.of_config(text | {"sliding_window": None}).has_windows
 
 
-@pytest.mark.parametrize(
-    ("config", "what"),
-    [
-        ({"thinker_config": {"text_config": {}}}, "sounds"),
-        ({"text_config": {"layer_types": ["linear_attention", "full_attention"]}}, "recurrent layers"),
-    ],
-)
-def test_models_whose_rows_cannot_be_shared(config: dict[str, object], what: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=f"for it has {what}"):
+def test_models_whose_rows_cannot_be_shared() -> None:
+    config = {"text_config": {"layer_types": ["linear_attention", "full_attention"]}}
+    with pytest.raises(UnsupportedModelError, match="for it has recurrent layers of a kind"):
         refuse_shared(config)
+
+
+def test_heads_of_gated_delta_nets() -> None:
+    text = {"model_type": "qwen3_next", "layer_types": ["linear_attention"]}
+    text |= {"linear_num_value_heads": 32, "linear_num_key_heads": 16}
+    for config in (text, {"model_type": "qwen3_5", "text_config": text | {"model_type": "qwen3_5_text"}}):
+        for size in (1, 2, 8, 32):
+            refuse_shared(config, size)
+        with pytest.raises(ConfigError, match=r"6: the gated delta nets .* 32 heads of values and 16 of keys"):
+            refuse_shared(config, 6)
 
 
 def test_weights_of_attention_cannot_be_dropped_in_training() -> None:

@@ -50,7 +50,7 @@ def traced_bytes(
     """Without computing anything."""
     with torch.device("meta"):
         model = made(config, adapters=adapters, recomputes=recomputes)
-    return trace_pass(model, config, tokens or tokens_of(config), axes)
+    return trace_pass(model, InputSpec("", config, MediaLimits()), tokens or tokens_of(config), axes)
 
 
 def computed_bytes(

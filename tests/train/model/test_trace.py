@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from packtool.encode.families import MediaLimits
 from packtool.encode.families.qwen_omni import num_sound_tokens
 from packtool.train.model.trace import PassBytes, traced_batch
 from packtool.train.prepare.rank_tokens import RankTokens
+from tests.attention.hybrids import hybrid_config
 from tests.batch.reduced import going_on, make_sample, reduced_config, reduced_spec, save_image_processor
 from tests.forked import run_ranks
 from tests.train.model.measured import computed_bytes, saved_bytes, traced_bytes
@@ -96,6 +98,25 @@ def test_sequences_that_ranks_share_are_traced(tmp_path: Path) -> None:
             assert told.kept == pytest.approx(heaviest["saved"], rel=0.01), key
         peaks[key] = told.peak
     assert len(set(peaks.values())) == len(peaks), "no way is another one's"
+    # Gated delta nets, of which each rank has some heads and all tokens. Where these lie is told by integers that come
+    # from numpy, which only the trace counts.
+    integers = 4 * 8 * 192
+    hybrid, tokens = json.loads((tmp_path / "hybrid.json").read_text()), RankTokens(computed=96)
+    for recomputes in (False, True):
+        kept, peak = hybrid[str(recomputes)]
+        told = traced_bytes(hybrid_config("qwen3_5"), recomputes=recomputes, tokens=tokens, axes=SHARED["ulysses"])
+        assert told.kept == pytest.approx(kept, abs=integers)
+        assert told.peak == pytest.approx(peak, abs=integers)
+
+
+def test_sounds_of_a_sequence_that_ranks_share_are_traced(realdata: Path, tmp_path: Path) -> None:
+    """A rank may hear more than it holds the tokens of, or nothing."""
+    config = config_of("qwen2.5-omni", realdata, tmp_path)
+    of = partial(RankTokens, computed=160, audio=60)
+    least, even, most = (
+        traced_bytes(config, tokens=of(heard=heard), axes=SHARED["ulysses"]).peak for heard in (0, 60, 240)
+    )
+    assert least < even < most
 
 
 def _measure_shared(folder: Path) -> None:
@@ -113,7 +134,9 @@ def _measure_shared(folder: Path) -> None:
         batch = collate_shard(samples, spec, parallel.cut)
         batch, count = _with_targets(batch), batch.input_ids.shape[1]
         for recomputes in (False, True):
-            held = computed_bytes(spec.config, recomputes=recomputes, batch=batch, parallel=parallel)
+            # On a busy machine gloo's thread lets go of what it has sent or gathered a moment later.
+            run = partial(computed_bytes, spec.config, recomputes=recomputes, batch=batch, parallel=parallel)
+            held = min((run() for _ in range(2)), key=lambda bytes_held: bytes_held.peak)
             found[f"{way} {recomputes}"] = {
                 "kept": held.kept,
                 "peak": held.peak,
@@ -123,6 +146,15 @@ def _measure_shared(folder: Path) -> None:
                 "looked_at": len(batch.media["pixel_values"]) // 4,
             }
     (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
+    parallel = SequenceParallel.on_mesh(SHARED["ulysses"], "cpu")
+    config = hybrid_config("qwen3_5")
+    spec = InputSpec("", config, MediaLimits())
+    batch = _with_targets(collate_shard([make_sample(192, seed=0)], spec, parallel.cut, towers=frozenset()))
+    measured = {}
+    for recomputes in (False, True):
+        held = computed_bytes(config, recomputes=recomputes, batch=batch, parallel=parallel)
+        measured[str(recomputes)] = [held.kept, held.peak]
+    (folder / "hybrid.json").write_text(json.dumps(measured))
 
 
 def _wholly_waited_for(start: Callable[..., Any]) -> Callable[..., Any]:

@@ -99,7 +99,8 @@ def test_every_sample_is_trained_once_in_an_epoch(runs: list[tuple[list[Cache], 
         if ledger is None:
             ledger = begin_ledger(reader)
         else:
-            changed = with_changed_data(ledger, reader, planner.wanted_of(0), "", 10)
+            wanted = planner.wanted_of(0)
+            changed = with_changed_data(ledger, reader, lambda _, wanted=wanted: wanted, "", 10)
             left = sum(source.left for source in changed.sources)
             assert left == sum(1 for sample in caches.samples if not seen[sample])
             ledger = changed.ledger
@@ -127,7 +128,7 @@ def test_what_became_of_each_cache_is_told() -> None:
     schedule = planner.schedule(((0, 1, 1, 1),))
     ledger = ledger_after(begin_ledger(reader), schedule, schedule.steps_per_epoch - 1, lengths, lengths)
     seen = {sample for sample, count in zip(before.samples, ledger.in_epoch(), strict=True) if count}
-    changed = with_changed_data(ledger, after, np.ones(7, np.int64), "", 10)
+    changed = with_changed_data(ledger, after, lambda _: np.ones(7, np.int64), "", 10)
     first, again, new, replaced, gone = changed.sources
     fates = [source.fate for source in changed.sources]
     assert fates == ["as before", "exported again", "new", "replaced", "gone"]
@@ -151,7 +152,7 @@ def test_a_file_that_has_changed_is_refused_where_nothing_tells_its_rows(monkeyp
     monkeypatch.setattr(carried, "read_origins", edited)
     reader = after
     with pytest.raises(MismatchError, match=r"0\.jsonl has changed since /0 was exported"):
-        with_changed_data(ledger, reader, np.ones(4, np.int64), "", 10)
+        with_changed_data(ledger, reader, lambda _: np.ones(4, np.int64), "", 10)
 
 
 def test_a_ledger_is_read_as_it_was_written_and_small(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from packtool.plan.cost import CostModel
 from packtool.plan.epoch import EpochPlan, assign_packs, plan_epoch
 from packtool.plan.options import PlanOptions
 from packtool.plan.skrull_steps import SkrullOptions
+from packtool.train.loop.callbacks import ends_epoch
 from packtool.train.loop.loader import StepLoader
 from packtool.train.prepare.cached import CachedRun
 from packtool.train.prepare.figures import SampleFigures, figures_of_steps
@@ -236,3 +237,17 @@ def test_figures_count_the_padding_of_what_is_sharded() -> None:
     # 40 and 30 have to be shared, in 48 and 32 tokens.
     assert sum(step.computed_tokens for step in figures) >= sum(LENGTHS) + 5 * 8 + 7 * 2
     assert plan.summary.fill == pytest.approx(sum(LENGTHS) / sum(step.computed_tokens for step in figures))
+
+
+def test_epochs_end_where_they_do_also_behind_a_rest() -> None:
+    """Evaluation and checkpoints by epochs follow it: after a rest of other size the ends are no multiples."""
+    whole = make_schedule()
+    assert [step for step in range(1, whole.num_steps + 1) if ends_epoch(whole, step)] == [
+        number * whole.steps_per_epoch for number in (1, 2, 3)
+    ]
+    rest = rest_of(whole, 3, assigned(2))
+    resumed = PlannedSchedule(make_schedule(world_size=2).plan_of, num_epochs=3.0, max_steps=None, rest=rest)
+    first = 3 + rest.num_steps
+    assert first % resumed.steps_per_epoch
+    ends = [step for step in range(4, resumed.num_steps + 1) if ends_epoch(resumed, step)]
+    assert ends == [first + number * resumed.steps_per_epoch for number in range(3)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,14 @@ from packtool.constants import LEAST_SHARED
 from packtool.errors import ConfigError, MismatchError, PacktoolError, UnsupportedModelError
 from packtool.launch.world import World
 from packtool.report.inspect_pack import pack_figures, pack_lines
-from packtool.report.plan import page_content
+from packtool.report.plan import page_content, plan_lines
 from packtool.train.model.load import load_model, make_trainable
 from packtool.train.model.loss import sum_of_losses
 from packtool.train.prepare.cached import CachedRun, prepare_cached
 from packtool.train.prepare.costs import RunCosts
 from packtool.train.prepare.preview import preview, save_plan
 from packtool.train.prepare.shared_prefixes import find_shared
-from tests.train.alike import NUM_TREES, QUESTIONS, make_alike_world
+from tests.train.alike import NUM_TREES, QUESTIONS, alike_rows, make_alike_world
 from tests.train.tiny import TinyWorld, export_rows
 
 
@@ -72,6 +73,32 @@ def test_auto_shares_where_it_saves(alike: TinyWorld, tiny: TinyWorld, tmp_path:
     told = prepared(tiny, tmp_path, share_prefix="true")
     assert told.state == other.state
     assert any("no two samples share" in note for note in told.notes)
+
+
+def test_copies_of_pictures_are_shared_like_one(alike: TinyWorld, tmp_path: Path) -> None:
+    """Every question has a file of its own: the same packs, which collation lays out as planned."""
+    rows = alike_rows()
+    pictures = Path(alike.rows).parent / "pictures"
+    (pictures / "copies").mkdir()
+    for number, row in enumerate(rows):
+        for picture in row["images"]:
+            shutil.copy(pictures.parent / picture, pictures / "copies" / f"{number}.png")
+            row["images"] = [f"pictures/copies/{number}.png"]
+    file = pictures.parent / "copies.json"
+    file.write_text(json.dumps(rows))
+    world = dataclasses.replace(alike, rows=str(file), cache=str(tmp_path / "cache"))
+    export_rows(world, world.cache, max_length=160, split_dataset_ratio=0.0)
+    run, expected = prepared(world, tmp_path), prepared(alike, tmp_path)
+    packs = run.schedule.first.packs
+    assert packs.fingerprint == expected.schedule.first.packs.fingerprint
+    spec = InputSpec.load(run.files.directory, run.media_limits, run.config)
+    for number, tokens in enumerate(packs.tokens_per_pack().tolist()):
+        batch = collate_tree([run.reader.sample(int(at)) for at in packs.pack(number)], spec)
+        assert batch.input_ids.shape[1] <= tokens
+        assert isinstance(batch, TreeBatch)
+    both = prepared(world, tmp_path, cached_dataset=(alike.cache, world.cache))
+    assert both.shared is not None
+    assert both.shared.trees.num_shared_tokens > 2 * packs.shared.sum()  # type: ignore[union-attr]
 
 
 def test_what_samples_add_is_what_is_counted(alike: TinyWorld, tmp_path: Path) -> None:
@@ -249,6 +276,39 @@ def test_a_saved_plan_is_trained_as_it_shares(alike: TinyWorld, tmp_path: Path) 
         prepared(alike, tmp_path, plan=path, share_prefix="false")
     with pytest.raises(MismatchError, match="shares prefixes, which does not go with --neftune-noise-alpha"):
         prepared(alike, tmp_path, plan=path, neftune_noise_alpha=5.0)
+
+
+def test_the_parts_of_a_tree_are_placed_and_told(alike: TinyWorld, tmp_path: Path) -> None:
+    """In one step where they fit, apart with --max-rows-per-tree, and as they come with --shuffle false."""
+    path = str(tmp_path / "plan.arrow")
+    ways: list[tuple[dict[str, Any], str]] = [({}, "together"), ({"max_rows_per_tree": 2}, "apart")]
+    for given, wanted in [*ways, ({"shuffle": False}, "")]:
+        cut = {"packing_length": 150, "gradient_accumulation_steps": 4, **given}
+        found = preview(PlanConfig(cached_dataset=(alike.cache,), save=path, **cut))
+        told = found.figures()["shared_prefixes"]
+        save_plan(found, PlanConfig(cached_dataset=(alike.cache,), save=path, **cut))
+        assert read_plan(path).info.parts == wanted
+        if wanted:
+            in_one, meeting = told["of_them_in_one_step"], told["of_them_meeting_in_a_step"]
+            assert told["trees_in_several_packs"] == NUM_TREES
+            assert (in_one, meeting) == ((NUM_TREES, NUM_TREES) if wanted == "together" else (0, 0))
+            shown = f"{NUM_TREES}; {in_one} in one step, {meeting} with several packs in a step"
+            assert ("    trees in several packs", shown) in plan_lines(found.figures())
+        else:
+            assert "trees_in_several_packs" not in told
+        direct = prepared(alike, tmp_path, **cut)
+        # What a plan was made with is not asked for again.
+        run = prepared(alike, tmp_path, plan=path, gradient_accumulation_steps=4, packing_length=None)
+        assert run.schedule.first.fingerprint == direct.schedule.first.fingerprint == found.plan.fingerprint
+
+
+def test_a_plan_without_cut_trees_says_nothing_of_parts(alike: TinyWorld, tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.arrow")
+    config = planned(alike, save=path)
+    found = preview(config)
+    save_plan(found, config)
+    assert "trees_in_several_packs" not in found.figures()["shared_prefixes"]
+    assert b'"parts"' not in Path(path).read_bytes()
 
 
 def test_inspect_draws_the_trees_of_a_pack(alike: TinyWorld, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -36,6 +38,15 @@ def test_a_run_counts_its_own_media(tiny: TinyWorld, monkeypatch: pytest.MonkeyP
     packed = int(run.figures.media_tokens.sum()) / run.schedule.plan_of(0).packs.num_packs
     monkeypatch.setattr("packtool.train.prepare.workers._TOKENS_OF_A_WORKER", packed / 3.5)
     assert workers_of(run) == 4
+
+
+def test_a_stage_that_shares_no_packs_has_all_of_their_media(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("packtool.train.prepare.workers.cores_of_a_rank", lambda: 16)
+    first, config = SimpleNamespace(sequence_parallel_ranks=1), SimpleNamespace(dataloader_num_workers=None)
+    run: Any = SimpleNamespace(config=config, kinds_of_steps=[(first, None)], media_tokens=lambda: 4 * 2048)
+    assert workers_of(run) == 4
+    first.sequence_parallel_ranks = 4
+    assert workers_of(run) == 1
 
 
 def test_waiting_is_told_once_with_what_helps() -> None:

@@ -1,0 +1,332 @@
+"""Resized pictures and frames on a disk of this machine, shared by all processes and runs that name the directory.
+
+    DIR/entries/KEY        a header, then the pixels of one medium at one size: one read, and no decoding
+    DIR/entries/KEY.part   one that is being written; its writer holds the system's lock on it
+    DIR/runs/NAME          held by every process that reads what NAME stands for
+    DIR/state              bytes of all entries; locked by whoever adds or removes some
+
+Space is claimed before an entry is written, so the directory never grows beyond its bound, and an entry gets its name
+when it is whole. What a killed process left behind is removed when a run begins or makes room.
+
+What stays: a plan reads each medium once in an epoch, so an entry that is to be found again has to be kept across the
+end of an epoch, and no order of eviction finds more of them in an epoch than fit at that time (by step, Belady's finds
+just as many). So what the plan reads again stays; what comes later finds no room and is decoded each time, which
+spreads the work over all steps. Belady's order would find all media of the first steps, none of the last ones, and
+write half of the directory anew in each epoch; evicting what was not used for longest finds next to nothing. An
+entry's time ends in the number of the NAME that touched it last. Removed are, the oldest first, those of no NAME that
+lives or begins, and before them what the plan's next epoch does without (of a mixture).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import struct
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import version
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from packtool.cache.files import locked
+from packtool.config.media_cache import MediaCacheOptions
+from packtool.config.sizes import written_bytes
+
+_MAGIC = b"packmed1"
+_HEADER = struct.Struct("<8sI4I4x")  # magic, checksum, shape
+_STATE = struct.Struct("<qd")  # bytes of all entries, Unix time until which nothing can be removed
+_PART = ".part"
+_BLOCK = 4096
+# Left free on the disk, for checkpoints are often on the same one.
+_SPARE_BYTES = 2**30
+_PAUSE_SECONDS = 60.0
+_MS = 10**6
+# Of the bound, removed at once: looking through the directory takes a second for half a million entries.
+_AT_ONCE = 1 / 20
+
+Frames = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class MediaReads:
+    """What was asked of a media cache.
+
+    Args:
+        hits, misses: media that were there, and that had to be decoded.
+        problem: why something could not be kept, though there was room for it.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    problem: str | None = None
+
+    def __add__(self, other: MediaReads) -> MediaReads:
+        return MediaReads(self.hits + other.hits, self.misses + other.misses, self.problem or other.problem)
+
+    @property
+    def share(self) -> float:
+        """Media that were there, of all that were asked for."""
+        return self.hits / max(self.hits + self.misses, 1)
+
+    def sentence(self, cache: MediaCache) -> str:
+        """What is to be said of them at the end."""
+        told = f"media cache: {self.share:.0%} of {self.hits + self.misses:,} pictures and videos were there; "
+        told += f"{cache.directory} holds {cache.used / 1e6:,.1f} MB of {written_bytes(cache.limit)}"
+        return told if self.problem is None else f"{told}; not all were kept: {self.problem}"
+
+
+@dataclass
+class _State:
+    used: int
+    paused: float
+
+
+class MediaCache:
+    """One process's way into the directory; can be sent to other processes. Nothing here ever raises.
+
+    Args:
+        directory: on a disk of this machine.
+        limit: bytes that it may hold; where runs differ in it, the largest counts while its run lives.
+        name: what is read with it: the fingerprint of the caches. Runs on the same data keep the same entries.
+    """
+
+    def __init__(self, directory: str, limit: int, name: str) -> None:
+        self.directory, self.limit = os.path.abspath(directory), limit
+        self.name = key_of(name)
+        self._given = (directory, limit, name)
+        self._entries, self._runs = (os.path.join(self.directory, part) for part in ("entries", "runs"))
+        self._held: BinaryIO | None = None
+        self._reads, self._works = MediaReads(), True
+
+    @classmethod
+    def of(cls, options: MediaCacheOptions, name: str) -> MediaCache | None:
+        """What the options say; None for nothing."""
+        if options.media_cache is None or options.media_cache_size is None:
+            return None
+        return cls(options.media_cache, options.media_cache_size, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MediaCache, self._given
+
+    def taken(self) -> MediaReads:
+        """What was read since the last time."""
+        taken, self._reads = self._reads, MediaReads()
+        return taken
+
+    @property
+    def used(self) -> int:
+        """Bytes of all entries."""
+        try:
+            with open(os.path.join(self.directory, "state"), "rb") as file:
+                return int(_STATE.unpack(file.read())[0])
+        except (OSError, struct.error):
+            return 0
+
+    def read(self, key: str | None, *, is_read_again: bool = True) -> Frames | None:
+        """The frames of a medium, uint8 (T, C, H, W); None if they are not there, or damaged.
+
+        Args:
+            key: from ``key_of``; None counts a medium that is never kept.
+            is_read_again: whether the plan's next epoch has it, too.
+        """
+        found = None
+        with self._watched():
+            if key is not None and self._begun():
+                found = self._whole(key, is_read_again)
+        self._reads += MediaReads(hits=int(found is not None), misses=int(found is None))
+        return found
+
+    def keep(self, key: str, frames: Frames, *, is_read_again: bool = True) -> None:
+        """Keep the frames of a medium, if there is room for them or somewhat that makes room."""
+        with self._watched():
+            if self._works and self._begun():
+                size = _HEADER.size + frames.nbytes
+                file = self._claimed(key, size, is_read_again)
+                if file is not None:
+                    self._write(file, key, frames, size, is_read_again)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Inside, what the system refuses is noted, and ends all further writing of this process."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            self._fail(f"{self.directory}: {getattr(error, 'strerror', None) or error}")
+
+    def _fail(self, problem: str) -> None:
+        self._works = False
+        self._reads += MediaReads(problem=problem)
+
+    def _begun(self) -> bool:
+        """Whether the directory is there, and others know that this process reads."""
+        if self._held is None and self._works:
+            os.makedirs(self._entries, exist_ok=True)
+            os.makedirs(self._runs, exist_ok=True)
+            mine = os.path.join(self._runs, self.name)
+            with self._locked() as state:
+                known = [entry.path for entry in os.scandir(self._runs)]
+                living = [path for path in known if not _let_go(path)]
+                for path in set(known) - {mine, *living}:
+                    os.remove(path)
+                state.paused = 0.0
+                self._held = open(mine, "ab")  # noqa: SIM115  # as long as the process lives
+                fcntl.flock(self._held, fcntl.LOCK_SH)
+                if not living or state.used < 0:
+                    self._look_through(state)
+                if state.used > self.limit:
+                    self._look_through(state, state.used - self.limit, of_living=True)
+        return self._held is not None
+
+    def _whole(self, key: str, is_read_again: bool) -> Frames | None:
+        path = os.path.join(self._entries, key)
+        try:
+            data = np.fromfile(path, np.uint8)
+        except FileNotFoundError:
+            return None
+        found = _frames_of(data)
+        if found is None:
+            with self._locked() as state, suppress(FileNotFoundError):
+                state.used -= _on_disk(os.stat(path).st_size)
+                os.remove(path)
+        else:
+            with suppress(OSError):
+                self._touch(path, is_read_again)
+        return found
+
+    def _touch(self, path: str, is_read_again: bool) -> None:
+        now = time.time_ns()
+        os.utime(path, ns=(now, now // _MS * _MS + _number(self.name) if is_read_again else 0))
+
+    def _claimed(self, key: str, size: int, is_read_again: bool) -> BinaryIO | None:
+        """An empty file for an entry, of which all of its bytes count already; None if there is no room for it."""
+        path = os.path.join(self._entries, key)
+        with self._locked() as state:
+            if os.path.exists(path + _PART) or os.path.exists(path) or not self._has_room(state, size, is_read_again):
+                return None
+            file = open(path + _PART, "xb")  # noqa: SIM115  # until it is written
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.truncate(size)
+            state.used += _on_disk(size)
+            return file
+
+    def _write(self, file: BinaryIO, key: str, frames: Frames, size: int, is_read_again: bool) -> None:
+        path = os.path.join(self._entries, key)
+        try:
+            with file:
+                pixels = np.ascontiguousarray(frames).data.cast("B")
+                file.write(_HEADER.pack(_MAGIC, _checksum(frames.shape, pixels), *frames.shape))
+                file.write(pixels)
+                file.flush()
+                self._touch(path + _PART, is_read_again)
+                with self._locked():
+                    os.rename(path + _PART, path)
+        except BaseException:
+            with self._locked() as state, suppress(FileNotFoundError):
+                os.remove(path + _PART)
+                state.used -= _on_disk(size)
+            raise
+
+    def _has_room(self, state: _State, size: int, is_read_again: bool) -> bool:
+        """Whether an entry of some size may be added, once what nobody reads again has gone."""
+
+        def excess() -> int:
+            free = shutil.disk_usage(self.directory).free
+            return max(state.used + _on_disk(size) - self.limit, _on_disk(size) + _SPARE_BYTES - free)
+
+        if (missing := excess()) <= 0:
+            return True
+        if not is_read_again or time.time() < state.paused:
+            return False
+        self._look_through(state, missing + int(self.limit * _AT_ONCE))
+        if (missing := excess()) <= 0:
+            return True
+        state.paused = time.time() + _PAUSE_SECONDS
+        if state.used + _on_disk(size) <= self.limit:
+            self._fail(f"{self.directory}: the disk has less than {_SPARE_BYTES / 1e9:.1f} GB left")
+        return False
+
+    def _look_through(self, state: _State, num_bytes: int = 0, *, of_living: bool = False) -> None:
+        """Count all entries, remove unfinished ones that nobody writes, and the oldest that nobody reads again.
+
+        Args:
+            num_bytes: to remove, about.
+            of_living: remove also what living runs read.
+        """
+        living = {_number(run.name) for run in os.scandir(self._runs) if not _let_go(run.path)}
+        found, state.used = [], 0
+        for entry in os.scandir(self._entries):
+            if entry.name.endswith(_PART) and _let_go(entry.path):
+                os.remove(entry.path)
+                continue
+            is_part, known = entry.name.endswith(_PART), entry.stat()
+            state.used += _on_disk(known.st_size)
+            if not is_part and (of_living or known.st_mtime_ns % _MS not in living):
+                found.append((known.st_mtime_ns, entry.path, _on_disk(known.st_size)))
+        for _, path, size in sorted(found):
+            if num_bytes <= 0:
+                break
+            os.remove(path)
+            state.used, num_bytes = state.used - size, num_bytes - size
+
+    @contextmanager
+    def _locked(self) -> Iterator[_State]:
+        """Alone with the directory; what becomes of the state is written down."""
+        with locked(os.path.join(self.directory, "state")) as file:
+            data = file.read()
+            state = _State(*_STATE.unpack(data)) if len(data) == _STATE.size else _State(-1, 0.0)
+            try:
+                yield state
+            finally:
+                file.seek(0)
+                file.write(_STATE.pack(state.used, state.paused))
+
+
+def key_of(*parts: object) -> str:
+    """The name of an entry, from all that its pixels depend on; versions of what decodes and resizes come with it."""
+    return hashlib.blake2b(repr((_versions(), *parts)).encode(), digest_size=20).hexdigest()
+
+
+@lru_cache(maxsize=1)
+def _versions() -> tuple[str, ...]:
+    return (_MAGIC.decode(), *map(version, ("pillow", "av", "torch", "torchvision", "transformers")))
+
+
+def _frames_of(data: npt.NDArray[np.uint8]) -> Frames | None:
+    if len(data) < _HEADER.size:
+        return None
+    magic, checksum, *shape = _HEADER.unpack(data[: _HEADER.size].tobytes())
+    pixels = data[_HEADER.size :]
+    if magic != _MAGIC or len(pixels) != np.prod(shape, dtype=np.int64):
+        return None
+    return pixels.reshape(shape) if _checksum(tuple(shape), pixels) == checksum else None
+
+
+def _checksum(shape: tuple[int, ...], pixels: Any) -> int:
+    return zlib.crc32(pixels, zlib.crc32(repr(tuple(map(int, shape))).encode()))
+
+
+def _number(name: str) -> int:
+    """The number that stands for a run's name in the times of its entries, from 1 to 999,999."""
+    return int(name, 16) % (_MS - 1) + 1
+
+
+def _on_disk(size: int) -> int:
+    return -(-size // _BLOCK) * _BLOCK
+
+
+def _let_go(path: str) -> bool:
+    """Whether no living process holds a file."""
+    with open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True

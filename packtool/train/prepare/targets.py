@@ -1,0 +1,125 @@
+"""Which tokens of caches a run trains, where it asks for others than the exports: ``--loss-scale``, and recipes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from packtool import storage
+from packtool.cache.chosen import ChosenTargets
+from packtool.cache.manifest import Manifest
+from packtool.cache.reader import CacheReader
+from packtool.config.recipe import Recipe
+from packtool.config.rows import expand_problems
+from packtool.encode.families import family_of
+from packtool.encode.loss_scale import Base, is_hybrid_thinking, loss_scale_of, parse_loss_scale
+from packtool.encode.model_files import ModelFiles
+from packtool.encode.relabel import TargetChoice
+from packtool.errors import ConfigError, MismatchError
+from packtool.train.prepare.check import check_sources, export_command, with_template_of
+
+TargetChoices = tuple[TargetChoice | None, ...]
+"""One for each cache of a run; None where the targets are those of its export."""
+
+_WIDTH: dict[Base, int] = {"last_round": 0, "default": 1, "all": 2}
+"""Which of them has more targets."""
+
+
+def choices_of_targets(
+    reader: CacheReader, files: ModelFiles, loss_scale: str | None, recipe: Recipe | None
+) -> TargetChoices:
+    """What loss scales make targets of the caches, one for each of them.
+
+    Args:
+        files: of the model, with the caches' chat template.
+        loss_scale: of the run, for sources without one of their own.
+        recipe: whose sources are the caches, in their order; None for caches as they are.
+
+    Raises:
+        MismatchError: for what needs the rows again, such as rules that give parts of a text other weights.
+    """
+    own = [None] * len(reader.directories) if recipe is None else [source.loss_scale for source in recipe.sources]
+    found = []
+    for directory, manifest, wanted in zip(reader.directories, reader.manifests, own, strict=True):
+        said = "--loss-scale" if wanted is None or recipe is None else f"its loss_scale in {recipe.place}"
+        wanted = loss_scale if wanted is None else wanted
+        found.append(None if wanted is None else _choice(directory, manifest, files, wanted, said))
+    return tuple(found)
+
+
+def planned_targets(reader: CacheReader, recipe: Recipe | None, model: str | None) -> npt.NDArray[np.integer[Any]]:
+    """Labels of each sample that carry loss, (N,), as a run with this recipe has them, which is only planned.
+
+    Args:
+        model: that the run will have, for caches whose own is gone.
+
+    Raises:
+        ConfigError: if a source needs the model's files, and they are not there.
+        MismatchError: if a cache cannot have what the recipe says of it.
+    """
+    if recipe is None or not any(source.loss_scale or source.media_limits for source in recipe.sources):
+        return reader.index.target_tokens
+    # The caches' own first: the other may be one of another size.
+    models = (str(reader.manifests[0].identity.spec["model"]), model)
+    found = next((each for each in models if each and storage.exists(storage.join(each, "config.json"))), None)
+    if found is None:
+        raise ConfigError(
+            f"{recipe.place}: loss_scale and limits of media need the files of the caches' model, and {models[0]} is "
+            "not there",
+            "Name the model with --model.",
+        )
+    files = with_template_of(reader, ModelFiles.load(found))
+    check_sources(reader, recipe, files)
+    choices = choices_of_targets(reader, files, None, recipe)
+    return ChosenTargets(reader, choices).target_tokens() if any(choices) else reader.index.target_tokens
+
+
+def _choice(directory: str, manifest: Manifest, files: ModelFiles, asked: str, said: str) -> TargetChoice | None:
+    """The choice of one cache.
+
+    Args:
+        asked: the loss scale.
+        said: where, as users know it.
+    """
+    meant = loss_scale_of(asked, is_hybrid_thinking(files))
+    scale = str(manifest.identity.spec.get("loss_scale", "default"))
+    wanted, had = parse_loss_scale(meant), parse_loss_scale(scale)
+    if had == wanted:
+        return None
+    by_processor = bool(family_of(files.config).processor_inputs)
+    narrows = had.base == "default" and wanted.base == "last_round"
+    if _has_parts(manifest, wanted.base):
+        problem = (
+            f"has rows of which several samples were made: which tokens --loss-scale {meant} trains in each of them, "
+            "only the rows can tell"
+        )
+    elif (had.rules or wanted.rules) and not (had.rules == wanted.rules and narrows):
+        problem = (
+            f"was exported with --loss-scale {scale}: {meant} gives parts of texts other weights, which only the rows "
+            "can tell"
+        )
+    elif by_processor and _WIDTH[wanted.base] > _WIDTH[had.base]:
+        problem = (
+            f"was exported with --loss-scale {scale}: among the tokens that {meant} trains beside those, marks of "
+            "pictures cannot be told from text, for the model's own processor wrote them"
+        )
+    else:
+        return TargetChoice.of_config(wanted.base, files.config, among_targets=bool(wanted.rules) or by_processor)
+    changes: dict[str, str | None] = {"loss_scale": asked}
+    if expand_problems(manifest.identity.spec.get("expand_turns"), asked):
+        changes["expand_turns"] = None  # no export of turns has that loss scale; one of whole rows has
+    raise MismatchError(
+        f"{directory} {problem}",
+        f"Leave {said} out, or export again:\n  {export_command(directory, manifest, **changes)}",
+    )
+
+
+def _has_parts(manifest: Manifest, wanted: Base) -> bool:
+    """Whether the samples of a row have tokens in common of which only one may train them."""
+    spec = manifest.identity.spec
+    has_responses = spec.get("truncation_strategy") != "split" and any(
+        split.pieces_added for split in manifest.splits.values()
+    )
+    return "expand_turns" in spec or (wanted == "all" and has_responses)

@@ -1,0 +1,113 @@
+"""Samples share what they begin with wherever their media lie, and nothing of which the bytes differ."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packtool.batch.prefix_tree import ROOT, Node, find_tree
+from packtool.batch.same_media import MediaNumbers
+from packtool.config.rows import AccessOptions
+from packtool.encode.encoded import EncodedImage, EncodedVideo
+from packtool.encode.prefix_hashes import prefix_hashes
+from packtool.media import content as content_module
+from packtool.rows.rights import rights_of_cache
+from tests.batch.test_prefix_tree import SEES, picture, with_pictures
+
+ANY = rights_of_cache(AccessOptions())
+LARGE = 50_000
+# Two of one size that differ in the middle alone, which is not looked at first.
+HELD = {"a": b"1", "b": b"2", "large": bytes(LARGE), "deceives": bytes(LARGE // 2) + b"1" + bytes(LARGE // 2 - 1)}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[EncodedImage]]:
+    """Pictures by what they hold: each of two files, a link, and bytes."""
+    folder = tmp_path_factory.mktemp("files")
+    found = {}
+    for name, data in HELD.items():
+        paths = [folder / f"{name}{end}" for end in ("", "-copy", "-link")]
+        for path in paths[:2]:
+            path.write_bytes(data)
+        paths[2].symlink_to(paths[0])
+        inline = dataclasses.replace(picture(name, 2), path=None, data=data)
+        found[name] = [*(picture(str(path), 2) for path in paths), inline]
+    return found
+
+
+drawn = st.tuples(st.sampled_from(sorted(HELD)), st.integers(0, 3))
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows=st.lists(st.lists(st.one_of(st.integers(1, 2), drawn), min_size=1, max_size=4), min_size=2, max_size=6))
+def test_rows_share_by_what_media_hold(
+    files: dict[str, list[EncodedImage]], rows: list[list[int | tuple[str, int]]]
+) -> None:
+    """As if all media that hold the same were one file; and hashes are equal wherever rows are, for planning."""
+    samples, expected = (
+        [
+            with_pictures([word if isinstance(word, int) else files[word[0]][number(word)] for word in row])
+            for row in rows
+        ]
+        for number in (lambda word: word[1], lambda _: 0)
+    )
+    assert find_tree(samples, SEES, least_shared=1) == find_tree(expected, SEES, least_shared=1)
+    for made in (samples, expected):
+        made[:] = [dataclasses.replace(one, borders=np.array([one.length], np.int32)) for one in made]
+    assert all((a == b).all() for a, b in zip(hashes(samples), hashes(expected), strict=True))
+
+
+def hashes(samples: list) -> tuple:  # type: ignore[type-arg]
+    counts, found = prefix_hashes(samples, SEES.media_tokens)
+    return (counts, *found)
+
+
+def test_what_was_measured_otherwise_is_another(files: dict[str, list[EncodedImage]]) -> None:
+    one, copy, *_ = files["a"]
+    number = MediaNumbers(ANY)
+    assert number(one) == number(copy) != number(dataclasses.replace(copy, num_tokens=3))
+
+
+def test_videos_of_several_files_and_what_is_gone(files: dict[str, list[EncodedImage]]) -> None:
+    def video(*frames: EncodedImage) -> EncodedVideo:
+        pairs = tuple((frame.path, frame.data) for frame in frames)
+        return EncodedVideo(None, None, pairs, 8, 8, 4, 2.0, (0, 2), (2, 2, 2), 1.0, 2)
+
+    (one, copy, link, data), (other, *_) = files["a"], files["b"]
+    number = MediaNumbers(ANY)
+    assert number(video(one, other)) == number(video(copy, other)) == number(video(data, other))
+    assert number(video(other, link)) != number(video(one, other))
+    assert number(video(one)) not in (number(video(one, other)), number(one))
+    gone = [picture(name, 2) for name in ("gone.png", "lost.png", "gone.png")]
+    assert [number(each) for each in gone] == [number(gone[0]), number(gone[1]), number(gone[0])]
+    assert number(gone[0]) != number(gone[1])
+
+
+def test_nothing_is_read_of_media_that_cannot_be_the_same(
+    files: dict[str, list[EncodedImage]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str | None] = []
+    monkeypatch.setattr(content_module, "open_medium", lambda ref, *_: read.append(ref.path))
+    monkeypatch.setattr("packtool.batch.same_media.content_name", lambda path, _: read.append(path) or str(path))
+    number = MediaNumbers(ANY)
+    one, copy, *_ = files["a"]
+    wider = [dataclasses.replace(one, width=size) for size in (8, 16, 24)]
+    assert [number(each) for each in [*wider, *wider]] == [0, 1, 2, 0, 1, 2]
+    assert not read
+    assert number(dataclasses.replace(copy, width=8)) == 3
+    assert sorted(map(str, read)) == sorted(map(str, (one.path, copy.path))), "names differ, so no more is read"
+
+
+def test_a_copy_is_a_branch_like_any_other(files: dict[str, list[EncodedImage]]) -> None:
+    rows = [with_pictures([5, each, 10 + number]) for number, each in enumerate(files["large"])]
+    rows.append(with_pictures([5, files["deceives"][0], 3]))
+    nodes = find_tree(rows, SEES, least_shared=4)
+    assert nodes[0] == Node((0, 1, 2, 3), 0, 5, ROOT)
+    assert nodes[-1] == Node((4,), 0, 6, ROOT)
+    assert all(one.parent == 0 for one in nodes[1:-1])
+    assert all(before.samples < after.samples for before, after in pairwise(nodes[1:]))

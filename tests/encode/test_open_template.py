@@ -1,0 +1,93 @@
+"""Templates of which each turn ends where the next one opens, as GLM's."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from packtool.encode.encoder import Encoder
+from packtool.encode.model_files import ModelFiles
+from packtool.encode.open_template import ended_template
+from packtool.errors import ConfigError
+from packtool.rows.forms import to_sample
+from packtool.rows.source import Source
+from tests.cache.conftest import model as model
+from tests.encode.conftest import encoder_for
+
+ROLES = ("<|user|>", "<|assistant|>", "<|observation|>", "<|system|>")
+TEMPLATE = """[gMASK]<sop>
+{%- for m in messages %}
+{%- if m.role == 'user' %}<|user|>
+{{ m.content }}
+{%- elif m.role == 'assistant' %}<|assistant|>
+{{ m.content }}
+{%- for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }}</tool_call>{% endfor %}
+{%- elif m.role == 'tool' %}<|observation|>
+{{ m.content }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|>
+{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def glm(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's directory with such a template and the tokens that open its turns."""
+    folder = tmp_path_factory.mktemp("glm") / "model"
+    shutil.copytree(model, folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(role, special=True, normalized=False) for role in ROLES])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    stops = [tokenizer.token_to_id(token) for token in ("<|endoftext|>", "<|user|>", "<|observation|>")]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+    return folder
+
+
+def trained(encoder: Encoder, messages: list[dict[str, object]]) -> tuple[str, list[str]]:
+    """The whole of a row, and what is trained of each turn."""
+    ((sample,),) = encoder.encode([to_sample({"messages": messages}, Source("rows.json", form="messages"), 0)])
+
+    def text_of(start: int, stop: int) -> str:
+        text: str = encoder._tokenizer.decode(sample.input_ids[start:stop].tolist(), skip_special_tokens=False)
+        return text
+
+    spans = sample.turns.reshape(-1, 2).tolist()
+    assert sorted((sample.labels >= 0).nonzero()[0]) == [at for span in spans for at in range(*span)]
+    return text_of(0, sample.length), [text_of(*span) for span in spans]
+
+
+def test_an_answer_ends_with_what_opens_the_next_turn(glm: Path) -> None:
+    encoder = encoder_for(glm, max_length=1000)
+    asked = {"role": "user", "content": "Why <|user|>?"}
+    whole, turns = trained(
+        encoder, [asked, {"role": "assistant", "content": "So."}, asked, {"role": "assistant", "content": "Thus."}]
+    )
+    assert turns == ["So.<|user|>", "Thus.<|user|>"]
+    assert whole.endswith("<|assistant|>\nThus.<|user|>")
+    assert any("generation stops at <|user|>" in remark for remark in encoder.remarks)
+
+
+def test_a_call_ends_with_what_opens_the_tools_answer(glm: Path) -> None:
+    encoder = encoder_for(glm, max_length=1000)
+    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    asked, seen = {"role": "user", "content": "Why?"}, {"role": "tool", "content": "42"}
+    _, turns = trained(encoder, [asked, called, seen, {"role": "assistant", "content": "So."}])
+    assert turns == ["<tool_call>look</tool_call><|observation|>", "So.<|user|>"]
+    assert trained(encoder, [asked, called])[1] == turns[:1]
+
+
+def test_only_what_generation_stops_at_ends_an_answer(glm: Path, model: Path, tmp_path: Path) -> None:
+    shutil.copytree(glm, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").unlink()
+    with pytest.raises(ConfigError, match="does not open and end the assistant's turns with control tokens"):
+        encoder_for(tmp_path / "model")
+    own = ModelFiles.load(str(model)).chat_template
+    assert ended_template(own, {}, lambda: ("<|im_start|>", "<|im_end|>")) == (own, "")
+    assert ended_template("{% broken", {}, tuple) == ("{% broken", "")
+    assert ended_template("", {}, tuple) == ("", "")

@@ -1,0 +1,100 @@
+"""Media have one name exactly where they hold the same, wherever they lie."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from packtool.config.rows import AccessOptions
+from packtool.media.content import content_digest, content_name
+from packtool.rows.rights import MediaRights, rights_of_cache
+
+ANY = rights_of_cache(AccessOptions())
+SMALL, LARGE = 16384, 100_000  # the first is hashed whole
+PLACES = ("file", "copy", "link", "relative", "bytes")
+
+
+def placed(folder: Path, place: str, data: bytes) -> tuple[str | None, bytes | None]:
+    """A medium that holds these bytes: its path or its data."""
+    if place == "bytes":
+        return None, data
+    number = len(list(folder.iterdir()))
+    path = folder / f"{number}.png"
+    path.write_bytes(data)
+    if place == "link":
+        (folder / f"{number}-link").symlink_to(path)
+        path = folder / f"{number}-link"
+    return os.path.relpath(path) if place == "relative" else str(path), None
+
+
+contents = st.tuples(st.sampled_from([1, 9, SMALL - 1, SMALL, SMALL + 1, LARGE]), st.sampled_from([None, 0, 0.5, 1]))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(media=st.lists(st.tuples(contents, st.sampled_from(PLACES)), min_size=2, max_size=5))
+def test_what_holds_the_same_is_the_same(tmp_path: Path, media: list[tuple[tuple[int, float | None], str]]) -> None:
+    """Bytes differ in number, or in one of them: nowhere, the first, the middle one or the last."""
+    held, named, digested = [], [], []
+    for (size, changed), place in media:
+        data = bytearray(size)
+        if changed is not None:
+            data[int(changed * (size - 1))] = 1
+        path, inline = placed(tmp_path, place, bytes(data))
+        held.append(bytes(data))
+        named.append(content_name(path, inline))
+        digested.append(content_digest(path, inline, ANY))
+    for one in range(len(held)):
+        for other in range(one):
+            is_same = held[one] == held[other]
+            assert (digested[one] == digested[other]) == is_same
+            # Of what is not hashed whole, the middle is not looked at.
+            if is_same or len(held[one]) <= SMALL or len(held[one]) != len(held[other]):
+                assert (named[one] == named[other]) == is_same
+
+
+def test_a_large_file_that_deceives_is_told_apart_by_all_of_it(tmp_path: Path) -> None:
+    one, other = bytearray(LARGE), bytearray(LARGE)
+    other[LARGE // 2] = 1
+    first, second = (placed(tmp_path, "file", bytes(data)) for data in (one, other))
+    assert content_name(*first) == content_name(*second) == content_name(None, bytes(one))
+    assert content_digest(*first, ANY) != content_digest(*second, ANY)
+    for end in (0, -1):
+        other = bytearray(LARGE)
+        other[end] = 1
+        assert content_name(*placed(tmp_path, "file", bytes(other))) != content_name(*first)
+
+
+def test_a_file_that_changes_is_another(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(b"12")
+    before, digest = content_name(str(path), None), content_digest(str(path), None, ANY)
+    state = path.stat()
+    path.write_bytes(b"13")
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))  # as a copy that keeps times
+    assert content_name(str(path), None) != before
+    assert content_digest(str(path), None, ANY) != digest
+    path.write_bytes(b"12")
+    assert content_name(str(path), None) == before
+
+
+@pytest.mark.parametrize(
+    "path", ["https://a.example/b.png", "s3://bucket/b.png", "gone.png", "\0", "\ud800", "pipe", "."]
+)
+def test_what_cannot_be_read_here_is_known_by_its_address(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    assert content_name(path, None) == f"at {path}"
+    assert content_digest(path, None, ANY) is None
+    assert content_name(path, b"12") == content_name(None, b"12")
+
+
+def test_nothing_is_compared_that_may_not_be_read(tmp_path: Path) -> None:
+    path, _ = placed(tmp_path, "file", b"12")
+    assert content_digest(path, None, MediaRights(roots=(str(tmp_path / "other"),))) is None
+    assert content_digest(path, None, MediaRights(roots=(str(tmp_path),))) is not None

@@ -1,0 +1,167 @@
+"""Experts spread over processes: the step of one process that has them all, checkpoints that anyone reads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForImageTextToText, Qwen3VLMoeConfig
+from transformers.core_model_loading import Transpose
+
+from packtool.config.train import TrainConfig
+from packtool.errors import ConfigError, MismatchError, UnsupportedModelError
+from packtool.launch.world import World
+from packtool.progress import SilentProgress
+from packtool.train.model.experts import (
+    expert_sharding,
+    expert_weights,
+    experts_turned_rightly,
+    load_optimizer,
+    refuse_other_experts,
+)
+from packtool.train.run import train
+from tests.batch.reduced import reduced_model
+from tests.forked import run_ranks
+from tests.train.jobs import Job, run_jobs
+from tests.train.model.test_router import mixture as text_mixture
+from tests.train.test_gradients import DESCENT
+from tests.train.tiny import TinyWorld, check_same_rest, export_rows, read_metrics
+
+ROUTED: dict[str, Any] = {"router_aux_loss_coef": 0.1, "verify_packing": False, "gradient_checkpointing": False}
+# Four packs of unequal loads on each of two ranks; some micro-batches have no pictures.
+SPREAD: dict[str, Any] = ROUTED | {"expert_parallel_size": 2}
+FEW: dict[str, Any] = {"max_steps": 2, "save_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def mixture(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:
+    """The tiny world with four experts in each layer, of which a token takes two."""
+    root = tmp_path_factory.mktemp("mixture")
+    shutil.copytree(tiny.model, root / "model")
+    settings = json.loads((root / "model" / "config.json").read_text())
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
+    settings["text_config"] |= experts | {"mlp_only_layers": [], "model_type": "qwen3_vl_moe_text"}
+    settings["vision_config"]["model_type"] = "qwen3_vl_moe_vision"
+    config = Qwen3VLMoeConfig(**settings | {"model_type": "qwen3_vl_moe"})
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.06)
+    model.save_pretrained(root / "model")
+    found = TinyWorld(str(root / "model"), str(root / "cache"), tiny.rows)
+    export_rows(found, found.cache)
+    return found
+
+
+@pytest.fixture(scope="module")
+def two_ranks(mixture: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of two processes, of one step of plain descent, and of AdamW whole and resumed."""
+    root = tmp_path_factory.mktemp("two")
+    jobs: list[Job] = [
+        ("train", root / "spread", DESCENT | SPREAD | {"gradient_accumulation_steps": 4}),
+        ("train", root / "whole", SPREAD | FEW),
+        ("train", root / "resumed", SPREAD | FEW | {"resume_from_checkpoint": f"{root}/whole/checkpoint-1"}),
+    ]
+    run_ranks(2, run_jobs, mixture, jobs, scratch=root)
+    return root
+
+
+def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return load_file(checkpoint / "model.safetensors")
+
+
+def test_a_step_is_that_of_one_process(mixture: TinyWorld, two_ranks: Path, tmp_path: Path) -> None:
+    train(mixture.config(tmp_path, **DESCENT, **ROUTED, gradient_accumulation_steps=8), SilentProgress())
+    (line,), (expected,) = read_metrics(two_ranks / "spread"), read_metrics(tmp_path)
+    assert line["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+    before = weights_of(Path(mixture.model))
+    weights, others = weights_of(two_ranks / "spread" / "checkpoint-1"), weights_of(tmp_path / "checkpoint-1")
+    # The whole weights of a sharded model hold the tied head a second time.
+    assert weights.keys() - {"lm_head.weight"} == others.keys() == before.keys()
+    for name, weight in others.items():
+        torch.testing.assert_close(weights[name], weight, rtol=0, atol=2e-6, msg=lambda text, n=name: f"{n}: {text}")
+        assert not torch.equal(weight, before[name]), name
+
+
+def test_it_resumes_exactly(two_ranks: Path) -> None:
+    check_same_rest(two_ranks / "whole", two_ranks / "resumed", 1)
+
+
+def config(**settings: Any) -> TrainConfig:
+    given: dict[str, Any] = {"model": "m", "cached_dataset": ("c",), "output_dir": "o", "train_type": "full"}
+    return TrainConfig(**given | {"expert_parallel_size": 2} | settings)
+
+
+def test_a_run_with_all_experts_does_not_go_on_with_some(mixture: TinyWorld, two_ranks: Path, tmp_path: Path) -> None:
+    checkpoint = f"{two_ranks}/whole/checkpoint-1"
+    settings = ROUTED | FEW | {"resume_from_checkpoint": checkpoint, "gradient_accumulation_steps": 2}
+    with pytest.raises(MismatchError, match="shares_experts: True there, False now"):
+        train(mixture.config(tmp_path, **settings), SilentProgress())
+    with pytest.raises(MismatchError, match="has no optimizer_shards"):
+        load_optimizer(nn.Linear(1, 1), torch.optim.SGD([nn.Parameter(torch.ones(1))]), str(tmp_path))
+    # Weights alone anyone takes, and with all their digits.
+    only = DESCENT | ROUTED | {"resume_from_checkpoint": checkpoint, "resume_only_model": True}
+    train(mixture.config(tmp_path, **only, gradient_accumulation_steps=2), SilentProgress())
+
+
+def test_options_that_do_not_go_with_it() -> None:
+    assert config().problems() == []
+    assert config(expert_parallel_size=1, fsdp=("full_shard",)).problems() == []
+    others: list[dict[str, Any]] = [
+        {"fsdp": ("full_shard",)},
+        {"deepspeed": "zero2"},
+        {"train_type": "lora"},
+        {"fp16": True},
+        {"master_weights": "kahan"},
+        {"torch_compile": True},
+        {"use_liger_kernel": True},
+    ]
+    for other in others:
+        assert any("--expert-parallel-size 2 does not go with --" in line for line in config(**other).problems()), other
+    with pytest.raises(ConfigError, match="--expert-parallel-size 2: 1 process cannot be divided into groups of 2"):
+        World().check_shards(config())
+    World(0, 4).check_shards(config())
+
+
+def test_models_whose_experts_cannot_be_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = text_mixture()
+    refuse_other_experts(experts, config())
+    assert len(expert_weights(experts)) == 2 * experts.config.num_hidden_layers
+    with pytest.raises(ConfigError, match=r"4 experts \(model.layers.0.*\) cannot be divided by 3"):
+        refuse_other_experts(experts, config(expert_parallel_size=3))
+    with pytest.raises(UnsupportedModelError, match="has no plan for experts of a Qwen3ForCausalLM"):
+        refuse_other_experts(reduced_model("qwen3"), config())
+    monkeypatch.setattr("packtool.train.model.experts._NEEDED_FIELDS", frozenset(("ep_size", "ep_of_tomorrow")))
+    with pytest.raises(ConfigError, match=r"transformers [\d.]+ has no ep_of_tomorrow in its DistributedConfig"):
+        refuse_other_experts(experts, config())
+
+
+def test_layers_are_sharded_one_by_one() -> None:
+    found = expert_sharding(text_mixture(), config(), World(0, 4), torch.bfloat16)
+    assert (found.fsdp_size, found.ep_size, found.efsdp_size) == (4, 2, 2)
+    assert found.fsdp_mixed_precision
+    assert found.fsdp_plan == {"model.layers.*": "free_full_weight"}
+
+
+def test_experts_are_turned_if_their_checkpoint_has_them_otherwise() -> None:
+    """The first half of four experts of 3 x 5; transformers itself turns what is right, a reason for the context."""
+    owner: Any = SimpleNamespace(get_parameter=lambda name: torch.empty(4, 3, 5))
+    right, other = torch.rand(2, 3, 5), torch.rand(2, 5, 3)
+
+    def read(stored: torch.Tensor) -> torch.Tensor:
+        turn = Transpose(1, 2, check_dims=True)
+        return turn.convert({"w": [stored]}, ["w"], ["w"], model=owner, full_layer_name="w")["w"]
+
+    with experts_turned_rightly():
+        assert torch.equal(read(right), right)
+        assert torch.equal(read(other), other.transpose(1, 2))
+    assert read(right).shape == (2, 5, 3), "experts_turned_rightly is needed no more with this transformers"

@@ -1,0 +1,274 @@
+"""The stages of a curriculum: what each trains, and where a run goes on within them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packtool.config.mixture import MixOptions
+from packtool.config.recipe import Recipe, parse_recipe, with_joined_sources
+from packtool.config.train import TrainConfig
+from packtool.errors import ConfigError
+from packtool.plan.ledger import Ledger, joined_counts
+from packtool.plan.options import PlanOptions
+from packtool.plan.source_shares import counts_of_samples
+from packtool.train.prepare.data_change import with_changed_data
+from packtool.train.prepare.mixtures import _with_amounts
+from packtool.train.prepare.planner import Assignment
+from packtool.train.prepare.record import begin_ledger, ledger_after
+from packtool.train.prepare.schedule import PlannedSchedule
+from packtool.train.prepare.staged import StagedPlanner, planner_of
+from packtool.train.prepare.staged_schedule import StagePart
+
+SHORT, LONG = 256, 1024
+
+
+def recipe(*stages: dict[str, Any], **common: Any) -> Recipe:
+    found = parse_recipe(json.dumps({**common, "stages": stages}), "mix.yaml", MixOptions())
+    return with_joined_sources(found)
+
+
+def reader(*sizes: int, seed: int = 0) -> Any:
+    """What stands for a reader of caches that were never written."""
+    rng = np.random.default_rng(seed)
+    lengths = np.clip(rng.lognormal(4.2, 1, sum(sizes)), 4, LONG).astype(np.int32)
+    index = SimpleNamespace(length=lengths, media_tokens=np.zeros_like(lengths))
+    names = tuple(f"/{number}" for number in range(len(sizes)))
+    manifests = tuple(SimpleNamespace(fingerprint=f"{name} {size}") for name, size in zip(names, sizes, strict=True))
+    return SimpleNamespace(index=index, offsets=np.cumsum([0, *sizes]), directories=names, manifests=manifests)
+
+
+def planner(of: Any, recipe: Recipe, **given: Any) -> StagedPlanner:
+    config = TrainConfig(model="m", cached_dataset=("c",), output_dir="o", **given)
+    options = PlanOptions(max_length=LONG, packing_length=LONG, balance="none")
+    targets = np.maximum(of.index.length // 2, 1)
+    found = planner_of(config, options, of, targets, None, recipe)  # type: ignore[arg-type]
+    assert isinstance(found, StagedPlanner)
+    return found
+
+
+def weights(**each: float) -> list[dict[str, Any]]:
+    return [{"path": path, "samples": weight} for path, weight in each.items()]
+
+
+def samples_of(schedule: PlannedSchedule, start: int, stop: int) -> np.ndarray[Any, Any]:
+    """What the steps train, one by one."""
+    found = []
+    for step in range(start, stop):
+        epoch, number = schedule.locate(step)
+        found.append(schedule.plan_of(epoch).samples_of(number, number + 1))
+    return np.concatenate([np.zeros(0, np.int64), *found])
+
+
+TWO = (
+    {"until": "60%", "packing_length": SHORT, "sources": weights(a=3, b=1)},
+    {"sources": weights(a=1, b=1, c=2)},
+)
+
+
+def test_shares_lengths_and_steps_of_every_stage() -> None:
+    of = reader(9000, 6000, 6000)
+    found = planner(of, recipe(*TWO), max_steps=700).schedule(((0, 1, 1, 4),))
+    assert found.num_steps == 700
+    assert [(part.first, part.stop) for part in found.parts] == [(0, 420), (420, 700)]
+    for part, shares in zip(found.parts, ([0.75, 0.25, 0], [0.25, 0.25, 0.5]), strict=True):
+        room = part.planner.options.packing_length
+        for first in range(part.first, part.stop - 99, 40):
+            drawn = samples_of(found, first, first + 100)
+            counts = counts_of_samples(drawn, part.mixture)[:, 0]
+            assert counts / counts.sum() == pytest.approx(shares, rel=0.1)
+            assert of.index.length[drawn].max() <= room
+    assert [found.plan_of(found.locate(step)[0]).packs.capacity for step in (0, 419, 420, 699)] == [
+        SHORT, SHORT, LONG, LONG,
+    ]  # fmt: skip
+    assert found.stage_of(419)[0] == 0
+    assert found.stage_of(420) == (1, found.locate(420)[0])
+    assert found.locate(420)[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "given", "message"),
+    [
+        ({"until": 9}, {}, r"stages\[0\].until: 9 steps of how many\? Give --max-steps"),
+        ({"until": 9}, {"max_steps": 9}, r"stages\[1\]: the run ends with step 9"),
+        ({"until": None}, {"max_steps": 9}, r"stages\[0\].until: it is missing: with --max-steps"),
+        ({"packing_length": 9}, {"packing": False}, r"stages\[0\].packing_length: --packing false"),
+        ({"sequence_parallel_size": 2}, {}, r"stages\[0\].sequence_parallel_size: 2 is no part of the 1 processes"),
+    ],
+)
+def test_what_does_not_go_with_the_run_is_refused(change: dict[str, Any], given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        planner(reader(9, 9, 9), recipe({**TWO[0], **change}, TWO[1]), **given)
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[Any, Recipe, dict[str, Any]]:
+    """Caches, a recipe of two or three stages, and how long the run is."""
+    sizes = draw(st.lists(st.integers(5, 60), min_size=2, max_size=3))
+    num = draw(st.integers(2, 3))
+    mode = draw(st.sampled_from(["steps", "shares", "shares of steps", "epochs"]))
+    ends = sorted(draw(st.lists(st.integers(1, 19), min_size=num - 1, max_size=num - 1, unique=True)))
+    stages = []
+    for number in range(num):
+        taken = draw(st.lists(st.sampled_from("abc"[: len(sizes)]), min_size=1, max_size=3, unique=True))
+        amounts = draw(st.booleans())
+        sources = [
+            {"path": f"{name}#{draw(st.sampled_from(['7', '40%', '1.5x']))}"} if amounts
+            else {"path": name, "samples": draw(st.integers(1, 3))}
+            for name in sorted(taken)
+        ]  # fmt: skip
+        stage: dict[str, Any] = {"sources": sources, "packing_length": draw(st.sampled_from([512, LONG]))}
+        if mode != "epochs" and number < num - 1:
+            stage["until"] = ends[number] if mode == "steps" else f"{5 * ends[number]}%"
+        stages.append(stage)
+    length = {"num_train_epochs": draw(st.sampled_from([1.0, 2.5]))}
+    recipe = named(stages)
+    return reader(*sizes[: len(recipe.sources)]), recipe, {"max_steps": 20} if "steps" in mode else length
+
+
+def named(stages: list[dict[str, Any]]) -> Recipe:
+    """A recipe with the sources of all stages, also of caches that were never written."""
+    found = parse_recipe(json.dumps({"stages": stages}), "mix.yaml", MixOptions())
+    problems: list[str] = []
+    parts = [replace(stage, recipe=_with_amounts(stage.recipe, problems)) for stage in found.stages]
+    assert not problems
+    # All caches have a place, whether a stage takes them or not.
+    return with_joined_sources(replace(found, stages=tuple(parts)))
+
+
+def mixture_of(part: StagePart, epoch: int) -> np.ndarray[Any, Any]:
+    """How often an epoch draws each sample."""
+    return np.bincount(part.schedule.plan_of(epoch).packs.samples, minlength=len(part.planner.index.length))
+
+
+@settings(max_examples=12, deadline=None)
+@given(runs())
+def test_stages_follow_each_other_and_begin_with_what_was_trained_least(
+    run: tuple[Any, Recipe, dict[str, Any]],
+) -> None:
+    of, recipe, length = run
+    found = planner(of, recipe, **length).schedule(((0, 2, 1, 1),))
+    again = planner(of, recipe, **length).schedule(((0, 2, 1, 1),))
+    assert found.num_steps == again.num_steps == length.get("max_steps", found.num_steps)
+    trained = np.zeros(len(of.index.length), np.int64)
+    step = 0
+    for number, part in enumerate(found.parts):
+        assert (part.number, part.first) == (number, step)
+        assert part.stop > step
+        epoch, done = found.locate(step)
+        assert (epoch, done) == (part.epoch, 0)
+        drawn = mixture_of(part, epoch)
+        for own in part.mixture.candidates:
+            # What comes more often than another sample of its source was trained no more often than that.
+            order = np.argsort(drawn[own], kind="stable")
+            for less, more in pairwise(np.unique(drawn[own])):
+                assert trained[own][drawn[own] == more].max() <= trained[own][drawn[own] == less].min(), order
+        assert np.array_equal(np.sort(samples_of(found, step, part.stop)), np.sort(samples_of(again, step, part.stop)))
+        counts = np.bincount(samples_of(found, step, part.stop), minlength=len(trained))
+        assert np.array_equal(counts, part.trained())
+        assert found.sum_of_target_tokens(step) >= int((counts * np.maximum(of.index.length // 2, 1)).sum())
+        trained += counts
+        step = part.stop
+    assert step == found.num_steps
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    runs(), st.lists(st.tuples(st.integers(1, 9), st.sampled_from([1, 2, 4])), min_size=1, max_size=3), st.booleans()
+)
+def test_a_run_goes_on_anywhere(
+    run: tuple[Any, Recipe, dict[str, Any]], kills: list[tuple[int, int]], at_ends: bool
+) -> None:
+    """Killed after any step, or exactly where a stage ends, and resumed by any number of processes."""
+    of, recipe, length = run
+    made = planner(of, recipe, **length)
+    lengths, targets = of.index.length, made.targets
+    assignments: list[tuple[int, int, int, int]] = [(0, 2, 1, 1)]
+    schedule = made.schedule(assignments)
+    ledger, counted = begin_of(of), np.zeros(len(lengths), np.int64)
+    for ahead, world_size in kills:
+        stop = min(ledger.step + ahead, schedule.num_steps)
+        if at_ends:
+            stop = schedule.part_of(ledger.step).stop
+        counted += np.bincount(samples_of(schedule, ledger.step, stop), minlength=len(lengths))
+        ledger = ledger_after(ledger, schedule, stop, lengths, targets)
+        assert ledger.stage == schedule.stage_of(stop)
+        before = schedule
+        if stop == schedule.num_steps:
+            break
+        if world_size != assignments[-1][1]:
+            assignments.append((stop, world_size, 1, 1))
+        schedule = planner(of, recipe, **length).schedule(assignments)
+        if len(assignments) == 1:
+            assert np.array_equal(samples_of(schedule, 0, stop), samples_of(before, 0, stop))
+        epoch, _ = schedule.locate(stop)
+        assert epoch == before.locate(stop)[0]
+    total = joined_counts([source.trained for source in ledger.sources])
+    assert np.array_equal(total, counted)
+    rest = samples_of(schedule, ledger.step, schedule.num_steps)
+    counted += np.bincount(rest, minlength=len(lengths))
+    if "max_steps" in length:
+        assert schedule.num_steps == 20
+        return
+    # Other processes pack nothing anew: what a stage has to train, it trains.
+    whole = made.schedule(((0, 1, 1, 1),))
+    assert np.array_equal(counted, sum(part.trained() for part in whole.parts))
+
+
+@settings(max_examples=12, deadline=None)
+@given(runs(), st.integers(0, 25), st.booleans(), st.sampled_from([1, 2]))
+def test_the_data_change_in_any_stage(
+    run: tuple[Any, Recipe, dict[str, Any]], step: int, is_end: bool, world_size: int
+) -> None:
+    """A cache comes, or other weights: of what was trained in the epoch nothing comes again in it."""
+    of, recipe, length = run
+    made = planner(of, recipe, **length)
+    schedule = made.schedule(((0, 2, 1, 1),))
+    step = min(schedule.part_of(step).stop if is_end else step, schedule.num_steps - 1)
+    ledger = ledger_after(begin_of(of), schedule, step, of.index.length, made.targets)
+    more = replace(
+        recipe,
+        stages=tuple(
+            replace(
+                stage,
+                recipe=replace(
+                    stage.recipe, sources=tuple(replace(s, weight=s.weight and 2.0) for s in stage.recipe.sources)
+                ),
+            )
+            for stage in recipe.stages
+        ),
+    )
+    other = planner(of, more, **length)
+    mine: Assignment = (world_size, 1, 1)
+    coming = other.coming(ledger, mine)
+    changed = with_changed_data(ledger, of, coming.wanted, "", coming.max_length, coming.stage)
+    change = changed.ledger.change
+    assert change is not None
+    after = other.schedule(((step, *mine),), change)
+    assert after.stage_of(step)[0] == ledger.stage[0] or after.part_of(step).first == step
+    epoch = after.locate(step)[0]
+    if epoch == ledger.epoch:
+        trained = ledger.in_epoch()
+        drawn = np.bincount(after.plan_of(epoch).packs.samples, minlength=len(trained))
+        wanted = coming.wanted(joined_counts([source.before for source in ledger.sources]))
+        assert np.array_equal(drawn, np.maximum(wanted - trained, 0))
+    # Written down, and read, it goes on as it was planned; and once more from a later step.
+    whole = samples_of(after, step, after.num_steps)
+    later = ledger_after(changed.ledger, after, min(step + 3, after.num_steps), of.index.length, made.targets)
+    again = planner(of, more, **length).schedule(((step, *mine),), later.change)
+    assert np.array_equal(samples_of(again, step, again.num_steps), whole)
+    assert [part.stop for part in again.parts] == [part.stop for part in after.parts]
+    if "max_steps" in length:
+        assert after.num_steps == 20
+
+
+def begin_of(of: Any) -> Ledger:
+    return begin_ledger(of)

@@ -1,0 +1,75 @@
+"""Targets and limits of a recipe's sources: those of caches that were exported so, or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from packtool.cache.reader import CacheReader
+from packtool.config.recipe import Recipe, SourceRecipe
+from packtool.encode.model_files import ModelFiles
+from packtool.errors import ConfigError, MismatchError
+from packtool.train.prepare.check import check_sources
+from packtool.train.prepare.targets import choices_of_targets, planned_targets
+from tests.train.tiny import TinyWorld, export_rows
+
+
+def recipe(tiny: TinyWorld, *sources: dict[str, Any]) -> Recipe:
+    found = tuple(SourceRecipe(path=tiny.cache, **each) for each in sources)
+    return Recipe(sources=found, place="--mix mix.yaml")
+
+
+def test_planned_targets_are_those_of_each_source(tiny: TinyWorld, tmp_path: Path) -> None:
+    export_rows(tiny, tmp_path / "cache", loss_scale="last_round")
+    export_rows(tiny, tmp_path / "shards", rows_per_shard=7)
+    reader = CacheReader.open([str(tmp_path / "shards"), str(tmp_path / "cache"), tiny.cache])
+    whole, last = (reader.index.target_tokens[: reader.offsets[1]], CacheReader.open([str(tmp_path / "cache")]).index)
+    asked = recipe(tiny, {"loss_scale": "last_round"}, {"loss_scale": "last_round"}, {})
+    files = ModelFiles.load(tiny.model)
+    # The second has them already; of the third nothing is said, but perhaps by the run.
+    assert [choice is None for choice in choices_of_targets(reader, files, None, asked)] == [False, True, True]
+    assert [choice is None for choice in choices_of_targets(reader, files, "all", asked)] == [False, True, False]
+    found = planned_targets(reader, asked, None)
+    assert (last.target_tokens != whole).any()
+    assert found.tolist() == [*last.target_tokens, *last.target_tokens, *whole]
+    assert planned_targets(reader, recipe(tiny, {}, {}, {}), None) is reader.index.target_tokens
+
+
+def test_a_plan_needs_the_model_for_targets(tiny: TinyWorld) -> None:
+    reader = CacheReader.open([tiny.cache])
+    (manifest,) = reader.manifests
+    identity = dataclasses.replace(manifest.identity, spec={**manifest.identity.spec, "model": "gone"})
+    reader.manifests = (dataclasses.replace(manifest, identity=identity),)
+    asked = recipe(tiny, {"loss_scale": "last_round"})
+    with pytest.raises(ConfigError, match=r"gone is not there\nName the model with --model"):
+        planned_targets(reader, asked, None)
+    assert planned_targets(reader, asked, tiny.model).sum() < reader.index.target_tokens.sum()
+
+
+@pytest.mark.parametrize(
+    ("source", "message", "remedy"),
+    [
+        ({"loss_scale": "react"}, "react gives parts of texts other weights", "--loss-scale react"),
+        ({"loss_scale": "last_round+hermes"}, "gives parts of texts", "Leave its loss_scale in --mix mix.yaml out"),
+        ({"media_limits": {"max_pixels": 64}}, "mix.yaml: .* of at most 12544 pixels.* for 64 ", "--max-pixels 64"),
+        ({"media_limits": {"image_min_token_num": 9}}, "of at least 4096 pixels.* for 9216 ", "--min-pixels 9216"),
+        ({"media_limits": {"fps": 1.0}}, "mix.yaml: .* FPS unset there, 1.0 here", "--fps 1.0"),
+    ],
+)
+def test_what_a_cache_cannot_give_is_refused(
+    source: dict[str, Any], message: str, remedy: str, tiny: TinyWorld
+) -> None:
+    reader = CacheReader.open([tiny.cache, tiny.cache])
+    with pytest.raises(MismatchError, match=message) as caught:
+        planned_targets(reader, recipe(tiny, {}, source), None)
+    assert remedy in str(caught.value.remedy)
+
+
+def test_limits_that_a_cache_has_may_be_said_again(tiny: TinyWorld) -> None:
+    limits = {"max_pixels": 112 * 112, "image_min_token_num": 4, "fps": 2.0}  # the processor's own
+    reader, asked = CacheReader.open([tiny.cache]), recipe(tiny, {"media_limits": limits})
+    check_sources(reader, asked, ModelFiles.load(tiny.model))
+    assert planned_targets(reader, asked, None).tolist() == reader.index.target_tokens.tolist()
