@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import lru_cache
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+from tokenizers import Tokenizer
 
 from packtool import storage
+from packtool.encode import encoder
+from packtool.encode.model_files import ModelFiles
 from tests.s3_server import ENVIRONMENT, Proxy, S3Server
 
 REPOSITORY = Path(__file__).parent.parent
@@ -33,6 +39,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # Tests run side by side on few cores: threads that wait must not spin.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# How long an example takes says how busy the machine is.
+settings.register_profile("packtool", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("packtool")
 
 # Python's own collections would take a sixth of the tests' time; the fixtures below are instead of them.
 gc.disable()
@@ -59,6 +68,26 @@ def _garbage_is_collected() -> None:
 def pytest_sessionfinish() -> None:
     """Modules that count what was left over would complain."""
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _large_tokenizers_are_read_once() -> Iterator[None]:
+    """Reading one of 150,000 tokens takes a third of a second, and tests make hundreds of encoders of a few models."""
+    read = encoder._tokenizer
+
+    @lru_cache(maxsize=6)
+    def read_once(tokenizer_json: str, *_: str) -> Tokenizer:
+        return Tokenizer.from_str(tokenizer_json)
+
+    def known(files: ModelFiles) -> Tokenizer:
+        if len(files.tokenizer_json) < 1_000_000:
+            return read(files)
+        # What an encoder tells its tokenizer of control tokens comes from template and configuration.
+        return read_once(files.tokenizer_json, files.chat_template, json.dumps(files.config, sort_keys=True))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoder, "_tokenizer", known)
+        yield
 
 
 @pytest.fixture(scope="session")
