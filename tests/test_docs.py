@@ -42,7 +42,7 @@ def commands() -> list[str]:
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("docs")
     make_model(str(folder / "model"), 0)
-    make_rows(str(folder), 40, 0)
+    make_rows(str(folder), 16, 0)
     (folder / "train.json").rename(folder / "rows.json")
     tokens = {"input_ids": [[5, 6, 7, 8]] * 3, "labels": [[-100, -100, 7, 8]] * 3, "attention_mask": [[1] * 4] * 3}
     datasets.Dataset.from_dict(tokens).save_to_disk(str(folder / "tokenized"))

@@ -34,7 +34,7 @@ def videos(over_all_frames: bool) -> VideoLimits:
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     sides=st.tuples(st.integers(20, 3000), st.integers(20, 3000)),
     bounds=st.tuples(st.integers(4 * 784, 10**6), st.integers(0, 10**6)),
@@ -51,7 +51,7 @@ def test_pictures_of_other_limits_have_their_size_again(sides: tuple[int, int], 
 
 
 @pytest.mark.parametrize("over_all_frames", [True, False])
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     sides=st.tuples(st.integers(40, 1200), st.integers(40, 1200)),
     taken=st.integers(2, 9),
