@@ -218,15 +218,15 @@ def check_shared(settings: dict[str, tuple[Setting, Found]], folder: Path) -> No
     ways = [SequenceParallel.on_mesh(axes, "cpu") for axes in (Axes(2, 1, "ring"), Axes(1, 2))]
     found = {}
     for number, (name, (setting, expected)) in enumerate(settings.items()):
-        _, model, _ = setting
+        spec, model, samples = setting
         # Rings do not share layers with windows.
         parallel = ways[1 if getattr(model.config.text_config, "sliding_window", None) else number % 2]
         found[name] = check_setting(setting, expected, parallel)
         # Text alone: each looks at a blank picture, of which nothing goes anywhere.
-        bare = collate_shard(world.samples[1:2], world.spec, parallel.cut)
+        bare = collate_shard(samples[1:2], spec, parallel.cut)
         assert bare.media["pixel_values"].numel()
         assert not sum(bare.shard.routes["image"].send_counts)
-        aligner = model.get_submodule(world.spec.family.towers.aligner[0])
+        aligner = model.get_submodule(spec.family.towers.aligner[0])
         model.zero_grad()
         model(**bare.model_inputs()).logits.sum().backward()
         assert all(parameter.grad is not None for parameter in aligner.parameters())
