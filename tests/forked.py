@@ -90,18 +90,20 @@ def started_ranks(
         function: a number that it returns is the rank's exit code.
         scratch: directory for what a rank has to say when it fails.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = [_FORK.Process(target=_main, args=(rank, size, port, scratch, function, *args)) for rank in range(size)]
-    for process in processes:
-        process.start()
-    try:
-        yield processes
-    finally:
+    with socket.socket() as held:
+        # Bound until the end: else whoever connects to something would be given the port before the first rank has it.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        given = size, held.getsockname()[1], scratch, function, *args
+        processes = [_FORK.Process(target=_main, args=(rank, *given)) for rank in range(size)]
         for process in processes:
-            process.kill()
-            process.join()
+            process.start()
+        try:
+            yield processes
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
 
 
 def _main(rank: int, size: int, port: int, scratch: Path, function: Callable[..., None], *args: Any) -> None:
