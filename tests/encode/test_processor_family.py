@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from packtool.encode.encoded import EncodedSample
-from packtool.encode.families.processor import _special_tokens, _split
+from packtool.encode.families.spelling import special_tokens, split_spelling
 from packtool.errors import ConfigError
 from packtool.rows.sample import Dropped, MediaRef, Sample, Turn
 from tests.encode.conftest import encoder_for
@@ -118,6 +118,6 @@ def test_a_spelling_is_cut_into_text_and_counted_tokens() -> None:
         image_token = "<b>"
         tokenizer = Tokenizer()
 
-    special = _special_tokens(Processor())
-    assert _split("\n\n<b><x><x><x>\n", special) == ["\n\n", ("<b>", 1), ("<x>", 3), "\n"]
-    assert _split("", special) == []
+    special = special_tokens(Processor())
+    assert split_spelling("\n\n<b><x><x><x>\n", special) == ["\n\n", ("<b>", 1), ("<x>", 3), "\n"]
+    assert split_spelling("", special) == []

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from packtool.encode.families.boxes import INTERNVL_TOKENS, BoxForm
 from packtool.encode.families.qwen3_5 import FAMILY as QWEN3_5
-from packtool.encode.families.record import BY_PROCESSOR, Family, Recurrence, Towers
+from packtool.encode.families.record import BY_PROCESSOR, BY_PROCESSOR_WITH_VIDEOS, Family, Recurrence, Towers
 
 _NO_RECURRENCE = Recurrence()
 
@@ -23,17 +23,19 @@ def _family(
     aligner: tuple[str, ...] = ("model.multi_modal_projector",),
     recurrence: Recurrence = _NO_RECURRENCE,
     boxes: BoxForm | None = None,
+    videos: bool = False,
 ) -> Family:
     return Family(
         title=title,
         model_types=model_types,
-        encoding=BY_PROCESSOR,
-        kinds=("image",),
+        encoding=BY_PROCESSOR_WITH_VIDEOS if videos else BY_PROCESSOR,
+        kinds=("image", "video") if videos else ("image",),
         towers=Towers(vision=(vision,), aligner=aligner),
         positions="counted",
         processor_inputs=("pixel_values", *inputs),
         recurrence=recurrence,
         boxes=boxes,
+        videos_as_pictures=videos,
     )
 
 
@@ -43,7 +45,7 @@ _OVIS_HEAD = ("model.vision_tower.head_linear", "model.vision_tower.head_norm")
 """What makes visual words of the tower's features."""
 
 FAMILIES: tuple[Family, ...] = (
-    _family("InternVL 3, 3.5", "internvl", boxes=BoxForm("tokens", "thousandths", INTERNVL_TOKENS)),
+    _family("InternVL 3, 3.5", "internvl", boxes=BoxForm("tokens", "thousandths", INTERNVL_TOKENS), videos=True),
     _family(
         "LLaVA-OneVision (one picture in a row)",
         "llava_onevision",
