@@ -25,7 +25,7 @@ from packtool.media.video import load_video
 
 _ALL_FRAMES = {"do_sample_frames": False}
 _UNCAPPED = {"cap_pixels_per_frame": False}
-"""Of processors whose bounds the export chose."""
+"""Setting of processors that are given bounds: those that the export counted by, and no others."""
 _AS_TENSORS = {"input_data_format": "channels_first"}
 
 
@@ -42,11 +42,14 @@ def load_pixels(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, 
     if not spec.family.videos_as_pictures:
         return _of_samples(samples, spec)
     runs = [list(run) for _, run in groupby(samples, key=lambda sample: bool(sample.videos))]
-    return joined([_of_samples(run, spec) for run in runs])
+    return one_behind_other([_of_samples(run, spec) for run in runs])
 
 
-def joined(found: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """What a tower takes of some media, and of others behind them, and so on; nothing of those that have none."""
+def one_behind_other(found: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """What a tower takes of some media, and of others behind them, and so on; nothing of those that have none.
+
+    The tensors have the shapes that ``load_pixels`` or ``load_processed`` says.
+    """
     there = [media for media in found if media]
     return {name: torch.cat([media[name] for media in there]) for name in (there[0] if there else ())}
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from packtool.batch.pixels import joined
+from packtool.batch.pixels import one_behind_other
 from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedImage, EncodedSample, EncodedVideo
 from packtool.encode.families.asked_videos import video_processed
@@ -50,7 +50,7 @@ def load_processed(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[st
             "one micro-batch cannot hold",
             "Give both the same size in the processor's settings, or train caches with pictures and with videos apart.",
         )
-    return joined(media)
+    return one_behind_other(media)
 
 
 def _pictures(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:

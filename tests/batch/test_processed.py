@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import io
 import json
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -25,9 +26,11 @@ from packtool.attention.support import refuse_unsupported
 from packtool.batch.batch import TreeBatch
 from packtool.batch.collate import collate_packs, load_media
 from packtool.batch.collate_shard import collate_shard
+from packtool.batch.media_cache import MediaReads
 from packtool.batch.processed import load_processed, pictures_processed
 from packtool.batch.spec import InputSpec, auto_class
 from packtool.config.export import EncodeSpec
+from packtool.config.media_cache import MediaCacheOptions
 from packtool.config.train import TrainConfig
 from packtool.constants import BOX_MARK, NAME_MARK
 from packtool.encode.encoded import EncodedSample
@@ -36,7 +39,9 @@ from packtool.encode.families import FAMILIES
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, MediaError, UnsupportedModelError
 from packtool.plan.cost import CostModel
-from packtool.rows.sample import Dropped, MediaRef, Objects, Region, Sample, Turn
+from packtool.progress import SilentProgress
+from packtool.rows.sample import MediaRef, Objects, Region, Sample, Turn
+from packtool.train.loop.media_times import _measured
 from packtool.train.model.load import make_trainable
 from packtool.train.model.towers import towers_of
 from packtool.train.model.trace import trace_pass, traced_batch
@@ -192,46 +197,47 @@ def test_videos_as_pictures_are_what_the_model_makes_of_videos(world_of: Callabl
     assert torch.equal(batch.position_ids[1:, 0], positions[:, 0])
 
 
-@pytest.mark.parametrize("name", ["glm4v", "internvl"])
-def test_nothing_cuts_inside_a_video(world_of: Callable[[str], World], name: str) -> None:
-    world = world_of(name)
-    long = film(0, "<video> and <video>" + "word " * 30, 0, 1)
-    ((whole,),) = encode(world.directory, [long])
-    pad, kept = world.spec.pad_ids["video"], set()
-    each = [video.num_tokens for video in whole.videos]
-    for length in range(whole.length - 1, 10, -6):
-        settings = {"truncation_strategy": "left", "media_overflow": "trim", "max_length": length}
-        (found,) = encode(world.directory, [long], **settings)
-        if isinstance(found, Dropped):
-            assert found.reason == "no_target_tokens"
-            continue
-        (sample,) = found
-        assert sample.num_truncated == whole.length - sample.length
-        gone = 2 - len(sample.videos)
-        assert sample.videos == whole.videos[gone:]
-        assert int((sample.input_ids == pad).sum()) == sum(each[gone:])
-        kept.add(gone)
-    assert kept >= {0, 1}
+def test_frames_are_kept_resized(world_of: Callable[[str], World], tmp_path: Path) -> None:
+    world = world_of("glm4v")
+    kept = world.spec.keeping_media(MediaCacheOptions(media_cache=str(tmp_path), media_cache_size=10**8), "rows")
+    expected = load_media(world.samples, world.spec)
+    for hits in (3, 8):  # some of the eight are the same
+        found = load_media(world.samples, kept)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+        assert kept.media_cache is not None
+        assert kept.media_cache.taken() == MediaReads(hits, 8 - hits)
 
 
 @pytest.mark.parametrize("name", ["glm4v", "internvl"])
-def test_videos_that_are_left_out_or_have_changed_are_named(world_of: Callable[[str], World], name: str) -> None:
+def test_what_loading_takes_is_measured(world_of: Callable[[str], World], name: str) -> None:
     world = world_of(name)
-    both = dataclasses.replace(film(0, "<video><image>", 0), images=row(0, "", 1).images)
-    clip = dataclasses.replace(film(1, "<video>", 0), videos=(MediaRef(None, VIDEOS[0], clip=(0.0, 1.0)),))
-    short = dataclasses.replace(film(2, "<video>", 0), videos=(MediaRef(None, frames=(row(0, "", 1).images)),))
-    found = encode(world.directory, [both, clip, short])
-    assert [(each.reason, each.row) for each in found[:2]] == [("media_unsupported", 0), ("media_unsupported", 1)]
-    assert "pictures or videos" in found[0].detail
-    if name == "glm4v":
-        assert found[2].reason == "media_size"
-        assert "t:1 must be larger than temporal_factor:2" in found[2].detail
-    else:
-        assert found[2][0].videos[0].indices == (0,)
+    for kind, samples, num in (("videos", world.samples[-2:], 2), ("pictures", world.samples[2:5], 3)):
+        media, seconds, size, num_samples = _measured(kind, samples, world.spec, SilentProgress())
+        assert (media, num_samples) == (num, len(samples) - 1)
+        assert seconds > 0
+        assert size == sum(len(each.data) for one in samples[1:] for each in (*one.images, *one.videos))
+
+
+def test_sizes_that_no_micro_batch_holds_are_told(world_of: Callable[[str], World], tmp_path: Path) -> None:
+    world = world_of("internvl")
+    shutil.copytree(world.directory, tmp_path / "model")
+    settings = json.loads((tmp_path / "model" / "processor_config.json").read_text())
+    settings["video_processor"]["size"] = {"height": 84, "width": 84}
+    (tmp_path / "model" / "processor_config.json").write_text(json.dumps(settings))
+    other = dataclasses.replace(world.spec, model=str(tmp_path / "model"))
+    assert load_media(world.samples[-1:], other)["pixel_values"].shape[-1] == 84
+    with pytest.raises(ConfigError, match=r"unlike sizes, \[\(56, 56\), \(84, 84\)\]"):
+        load_media(world.samples, other)
+
+
+@pytest.mark.parametrize("name", ["glm4v", "internvl"])
+def test_a_video_that_has_changed_is_named(world_of: Callable[[str], World], name: str) -> None:
+    world = world_of(name)
     sample = world.samples[-2]
-    other = dataclasses.replace(sample, videos=(dataclasses.replace(sample.videos[0], data=VIDEOS[1], num_tokens=99),))
+    other = dataclasses.replace(sample.videos[0], data=VIDEOS[1], num_tokens=99)
     with pytest.raises(MediaError, match=r"row 5 of rows\.jsonl\) has changed .* it was 48x32 .* now it is 40x64"):
-        load_media([other], world.spec)
+        load_media([dataclasses.replace(sample, videos=(other,))], world.spec)
 
 
 @pytest.mark.parametrize("name", ["idefics3", "kimi_k25"])

@@ -39,7 +39,7 @@ class ProcessorFamily:
     Args:
         files: the model's settings; its directory must hold a processor.
         options: the user's limits; all must be unset, for this processor takes none of them.
-        takes_videos: its model takes a video's frames as pictures; so videos are taken if the processor takes them.
+        no_videos: why rows with videos are left out; "" if its model takes a video's frames as pictures.
 
     Raises:
         ConfigError: if the processor cannot be loaded or does not take pictures, or a limit is set.
@@ -47,7 +47,7 @@ class ProcessorFamily:
 
     limits = MediaLimits()
 
-    def __init__(self, files: ModelFiles, options: MediaOptions, *, takes_videos: bool = False) -> None:
+    def __init__(self, files: ModelFiles, options: MediaOptions, *, no_videos: str) -> None:
         refuse_options(files, options)
         self._processor = load_processor(files.directory)
         self._image_token = str(self._processor.image_token)
@@ -62,8 +62,9 @@ class ProcessorFamily:
         self.content_as_list = _takes_lists(files)
         self.placeholders: dict[str, MediaKind] = {self._image_token: "image"} if self.content_as_list else {}
         self._videos: AskedVideos | None = None
+        self._no_videos = no_videos or "the processor takes no videos, or the tokenizer has no token for them"
         self._video_tokens: tuple[str, ...] = ()
-        if takes_videos and self._pad and has_videos(self._processor):
+        if not no_videos and self._pad is not None and has_videos(self._processor):
             self._videos = AskedVideos(self._processor, self._pad)
             self._video_tokens = (str(self._processor.video_token),)
             self.placeholders |= {token: "video" for token in self._video_tokens if self.content_as_list}
@@ -82,7 +83,8 @@ class ProcessorFamily:
         if kind == "video" and self._videos is not None:
             return self._videos.measure(ref)
         if kind != "image":
-            raise MediaProblem("media_unsupported", f"{label(ref)}: of this model packtool knows pictures only")
+            told = self._no_videos if kind == "video" else "the model hears nothing"
+            raise MediaProblem("media_unsupported", f"{label(ref)}: {told}")
         refuse_own_limits(ref)
         from packtool.media.measure import measure_image  # here, because families without it need no PIL
 

@@ -7,7 +7,7 @@ from the model's own configuration.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -25,7 +25,8 @@ Positions = Literal["token_types", "sound_seconds", "counted"]
 """
 
 
-Encoding = Callable[[ModelFiles, MediaOptions], MediaEncoding]
+Encoding = partial[MediaEncoding]
+"""Makes what encodes media of a model's files (``ModelFiles``) and the user's limits (``MediaOptions``)."""
 
 
 def encoded_by(name: str, **options: Any) -> Encoding:
@@ -48,11 +49,18 @@ def _encoding(name: str, files: ModelFiles, limits: MediaOptions, **options: Any
 TEXT_ONLY = encoded_by("text.TextOnly")
 """The encoding of media by models that take none."""
 
-BY_PROCESSOR = encoded_by("processor.ProcessorFamily")
-"""The encoding of media by models whose own processor is asked."""
 
-BY_PROCESSOR_WITH_VIDEOS = encoded_by("processor.ProcessorFamily", takes_videos=True)
-"""The same, where it is asked for videos, too."""
+def by_processor(no_videos: str) -> Encoding:
+    """The encoding of media by models whose own processor is asked.
+
+    Args:
+        no_videos: why rows with videos are left out; "" where they are not.
+    """
+    return encoded_by("processor.ProcessorFamily", no_videos=no_videos)
+
+
+BY_PROCESSOR = by_processor("of this model packtool knows pictures only")
+"""The encoding of media by models of which nothing else is known."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +168,12 @@ class Family:
     @property
     def is_encoded_by_processor(self) -> bool:
         """Whether its own processor is asked what stands for a picture; else that follows from headers."""
-        return self.encoding in (BY_PROCESSOR, BY_PROCESSOR_WITH_VIDEOS)
+        return self.encoding.args == BY_PROCESSOR.args
+
+    @property
+    def no_videos(self) -> str:
+        """Why rows with videos are left out, where its own processor is asked for the pictures; else ""."""
+        return str(self.encoding.keywords.get("no_videos", ""))
 
     @property
     def shares_sequences(self) -> bool:
