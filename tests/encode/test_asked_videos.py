@@ -119,7 +119,7 @@ def test_nothing_cuts_inside_a_video(
     ((whole,),) = encoder_of(name).encode([long])  # type: ignore[misc]
     pad = encoder_of(name).media_tokens.pads["video"]
     each, gone = [video.num_tokens for video in whole.videos], set()
-    step = -(-whole.length // 9)
+    step = whole.length // 12
     for length in range(whole.length - 1, 12, -step):
         cut = encoder_for(directory_of(name), truncation_strategy="left", media_overflow="trim", max_length=length)
         (found,) = cut.encode([long])
