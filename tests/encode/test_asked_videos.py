@@ -177,8 +177,10 @@ def test_pictures_that_a_row_gives_as_a_video_are_all_frames(
 def test_a_processor_that_samples_none_gets_all_frames(realdata: Path, clips: list[MediaRef]) -> None:
     found, processor = ASKED["internvl"]
     videos = processor.video_processor
+    assert found.remarks == ()
     try:
         videos.do_sample_frames = False
+        assert "all frames of a video are taken" in found.remarks[0]
         assert found.measure(clips[0]).indices == tuple(range(30))
     finally:
         videos.do_sample_frames = True

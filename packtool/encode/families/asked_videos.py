@@ -39,6 +39,14 @@ class AskedVideos:
         self._special = special_tokens(processor)
         self._spelled = lru_cache(maxsize=_REMEMBERED)(self._ask)
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What a user should know."""
+        if self._processor.video_processor.do_sample_frames:
+            return ()
+        told = "do_sample_frames with num_frames or fps there takes fewer"
+        return (f"all frames of a video are taken, by the settings of the model's video processor: {told}",)
+
     def measure(self, ref: MediaRef) -> EncodedVideo:
         """Look at a video's header, and choose its frames.
 

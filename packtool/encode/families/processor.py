@@ -71,6 +71,7 @@ class ProcessorFamily:
         self.remarks = (
             f"{files.model_type} models are encoded through transformers' own processor, which is slower than from "
             "headers: it resizes a blank picture for each size that comes up",
+            *(self._videos.remarks if self._videos is not None else ()),
         )
 
     @property
