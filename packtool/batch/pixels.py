@@ -51,7 +51,9 @@ def one_behind_other(found: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]
     The tensors have the shapes that ``load_pixels`` or ``load_processed`` says.
     """
     there = [media for media in found if media]
-    return {name: torch.cat([media[name] for media in there]) for name in (there[0] if there else ())}
+    if len(there) < 2:  # as they are: most micro-batches, which need no copy
+        return dict(there[0]) if there else {}
+    return {name: torch.cat([media[name] for media in there]) for name in there[0]}
 
 
 def _of_samples(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:

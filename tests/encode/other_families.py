@@ -201,6 +201,7 @@ def model_of(family: str, realdata: Path, folder: Path) -> tuple[Path, Any]:
     mark = "<|begin_of_image|><|image|><|end_of_image|>" if family.startswith("glm") else mark
     video = getattr(processor, "video_token", None) or ""
     video = f"<|begin_of_video|>{video}<|end_of_video|>" if family.startswith("glm") else video
+    video += "\n" if family == "internvl" else ""
     processor.chat_template = _TEMPLATE.format(mark=mark.replace("\\n", "\n"), video=video)
     processor.save_pretrained(target)
     (target / "config.json").write_text(json.dumps(config_of(family, processor)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from transformers.video_utils import VideoMetadata
 
 from packtool.encode.encoder import Encoder
-from packtool.encode.families.asked_videos import AskedVideos
+from packtool.encode.families.asked_videos import AskedVideos, has_videos
 from packtool.media.opening import MediaProblem
 from packtool.media.video import VideoSize
 from packtool.rows.sample import Dropped, MediaRef, Sample, Turn
@@ -172,6 +174,29 @@ def test_pictures_that_a_row_gives_as_a_video_are_all_frames(
         ((sample,),) = encoder_of(name, max_length=9000).encode([row])  # type: ignore[misc]
         assert sample.videos[0].indices == (0, 1, 2, 3, 4)
         assert sample.videos[0].num_tokens % steps == 0
+
+
+def test_marks_that_the_tokenizer_does_not_call_special(
+    encoder_of: Callable[..., Encoder], directory_of: Callable[[str], Path], clips: list[MediaRef], tmp_path: Path
+) -> None:
+    other = shutil.copytree(directory_of("glm4v"), tmp_path / "model")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    for token in tokenizer["added_tokens"]:
+        token["special"] &= "_of_" not in token["content"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    named = json.loads((other / "tokenizer_config.json").read_text())
+    kept = {key: value for key, value in named.items() if "_of_" not in str(value)}
+    (other / "tokenizer_config.json").write_text(json.dumps(kept))
+    row = film("<video> and <video>", *clips)
+    ((expected,),), ((found,),) = (encoder.encode([row]) for encoder in (encoder_of("glm4v"), encoder_for(other)))
+    np.testing.assert_array_equal(found.input_ids, expected.input_ids)
+
+
+def test_a_tokenizer_without_a_token_for_videos(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, processor = ASKED["internvl"]
+    assert has_videos(processor)
+    monkeypatch.setattr(processor, "video_token", "<no such token>")
+    assert not has_videos(processor)
 
 
 def test_a_processor_that_samples_none_gets_all_frames(realdata: Path, clips: list[MediaRef]) -> None:

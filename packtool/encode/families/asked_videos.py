@@ -32,11 +32,12 @@ class AskedVideos:
     Args:
         processor: that takes videos (``has_videos``).
         pad: the token that stands for a piece of a picture, and of a frame.
+        marks: tokens that mark media, too, whether or not the tokenizer says that they are control tokens.
     """
 
-    def __init__(self, processor: Any, pad: str) -> None:
+    def __init__(self, processor: Any, pad: str, marks: Sequence[str] = ()) -> None:
         self._processor, self._pad = processor, pad
-        self._special = special_tokens(processor)
+        self._special = special_tokens(processor, marks)
         self._spelled = lru_cache(maxsize=_REMEMBERED)(self._ask)
 
     @property

@@ -53,7 +53,7 @@ class Glm4v(QwenVL):
 
     @cached_property
     def _asked(self) -> AskedVideos:
-        return AskedVideos(load_processor(self._directory), self._pads["image"])
+        return AskedVideos(load_processor(self._directory), self._pads["image"], self.control_tokens)
 
     def _video(self, ref: MediaRef) -> EncodedVideo:
         return self._asked.measure(ref)

@@ -30,10 +30,14 @@ def replacements_in(processor: Any, made: Mapping[str, Any], counts: Sequence[in
     return [[str(replaced["replacement"]) for replaced in row] for row in found]
 
 
-def special_tokens(processor: Any) -> re.Pattern[str]:
-    """Finds a processor's control tokens in what it writes."""
+def special_tokens(processor: Any, others: Sequence[str] = ()) -> re.Pattern[str]:
+    """Finds a processor's control tokens in what it writes.
+
+    Args:
+        others: that are control tokens too, whether or not its tokenizer says so.
+    """
     tokens = {token.content for token in processor.tokenizer.added_tokens_decoder.values() if token.special}
-    named = [processor.image_token, getattr(processor.tokenizer, "image_token", None)]
+    named = [processor.image_token, getattr(processor.tokenizer, "image_token", None), *others]
     tokens |= {str(token) for token in named if token}
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
 
