@@ -29,10 +29,9 @@ _WINDOW_PACKS = 4096
 """Packs of the parts that an epoch is cut into at once; each of them is then halved."""
 _PART_PACKS = 16
 """Packs of the parts that are halved no more."""
-_FEW_SAMPLES, _FEW_PACKS = 2, 10
-"""A source of which so many packs have less than so many samples counts less."""
-_STEPS_OF_ONE = 1024
-"""Vectors are whole numbers of them: sums and products are then exact, and the order the same on every machine."""
+_STEPS_OF_ONE, _MOST = 256, 4096
+"""Vectors are in whole steps, and no pack counts as having more than the most times the mean of a source: sums and
+products are then exact, and the order is the same on every machine."""
 _SLICE = 1 << 18
 _AMOUNTS = 1 << 16
 
@@ -66,7 +65,7 @@ def even_order(
     if num < 3 or vectors.shape[1] < 2:
         return seeded_order(num, seed=seed, epoch=epoch, stream=RandomStream.MIX_STEPS)
     order = seeded_order(num, seed=seed, epoch=epoch, stream=RandomStream.MIX_KINDS, falling=_kinds(vectors))
-    vectors *= _STEPS_OF_ONE * _weights(source_of, amounts, num)
+    vectors *= _STEPS_OF_ONE * np.minimum(1, _MOST / np.maximum(vectors.max(axis=0), 1))
     np.rint(vectors, out=vectors)
     num_windows = -(-num // _WINDOW_PACKS)
     num_halvings = max(0, int(np.log2(num / num_windows / _PART_PACKS)))
@@ -99,18 +98,6 @@ def _vectors(
     found /= np.maximum(mean, 1e-9).astype(np.float32)
     found -= 1
     return found
-
-
-def _weights(source_of: npt.NDArray[np.integer[Any]], amounts: npt.NDArray[np.integer[Any]], num_packs: int) -> Vectors:
-    """What each source counts, (S,): 1, or less where one sample is much of what is due of it in some packs.
-
-    Such a source is ahead or behind by half a sample at best, and must not hide what others have too much.
-    """
-    sums = np.bincount(source_of, weights=amounts)
-    squares = np.bincount(source_of, weights=np.square(amounts, dtype=np.float64))
-    few = _FEW_SAMPLES * squares / np.maximum(sums, 1e-9)
-    due = _FEW_PACKS * sums / num_packs
-    return np.asarray(due / np.maximum(np.maximum(due, few), 1e-9), np.float32)
 
 
 def _kinds(vectors: Vectors) -> npt.NDArray[np.int64]:
