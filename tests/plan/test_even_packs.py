@@ -88,10 +88,10 @@ def drawn_lengths(rng: np.random.Generator, packs_per_step: int, num_sources: in
     return found
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
-    packs_per_step=st.sampled_from([2, 4, 8]),
+    packs_per_step=st.sampled_from([4, 8]),
     num_sources=st.integers(2, 6),
     unit=st.sampled_from(["samples", "tokens"]),
 )
