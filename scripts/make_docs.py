@@ -84,12 +84,17 @@ def with_examples(page: str) -> str:
     return _EXAMPLE.sub(lambda mark: f"{mark[1]}\n```python\n{(EXAMPLES / mark[2]).read_text()}```\n", page)
 
 
-_MODELS = re.compile(r"(<!-- (models|models that are refused) -->\n).*?(?=\n\n[^|])", re.DOTALL)
+_MODELS = re.compile(r"(<!-- (models(?: that are refused| without videos)?) -->\n).*?(?=\n\n[^|])", re.DOTALL)
 
 
 def with_models(page: str) -> str:
     """A page with the tables of families behind the marks that ask for them."""
-    return _MODELS.sub(lambda mark: f"{mark[1]}\n{_models() if mark[2] == 'models' else _refused_models()}", page)
+    tables = {
+        "models": _models(),
+        "models that are refused": _refused_models(),
+        "models without videos": _models_without_videos(),
+    }
+    return _MODELS.sub(lambda mark: f"{mark[1]}\n{tables[mark[2]]}", page)
 
 
 def _models() -> str:
@@ -101,6 +106,16 @@ def _models() -> str:
 def _refused_models() -> str:
     rows = [f"| {' '.join(f'`{name}`' for name in family.model_types)} | {family.refused} |" for family in REFUSED]
     return "\n".join(["| `model_type` | why it is not trained |", "| --- | --- |", *rows])
+
+
+def _models_without_videos() -> str:
+    """The families that a processor encodes for, by the reason why rows with videos are left out."""
+    titles: dict[str, list[str]] = {}
+    for family in FAMILIES:
+        if family.no_videos:
+            titles.setdefault(family.no_videos, []).append(family.title)
+    rows = [f"| {', '.join(named)} | {reason} |" for reason, named in titles.items()]
+    return "\n".join(["| models | why rows with videos are dropped |", "| --- | --- |", *rows])
 
 
 def _model_cells(family: Family) -> list[str]:

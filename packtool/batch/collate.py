@@ -229,9 +229,10 @@ def check_pads(samples: Sequence[EncodedSample], spec: InputSpec) -> None:
             "video": sum(video.num_tokens for video in sample.videos),
             "audio": sum(audio.num_tokens for audio in (*sample.audios, *tracks)),
         }
-        for kind, wanted in needed.items():
+        for kind in needed:
             pad = spec.pad_ids.get(kind)
             found = int(np.count_nonzero(sample.input_ids == pad)) if pad is not None else 0
+            wanted = sum(number for other, number in needed.items() if spec.pad_ids.get(other) == pad)
             if found != wanted:
                 raise DataError(
                     f"row {sample.row} of {sample.source}: {found} {kind} tokens for media that need {wanted}",

@@ -168,14 +168,15 @@ def _share_media(
     inputs = load_media(with_own_media(documents, placed, spec, cut), spec)
     input_ids = np.concatenate([document.input_ids for document in documents])
     routes: dict[str, FeatureRoute] = {}
-    brought = {kind for _, kind, *_ in media}
+    taken_as = [spec.family.taken_as(kind) for _, kind, *_ in media]
+    brought = set(taken_as)
     if "vision" in towers and not brought & {"image", "video"}:
         brought.add("image")
     if "sound" in towers:
         brought.add("audio")
     for kind in [kind for kind in spec.family.kinds if kind in brought]:
-        tokens = [medium.num_tokens for _, other, _, medium in media if other == kind]
-        its_owners = [owner for (_, other, *_), owner in zip(media, owners.tolist(), strict=True) if other == kind]
+        tokens = [medium.num_tokens for (*_, medium), other in zip(media, taken_as, strict=True) if other == kind]
+        its_owners = [owner for owner, other in zip(owners.tolist(), taken_as, strict=True) if other == kind]
         positions = np.flatnonzero(input_ids == spec.pad_ids[kind])
         of_tokens = np.repeat(np.array(its_owners, np.int64), tokens)
         routes[kind] = route_features(positions, of_tokens, assigned, cut.rank, cut.size)

@@ -6,8 +6,9 @@ second one is the processor's too, and so are the numbers that come out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -22,7 +23,9 @@ from packtool.errors import MediaError
 from packtool.media.load import load_image
 from packtool.media.video import load_video
 
-_ALL_FRAMES = {"do_sample_frames": False, "cap_pixels_per_frame": False}
+_ALL_FRAMES = {"do_sample_frames": False}
+_UNCAPPED = {"cap_pixels_per_frame": False}
+"""Setting of processors that are given bounds: those that the export counted by, and no others."""
 _AS_TENSORS = {"input_data_format": "channels_first"}
 
 
@@ -36,6 +39,24 @@ def load_pixels(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, 
     Raises:
         MediaError: naming a file that cannot be read, or whose size is no longer the one that was exported.
     """
+    if not spec.family.videos_as_pictures:
+        return _of_samples(samples, spec)
+    runs = [list(run) for _, run in groupby(samples, key=lambda sample: bool(sample.videos))]
+    return one_behind_other([_of_samples(run, spec) for run in runs])
+
+
+def one_behind_other(found: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """What a tower takes of some media, and of others behind them, and so on; nothing of those that have none.
+
+    The tensors have the shapes that ``load_pixels`` or ``load_processed`` says.
+    """
+    there = [media for media in found if media]
+    if len(there) < 2:  # as they are: most micro-batches, which need no copy
+        return dict(there[0]) if there else {}
+    return {name: torch.cat([media[name] for media in there]) for name in there[0]}
+
+
+def _of_samples(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
     images = [(image, sample) for sample in samples for image in sample.images]
     videos = [(video, sample) for sample in samples for video in sample.videos]
     return (_pictures(images, spec) if images else {}) | (_videos(videos, spec) if videos else {})
@@ -104,7 +125,11 @@ def _of_bounds(
 def _videos(videos: Sequence[tuple[EncodedVideo, EncodedSample]], spec: InputSpec) -> dict[str, Tensor]:
     # One at a time: a processor would stack videos of one size, and each has bounds of its own.
     made = [_video(video, sample, spec) for video, sample in videos]
-    return {name: torch.cat([each[name] for each in made]) for name in spec.family.visual_inputs["video"]}
+    pixels, grids = (torch.cat([each[name] for each in made]) for name in spec.family.video_inputs)
+    if spec.family.videos_as_pictures:
+        grids = torch.tensor([grid for video, _ in videos for grid in video.frame_grids])
+        return dict(zip(spec.family.image_inputs, (pixels, grids), strict=True))
+    return dict(zip(spec.family.video_inputs, (pixels, grids), strict=True))
 
 
 def _video(video: EncodedVideo, sample: EncodedSample, spec: InputSpec) -> dict[str, Tensor]:
@@ -118,19 +143,20 @@ def _video(video: EncodedVideo, sample: EncodedSample, spec: InputSpec) -> dict[
     return made
 
 
-def _decoded_video(video: EncodedVideo, sample: EncodedSample, spec: InputSpec, **settings: bool) -> dict[str, Tensor]:
+def _decoded_video(video: EncodedVideo, sample: EncodedSample, spec: InputSpec, **settings: Any) -> dict[str, Tensor]:
     """Patches and grid of a video, read and decoded; as ``_decoded_pictures``."""
-    assert spec.limits.video is not None, "a sample with videos for a model without limits"
     frames = load_video(video.path, video.data, video.frames, video.indices, spec.media_rights)
-    least, most = video_bounds(video.height, video.width, len(frames), video.grid, spec.limits.video)
+    if not spec.family.keeps_bounds:
+        assert spec.limits.video is not None, "a sample with videos for a model without limits"
+        least, most = video_bounds(video.height, video.width, len(frames), video.grid, spec.limits.video)
+        settings |= {"size": {"shortest_edge": least, "longest_edge": most}, **_UNCAPPED}
     made: dict[str, Tensor] = _video_processor(spec.model)(
         videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)],
-        size={"shortest_edge": least, "longest_edge": most},
         return_tensors="pt",
         **_ALL_FRAMES,
         **settings,
     )
-    grid = tuple(made[spec.family.visual_inputs["video"][1]][0].tolist())
+    grid = tuple(made[spec.family.video_inputs[1]][0].tolist())
     if grid != video.grid:
         height, width = frames.shape[1:3]
         raise _changed(video, sample, f"{width}x{height} pixels in {grid}")

@@ -41,16 +41,18 @@ def sample_positions(sample: EncodedSample, spec: InputSpec) -> npt.NDArray[Any]
     if not spec.has_mrope or (not sample.images and not sample.videos):
         return np.broadcast_to(text, (NUM_POSITION_ROWS, sample.length))
     input_ids = torch.from_numpy(sample.input_ids.astype(np.int64)).unsqueeze(0)
-    media: dict[MediaKind, Any] = {"image": sample.images, "video": sample.videos}
-    grids = {
-        places: torch.tensor([medium.grid for medium in media[kind]]) if media[kind] else None
-        for kind, (_, places) in spec.family.visual_inputs.items()
-    }
+    own: dict[MediaKind, list[tuple[int, ...]]] = {"image": [image.grid for image in sample.images]}
+    if spec.family.videos_as_pictures:
+        own["image"] += [grid for video in sample.videos for grid in video.frame_grids]
+    else:
+        own["video"] = [video.grid for video in sample.videos]
+    inputs = spec.family.visual_inputs
+    grids = {places: torch.tensor(own[kind]) if own[kind] else None for kind, (_, places) in inputs.items()}
     find = spec.rope_index
     if spec.family.positions == "sound_seconds":
         rope, _ = find(input_ids=input_ids, **grids, **_omni_settings(sample, input_ids, spec))
     else:
-        pads = [(spec.pad_ids[kind], number) for kind, number in TOKEN_TYPES.items() if kind in spec.pad_ids]
+        pads = [(spec.pad_ids[kind], number) for kind, number in TOKEN_TYPES.items() if kind in inputs]
         types = sum(torch.eq(input_ids, pad).int() * number for pad, number in pads)
         seconds = torch.tensor([video.seconds_per_grid for video in sample.videos])
         rope, _ = find(input_ids=input_ids, mm_token_type_ids=types, second_per_grid_ts=seconds, **grids)

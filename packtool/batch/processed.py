@@ -9,16 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from packtool.batch.pixels import one_behind_other
 from packtool.batch.spec import InputSpec
-from packtool.encode.encoded import EncodedImage, EncodedSample
+from packtool.encode.encoded import EncodedImage, EncodedSample, EncodedVideo
+from packtool.encode.families.asked_videos import video_processed
 from packtool.encode.families.processor import load_processor, processed
-from packtool.errors import MediaError
+from packtool.errors import ConfigError, MediaError
 from packtool.media.load import load_image
+from packtool.media.video import load_video
 
 _BLANK_SIDE = 32
 _SIDES = (1024, 512, 256, 128, _BLANK_SIDE)
@@ -26,7 +31,7 @@ _processor = lru_cache(maxsize=4)(load_processor)
 
 
 def load_processed(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
-    """What the model takes of all pictures of some samples, by its names (``Family.processor_inputs``).
+    """What the model takes of all pictures and videos of some samples, by its names (``Family.processor_inputs``).
 
     Returns:
         ``pixel_values``, whose shape is the family's own ((tiles, C, H, W), (pictures, tiles, C, H, W), ...), and what
@@ -35,6 +40,21 @@ def load_processed(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[st
     Raises:
         MediaError: naming a file that cannot be read, or whose size is no longer the one that was exported.
     """
+    runs = [list(run) for _, run in groupby(samples, key=lambda sample: bool(sample.videos))]
+    found = [_frames(run, spec) if run[0].videos else [_pictures(run, spec)] for run in runs]
+    media = [each for run in found for each in run if each]
+    sides = {tuple(each["pixel_values"].shape[-2:]) for each in media}
+    if len(sides) > 1 and any(sample.videos for sample in samples):
+        raise ConfigError(
+            f"{spec.model}: its processor makes pictures and frames of videos of unlike sizes, {sorted(sides)}, which "
+            "one micro-batch cannot hold",
+            "Give both the same size in the processor's settings, or train caches with pictures and with videos apart.",
+        )
+    return one_behind_other(media)
+
+
+def _pictures(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
+    """What the model takes of the pictures of some samples; nothing if there is none."""
     images = [(image, sample) for sample in samples for image in sample.images]
     if not images:
         return {}
@@ -44,6 +64,22 @@ def load_processed(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[st
         if count != image.num_tokens:
             raise _changed(image, sample, f"{picture.size[0]}x{picture.size[1]} pixels in {count} tokens")
     return made
+
+
+def _frames(samples: Sequence[EncodedSample], spec: InputSpec) -> list[dict[str, Tensor]]:
+    """What the model takes of each video of some samples, in the form of pictures."""
+    processor = _processor(spec.model)
+    pad = str(processor.tokenizer.convert_ids_to_tokens(spec.pad_ids["video"]))
+    found = []
+    for video, sample in [(video, of) for of in samples for video in of.videos]:
+        frames = load_video(video.path, video.data, video.frames, video.indices, spec.media_rights)
+        pixels = torch.from_numpy(frames).permute(0, 3, 1, 2)
+        spelled, made = video_processed(processor, pixels, video.num_frames, video.fps, video.indices)
+        if spelled.count(pad) != video.num_tokens:
+            height, width = frames.shape[1:3]
+            raise _changed(video, sample, f"{width}x{height} pixels in {spelled.count(pad)} tokens")
+        found.append({name: made[name] for name in spec.family.processor_inputs if name in made})
+    return found
 
 
 def blank_picture_processed(spec: InputSpec) -> tuple[int, dict[str, Tensor]]:
@@ -79,10 +115,11 @@ def _looked_at(pictures: Sequence[Any], spec: InputSpec) -> tuple[list[int], dic
     return [text.count(pad) for (text,) in spelled], inputs
 
 
-def _changed(image: EncodedImage, sample: EncodedSample, now: str) -> MediaError:
-    name = image.path if image.path is not None else f"a picture of {len(image.data or b'')} bytes"
+def _changed(medium: EncodedImage | EncodedVideo, sample: EncodedSample, now: str) -> MediaError:
+    kind = "picture" if isinstance(medium, EncodedImage) else "video"
+    name = medium.path if medium.path is not None else f"a {kind} of {len(medium.data or b'')} bytes"
     return MediaError(
         f"{name} (row {sample.row} of {sample.source}) has changed since the export: it was "
-        f"{image.width}x{image.height} pixels in {image.num_tokens} tokens, now it is {now}",
+        f"{medium.width}x{medium.height} pixels in {medium.num_tokens} tokens, now it is {now}",
         "Put the file back, or run packtool export again with --overwrite.",
     )

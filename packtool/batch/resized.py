@@ -40,7 +40,8 @@ def resized(
     kept = cache.read(key, is_read_again=sample.is_read_again)
     if kept is not None:
         return torch.from_numpy(kept)
-    patches = decoded()[spec.family.visual_inputs[_kind(medium)][0]]
+    family = spec.family
+    patches = decoded()[(family.image_inputs if isinstance(medium, EncodedImage) else family.video_inputs)[0]]
     frames = _frames(patches, medium, processor)
     # Nobody may have changed it between the two looks.
     if key is not None and key == _key(medium, spec, processor):

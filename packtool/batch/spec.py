@@ -27,7 +27,7 @@ from packtool.config.adapters import LearningOptions
 from packtool.config.media_cache import MediaCacheOptions
 from packtool.config.rows import AccessOptions
 from packtool.config.train import LossReduction
-from packtool.encode.families import FAMILIES, Family, MediaKind, MediaLimits, family_of, is_multimodal, pad_ids_of
+from packtool.encode.families import FAMILIES, Family, MediaKind, MediaLimits, family_of, is_multimodal
 from packtool.encode.placed_media import MediaTokens
 from packtool.errors import ConfigError
 from packtool.plan.cost import CostModel
@@ -131,12 +131,12 @@ class InputSpec:
     @cached_property
     def pad_ids(self) -> dict[MediaKind, int]:
         """The token that stands for a piece of a medium, by kind."""
-        named = pad_ids_of(self.config.to_dict())
+        named = self.family.pads_in(self.config.to_dict())
         if missing := [kind for kind in self.family.kinds if kind not in named]:
             raise ConfigError(
                 f"config.json names no {missing[0]}_token_id", "Take config.json from the model's own repository."
             )
-        return {kind: named[kind] for kind in self.family.kinds}
+        return named
 
     @cached_property
     def media_tokens(self) -> MediaTokens:

@@ -66,7 +66,8 @@ def tower_inputs(
     if spec.family.processor_inputs and not (shared and media):
         return {}
     flat = input_ids.flatten()
-    positions: dict[str, Tensor] = {kind: (flat == token).nonzero().squeeze(1) for kind, token in spec.pad_ids.items()}
+    pads = {kind: token for kind, token in spec.pad_ids.items() if spec.family.taken_as(kind) == kind}
+    positions: dict[str, Tensor] = {kind: (flat == token).nonzero().squeeze(1) for kind, token in pads.items()}
     if spec.family.processor_inputs:
         return {"vision": TowerInputs({}, positions)}
     found: dict[Tower, TowerInputs] = {}

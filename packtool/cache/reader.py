@@ -383,12 +383,13 @@ def check_sizes(root: str, manifest: Manifest, split: str) -> None:
 
 def _check_alike(first_root: str, first: Manifest, root: str, manifest: Manifest) -> None:
     a, b = first.identity, manifest.identity
-    pairs = {
+    pairs: dict[str, tuple[Any, Any]] = {
         "model type": (a.model_type, b.model_type),
         "tokenizer": (a.tokenizer_hash, b.tokenizer_hash),
         "chat template": (a.template_hash, b.template_hash),
-        "patches and sampling rate": (a.media_limits.unbounded, b.media_limits.unbounded),
     }
+    ours, others = a.media_limits.without_bounds, b.media_limits.without_bounds
+    pairs |= {name: (ours.get(name), others.get(name)) for name in ours | others}
     different = [f"  - {name}: {there} and {here}" for name, (there, here) in pairs.items() if there != here]
     if different:
         lines = "\n".join(different)

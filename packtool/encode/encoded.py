@@ -82,6 +82,11 @@ class EncodedVideo:
     num_tokens: int
     audio: EncodedAudio | None = None
 
+    @property
+    def frame_grids(self) -> list[tuple[int, ...]]:
+        """Its grid as those of pictures, one for each step in time."""
+        return [(1, *self.grid[1:])] * self.grid[0] if self.grid else []
+
 
 @dataclass(frozen=True, eq=False)
 class EncodedSample:

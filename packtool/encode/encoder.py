@@ -22,7 +22,7 @@ from packtool.encode.loss_scale import LossScale, Weights, is_hybrid_thinking, l
 from packtool.encode.messages import CannotRender, message_of, strings_of
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.pieces import PieceTokenizer
-from packtool.encode.placed_media import MediaTokens
+from packtool.encode.placed_media import MediaTokens, refuse_mixed
 from packtool.encode.prepared import PreparedRows
 from packtool.encode.remarks import remarks_on
 from packtool.encode.row_parts import RowParts, expansion_of, joined
@@ -176,6 +176,7 @@ class Encoder:
         Raises:
             MediaProblem: if one cannot be used.
         """
+        refuse_mixed(sample, self.media_tokens)
         return {kind: [self._measure(kind, ref) for ref in refs] for kind, refs in _refs_of(sample).items()}
 
     def _render(self, sample: Sample) -> _Rendered | Dropped:

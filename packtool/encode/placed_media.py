@@ -10,7 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
-from packtool.encode.families import MediaKind, family_of, pad_ids_of, thinker_of
+from packtool.encode.families import MediaKind, family_of, thinker_of
+from packtool.media.opening import MediaProblem
+from packtool.rows.sample import Sample
 
 Sound = tuple[EncodedAudio, str | None, bytes | None]
 """A sound, and the path or the bytes of the file that it lies in."""
@@ -32,9 +34,20 @@ class MediaTokens:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> MediaTokens:
         """Those that a ``config.json`` names, of the kinds that its model can be trained on."""
-        family, named, settings = family_of(config), pad_ids_of(config), thinker_of(config)
+        family, settings = family_of(config), thinker_of(config)
         openings = (settings.get(marks[0]) for marks in (family.image_marks, family.sound_marks))
-        return cls({kind: named[kind] for kind in family.kinds if kind in named}, *openings)
+        return cls(family.pads_in(config), *openings)
+
+
+def refuse_mixed(sample: Sample, tokens: MediaTokens) -> None:
+    """Raise if a row has pictures and videos for which the same token stands: their order could not be told again.
+
+    Raises:
+        MediaProblem: saying so.
+    """
+    if sample.images and sample.videos and tokens.pads.get("image") == tokens.pads.get("video", -1):
+        told = "this model takes a video's frames as pictures: a row may have pictures or videos, and this one has both"
+        raise MediaProblem("media_unsupported", told)
 
 
 @dataclass(frozen=True)

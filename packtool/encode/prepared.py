@@ -85,7 +85,8 @@ class PreparedRows:
         for kind in _KINDS:
             pad = self._tokens.pads.get(kind)
             count = 0 if pad is None else int((ids == pad).sum())
-            needed = [medium.num_tokens for medium in media[kind]]
+            alike = [other for other in _KINDS if self._tokens.pads.get(other) == pad]
+            needed = [medium.num_tokens for other in (alike if pad is not None else [kind]) for medium in media[other]]
             if kind == "audio":
                 needed = [*needed, *(video.audio.num_tokens for video in sample.videos if video.audio is not None)]
             if pad is None and needed:

@@ -12,6 +12,8 @@ shown before it (the leading pictures of an open group). Packets are counted in 
 has one (mp4, mov); Matroska and WebM are read once without decoding, also to know how many frames of H.264 they have.
 Times are not asked, so frames may be as unevenly spaced as they like.
 
+Of H.264, what no other frame is decoded from (most B-frames) is left out on the way to a frame, too.
+
 That each packet is one frame is not taken on trust: wherever decoding goes, the frames have to be those of the packets,
 one by one. Where they are not, and for other formats, ``Unnumbered`` says that only decoding from the beginning tells.
 """
@@ -68,10 +70,12 @@ class _Run:
     Args:
         start: number of the first.
         frames: (number, frame), ascending.
+        needed: number of the frame that is to come; of those well before it, only what others are decoded from comes.
     """
 
     start: int
-    frames: Iterator[tuple[int, Any]]
+    frames: Iterator[tuple[int, Any]] = iter(())
+    needed: int = 0
 
 
 def needed_frames(container: Any, stream: Any, numbers: Sequence[int]) -> Iterator[tuple[int, Any]]:
@@ -96,6 +100,7 @@ def needed_frames(container: Any, stream: Any, numbers: Sequence[int]) -> Iterat
         place = bisect_right(keys.numbers, number) - 1
         if keys.numbers[place] - position >= LEAST_SKIPPED:
             run = _run_before(container, stream, keys, place, number)
+        run.needed = number
         for found, frame in run.frames:
             position = found + 1
             if found == number:
@@ -226,21 +231,56 @@ def _run(container: Any, stream: Any, keys: _Keyframes) -> _Run:
         raise Unnumbered
     leading = sum(1 for packet in ahead if _is_shown(packet) and packet.pts < first.pts)
     start = keys.at[first.pos] + leading
-    return _Run(start, _frames(chain(ahead, packets), first.pts, start))
+    run = _Run(start)
+    run.frames = _frames(chain(ahead, packets), first.pts, run, _length_prefix(stream))
+    return run
 
 
-def _frames(packets: Iterable[Any], first: int, number: int) -> Iterator[tuple[int, Any]]:
-    awaited: list[int] = []
-    for packet in packets:
+def _frames(packets: Iterable[Any], first: int, run: _Run, prefix: int) -> Iterator[tuple[int, Any]]:
+    """(number, frame) of packets that begin at a keyframe.
+
+    Args:
+        first: time of the first frame that counts.
+        run: says which frame is needed; asked again and again.
+        prefix: see ``_length_prefix``.
+    """
+    number = run.start
+    awaited: list[tuple[int, bool]] = []
+    for place, packet in enumerate(packets):
+        # Neither decoded nor waited for. The frame that is needed is in none of the packets well before its place.
+        is_left_out = place < run.needed - run.start - _MOST_REORDERED and _is_leaf(packet, prefix)
         if _is_shown(packet) and packet.pts >= first:
-            heappush(awaited, packet.pts)
-        for frame in packet.decode():
+            heappush(awaited, (packet.pts, is_left_out))
+        for frame in () if is_left_out else packet.decode():
             if frame.pts is not None and frame.pts < first:
                 continue
-            if not awaited or frame.pts != heappop(awaited) or frame.is_corrupt:
+            while awaited and awaited[0][1]:
+                heappop(awaited)
+                number += 1
+            if not awaited or frame.pts != heappop(awaited)[0] or frame.is_corrupt:
                 raise Unnumbered
             yield number, frame
             number += 1
+
+
+def _length_prefix(stream: Any) -> int:
+    """Bytes of the length before each unit in a packet of H.264 (ISO/IEC 14496-15, avcC); 0 where there is none."""
+    extra = stream.codec_context.extradata or b""
+    is_known = stream.codec_context.codec.canonical_name == "h264" and len(extra) > 4 and extra[0] == 1
+    return (extra[4] & 3) + 1 if is_known else 0
+
+
+def _is_leaf(packet: Any, prefix: int) -> bool:
+    """Whether no other frame is decoded from that of a packet of H.264: its slices say so (nal_ref_idc is 0)."""
+    data, at, found = bytes(packet), 0, False
+    while 0 < prefix < len(data) - at:
+        unit = data[at + prefix]
+        if 1 <= unit & 31 <= 5:
+            if unit >> 5 & 3:
+                return False
+            found = True
+        at += prefix + int.from_bytes(data[at : at + prefix], "big")
+    return found
 
 
 def _is_shown(packet: Any) -> bool:

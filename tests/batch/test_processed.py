@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import io
 import json
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -25,9 +26,11 @@ from packtool.attention.support import refuse_unsupported
 from packtool.batch.batch import TreeBatch
 from packtool.batch.collate import collate_packs, load_media
 from packtool.batch.collate_shard import collate_shard
+from packtool.batch.media_cache import MediaReads
 from packtool.batch.processed import load_processed, pictures_processed
 from packtool.batch.spec import InputSpec, auto_class
 from packtool.config.export import EncodeSpec
+from packtool.config.media_cache import MediaCacheOptions
 from packtool.config.train import TrainConfig
 from packtool.constants import BOX_MARK, NAME_MARK
 from packtool.encode.encoded import EncodedSample
@@ -36,7 +39,9 @@ from packtool.encode.families import FAMILIES
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, MediaError, UnsupportedModelError
 from packtool.plan.cost import CostModel
+from packtool.progress import SilentProgress
 from packtool.rows.sample import MediaRef, Objects, Region, Sample, Turn
+from packtool.train.loop.media_times import _measured
 from packtool.train.model.load import make_trainable
 from packtool.train.model.towers import towers_of
 from packtool.train.model.trace import trace_pass, traced_batch
@@ -46,12 +51,21 @@ from packtool.train.verify.pack_under_test import PackUnderTest
 from tests.attention.parallel.shared_model import check_setting
 from tests.encode.other_families import model_of, tokens_of
 from tests.forked import run_ranks
+from tests.media.clips import write_clip
 from tests.train.model.measured import computed_bytes, made
 
-TRAINED = [name for family in FAMILIES if family.kinds == ("image",) for name in family.model_types]
+TRAINED = [
+    name
+    for family in FAMILIES
+    if family.kinds == ("image",) or family.videos_as_pictures
+    for name in family.model_types
+]
+WITH_VIDEOS = [name for family in FAMILIES if family.videos_as_pictures for name in family.model_types]
 TRAINED += ["pixtral"]  # LLaVA with another tower and processor
 PICTURES: list[bytes] = []
 """Photographs, made small."""
+VIDEOS: list[bytes] = []
+"""Clips of unlike sizes and lengths."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +97,13 @@ def row(number: int, question: str, *pictures: int) -> Sample:
 def rows_for(name: str) -> list[Sample]:
     found = [row(0, "<image>What?", 0), row(1, "text"), row(2, "<image>", 1), row(3, "Is <image> it?", 2)]
     # Its processor makes one picture of a row larger than each of two, which export refuses.
-    return found if name == "llava_onevision" else [*found, row(4, "<image> or <image>?", 2, 0)]
+    found += [] if name == "llava_onevision" else [row(4, "<image> or <image>?", 2, 0)]
+    return [*found, film(5, "<video>What?", 0), film(6, "Is <video> <video>?", 1, 0)] if name in WITH_VIDEOS else found
+
+
+def film(number: int, question: str, *videos: int) -> Sample:
+    media = tuple(MediaRef(None, VIDEOS[each]) for each in videos)
+    return dataclasses.replace(row(number, question), videos=media)
 
 
 def encode(directory: Path, rows: list[Sample], **settings: Any) -> list[Any]:
@@ -92,11 +112,14 @@ def encode(directory: Path, rows: list[Sample], **settings: Any) -> list[Any]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def photographs(realdata: Path) -> None:
+def media(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     for number, size in enumerate([(100, 60), (70, 150), (30, 30)]):
         with Image.open(realdata / "raw/llama-factory/data/mllm_demo_data" / f"{number + 1}.jpg") as image:
             image.convert("RGB").resize(size).save(file := io.BytesIO(), "PNG")
         PICTURES.append(file.getvalue())
+    for number, size in enumerate([(32, 48), (64, 40)]):
+        clip = write_clip(tmp_path_factory.mktemp("clips") / "a.mp4", size=size, num_frames=30 + 21 * number)
+        VIDEOS.append(clip.read_bytes())
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +145,10 @@ def test_tokens_and_pixels_are_the_processors(world_of: Callable[[str], World], 
         expected = tokens_of(world.processor, given)
         np.testing.assert_array_equal(sample.input_ids, expected.pop("input_ids")[0])
         made = load_media([sample], world.spec)
+        if "video_grid_thw" in expected:  # the same patches, and each step in time is a picture
+            steps = [[1, *sides] for times, *sides in expected["video_grid_thw"].tolist() for _ in range(times)]
+            expected["image_grid_thw"] = torch.tensor(steps)
+            expected["pixel_values"] = expected["pixel_values_videos"]
         names = world.spec.family.processor_inputs or world.spec.family.image_inputs
         assert set(made) == {key for key in expected if key in names}
         for key, tensor in made.items():
@@ -149,6 +176,68 @@ def test_packed_equals_alone(world_of: Callable[[str], World], name: str) -> Non
         logits = model(**blank.model_inputs()).logits[0, : blank.lengths[0]]
         bare = collate_packs(world.samples[1:2], world.spec, frozenset())
         torch.testing.assert_close(model(**bare.model_inputs()).logits[0], logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_VIDEOS if name.startswith("glm")])
+def test_videos_as_pictures_are_what_the_model_makes_of_videos(world_of: Callable[[str], World], name: str) -> None:
+    """Its own forward of its own processor's videos: the same positions, and the same logits."""
+    world = world_of(name)
+    model = world.model()
+    own = tokens_of(world.processor, rows_for(name)[-1])
+    kinds = torch.tensor(own.pop("mm_token_type_ids"))
+    given = {key: torch.as_tensor(value) for key, value in own.items()}
+    del given["attention_mask"]
+    assert len(given["video_grid_thw"]) == 2
+    with torch.no_grad():
+        expected = model(**given, mm_token_type_ids=kinds).logits[0]
+        set_attention(model)
+        batch = collate_packs(world.samples[-1:], world.spec)
+        torch.testing.assert_close(model(**batch.model_inputs()).logits[0], expected, rtol=0, atol=1e-5)
+    positions, _ = model.model.get_rope_index(given["input_ids"], kinds, video_grid_thw=given["video_grid_thw"])
+    assert torch.equal(batch.position_ids[1:, 0], positions[:, 0])
+
+
+def test_frames_are_kept_resized(world_of: Callable[[str], World], tmp_path: Path) -> None:
+    world = world_of("glm4v")
+    kept = world.spec.keeping_media(MediaCacheOptions(media_cache=str(tmp_path), media_cache_size=10**8), "rows")
+    expected = load_media(world.samples, world.spec)
+    for hits in (3, 8):  # some of the eight are the same
+        found = load_media(world.samples, kept)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+        assert kept.media_cache is not None
+        assert kept.media_cache.taken() == MediaReads(hits, 8 - hits)
+
+
+@pytest.mark.parametrize("name", ["glm4v", "internvl"])
+def test_what_loading_takes_is_measured(world_of: Callable[[str], World], name: str) -> None:
+    world = world_of(name)
+    for kind, samples, num in (("videos", world.samples[-2:], 2), ("pictures", world.samples[2:5], 3)):
+        media, seconds, size, num_samples = _measured(kind, samples, world.spec, SilentProgress())
+        assert (media, num_samples) == (num, len(samples) - 1)
+        assert seconds > 0
+        assert size == sum(len(each.data) for one in samples[1:] for each in (*one.images, *one.videos))
+
+
+def test_sizes_that_no_micro_batch_holds_are_told(world_of: Callable[[str], World], tmp_path: Path) -> None:
+    world = world_of("internvl")
+    shutil.copytree(world.directory, tmp_path / "model")
+    settings = json.loads((tmp_path / "model" / "processor_config.json").read_text())
+    settings["video_processor"]["size"] = {"height": 84, "width": 84}
+    (tmp_path / "model" / "processor_config.json").write_text(json.dumps(settings))
+    other = dataclasses.replace(world.spec, model=str(tmp_path / "model"))
+    assert load_media(world.samples[-1:], other)["pixel_values"].shape[-1] == 84
+    with pytest.raises(ConfigError, match=r"unlike sizes, \[\(56, 56\), \(84, 84\)\]"):
+        load_media(world.samples, other)
+
+
+@pytest.mark.parametrize("name", ["glm4v", "internvl"])
+def test_a_video_that_has_changed_is_named(world_of: Callable[[str], World], name: str) -> None:
+    world = world_of(name)
+    sample = world.samples[-2]
+    other = dataclasses.replace(sample.videos[0], data=VIDEOS[1], num_tokens=99)
+    with pytest.raises(MediaError, match=r"row 5 of rows\.jsonl\) has changed .* it was 48x32 .* now it is 40x64"):
+        load_media([dataclasses.replace(sample, videos=(other,))], world.spec)
 
 
 @pytest.mark.parametrize("name", ["idefics3", "kimi_k25"])

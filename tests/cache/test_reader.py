@@ -63,8 +63,14 @@ def test_caches_of_other_settings_do_not_join(run_export: Export, tmp_path: Path
     shutil.copytree(model, other)
     (other / "chat_template.jinja").write_text((model / "chat_template.jinja").read_text() + "{# other #}")
     run_export("c", model=str(other))
-    with pytest.raises(MismatchError, match="chat template"):
+    with pytest.raises(MismatchError, match="chat template") as caught:
         CacheReader.open([str(tmp_path / "a"), str(tmp_path / "c")])
+    assert str(caught.value).count("\n  - ") == 1, "only what differs is named"
+    settings = json.loads((other / "preprocessor_config.json").read_text())
+    (other / "preprocessor_config.json").write_text(json.dumps(settings | {"patch_size": 2 * settings["patch_size"]}))
+    run_export("d", model=str(other))
+    with pytest.raises(MismatchError, match=r"image patch_size: \d+ and \d+"):
+        CacheReader.open([str(tmp_path / "c"), str(tmp_path / "d")])
 
 
 def test_damage_is_noticed(run_export: Export, tmp_path: Path) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from transformers.models.smolvlm import processing_smolvlm
+from transformers.video_utils import VideoMetadata
 
 from packtool.media.load import load_image
+from packtool.media.video import load_video, measure_video
 from packtool.rows.sample import Sample
 from scripts._reduced_model import cut_tokenizer
 from tests.encode.more_families import CONFIGS, PADS, PROCESSORS, VOCABULARY
@@ -21,6 +24,7 @@ _TEMPLATE = (
     "{{% for message in messages %}}<|im_start|>{{{{ message.role }}}}\n"
     "{{% if message['content'] is string %}}{{{{ message['content'] }}}}{{% else %}}"
     "{{% for part in message['content'] %}}{{% if part['type'] == 'image' %}}{mark}"
+    "{{% elif part['type'] == 'video' %}}{video}"
     "{{% else %}}{{{{ part['text'] }}}}{{% endif %}}{{% endfor %}}{{% endif %}}<|im_end|>\n{{% endfor %}}"
     "{{% if add_generation_prompt %}}<|im_start|>assistant\n{{% endif %}}"
 )
@@ -48,7 +52,10 @@ def make_processor(family: str, tokenizer_folder: Path) -> Any:
         names |= {"ref": "<ref>", "end_ref": "</ref>", "box": "<box>", "end_box": "</box>"}
         images = t.GotOcr2ImageProcessor(size={"height": 56, "width": 56}, crop_to_patches=True, max_patches=6)
         return t.InternVLProcessor(
-            images, tokenizer(**names, video_token="<video>"), t.InternVLVideoProcessor(), image_seq_length=4
+            images,
+            tokenizer(**names, video_token="<video>"),
+            t.InternVLVideoProcessor(size={"height": 56, "width": 56}, do_sample_frames=True, num_frames=3),
+            image_seq_length=4,
         )
     if family == "llava_onevision":
         images = t.LlavaOnevisionImageProcessor(
@@ -64,10 +71,13 @@ def make_processor(family: str, tokenizer_folder: Path) -> Any:
     if family.startswith("glm"):
         names = {"image_token": "<|image|>", "video_token": "<|video|>"}
         names |= {f"{end}_{kind}": f"<|{end}_of_{kind}|>" for end in ("begin", "end") for kind in ("image", "video")}
-        return t.Glm4vProcessor(
+        old = family.startswith("glm4v")
+        return (t.Glm4vProcessor if old else t.Glm46VProcessor)(
             t.Glm4vImageProcessor(size={"shortest_edge": 2 * 28 * 28, "longest_edge": 2 * 28 * 28 * 12}),
             tokenizer(**names),
-            t.Glm4vVideoProcessor(),
+            (t.Glm4vVideoProcessor if old else t.Glm46VVideoProcessor)(
+                size={"shortest_edge": 2 * 28 * 28, "longest_edge": 2 * 28 * 28 * 16}
+            ),
         )
     if family == "llava":
         images = t.CLIPImageProcessor(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56})
@@ -189,7 +199,10 @@ def model_of(family: str, realdata: Path, folder: Path) -> tuple[Path, Any]:
     mark = "<start_of_image>" if family == "gemma3" else processor.image_token
     mark += "\\n" if family == "internvl" else ""
     mark = "<|begin_of_image|><|image|><|end_of_image|>" if family.startswith("glm") else mark
-    processor.chat_template = _TEMPLATE.format(mark=mark.replace("\\n", "\n"))
+    video = getattr(processor, "video_token", None) or ""
+    video = f"<|begin_of_video|>{video}<|end_of_video|>" if family.startswith("glm") else video
+    video += "\n" if family == "internvl" else ""
+    processor.chat_template = _TEMPLATE.format(mark=mark.replace("\\n", "\n"), video=video)
     processor.save_pretrained(target)
     (target / "config.json").write_text(json.dumps(config_of(family, processor)))
     return target, AutoProcessor.from_pretrained(target)
@@ -200,12 +213,20 @@ def tokens_of(processor: Any, sample: Sample) -> dict[str, Any]:
     messages = []
     for turn in sample.turns:
         parts: list[dict[str, str]] = []
-        for i, piece in enumerate(turn.content.split("<image>")):
-            parts += [{"type": "image"}] if i else []
-            parts += [{"type": "text", "text": piece}] if piece else []
+        for piece in re.split("(<image>|<video>)", turn.content):
+            is_mark = piece in ("<image>", "<video>")
+            parts += [{"type": piece[1:-1]} if is_mark else {"type": "text", "text": piece}] if piece else []
         messages.append({"role": turn.role, "content": parts})
     rendered = processor.apply_chat_template(messages, tokenize=False)
     loaded = [[load_image(ref.path, ref.data) for ref in sample.images]] if sample.images else None
     settings = {"return_tensors": None, "add_special_tokens": False}
-    made = processor(text=[rendered], images=loaded, text_kwargs=settings, images_kwargs={"return_tensors": "pt"})
-    return dict(made)
+    media: dict[str, Any] = {"images": loaded, "images_kwargs": {"return_tensors": "pt"}}
+    if sample.videos:  # whole, for the processor to take frames of
+        sizes = [measure_video(ref) for ref in sample.videos]
+        media["videos"] = [
+            load_video(ref.path, ref.data, (), range(size.num_frames))
+            for ref, size in zip(sample.videos, sizes, strict=True)
+        ]
+        told = [(size.num_frames, size.fps, size.width, size.height, size.num_frames / size.fps) for size in sizes]
+        media["videos_kwargs"] = {"return_tensors": "pt", "video_metadata": [VideoMetadata(*each) for each in told]}
+    return dict(processor(text=[rendered], text_kwargs=settings, **media))

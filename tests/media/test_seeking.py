@@ -31,7 +31,7 @@ VIDEOS: dict[str, tuple[str, str, dict[str, str], int, bool]] = {
     "H.264, Matroska": ("matroska", "libx264", {"g": "40", "x264-params": "scenecut=0:bframes=2"}, 0, True),
     "VP9": ("webm", "libvpx-vp9", {"g": "30", "deadline": "realtime", "cpu-used": "8"}, 0, True),
     "fragments": ("mp4", "libx264", {"g": "30", "x264-params": "scenecut=0"}, 0, False),
-    "one keyframe": ("mp4", "libx264", {"g": "1000", "x264-params": "scenecut=0"}, 0, False),
+    "one keyframe": ("mp4", "libx264", {"g": "1000", "x264-params": "scenecut=0:bframes=3:b-adapt=0"}, 0, False),
 }
 # Those whose frames only decoding from the beginning tells.
 ALL_DECODED: dict[str, tuple[str, str, dict[str, str], int, bool]] = {
@@ -105,6 +105,14 @@ def test_the_rest_of_a_group_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> 
     with open_container(MediaRef(None, video("fragments"))) as container:
         assert [n for n, _ in seeking.needed_frames(container, container.streams.video[0], [2, 50, 64])] == [2, 50, 64]
     assert count() == 3 + 21 + 5
+
+
+def test_frames_that_no_other_is_decoded_from_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = counted(monkeypatch)  # of each four frames, two are such
+    with open_container(MediaRef(None, video("one keyframe"))) as container:
+        assert [n for n, _ in seeking.needed_frames(container, container.streams.video[0], [50, 100])] == [50, 100]
+    near = 2 * 32
+    assert near < count() < near + (100 - near) // 2 + 8
 
 
 @pytest.mark.parametrize("name", ALL_DECODED)

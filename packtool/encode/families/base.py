@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedVideo
@@ -106,20 +106,19 @@ class MediaLimits:
     audio: AudioLimits | None = None
 
     @property
-    def unbounded(self) -> MediaLimits:
-        """What is left when nothing bounds sizes and frames: caches that differ in it cannot be trained together."""
-        image, video = self.image, self.video
-        return MediaLimits(
-            None if image is None else replace(image, min_pixels=0, max_pixels=0),
-            None if video is None else replace(video, **_NO_BOUNDS),
-            self.audio,
-        )
+    def without_bounds(self) -> dict[str, Any]:
+        """What bounds no size and no number of frames, by name: caches that differ in it cannot be trained together."""
+        kinds = asdict(self).items()
+        return {
+            f"{kind} {name}": value
+            for kind, limits in kinds
+            for name, value in (limits or {}).items()
+            if name not in _BOUNDS
+        }
 
 
-_NO_BOUNDS: dict[str, Any] = {
-    **dict.fromkeys(("fps", "min_frames", "max_frames", "min_pixels", "max_pixels"), 0),
-    **dict.fromkeys(("frame_min_pixels", "frame_max_pixels", "total_pixels"), None),
-}
+_BOUNDS = {"fps", "min_frames", "max_frames", "min_pixels", "max_pixels"}
+_BOUNDS |= {"frame_min_pixels", "frame_max_pixels", "total_pixels"}
 MediaKind = Literal["image", "video", "audio"]
 Medium = EncodedImage | EncodedVideo | EncodedAudio
 Part = str | tuple[str, int]

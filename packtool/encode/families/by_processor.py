@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from packtool.encode.families.boxes import INTERNVL_TOKENS, BoxForm
 from packtool.encode.families.qwen3_5 import FAMILY as QWEN3_5
-from packtool.encode.families.record import BY_PROCESSOR, Family, Recurrence, Towers
+from packtool.encode.families.record import Family, Recurrence, Towers, by_processor
 
 _NO_RECURRENCE = Recurrence()
 
@@ -23,32 +23,37 @@ def _family(
     aligner: tuple[str, ...] = ("model.multi_modal_projector",),
     recurrence: Recurrence = _NO_RECURRENCE,
     boxes: BoxForm | None = None,
+    no_videos: str = "this model takes no videos",
 ) -> Family:
     return Family(
         title=title,
         model_types=model_types,
-        encoding=BY_PROCESSOR,
-        kinds=("image",),
+        encoding=by_processor(no_videos),
+        kinds=("image",) if no_videos else ("image", "video"),
         towers=Towers(vision=(vision,), aligner=aligner),
         positions="counted",
         processor_inputs=("pixel_values", *inputs),
         recurrence=recurrence,
         boxes=boxes,
+        videos_as_pictures=not no_videos,
     )
 
 
 _NEWLINE = ("model.multi_modal_projector", "model.image_newline")
 """The second is learned, and stands at the end of each row of a picture's features."""
+_APART = "this model looks at videos in another call than at pictures, and packtool makes one"
+_STACKED = "this model looks at videos in a call of its own, which takes those of equally many frames only"
 _OVIS_HEAD = ("model.vision_tower.head_linear", "model.vision_tower.head_norm")
 """What makes visual words of the tower's features."""
 
 FAMILIES: tuple[Family, ...] = (
-    _family("InternVL 3, 3.5", "internvl", boxes=BoxForm("tokens", "thousandths", INTERNVL_TOKENS)),
+    _family("InternVL 3, 3.5", "internvl", boxes=BoxForm("tokens", "thousandths", INTERNVL_TOKENS), no_videos=""),
     _family(
         "LLaVA-OneVision (one picture in a row)",
         "llava_onevision",
         inputs=("image_sizes", "batch_num_images"),
         aligner=_NEWLINE,
+        no_videos=_STACKED,
     ),
     _family("LLaVA-NeXT (1.6)", "llava_next", inputs=("image_sizes",), aligner=_NEWLINE),
     _family("LLaVA 1.5, Pixtral", "llava", inputs=("image_sizes",)),
@@ -60,8 +65,15 @@ FAMILIES: tuple[Family, ...] = (
         inputs=("pixel_attention_mask",),
         vision="model.vision_model",
         aligner=("model.connector",),
+        no_videos="Idefics 3 takes no videos, and the chat template of SmolVLM has no place for one",
     ),
-    _family("Kimi K2.5", "kimi_k25", inputs=("image_grid_thw",), aligner=("model.mm_projector",)),
+    _family(
+        "Kimi K2.5",
+        "kimi_k25",
+        inputs=("image_grid_thw",),
+        aligner=("model.mm_projector",),
+        no_videos=_APART,
+    ),
     _family(
         "MiniCPM-V 4.6",
         "minicpmv4_6",
@@ -69,11 +81,17 @@ FAMILIES: tuple[Family, ...] = (
         inputs=("target_sizes",),
         aligner=("model.merger",),
         recurrence=QWEN3_5.recurrence,
+        no_videos=_APART,
     ),
     _family("Aya Vision", "aya_vision"),
     _family("Command A Vision", "cohere2_vision"),
     _family(
-        "EXAONE 4.5", "exaone4_5", inputs=("image_grid_thw",), vision="model.visual", aligner=("model.visual.merger",)
+        "EXAONE 4.5",
+        "exaone4_5",
+        inputs=("image_grid_thw",),
+        vision="model.visual",
+        aligner=("model.visual.merger",),
+        no_videos=_APART,
     ),
     _family(
         "HyperCLOVA X SEED Vision",
@@ -81,6 +99,7 @@ FAMILIES: tuple[Family, ...] = (
         inputs=("image_grid_thw",),
         vision="model.vision_model",
         aligner=("model.projector",),
+        no_videos=_APART,
     ),
     _family(
         "LightOnOCR",
@@ -89,7 +108,7 @@ FAMILIES: tuple[Family, ...] = (
         vision="model.vision_encoder",
         aligner=("model.vision_projection",),
     ),
-    _family("LLaVA-NeXT-Video", "llava_next_video", inputs=("image_sizes",), aligner=_NEWLINE),
+    _family("LLaVA-NeXT-Video", "llava_next_video", inputs=("image_sizes",), aligner=_NEWLINE, no_videos=_STACKED),
     _family("Ovis 2", "ovis2", aligner=(*_OVIS_HEAD, "model.visual_embeddings_table")),
     _family(
         "VideoLLaMA 3",
@@ -97,6 +116,7 @@ FAMILIES: tuple[Family, ...] = (
         inputs=("image_grid_thw", "image_merge_sizes"),
         vision="model.vision_model",
         aligner=("model.projector",),
+        no_videos="how many tokens stand for a video follows from what its frames show",
     ),
     _family("ViP-LLaVA", "vipllava"),
 )

@@ -1,21 +1,27 @@
 """GLM-4.1V, 4.5V, 4.6V and GLM-OCR: pictures of any size, placed in space, of which two equal frames make a patch.
 
 Mirrors ``Glm4vImageProcessor`` of transformers, whose bounds on pixels are for both frames. Videos, whose frames these
-models mark as pictures, are not taken.
+models mark as pictures and take as such, two to a patch, are spelled by their own processor.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from packtool.config.rows import MediaOptions
-from packtool.encode.families.base import MediaLimits
+from packtool.encode.encoded import EncodedVideo
+from packtool.encode.families.asked_videos import SLOWER, AskedVideos
+from packtool.encode.families.base import MediaLimits, Medium, Part
 from packtool.encode.families.boxes import BoxForm
 from packtool.encode.families.own_limits import refuse_own_limits
-from packtool.encode.families.processor import refuse_options
+from packtool.encode.families.processor import load_processor, refuse_options
 from packtool.encode.families.qwen_video import resize_together
 from packtool.encode.families.qwen_vl import QwenVL, image_limits
 from packtool.encode.families.record import Family, Towers, encoded_by
 from packtool.encode.model_files import ModelFiles
 from packtool.rows.sample import MediaRef
+
+_VIDEO_MARKS = "<|begin_of_video|>", "<|end_of_video|>"
 
 
 class Glm4v(QwenVL):
@@ -35,7 +41,29 @@ class Glm4v(QwenVL):
         self.limits = MediaLimits(self._images)
         self._opening, self._closing = "<|begin_of_image|>", "<|end_of_image|>"
         self._pads = {"image": "<|image|>"}
-        self.missing_video = "videos of this model are not taken yet"
+        if all(mark in files.tokenizer_json for mark in _VIDEO_MARKS):
+            self._pads["video"] = self._pads["image"]
+        self._directory = files.directory
+        self.remarks = (f"rows with videos: {SLOWER}",)
+
+    @property
+    def control_tokens(self) -> tuple[str, ...]:
+        """See ``MediaEncoding``."""
+        return (*super().control_tokens, *(_VIDEO_MARKS if "video" in self._pads else ()))
+
+    @cached_property
+    def _asked(self) -> AskedVideos:
+        return AskedVideos(load_processor(self._directory), self._pads["image"], self.control_tokens)
+
+    def _video(self, ref: MediaRef) -> EncodedVideo:
+        return self._asked.measure(ref)
+
+    def parts(self, medium: Medium, number: int = 0) -> list[Part]:
+        """See ``MediaEncoding``."""
+        if not isinstance(medium, EncodedVideo):
+            return super().parts(medium, number)
+        opening, closing = _VIDEO_MARKS
+        return [(opening, 1), *self._asked.parts(medium), (closing, 1)]
 
     def _grid(self, height: int, width: int, ref: MediaRef) -> tuple[int, int, int]:
         refuse_own_limits(ref)
@@ -50,9 +78,10 @@ FAMILY = Family(
     title="GLM-4.1V, GLM-4.5V, GLM-4.6V, GLM-OCR",
     model_types=("glm4v", "glm4v_moe", "glm46v", "glm_ocr"),
     encoding=encoded_by("glm4v.Glm4v"),
-    kinds=("image",),
+    kinds=("image", "video"),
     towers=Towers(vision=("model.visual",), aligner=("model.visual.merger",)),
     image_marks=("image_start_token_id", "image_end_token_id"),
     keeps_bounds=True,
+    videos_as_pictures=True,
     boxes=BoxForm(spelling="lists", scale="thousandths"),
 )

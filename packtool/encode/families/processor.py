@@ -9,17 +9,18 @@ processor makes of that token takes its place, text and all (Gemma 3 puts blank 
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from packtool.config.rows import ImageOptions, MediaOptions
-from packtool.encode.encoded import EncodedImage
+from packtool.encode.encoded import EncodedImage, EncodedVideo
+from packtool.encode.families.asked_videos import AskedVideos, has_videos
 from packtool.encode.families.base import MediaKind, MediaLimits, Medium, Part
 from packtool.encode.families.own_limits import refuse_own_limits
 from packtool.encode.families.record import pad_ids_of
+from packtool.encode.families.spelling import replacements_in, special_tokens, split_spelling
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.template import ChatTemplate, TemplateFailure
 from packtool.errors import ConfigError
@@ -38,6 +39,7 @@ class ProcessorFamily:
     Args:
         files: the model's settings; its directory must hold a processor.
         options: the user's limits; all must be unset, for this processor takes none of them.
+        no_videos: why rows with videos are left out; "" if its model takes a video's frames as pictures.
 
     Raises:
         ConfigError: if the processor cannot be loaded or does not take pictures, or a limit is set.
@@ -45,11 +47,11 @@ class ProcessorFamily:
 
     limits = MediaLimits()
 
-    def __init__(self, files: ModelFiles, options: MediaOptions) -> None:
+    def __init__(self, files: ModelFiles, options: MediaOptions, *, no_videos: str) -> None:
         refuse_options(files, options)
         self._processor = load_processor(files.directory)
         self._image_token = str(self._processor.image_token)
-        self._special = _special_tokens(self._processor)
+        self._special = special_tokens(self._processor)
         pad = pad_ids_of(files.config).get("image")
         # Where config.json names none: the most frequent control token, which stands for the picture's pieces.
         self._pad = None if pad is None else str(self._processor.tokenizer.convert_ids_to_tokens(pad))
@@ -58,21 +60,32 @@ class ProcessorFamily:
         self._spelled = tuple(part[0] for part in first if not isinstance(part, str))
         self._tells_number, self.alone_only = self._spells_rows()
         self.content_as_list = _takes_lists(files)
-        self.placeholders: Mapping[str, MediaKind] = {self._image_token: "image"} if self.content_as_list else {}
+        self.placeholders: dict[str, MediaKind] = {self._image_token: "image"} if self.content_as_list else {}
+        self._videos: AskedVideos | None = None
+        self._no_videos = no_videos or "the processor takes no videos, or the tokenizer has no token for them"
+        self._video_tokens: tuple[str, ...] = ()
+        if not no_videos and self._pad is not None and has_videos(self._processor):
+            self._videos = AskedVideos(self._processor, self._pad)
+            self._video_tokens = (str(self._processor.video_token),)
+            self.placeholders |= {token: "video" for token in self._video_tokens if self.content_as_list}
         self.remarks = (
             f"{files.model_type} models are encoded through transformers' own processor, which is slower than from "
             "headers: it resizes a blank picture for each size that comes up",
+            *(self._videos.remarks if self._videos is not None else ()),
         )
 
     @property
     def control_tokens(self) -> tuple[str, ...]:
         """See ``MediaEncoding``."""
-        return tuple(dict.fromkeys((self._image_token, *self._spelled)))
+        return tuple(dict.fromkeys((self._image_token, *self._spelled, *self._video_tokens)))
 
     def measure(self, kind: MediaKind, ref: MediaRef) -> Medium:
         """See ``MediaEncoding``."""
+        if kind == "video" and self._videos is not None:
+            return self._videos.measure(ref)
         if kind != "image":
-            raise MediaProblem("media_unsupported", f"{label(ref)}: of this model packtool knows pictures only")
+            told = self._no_videos if kind == "video" else "the model hears nothing"
+            raise MediaProblem("media_unsupported", f"{label(ref)}: {told}")
         refuse_own_limits(ref)
         from packtool.media.measure import measure_image  # here, because families without it need no PIL
 
@@ -87,6 +100,9 @@ class ProcessorFamily:
 
     def parts(self, medium: Medium, number: int = 0) -> list[Part]:
         """See ``MediaEncoding``."""
+        if isinstance(medium, EncodedVideo):
+            assert self._videos is not None, "it was measured"
+            return self._videos.parts(medium)
         assert isinstance(medium, EncodedImage), "nothing else is measured"
         parts = self._parts_of(medium.height, medium.width)
         return _numbered(parts, number) if self._tells_number else parts
@@ -111,7 +127,7 @@ class ProcessorFamily:
     def _asked(self, sizes: list[tuple[int, int]]) -> list[list[Part]]:
         """What the processor writes for pictures of some sizes in one row."""
         blank = [np.zeros((height, width, 3), np.uint8) for height, width in sizes]
-        return [_split(spelled, self._special) for spelled in processed(self._processor, [blank])[0][0]]
+        return [split_spelling(spelled, self._special) for spelled in processed(self._processor, [blank])[0][0]]
 
 
 def refuse_options(files: ModelFiles, options: MediaOptions) -> None:
@@ -176,36 +192,7 @@ def processed(processor: Any, rows: Sequence[Sequence[Any]]) -> tuple[list[list[
         images_kwargs={"return_tensors": "pt"},
         text_kwargs={"return_tensors": None},  # rows differ in length, and not every tokenizer can pad
     )
-    found = made.get("text_replacement_offsets")
-    if not found or [len(row) for row in found] != [len(pictures) for pictures in rows]:
-        raise ConfigError(
-            f"{type(processor).__name__} does not say what it writes for a picture",
-            "Use a newer transformers, or a model of another family.",
-        )
-    return [[str(replaced["replacement"]) for replaced in row] for row in found], made
-
-
-def _special_tokens(processor: Any) -> re.Pattern[str]:
-    tokens = {token.content for token in processor.tokenizer.added_tokens_decoder.values() if token.special}
-    named = [processor.image_token, getattr(processor.tokenizer, "image_token", None)]
-    tokens |= {str(token) for token in named if token}
-    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
-
-
-def _split(spelled: str, special: re.Pattern[str]) -> list[Part]:
-    """Text and control tokens, repeated ones counted."""
-    parts: list[Part] = []
-    at = 0
-    for match in special.finditer(spelled):
-        if match.start() > at:
-            parts.append(spelled[at : match.start()])
-        last = parts[-1] if parts else ""
-        if isinstance(last, tuple) and last[0] == match.group():
-            parts[-1] = (last[0], last[1] + 1)
-        else:
-            parts.append((match.group(), 1))
-        at = match.end()
-    return [*parts, spelled[at:]] if at < len(spelled) else parts
+    return replacements_in(processor, made, [len(pictures) for pictures in rows], "picture"), made
 
 
 def _numbered(parts: list[Part], number: int) -> list[Part]:

@@ -7,7 +7,7 @@ from the model's own configuration.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -25,7 +25,8 @@ Positions = Literal["token_types", "sound_seconds", "counted"]
 """
 
 
-Encoding = Callable[[ModelFiles, MediaOptions], MediaEncoding]
+Encoding = partial[MediaEncoding]
+"""Makes what encodes media of a model's files (``ModelFiles``) and the user's limits (``MediaOptions``)."""
 
 
 def encoded_by(name: str, **options: Any) -> Encoding:
@@ -48,8 +49,18 @@ def _encoding(name: str, files: ModelFiles, limits: MediaOptions, **options: Any
 TEXT_ONLY = encoded_by("text.TextOnly")
 """The encoding of media by models that take none."""
 
-BY_PROCESSOR = encoded_by("processor.ProcessorFamily")
-"""The encoding of media by models whose own processor is asked."""
+
+def by_processor(no_videos: str) -> Encoding:
+    """The encoding of media by models whose own processor is asked.
+
+    Args:
+        no_videos: why rows with videos are left out; "" where they are not.
+    """
+    return encoded_by("processor.ProcessorFamily", no_videos=no_videos)
+
+
+BY_PROCESSOR = by_processor("of this model packtool knows pictures only")
+"""The encoding of media by models of which nothing else is known."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +118,9 @@ class Family:
         positions: what its rotary positions are made of.
         processor_inputs: of a family whose pictures are made by its own processor: what that makes of them and the
             model's forward takes, as far as it is there. Empty where the tower takes patches and a grid.
-        keeps_bounds: all its pictures are made at the bounds of the processor's settings.
+        keeps_bounds: all its pictures and videos are made at the bounds of the processor's settings.
+        videos_as_pictures: its model takes a video's frames as it takes pictures, by the same inputs and for the same
+            placeholder tokens; so nothing but its marks tells them apart, and a row has pictures or videos.
         refused: why its models are exported for, but not trained.
         mel_frames: of the shortest sound, which makes one token; 0 for a model that hears nothing.
         sound_chunk: mel frames of a whole chunk of sound, and the tokens that it makes.
@@ -127,6 +140,7 @@ class Family:
     positions: Positions = "token_types"
     processor_inputs: tuple[str, ...] = ()
     keeps_bounds: bool = False
+    videos_as_pictures: bool = False
     refused: str = ""
     mel_frames: int = 0
     sound_chunk: tuple[int, int] = (1, 1)
@@ -139,12 +153,27 @@ class Family:
         if self.processor_inputs:
             return {}
         named: dict[MediaKind, tuple[str, str]] = {"image": self.image_inputs, "video": self.video_inputs}
-        return {kind: names for kind, names in named.items() if kind in self.kinds}
+        return {kind: names for kind, names in named.items() if kind in self.kinds and self.taken_as(kind) == kind}
+
+    def taken_as(self, kind: MediaKind) -> MediaKind:
+        """The kind of medium as which its model takes media of a kind."""
+        return "image" if kind == "video" and self.videos_as_pictures else kind
+
+    def pads_in(self, config: Mapping[str, Any]) -> dict[MediaKind, int]:
+        """The token that stands for a piece of a medium, by kind, of those it takes and a ``config.json`` names."""
+        named = pad_ids_of(config)
+        wanted = {kind: self.taken_as(kind) for kind in self.kinds}
+        return {kind: named[other] for kind, other in wanted.items() if other in named}
 
     @property
     def is_encoded_by_processor(self) -> bool:
         """Whether its own processor is asked what stands for a picture; else that follows from headers."""
-        return self.encoding == BY_PROCESSOR
+        return self.encoding.args == BY_PROCESSOR.args
+
+    @property
+    def no_videos(self) -> str:
+        """Why rows with videos are left out, where its own processor is asked for the pictures; else ""."""
+        return str(self.encoding.keywords.get("no_videos", ""))
 
     @property
     def shares_sequences(self) -> bool:

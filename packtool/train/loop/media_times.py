@@ -23,6 +23,7 @@ import torch
 
 from packtool import storage
 from packtool.batch.pixels import load_pixels
+from packtool.batch.processed import load_processed
 from packtool.batch.sounds import load_sounds
 from packtool.batch.spec import InputSpec
 from packtool.config.plan import PlanConfig
@@ -202,11 +203,12 @@ def _measured(
 
 def _only(kind: str, sample: EncodedSample, spec: InputSpec) -> tuple[EncodedSample, list[_Files], Callable[..., Any]]:
     """A sample with one kind of media, the files of each, and what loads them."""
+    look = load_processed if spec.family.processor_inputs else load_pixels
     if kind == "pictures":
-        return dataclasses.replace(sample, videos=()), [[(one.path, one.data)] for one in sample.images], load_pixels
+        return dataclasses.replace(sample, videos=()), [[(one.path, one.data)] for one in sample.images], look
     if kind == "videos":
         files: list[_Files] = [[*one.frames] or [(one.path, one.data)] for one in sample.videos]
-        return dataclasses.replace(sample, images=()), files, load_pixels
+        return dataclasses.replace(sample, images=()), files, look
     return sample, [[(path, data)] for _, path, data in sounds_in_order(sample, spec.media_tokens)], load_sounds
 
 

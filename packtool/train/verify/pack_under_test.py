@@ -297,7 +297,9 @@ def _shape(sample: EncodedSample, name: str, spec: InputSpec) -> tuple[int, ...]
         made = load_processed([sample], spec)  # which alone knows how many tiles a picture has
         return tuple(made[name].shape) if made else ()
     if name == "pixel_values":
-        return (sum(math.prod(image.grid) for image in sample.images),)
+        grids = [image.grid for image in sample.images]
+        grids += [video.grid for video in sample.videos if spec.family.videos_as_pictures]
+        return (sum(map(math.prod, grids)),)
     if name == "pixel_values_videos":
         return (sum(math.prod(video.grid) for video in sample.videos),)
     return (len(sounds_in_order(sample, spec.media_tokens)),) if name == "input_features" else ()

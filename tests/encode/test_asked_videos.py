@@ -1,0 +1,211 @@
+"""Videos of which a model's own processor says what stands for them: frames, text and tokens are its own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.video_utils import VideoMetadata
+
+from packtool.encode.encoder import Encoder
+from packtool.encode.families.asked_videos import AskedVideos, has_videos
+from packtool.media.opening import MediaProblem
+from packtool.media.video import VideoSize
+from packtool.rows.sample import Dropped, MediaRef, Sample, Turn
+from tests.encode.conftest import encoder_for
+from tests.encode.other_families import model_of, tokens_of
+from tests.encode.test_prepared import prepared, values
+from tests.media.clips import write_clip
+
+NAMES = ("glm4v", "glm46v", "internvl")
+ASKED: dict[str, tuple[AskedVideos, Any]] = {}
+
+
+@pytest.fixture(scope="module")
+def directory_of(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return lambda name: model_of(name, realdata, folder)[0]
+
+
+@pytest.fixture(scope="module")
+def encoder_of(directory_of: Callable[[str], Path]) -> Callable[..., Encoder]:
+    return cache(lambda name, **spec: encoder_for(directory_of(name), **spec))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def asked(directory_of: Callable[[str], Path], realdata: Path) -> None:
+    for name in NAMES:
+        processor = model_of(name, realdata, directory_of(name).parent)[1]
+        ASKED[name] = AskedVideos(processor, processor.image_token), processor
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> list[MediaRef]:
+    folder = tmp_path_factory.mktemp("clips")
+    files = [write_clip(folder / f"{n}.mp4", size=(32, 48 + 16 * n), num_frames=30 + 60 * n) for n in (0, 1)]
+    return [MediaRef(str(file)) for file in files]
+
+
+def film(question: str, *videos: MediaRef, answer: str = "It is.") -> Sample:
+    return Sample((Turn("user", question), Turn("assistant", answer)), (), "rows.jsonl", 0, videos=videos)
+
+
+@settings(max_examples=12)
+@given(
+    name=st.sampled_from(NAMES),
+    num_frames=st.integers(1, 90),
+    fps=st.sampled_from([2.0, 12.5, 24000 / 1001, 60.0]),
+    sides=st.tuples(st.integers(20, 90), st.integers(20, 90)),
+)
+def test_frames_and_text_are_the_processors(name: str, num_frames: int, fps: float, sides: tuple[int, int]) -> None:
+    """It takes frames of a whole video there; here it is told of the size and rate alone."""
+    found, processor = ASKED[name]
+    size = VideoSize(*sides, num_frames, fps, has_sound=False)
+    told = VideoMetadata(num_frames, fps, sides[1], sides[0], num_frames / fps)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("packtool.media.video.measure_video", lambda ref: size)
+        refused = ""
+        try:
+            made = processor(
+                text=[processor.video_token],
+                videos=[np.zeros((num_frames, *sides, 3), np.uint8)],
+                return_text_replacement_offsets=True,
+                return_metadata=True,
+                video_metadata=[told],
+            )
+        except ValueError as error:
+            refused = str(error)
+        if refused:
+            with pytest.raises(MediaProblem) as raised:
+                found.measure(MediaRef("a.mp4"))
+            assert refused in raised.value.detail
+            return
+        video = found.measure(MediaRef("a.mp4"))
+    ((written,),) = made["text_replacement_offsets"]
+    parts = found.parts(video)
+    assert "".join(part if isinstance(part, str) else part[0] * part[1] for part in parts) == written["replacement"]
+    assert video.num_tokens == written["replacement"].count(processor.image_token)
+    if "video_metadata" in made:
+        assert list(video.indices) == list(made["video_metadata"][0].frames_indices)
+    assert not video.grid or list(video.grid) == made["video_grid_thw"][0].tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_of_real_videos(name: str, encoder_of: Callable[..., Encoder], realdata: Path) -> None:
+    folder = realdata / "raw/llama-factory/data/mllm_demo_data"
+    sample = film("<video>What <|image|> is <video>?", *(MediaRef(str(folder / file)) for file in ("4.mp4", "2.avi")))
+    ((found,),) = encoder_of(name, max_length=20_000).encode([sample])  # type: ignore[misc]
+    shown = replace(sample, turns=(Turn("user", "<video>What [] is <video>?"), sample.turns[1]))
+    expected = tokens_of(ASKED[name][1], shown)["input_ids"][0]
+    decode = ASKED[name][1].tokenizer.decode
+    assert decode(found.input_ids).replace("What <|image|> is", "What [] is") == decode(expected)
+    pad = encoder_of(name, max_length=20_000).media_tokens.pads["video"]
+    # What a row says is text, also where it says what stands for a picture.
+    assert int((found.input_ids == pad).sum()) == sum(video.num_tokens for video in found.videos)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_cuts_inside_a_video(
+    name: str, encoder_of: Callable[..., Encoder], directory_of: Callable[[str], Path], clips: list[MediaRef]
+) -> None:
+    long = film("<video> and <video>" + "word " * 30, *clips)
+    ((whole,),) = encoder_of(name).encode([long])  # type: ignore[misc]
+    pad = encoder_of(name).media_tokens.pads["video"]
+    each, gone = [video.num_tokens for video in whole.videos], set()
+    step = whole.length // 12
+    for length in range(whole.length - 1, 12, -step):
+        cut = encoder_for(directory_of(name), truncation_strategy="left", media_overflow="trim", max_length=length)
+        (found,) = cut.encode([long])
+        if isinstance(found, Dropped):
+            assert found.reason == "no_target_tokens"
+            continue
+        (sample,) = found
+        num_gone = 2 - len(sample.videos)
+        assert sample.num_truncated == whole.length - sample.length
+        assert sample.videos == whole.videos[num_gone:]
+        assert int((sample.input_ids == pad).sum()) == sum(each[num_gone:])
+        gone.add(num_gone)
+    assert gone >= {0, 1}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_that_another_tool_tokenized(name: str, encoder_of: Callable[..., Encoder], clips: list[MediaRef]) -> None:
+    row = film("<video>What? And <video>?", *clips)
+    (expected,) = encoder_of(name).encode([row])
+    assert isinstance(expected, list)
+    (found,) = encoder_of(name).encode([prepared(row, expected)])
+    assert isinstance(found, list), found
+    assert list(map(values, found)) == list(map(values, expected))
+    (dropped,) = encoder_of(name).encode([replace(prepared(row, expected), videos=clips[:1])])
+    assert isinstance(dropped, Dropped)
+    assert dropped.reason == "media_tokens"
+
+
+def test_what_is_left_out_says_why(encoder_of: Callable[..., Encoder], realdata: Path, clips: list[MediaRef]) -> None:
+    picture = MediaRef(str(realdata / "raw/llama-factory/data/mllm_demo_data/1.jpg"))
+    rows = {
+        "a row may have pictures or videos, and this one has both": replace(
+            film("<image><video>", clips[0]), images=(picture,)
+        ),
+        "knows no clips of videos": film("<video>", replace(clips[0], clip=(0.0, 1.0))),
+        "its row has fps": film("<video>", replace(clips[0], limits=(("fps", 1.0),))),
+    }
+    for name in ("glm4v", "internvl"):
+        for told, dropped in zip(rows, encoder_of(name).encode([*rows.values()]), strict=True):
+            assert isinstance(dropped, Dropped)
+            assert (dropped.reason, told in dropped.detail) == ("media_unsupported", True), dropped
+
+
+def test_pictures_that_a_row_gives_as_a_video_are_all_frames(
+    encoder_of: Callable[..., Encoder], realdata: Path
+) -> None:
+    frame = MediaRef(str(realdata / "raw/llama-factory/data/mllm_demo_data/1.jpg"))
+    row = film("<video>", MediaRef(None, frames=(frame,) * 5, fps=1.0))
+    for name, steps in (("glm4v", 3), ("internvl", 5)):
+        ((sample,),) = encoder_of(name, max_length=9000).encode([row])  # type: ignore[misc]
+        assert sample.videos[0].indices == (0, 1, 2, 3, 4)
+        assert sample.videos[0].num_tokens % steps == 0
+
+
+def test_marks_that_the_tokenizer_does_not_call_special(
+    encoder_of: Callable[..., Encoder], directory_of: Callable[[str], Path], clips: list[MediaRef], tmp_path: Path
+) -> None:
+    other = shutil.copytree(directory_of("glm4v"), tmp_path / "model")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    for token in tokenizer["added_tokens"]:
+        token["special"] &= "_of_" not in token["content"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    named = json.loads((other / "tokenizer_config.json").read_text())
+    kept = {key: value for key, value in named.items() if "_of_" not in str(value)}
+    (other / "tokenizer_config.json").write_text(json.dumps(kept))
+    row = film("<video> and <video>", *clips)
+    ((expected,),), ((found,),) = (encoder.encode([row]) for encoder in (encoder_of("glm4v"), encoder_for(other)))
+    np.testing.assert_array_equal(found.input_ids, expected.input_ids)
+
+
+def test_a_tokenizer_without_a_token_for_videos(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, processor = ASKED["internvl"]
+    assert has_videos(processor)
+    monkeypatch.setattr(processor, "video_token", "<no such token>")
+    assert not has_videos(processor)
+
+
+def test_a_processor_that_samples_none_gets_all_frames(realdata: Path, clips: list[MediaRef]) -> None:
+    found, processor = ASKED["internvl"]
+    videos = processor.video_processor
+    assert found.remarks == ()
+    try:
+        videos.do_sample_frames = False
+        assert "all frames of a video are taken" in found.remarks[0]
+        assert found.measure(clips[0]).indices == tuple(range(30))
+    finally:
+        videos.do_sample_frames = True
