@@ -46,12 +46,12 @@ class Places:
     Args:
         lengths: int32 (M,), most tokens of the sample that stands there.
         media_tokens: int32 (M,), most media tokens.
-        sources: int64 (M,), of which each is.
+        sources: int32 (M,), of which each is.
     """
 
     lengths: Int32Array
     media_tokens: Int32Array
-    sources: Int64Array
+    sources: Int32Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +153,7 @@ class Mixture:
         """The places of every epoch."""
         found = [self._places_of(source) for source in range(len(self.counts))]
         lengths, media = (np.concatenate(each)[self._even] for each in zip(*found, strict=True))
-        sources = np.repeat(np.arange(len(self.counts)), self.counts)[self._even]
+        sources = np.repeat(np.arange(len(self.counts), dtype=np.int32), self.counts)[self._even]
         return Places(lengths.astype(np.int32), media.astype(np.int32), sources)
 
     def drawn(self, epoch: int) -> Int64Array:
