@@ -131,7 +131,7 @@ def test_a_dead_processs_lock_is_taken_over(remote: str, copies: LocalCopies) ->
     partial.parent.mkdir(parents=True)
     program = (
         "import fcntl, sys, time; f = open(sys.argv[1], 'wb'); f.write(b'half'); f.flush();"
-        "fcntl.flock(f, fcntl.LOCK_EX); print('locked', flush=True); time.sleep(60)"
+        "fcntl.flock(f, fcntl.LOCK_EX); print('locked', flush=True); time.sleep(900)"
     )
     holder = subprocess.Popen([sys.executable, "-c", program, str(partial)], stdout=subprocess.PIPE)
     assert holder.stdout is not None

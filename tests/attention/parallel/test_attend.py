@@ -9,6 +9,7 @@ import torch
 
 from tests.attention.hybrids import HYBRIDS
 from tests.attention.parallel.cases import MODELS, cases, find_errors
+from tests.attention.parallel.shared_model import alone, make_setting
 from tests.forked import run_ranks
 
 TOLERANCES = {"cpu_flash": 2e-6, "math": 2e-6, "float64": 1e-13, "bfloat16": 1e-2}
@@ -21,7 +22,9 @@ def found(
     """Largest differences by case, from one process group for all of them."""
     torch.set_num_threads(1)
     scratch = tmp_path_factory.mktemp("shared")
-    run_ranks(request.param, find_errors, scratch / "errors.json", scratch=scratch)
+    settings = {name: make_setting(name, scratch) for name in dict(MODELS[request.param])}
+    models = {name: (setting, alone(setting)) for name, setting in settings.items()}
+    run_ranks(request.param, find_errors, models, scratch / "errors.json", scratch=scratch)
     return request.param, json.loads((scratch / "errors.json").read_text())
 
 
