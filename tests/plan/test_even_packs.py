@@ -88,7 +88,7 @@ def drawn_lengths(rng: np.random.Generator, packs_per_step: int, num_sources: in
     return found
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     seed=st.integers(0, 10**6),
     packs_per_step=st.sampled_from([4, 8]),
