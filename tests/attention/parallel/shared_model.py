@@ -98,8 +98,12 @@ def _reduced(name: str, directory: str) -> Setting:
 
 
 def _hybrid(name: str, directory: str) -> Setting:
-    """With samples longer than a chunk of the recurrence, and shorter than its convolution."""
-    config, model = hybrid_config(name), hybrid_model(name)
+    """With samples longer than a chunk of the recurrence, and shorter than its convolution.
+
+    In float64: projections to fewer heads are rounded in other places, which the state of many tokens enlarges.
+    """
+    config, model = hybrid_config(name), hybrid_model(name).double()
+    model.set_experts_implementation("eager")  # others take no float64
     limits = reduced_limits(config)
     pictures = [] if limits is None else [((40, 32),), ((20, 60), (16, 16))]
     if limits is not None:
