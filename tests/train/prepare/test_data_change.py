@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -99,7 +100,8 @@ def test_every_sample_is_trained_once_in_an_epoch(runs: list[tuple[list[Cache], 
         if ledger is None:
             ledger = begin_ledger(reader)
         else:
-            changed = with_changed_data(ledger, reader, lambda _, found: planner.wanted_of(0, found), "", 10)
+            wanted = partial(planner.wanted_of, 0)
+            changed = with_changed_data(ledger, reader, lambda _, found, wanted=wanted: wanted(found), "", 10)
             left = sum(source.left for source in changed.sources)
             assert left == sum(1 for sample in caches.samples if not seen[sample])
             ledger = changed.ledger
