@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Plan an epoch of a mixture: time, and how far 100 steps are from its shares.
+"""Plan an epoch of a mixture: time, fill, and how far 100 steps are from its shares.
 
     python scripts/bench_mixture.py [--samples 1000000] [--sources 20] [--packs-per-step 64] [--peer-samples 1000000]
 
 Sources have lognormal lengths of different medians; each weighs twice the one before, from 1 to 64, over and over, and
-is about as large; an epoch ends when all are used up. The peers are the same samples joined, without a mixture, and
-``datasets.interleave_datasets`` with probabilities, which draws rows as ms-swift's --interleave_prob and
+is about as large; an epoch ends when all are used up. A second mixture is a hard one: short samples, which packers put
+into packs of their own, among long ones, with 4 packs a step. The peers are the same samples joined, without a mixture,
+and ``datasets.interleave_datasets`` with probabilities, which draws rows as ms-swift's --interleave_prob and
 LLaMA-Factory's interleave_probs have it; a step of it has as many samples as a step of the plan has on average. Seconds
 are of CPU, for such a plan takes one process.
 """
@@ -26,9 +27,11 @@ from packtool.config.recipe import Recipe, SourceRecipe
 from packtool.plan.epoch import EpochPlan, plan_epoch, plan_mixture
 from packtool.plan.mixture import Mixture, mixture_of
 from packtool.plan.options import PlanOptions
+from packtool.plan.packing import pack
 
 _CAPACITY, _WINDOW = 8192, 100
 _LARGE = 0.01  # of the tokens
+_SHORT, _SHARE_OF_SHORT, _LONG, _FEW_PACKS, _HARD_SAMPLES = 100, 1 / 7, (1000, 4000), 4, 70_000
 
 Numbers, Shares = npt.NDArray[np.int64], npt.NDArray[np.float64]
 
@@ -41,6 +44,14 @@ def sources_of(num_samples: int, num_sources: int) -> tuple[npt.NDArray[np.int32
     medians = np.geomspace(100, 2000, num_sources).repeat(np.diff(offsets))
     lengths = np.clip(np.random.default_rng(0).lognormal(np.log(medians), 0.8), 16, _CAPACITY).astype(np.int32)
     return lengths, offsets, weights / weights.sum()
+
+
+def short_among_long(num_samples: int) -> tuple[npt.NDArray[np.int32], Numbers, Shares]:
+    """What ``sources_of`` returns, of two sources: short samples of one length, and long ones."""
+    num_short = round(num_samples * _SHARE_OF_SHORT)
+    long = np.random.default_rng(0).integers(*_LONG, num_samples - num_short)
+    lengths = np.concatenate((np.full(num_short, _SHORT), long)).astype(np.int32)
+    return lengths, np.array([0, num_short, num_samples]), np.array([num_short, num_samples - num_short]) / num_samples
 
 
 def furthest(source_of_sample: Numbers, step_of_sample: Numbers, shares: Shares) -> Shares:
@@ -65,18 +76,60 @@ def of_plan(plan: EpochPlan, mixture: Mixture) -> Shares:
     return furthest(mixture.source_of(plan.packs.samples[places])[whole], of_samples[whole], shares)
 
 
-def of_interleaving(num_samples: int, num_sources: int, samples_per_step: int) -> tuple[float, Shares]:
-    """CPU seconds, and ``furthest``, of ``datasets.interleave_datasets``."""
+def of_interleaving(sizes: Numbers, shares: Shares, samples_per_step: int) -> tuple[float, Shares]:
+    """CPU seconds a sample, and ``furthest``, of ``datasets.interleave_datasets``."""
     import datasets
 
-    _, offsets, shares = sources_of(num_samples, num_sources)
-    rows = [datasets.Dataset.from_dict({"of": np.full(n, i)}) for i, n in enumerate(np.diff(offsets))]
+    rows = [datasets.Dataset.from_dict({"of": np.full(n, i)}) for i, n in enumerate(sizes)]
     start = time.process_time()
     mixed = datasets.interleave_datasets(rows, probabilities=shares.tolist(), seed=0)
     seconds = time.process_time() - start
     of = np.asarray(mixed.with_format("numpy")["of"][:])
     whole = len(of) // samples_per_step * samples_per_step
-    return seconds / len(of) * num_samples, furthest(of[:whole], np.arange(whole) // samples_per_step, shares)
+    return seconds / len(of), furthest(of[:whole], np.arange(whole) // samples_per_step, shares)
+
+
+def compare(
+    lengths: npt.NDArray[np.int32], offsets: Numbers, shares: Shares, packs_per_step: int, peer_samples: int
+) -> None:
+    """Print the comparison for one mixture; arguments as the functions above return them."""
+    sources = tuple(SourceRecipe(path=f"source{i}", weight=share) for i, share in enumerate(shares.tolist()))
+    options = PlanOptions(max_length=_CAPACITY, packing_length=_CAPACITY, world_size=packs_per_step, balance="none")
+    targets, media = lengths // 4, np.zeros_like(lengths)
+    start = time.process_time()
+    mixture = mixture_of(
+        Recipe(sources=sources, stop="all"), offsets, lengths, media, targets, max_length=_CAPACITY, seed=0
+    )
+    plan = plan_mixture(mixture, options, seed=0, media_tokens=media)
+    mixed = time.process_time() - start
+    start = time.process_time()
+    joined = plan_epoch(lengths, targets, options, seed=0, media_tokens=media)
+    seconds_joined = time.process_time() - start
+    # The same samples, packed without regard to their sources.
+    fill = pack(mixture.places.lengths, _CAPACITY, seed=0).fill
+    samples_per_step = max(round(mixture.num_drawn / plan.steps.num_steps), 1)
+    sizes = np.diff(offsets)
+    per_sample, off = of_interleaving(
+        np.round(sizes * min(1, peer_samples / len(lengths))).astype(np.int64), shares, samples_per_step
+    )
+    print(f"{len(sources)} sources, {len(lengths):,} samples; an epoch draws {mixture.num_drawn:,}")
+    print(f"{plan.packs.num_packs:,} packs, {plan.steps.num_steps:,} steps of {samples_per_step:,} samples")
+    print(f"{'':32}{'CPU seconds':>12}{'a million samples':>20}{'fill':>9}{'furthest':>10}{'of large':>10}")
+    tokens = np.add.reduceat(lengths.astype(np.int64), offsets[:-1]) * np.array(mixture.counts) / sizes
+    is_large = tokens >= _LARGE * tokens.sum()
+    for name, seconds, of_one, full, most in (
+        ("packtool --mix", mixed, mixed / mixture.num_drawn, plan.packs.fill, of_plan(plan, mixture)),
+        ("the same, packed one by one", None, None, fill, None),
+        ("packtool, the caches joined", seconds_joined, seconds_joined / len(lengths), joined.packs.fill, None),
+        ("datasets.interleave_datasets", None, per_sample, None, off),
+    ):
+        cells = (
+            f"{'' if seconds is None else f'{seconds:.2f}':>12}{'' if of_one is None else f'{1e6 * of_one:.2f}':>20}"
+        )
+        cells += f"{'' if full is None else f'{full:.2%}':>9}"
+        print(
+            f"{name:32}{cells}" + ("" if most is None else f"{most.max():>10.1%}{most[is_large].max(initial=0):>10.1%}")
+        )
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -89,40 +142,11 @@ def main(arguments: list[str] | None = None) -> None:
         "--peer-samples", type=int, default=1_000_000, help="of interleave_datasets; its time is scaled"
     )
     given = parser.parse_args(arguments)
-    lengths, offsets, shares = sources_of(given.samples, given.sources)
-    sources = tuple(SourceRecipe(path=f"source{i}", weight=share) for i, share in enumerate(shares.tolist()))
-    options = PlanOptions(
-        max_length=_CAPACITY, packing_length=_CAPACITY, world_size=given.packs_per_step, balance="none"
-    )
-    targets, media = lengths // 4, np.zeros_like(lengths)
-    start = time.process_time()
-    mixture = mixture_of(
-        Recipe(sources=sources, stop="all"), offsets, lengths, media, targets, max_length=_CAPACITY, seed=0
-    )
-    plan = plan_mixture(mixture, options, seed=0, media_tokens=media)
-    mixed = time.process_time() - start
-    start = time.process_time()
-    plan_epoch(lengths, targets, options, seed=0, media_tokens=media)
-    joined = time.process_time() - start
-    # Of an epoch in which the source with the largest weight is seen once.
-    per_sample = mixed / mixture.num_drawn
-    samples_per_step = max(round(mixture.num_drawn / plan.steps.num_steps), 1)
-    peer_samples = min(given.peer_samples, given.samples)
-    seconds, off = of_interleaving(peer_samples, given.sources, samples_per_step)
-    print(f"{given.sources} sources, {given.samples:,} samples; an epoch draws {mixture.num_drawn:,}")
-    print(f"{plan.packs.num_packs:,} packs, {plan.steps.num_steps:,} steps of {samples_per_step:,} samples")
     print("furthest: the most that a source's share in any 100 steps is off; large: at least 1 % of the tokens")
-    print(f"{'':32}{'CPU seconds':>12}{'a million samples':>20}{'furthest':>12}{'of large':>12}")
-    tokens = np.add.reduceat(lengths.astype(np.int64), offsets[:-1]) * np.array(mixture.counts) / np.diff(offsets)
-    is_large = tokens >= _LARGE * tokens.sum()
-    for name, time_of_all, of_one, most in (
-        ("packtool --mix", mixed, per_sample, of_plan(plan, mixture)),
-        ("packtool, the caches joined", joined, joined / given.samples, None),
-        ("datasets.interleave_datasets", None, seconds / peer_samples, off),
-    ):
-        whole = "" if time_of_all is None else f"{time_of_all:.2f}"
-        told = "" if most is None else f"{most.max():>12.1%}{most[is_large].max():>12.1%}"
-        print(f"{name:32}{whole:>12}{1e6 * of_one:>20.2f}{told}")
+    compare(*sources_of(given.samples, given.sources), given.packs_per_step, given.peer_samples)
+    print()
+    print(f"hard: 1 of 7 samples has {_SHORT:,} tokens, the others {_LONG[0]:,} to {_LONG[1]:,}")
+    compare(*short_among_long(min(given.samples, _HARD_SAMPLES)), _FEW_PACKS, given.peer_samples)
 
 
 if __name__ == "__main__":

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import gc
+import json
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import lru_cache
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+from tokenizers import Tokenizer
 
 from packtool import storage
+from packtool.encode import encoder
+from packtool.encode.model_files import ModelFiles
 from tests.s3_server import ENVIRONMENT, Proxy, S3Server
 
 REPOSITORY = Path(__file__).parent.parent
@@ -33,6 +42,16 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # Tests run side by side on few cores: threads that wait must not spin.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# How long an example takes says how busy the machine is.
+settings.register_profile("packtool", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("packtool")
+
+# Memory that is given back to the system after every large tensor comes back as pages full of zeros, which takes a
+# tenth of the time. (glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD; processes that are forked have it, too.)
+if sys.platform == "linux":
+    for option in (-1, -3):
+        ctypes.CDLL(None).mallopt(option, 2**30)
+
 
 # Python's own collections would take a sixth of the tests' time; the fixtures below are instead of them.
 gc.disable()
@@ -41,17 +60,24 @@ _MOST_OBJECTS = 500_000
 
 @pytest.fixture(scope="module", autouse=True)
 def _what_is_there_stays() -> None:
-    """What was imported lives until the end: who collects garbage, as every training does, need not look at it.
+    """What was imported lives until the end: who collects garbage need not look at it.
 
     Much is imported by the tests themselves, so this is done before each file, and before a file has made anything.
+    Every training would collect twice, by way of accelerate, which takes a sixth of the time of a small one.
     """
     gc.collect()
     gc.freeze()
+    if memory := sys.modules.get("accelerate.utils.memory"):
+        memory.gc = SimpleNamespace(collect=_collect_if_much)  # type: ignore[attr-defined]
 
 
 @pytest.fixture(autouse=True)
 def _garbage_is_collected() -> None:
     """Once there may be much of it."""
+    _collect_if_much()
+
+
+def _collect_if_much() -> None:
     if gc.get_count()[0] > _MOST_OBJECTS:
         gc.collect()
 
@@ -59,6 +85,26 @@ def _garbage_is_collected() -> None:
 def pytest_sessionfinish() -> None:
     """Modules that count what was left over would complain."""
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _large_tokenizers_are_read_once() -> Iterator[None]:
+    """Reading one of 150,000 tokens takes a third of a second, and tests make hundreds of encoders of a few models."""
+    read = encoder._tokenizer
+
+    @lru_cache(maxsize=6)
+    def read_once(tokenizer_json: str, *_: str) -> Tokenizer:
+        return Tokenizer.from_str(tokenizer_json)
+
+    def known(files: ModelFiles) -> Tokenizer:
+        if len(files.tokenizer_json) < 1_000_000:
+            return read(files)
+        # What an encoder tells its tokenizer of control tokens comes from template and configuration.
+        return read_once(files.tokenizer_json, files.chat_template, json.dumps(files.config, sort_keys=True))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoder, "_tokenizer", known)
+        yield
 
 
 @pytest.fixture(scope="session")

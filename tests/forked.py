@@ -14,11 +14,12 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from tests.waiting import wait_for
+from tests.waiting import PATIENCE_S
 
 _FORK = multiprocessing.get_context("fork")
 
@@ -63,8 +64,13 @@ def run_ranks(size: int, function: Callable[..., None], *args: Any, scratch: Pat
         scratch: directory for what a rank has to say when it fails.
     """
     with started_ranks(size, function, *args, scratch=scratch) as processes:
+        running = {process.sentinel: process for process in processes}
         # The others would wait for one that has failed.
-        wait_for(lambda: not any(process.is_alive() for process in processes) or any(_codes(processes)))
+        while running and not any(_codes(processes)):
+            ended = wait([*running], PATIENCE_S)
+            assert ended, f"nothing came in {PATIENCE_S:g} seconds"
+            for sentinel in ended:
+                running.pop(sentinel).join()
         codes = _codes(processes)
     said = "\n".join(path.read_text() for path in sorted(scratch.glob("failed-*.txt")))
     assert codes == [0] * size, said or f"exit codes {codes}"
@@ -84,18 +90,20 @@ def started_ranks(
         function: a number that it returns is the rank's exit code.
         scratch: directory for what a rank has to say when it fails.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = [_FORK.Process(target=_main, args=(rank, size, port, scratch, function, *args)) for rank in range(size)]
-    for process in processes:
-        process.start()
-    try:
-        yield processes
-    finally:
+    with socket.socket() as held:
+        # Bound until the end: else whoever connects to something would be given the port before the first rank has it.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        given = size, held.getsockname()[1], scratch, function, *args
+        processes = [_FORK.Process(target=_main, args=(rank, *given)) for rank in range(size)]
         for process in processes:
-            process.kill()
-            process.join()
+            process.start()
+        try:
+            yield processes
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
 
 
 def _main(rank: int, size: int, port: int, scratch: Path, function: Callable[..., None], *args: Any) -> None:

@@ -23,4 +23,4 @@ def wait_for(condition: Callable[[], object], given_up: Callable[[], object] = l
     while not condition():
         assert not given_up(), "what was waited for cannot come any more"
         assert time.monotonic() < until, f"nothing came in {PATIENCE_S:g} seconds"
-        time.sleep(0.002)
+        time.sleep(0.01)

@@ -50,10 +50,13 @@ def _features(
     limits = spec.limits.audio
     assert limits is not None, "a sample with sound for a model without limits"
     wave = load_audio(path, data, limits.sampling_rate, sound.num_samples, spec.media_rights)
-    cut = {"padding": True, "truncation": False} if limits.max_features is None else {"padding": "max_length"}
-    made = _extractor(spec.model)(
-        wave, sampling_rate=limits.sampling_rate, return_attention_mask=True, return_tensors="pt", **cut
-    )
+    extractor = _extractor(spec.model)
+    cut: dict[str, Any] = {"padding": True, "truncation": False}
+    if limits.max_features is not None:
+        # The processor pads to five minutes. Behind a second of silence more of it changes no frame that is kept.
+        padded = -(-len(wave) // extractor.hop_length) * extractor.hop_length + limits.sampling_rate
+        cut = {"padding": "max_length", "max_length": min(padded, extractor.n_samples), "truncation": True}
+    made = extractor(wave, sampling_rate=limits.sampling_rate, return_attention_mask=True, return_tensors="pt", **cut)
     count = int(made["attention_mask"].sum())
     if count != sound.num_features:
         raise MediaError(

@@ -133,7 +133,11 @@ class LocalCopies:
             while not _is_there(place, size):
                 os.makedirs(os.path.dirname(place), exist_ok=True)
                 with locked(place + _UNFINISHED) as file:
-                    if not _is_there(place, size) and _is_at(file, place + _UNFINISHED):
+                    if not _is_at(file, place + _UNFINISHED):
+                        continue
+                    if _is_there(place, size):  # since this process looked: what it locked is a new, empty file
+                        os.remove(place + _UNFINISHED)
+                    else:
                         self._fetch(path, place, file, size, sha256)
             with suppress(FileNotFoundError):
                 os.utime(place)

@@ -16,6 +16,7 @@ import re
 import unicodedata
 from collections import deque
 from collections.abc import Iterable, Iterator
+from functools import cache
 from itertools import chain, islice
 from typing import Any
 
@@ -166,10 +167,12 @@ def component_settings(component: Any) -> dict[str, Any]:
         return {"type": "unknown"}
 
 
+@cache
 def _safe_chars() -> str:
     return _UNSAFE.sub("", "".join(map(chr, range(0x20000))))
 
 
+@cache
 def _translated(pattern: str, chars: str) -> str:
     """The expression with ``\\p{L}``, ``\\p{N}`` and ``\\s`` spelled out for texts of some characters only.
 

@@ -14,6 +14,7 @@ from packtool.errors import DataError
 from packtool.plan.balance import imbalance
 from packtool.plan.dynamic import rearrange
 from packtool.plan.even_order import even_order
+from packtool.plan.even_packs import pack_evenly
 from packtool.plan.mixture import Mixture
 from packtool.plan.options import PlanOptions
 from packtool.plan.pack_plan import Int64Array, PackPlan, digest_arrays, with_each_alone, with_packs_in_order
@@ -172,12 +173,18 @@ def plan_mixture(
     Raises:
         ConfigError, DataError: as ``plan_epoch``.
     """
-    places = mixture.places
-    packed = _pack(places.lengths, places.media_tokens, options, seed, epoch)
-    samples = mixture.drawn(epoch)[packed.samples]
+    places, samples = mixture.places, mixture.drawn(epoch)
+    is_even = options.shuffle and not (options.packing and options.packing_algorithm == "sequential")
+    is_one_source = max(mixture.counts) == mixture.num_drawn
+    if is_even and options.packing and options.samples_per_step is None and not is_one_source:
+        packed, taken = pack_evenly(places, options, seed=seed, epoch=epoch)
+        samples = samples[taken]
+    else:
+        packed = _pack(places.lengths, places.media_tokens, options, seed, epoch)
+    samples = samples[packed.samples]
     lengths = mixture.lengths[samples].astype(np.int32, copy=False)
     packs = PackPlan(samples, packed.offsets, lengths, packed.capacity, mixture=mixture.fingerprint)
-    if options.shuffle and not (options.packing and options.packing_algorithm == "sequential"):
+    if is_even:
         of, amounts = mixture.source_of(samples), mixture.amounts(samples)
         order = even_order(packs, of, amounts, seed=seed, epoch=epoch)
         packs = with_packs_in_order(packs, order)

@@ -7,9 +7,10 @@ Packs mix sources, so an order is sought in which sums of vectors grow evenly: w
 epoch is halved, and halved again, each time so that both halves have as much of every source as they can: packs that
 are alike come in pairs, one for each half, and which goes where is decided by what the halves have had so far (vector
 balancing; Spencer 1977, "Balancing games", calls it the pusher and the chooser). What a half has too much is then about
-what a few packs hold, however long it is; by chance it would grow with the root of its length.
+what a few packs hold, however long it is; by chance it would grow with the root of its length. In the smallest parts
+packs are taken one after the other, each time the one that leaves least of what sources are ahead or behind by.
 
-Nothing of how samples are packed is touched, so even order costs no fill.
+That a source is in many packs, so that an order can have it evenly, is for packing to see to: ``even_packs``.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ Vectors = npt.NDArray[np.float32]
 
 _WINDOW_PACKS = 4096
 """Packs of the parts that an epoch is cut into at once; each of them is then halved."""
+_PART_PACKS = 16
+"""Packs of the parts that are halved no more."""
+_STEPS_OF_ONE, _MOST = 256, 4096
+"""Vectors are in whole steps, and no pack counts as having more than the most times the mean of a source: sums and
+products are then exact, and the order is the same on every machine."""
 _SLICE = 1 << 18
 _AMOUNTS = 1 << 16
 
@@ -59,19 +65,19 @@ def even_order(
     if num < 3 or vectors.shape[1] < 2:
         return seeded_order(num, seed=seed, epoch=epoch, stream=RandomStream.MIX_STEPS)
     order = seeded_order(num, seed=seed, epoch=epoch, stream=RandomStream.MIX_KINDS, falling=_kinds(vectors))
+    vectors *= _STEPS_OF_ONE * np.minimum(1, _MOST / np.maximum(vectors.max(axis=0), 1))
+    np.rint(vectors, out=vectors)
     num_windows = -(-num // _WINDOW_PACKS)
-    num_halvings = max(0, int(np.log2(num / num_windows / 2)))
-    num_leaves = num_windows << num_halvings
-    num_places = num_leaves * -(-num // num_leaves)
+    num_halvings = max(0, int(np.log2(num / num_windows / _PART_PACKS)))
+    num_parts = num_windows << num_halvings
+    num_places = num_parts * -(-num // num_parts)
     # Places that stay empty are packs of nothing, the last ones; they are spread as evenly as others.
     places = np.append(order, np.full(num_places - num, num))
     vectors = np.append(vectors, np.zeros((1, vectors.shape[1]), np.float32), axis=0)
     parts = _windows(places, num_windows, vectors, seed, epoch)
     for level in range(num_halvings):
         parts = _halved(parts, vectors, num_windows, RandomStream.MIX_COINS + 1 + level, seed, epoch)
-    leaves = np.repeat(np.arange(len(parts))[::-1], parts.shape[1])
-    shuffled = seeded_order(num_places, seed=seed, epoch=epoch, stream=RandomStream.MIX_STEPS, falling=leaves)
-    found = parts.reshape(-1)[shuffled]
+    found = _one_by_one(parts.reshape(num_windows, -1, parts.shape[1]), vectors)
     return found[found < num]
 
 
@@ -112,8 +118,8 @@ def _halved(parts: Int64Array, vectors: Vectors, num_windows: int, stream: int, 
         num_windows: the parts are of so many windows, each of as many.
     """
     num_parts, num_packs = parts.shape
-    sums = vectors[parts].sum(axis=1).reshape(num_windows, -1, vectors.shape[1])
-    lead = (sums - sums.mean(axis=1, keepdims=True)).cumsum(axis=1)
+    sums = vectors[parts].sum(axis=1, dtype=np.float64).reshape(num_windows, -1, vectors.shape[1])
+    lead = (sums - np.rint(sums.mean(axis=1, keepdims=True))).cumsum(axis=1)
     lead[:, 1:] += lead[:, :-1].copy()
     lead = lead.reshape(num_parts, -1)
     coins = seeded_uniform(num_packs // 2 * num_parts, seed=seed, epoch=epoch, stream=stream) < 0.5
@@ -129,6 +135,27 @@ def _halved(parts: Int64Array, vectors: Vectors, num_windows: int, stream: int, 
     return halves.reshape(2 * num_parts, -1)
 
 
+def _one_by_one(parts: Int64Array, vectors: Vectors) -> Int64Array:
+    """An order of packs (n,) from parts (windows, parts, packs), that come one after the other: all windows at once.
+
+    The next pack of a part is the one of those left with which all sources together are nearest to even.
+    """
+    num_windows, num_parts, num_packs = parts.shape
+    windows = np.arange(num_windows)
+    found = np.empty((num_windows, num_parts * num_packs), np.int64)
+    lead = np.zeros((num_windows, vectors.shape[1]))
+    mean = np.rint(vectors[parts].sum(axis=(1, 2), dtype=np.float64) / (num_parts * num_packs))
+    for part in range(num_parts):
+        own = vectors[parts[:, part]] - mean[:, None]
+        squares = np.einsum("wps,wps->wp", own, own)
+        for place in range(part * num_packs, (part + 1) * num_packs):
+            best = (squares + 2 * np.einsum("wps,ws->wp", own, lead)).argmin(axis=1)
+            found[:, place] = parts[windows, part, best]
+            lead += own[windows, best]
+            squares[windows, best] = np.inf
+    return found.reshape(-1)
+
+
 def _windows(order: Int64Array, num_windows: int, vectors: Vectors, seed: int, epoch: int) -> Int64Array:
     """Packs (n,), of which neighbours are alike, divided into windows (windows, n / windows), in the same order.
 
@@ -142,7 +169,7 @@ def _windows(order: Int64Array, num_windows: int, vectors: Vectors, seed: int, e
     stream = RandomStream.MIX_TURNS
     turns = seeded_order(rounds.size, seed=seed, epoch=epoch, stream=stream, falling=numbers).reshape(rounds.shape)
     coins = seeded_uniform(len(rounds), seed=seed, epoch=epoch, stream=RandomStream.MIX_COINS) < 0.5
-    held = np.zeros((num_windows, vectors.shape[1]), np.float32)
+    held = np.zeros((num_windows, vectors.shape[1]))
     found = np.empty((num_windows, len(rounds)), np.int64)
     for number, (packs, turn, coin) in enumerate(zip(rounds, turns % num_windows, coins.tolist(), strict=True)):
         one, other = turn[:num_pairs], turn[num_pairs : 2 * num_pairs]

@@ -46,10 +46,12 @@ class Places:
     Args:
         lengths: int32 (M,), most tokens of the sample that stands there.
         media_tokens: int32 (M,), most media tokens.
+        sources: int32 (M,), of which each is.
     """
 
     lengths: Int32Array
     media_tokens: Int32Array
+    sources: Int32Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +153,8 @@ class Mixture:
         """The places of every epoch."""
         found = [self._places_of(source) for source in range(len(self.counts))]
         lengths, media = (np.concatenate(each)[self._even] for each in zip(*found, strict=True))
-        return Places(lengths.astype(np.int32), media.astype(np.int32))
+        sources = np.repeat(np.arange(len(self.counts), dtype=np.int32), self.counts)[self._even]
+        return Places(lengths.astype(np.int32), media.astype(np.int32), sources)
 
     def drawn(self, epoch: int) -> Int64Array:
         """The samples of an epoch, positions in the caches, by place; int64 (M,). The same sample may come again."""

@@ -43,6 +43,7 @@ class RandomStream(IntEnum):
     MIX_STEPS = (1 << 40) + (3 << 20)
     MIX_NEIGHBOURS = (1 << 40) + (4 << 20)
     MIX_START = (1 << 40) + (5 << 20)
+    MIX_COMPANIONS = (1 << 40) + (6 << 20)
 
 
 def of_window(number: int) -> int:

@@ -76,7 +76,7 @@ def write_curves(metrics_path: str, output_dir: str) -> str | None:
     subtitle = f"{len(records):,} log line{'s' if len(records) > 1 else ''} up to step {steps:,}{smooth}"
     image = draw_charts(charts, f"Training of {name}", subtitle)
     path = os.path.join(output_dir, CURVES_NAME)
-    image.save(path + ".tmp", format="PNG", optimize=True, dpi=(DOTS_PER_INCH, DOTS_PER_INCH))
+    image.save(path + ".tmp", format="PNG", dpi=(DOTS_PER_INCH, DOTS_PER_INCH))
     os.replace(path + ".tmp", path)
     return path
 

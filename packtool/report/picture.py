@@ -72,7 +72,7 @@ def draw_charts(charts: Sequence[Chart], title: str, subtitle: str) -> Image.Ima
         names = (canvas.width(shape.name, _SMALL) for shape in chart.shapes if isinstance(shape, Path) and shape.name)
         right -= _RIGHT + max(names, default=0)
         _draw_chart(canvas, chart, _Place(left + _LEFT, top + _TOP, right, top + _ROW - _BOTTOM))
-    return image.resize((size[0] // _SCALE, size[1] // _SCALE), Image.Resampling.LANCZOS)
+    return image.reduce(_SCALE)
 
 
 def _draw_chart(canvas: _Canvas, chart: Chart, place: _Place) -> None:

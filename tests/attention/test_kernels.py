@@ -62,7 +62,7 @@ def test_equals_the_reference(name: str, lengths: list[int]) -> None:
             check_kernel(HERE[name], random_heads(sum(lengths), num_heads, num_kv_heads, 8), varlen, window=window)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     lengths=st.lists(st.integers(1, 33), min_size=1, max_size=8),
     groups=st.integers(1, 3),
@@ -194,7 +194,7 @@ def _paths(parents: list[int]) -> list[list[int]]:
     return found
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(tree=trees(), window=st.one_of(st.none(), st.integers(1, 30)), seed=st.integers(0, 2**16))
 def test_a_tree_computes_what_its_rows_compute_alone(tree: Tree, window: int | None, seed: int) -> None:
     """Every token once against every row whole: outputs and gradients in float64."""

@@ -43,7 +43,7 @@ def text() -> InputSpec:
     return reduced_spec("qwen2")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=9))
 def test_no_target_crosses_a_boundary_and_none_is_lost(lengths: list[int]) -> None:
     samples = [make_sample(length, seed=number) for number, length in enumerate(lengths)]
@@ -68,7 +68,7 @@ def test_no_target_crosses_a_boundary_and_none_is_lost(lengths: list[int]) -> No
     assert packed.num_samples == padded.num_samples == len(lengths)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(lengths=st.lists(st.integers(1, 20), max_size=9), multiple_of=st.integers(1, 40))
 def test_padding_is_a_document_behind_the_others(lengths: list[int], multiple_of: int) -> None:
     samples = [make_sample(length, seed=number) for number, length in enumerate(lengths)]

@@ -29,7 +29,7 @@ def test_a_local_samples_pictures_stay_with_it(tmp_path: Path) -> None:
     assert _media_of(samples, [SHARDED, 0, SHARDED, SHARDED], spec, Cut(2, 1, 1)) == [True, False, False, True]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.data())
 def test_every_ranks_part_is_padded_by_itself(data: st.DataObject) -> None:
     ring, ulysses = data.draw(st.sampled_from([(2, 1), (1, 2), (2, 2)]))

@@ -129,7 +129,7 @@ def test_a_tower_with_nothing_to_do_gets_a_filler(tmp_path_factory: pytest.TempP
     assert batch.labels.eq(-100).all()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     rows=st.lists(
         st.lists(st.tuples(st.integers(1, 3), st.sampled_from([0.0, 0.5, 1.0])), min_size=1, max_size=8),

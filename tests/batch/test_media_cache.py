@@ -189,7 +189,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(STEPS)
 def test_the_bound_always_holds_and_pixels_are_always_right(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, int, bool, str]]

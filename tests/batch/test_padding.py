@@ -41,7 +41,7 @@ def one_by_one(rows: Tensor, mask: Tensor, width: int, fill: int) -> Tensor:
     return moved
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(lengths=LENGTHS, room=st.integers(0, 3), side=SIDES, align_to=ALIGNMENTS, seed=st.integers(0, 9))
 def test_restored_is_what_was_removed(lengths: list[int], room: int, side: str, align_to: int, seed: int) -> None:
     width = max(lengths) + room
@@ -56,7 +56,7 @@ def test_restored_is_what_was_removed(lengths: list[int], room: int, side: str, 
         assert torch.equal(restore_padding(packed.input_ids, *place, fill=7777), ids)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(lengths=LENGTHS, side=SIDES, align_to=ALIGNMENTS, seed=st.integers(0, 9))
 def test_removed_is_what_was_restored(lengths: list[int], side: str, align_to: int, seed: int) -> None:
     """The other way round: from a packed sequence to rows and back."""
@@ -69,7 +69,7 @@ def test_removed_is_what_was_restored(lengths: list[int], side: str, align_to: i
     assert all(torch.equal(one, other) for one, other in zip(packed, again, strict=True))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(lengths=LENGTHS, side=SIDES, align_to=ALIGNMENTS, seed=st.integers(0, 9))
 def test_the_packed_row(lengths: list[int], side: str, align_to: int, seed: int) -> None:
     ids, labels, mask = padded_batch(lengths, max(lengths), side, seed)
@@ -86,7 +86,7 @@ def test_the_packed_row(lengths: list[int], side: str, align_to: int, seed: int)
     assert 7777 not in packed.input_ids
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
     align_to=ALIGNMENTS,

@@ -138,7 +138,7 @@ def test_pictures_are_equal_by_their_bytes_too() -> None:
     assert shape(find_tree(alike, SEES, least_shared=1))[0] == ((0, 1), 0, 4, ROOT)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     rows=st.lists(st.lists(st.tuples(st.integers(1, 3), st.booleans()), min_size=1, max_size=8), max_size=8),
     least_shared=st.integers(1, 6),
@@ -169,7 +169,7 @@ def test_every_sample_is_there_whole_and_every_label_counts(
 words = st.one_of(st.integers(1, 3), st.sampled_from([picture("a", 2), picture("b", 2), picture("c", 5)]))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     rows=st.lists(st.lists(words, min_size=1, max_size=6), min_size=1, max_size=8),
     least_shared=st.integers(1, 6),

@@ -48,7 +48,7 @@ from packtool.train.model.trace import trace_pass, traced_batch
 from packtool.train.prepare.rank_tokens import RankTokens
 from packtool.train.verify.checks import check_gradients, check_isolation, check_logits, check_prefixes
 from packtool.train.verify.pack_under_test import PackUnderTest
-from tests.attention.parallel.shared_model import check_setting
+from tests.attention.parallel.shared_model import Found, Setting, alone, check_setting
 from tests.encode.other_families import model_of, tokens_of
 from tests.forked import run_ranks
 from tests.media.clips import write_clip
@@ -290,7 +290,10 @@ def test_every_trained_parameter_has_a_gradient(world_of: Callable[[str], World]
 def test_two_ranks_that_share_a_sequence(world_of: Callable[[str], World], tmp_path: Path) -> None:
     """Logits, loss and every gradient as on one rank, though each picture is looked at by one of them."""
     worlds = [world for name in TRAINED if (world := world_of(name)).spec.family.processor_inputs]
-    run_ranks(2, check_shared, worlds, tmp_path, scratch=tmp_path)
+    settings: dict[str, Setting] = {world.name: (world.spec, world.model(), world.samples) for world in worlds}
+    run_ranks(
+        2, check_shared, {name: (each, alone(each)) for name, each in settings.items()}, tmp_path, scratch=tmp_path
+    )
     found = json.loads((tmp_path / "errors.json").read_text())
     assert len(found) == len(worlds) > 5
     for name, (logits, loss, gradients, moved) in found.items():
@@ -298,21 +301,21 @@ def test_two_ranks_that_share_a_sequence(world_of: Callable[[str], World], tmp_p
         assert moved == 0, name
 
 
-def check_shared(worlds: list[World], folder: Path) -> None:
+def check_shared(settings: dict[str, tuple[Setting, Found]], folder: Path) -> None:
     """On each rank, one way after the other."""
     dist.init_process_group("gloo")
     ways = [SequenceParallel.on_mesh(axes, "cpu") for axes in (Axes(2, 1, "ring"), Axes(1, 2))]
     found = {}
-    for number, world in enumerate(worlds):
-        model = world.model()
+    for number, (name, (setting, expected)) in enumerate(settings.items()):
+        spec, model, samples = setting
         # Rings do not share layers with windows.
         parallel = ways[1 if getattr(model.config.text_config, "sliding_window", None) else number % 2]
-        found[world.name] = check_setting((world.spec, model, world.samples), parallel)
+        found[name] = check_setting(setting, expected, parallel)
         # Text alone: each looks at a blank picture, of which nothing goes anywhere.
-        bare = collate_shard(world.samples[1:2], world.spec, parallel.cut)
+        bare = collate_shard(samples[1:2], spec, parallel.cut)
         assert bare.media["pixel_values"].numel()
         assert not sum(bare.shard.routes["image"].send_counts)
-        aligner = model.get_submodule(world.spec.family.towers.aligner[0])
+        aligner = model.get_submodule(spec.family.towers.aligner[0])
         model.zero_grad()
         model(**bare.model_inputs()).logits.sum().backward()
         assert all(parameter.grad is not None for parameter in aligner.parameters())

@@ -43,7 +43,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[EncodedIma
 drawn = st.tuples(st.sampled_from(sorted(HELD)), st.integers(0, 3))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(rows=st.lists(st.lists(st.one_of(st.integers(1, 2), drawn), min_size=1, max_size=4), min_size=2, max_size=6))
 def test_rows_share_by_what_media_hold(
     files: dict[str, list[EncodedImage]], rows: list[list[int | tuple[str, int]]]

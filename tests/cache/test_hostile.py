@@ -57,7 +57,7 @@ _VALUES = st.one_of(
 )
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_manifest_is_read_whole_or_refused(cache: Path, data: st.DataObject, tmp_path: Path) -> None:
     """Any value anywhere: an error that names the file, or names and numbers as an export writes them."""

@@ -135,7 +135,7 @@ def test_truncation_of_tokens_is_that_of_rows(
     assert any(sample.num_truncated and sample.images for sample in expected)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.lists(st.tuples(st.integers(0, 255), st.booleans()), min_size=2, max_size=12), min_size=1, max_size=6),
     st.integers(0, 5),

@@ -124,9 +124,7 @@ def _follow(plan: list[tuple[str, int | None, bool]], directory: str, base: Path
 _PLANS = st.lists(
     st.tuples(st.sampled_from(LOSSES), st.one_of(st.none(), st.integers(0, 40)), st.booleans()), min_size=2, max_size=4
 )
-_QUICK = settings(
-    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+_QUICK = settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 @_QUICK

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from packtool import storage
+from packtool.cache import local as local_module
 from packtool.cache.export import export
 from packtool.cache.local import LocalCopies
 from packtool.cache.manifest import Manifest
@@ -124,6 +125,29 @@ def test_processes_of_a_machine_download_once(
     assert not list(Path(copies.directory).rglob("*.partial"))
 
 
+def test_a_copy_that_comes_while_its_lock_is_awaited_leaves_nothing_else(
+    remote: str, copies: LocalCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process puts it in its place between this one's look and its lock."""
+    real, looks = local_module._is_there, []
+
+    def late(path: str, size: int) -> bool:
+        looks.append(path)
+        if len(looks) > 1:
+            return real(path, size)
+        monkeypatch.setattr(local_module, "_is_there", real)
+        CacheReader.open([remote], copies=copies).sample(0)
+        monkeypatch.setattr(local_module, "_is_there", late)
+        return False
+
+    CacheReader.open([remote], copies=copies)
+    monkeypatch.setattr(local_module, "_is_there", late)
+    CacheReader.open([remote], copies=copies).sample(0)
+    assert len(looks) > 1
+    assert len(_shards(copies)) == 1
+    assert not list(Path(copies.directory).rglob("*.partial"))
+
+
 def test_a_dead_processs_lock_is_taken_over(remote: str, copies: LocalCopies) -> None:
     manifest = Manifest.read(remote)
     shard = manifest.splits["train"].shards[0]
@@ -131,7 +155,7 @@ def test_a_dead_processs_lock_is_taken_over(remote: str, copies: LocalCopies) ->
     partial.parent.mkdir(parents=True)
     program = (
         "import fcntl, sys, time; f = open(sys.argv[1], 'wb'); f.write(b'half'); f.flush();"
-        "fcntl.flock(f, fcntl.LOCK_EX); print('locked', flush=True); time.sleep(60)"
+        "fcntl.flock(f, fcntl.LOCK_EX); print('locked', flush=True); time.sleep(900)"
     )
     holder = subprocess.Popen([sys.executable, "-c", program, str(partial)], stdout=subprocess.PIPE)
     assert holder.stdout is not None

@@ -53,7 +53,7 @@ def _read(cache: Path, notes: Path, mode: Any = "once") -> None:
     assert reader.prefixes() is not None
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_flipped_bit_is_found(cache: Path, tmp_path: Path, data: st.DataObject) -> None:
     files = sorted((cache / "train").glob("*.arrow"))

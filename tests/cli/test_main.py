@@ -86,23 +86,29 @@ def test_wrong_usage_is_exit_2(arguments: list[str], told: str, capsys: pytest.C
     assert captured.out == ""
 
 
-def test_a_missing_cache_is_exit_4(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     from packtool.demo.model import make_model
 
-    make_model(str(tmp_path / "model"), 0)
-    arguments = ["train", "--model", str(tmp_path / "model"), "--cached-dataset", str(tmp_path / "gone")]
+    directory = str(tmp_path_factory.mktemp("demo") / "model")
+    make_model(directory, 0)
+    return directory
+
+
+def test_a_missing_cache_is_exit_4(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["train", "--model", model, "--cached-dataset", str(tmp_path / "gone")]
     assert run([*arguments, "--output-dir", str(tmp_path / "out")]) == EXIT_MISMATCH
     assert "no finished cache" in capsys.readouterr().err
 
 
-def test_settings_from_a_file_and_one_json_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from packtool.demo.model import make_model
+def test_settings_from_a_file_and_one_json_document(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from packtool.demo.world import make_rows
 
-    make_model(str(tmp_path / "model"), 0)
     make_rows(str(tmp_path / "data"), 40, 0)
     (tmp_path / "export.yaml").write_text(
-        f"model: {tmp_path}/model\ndataset: [{tmp_path}/data/train.json]\nmax-length: 40\ntruncation_strategy: left\n"
+        f"model: {model}\ndataset: [{tmp_path}/data/train.json]\nmax-length: 40\ntruncation_strategy: left\n"
     )
     arguments = ["export", "--config", str(tmp_path / "export.yaml"), "--output_dir", str(tmp_path / "cache"), "--json"]
     capsys.readouterr()
@@ -117,15 +123,13 @@ def test_settings_from_a_file_and_one_json_document(tmp_path: Path, capsys: pyte
     }
 
 
-def test_ctrl_c_while_training_says_how_to_go_on(tmp_path: Path) -> None:
-    from packtool.demo.model import make_model
+def test_ctrl_c_while_training_says_how_to_go_on(model: str, tmp_path: Path) -> None:
     from packtool.demo.world import make_rows
 
-    make_model(str(tmp_path / "model"), 0)
     make_rows(str(tmp_path / "data"), 40, 0)
-    export = ["export", "--model", f"{tmp_path}/model", "--dataset", f"{tmp_path}/data/train.json"]
+    export = ["export", "--model", model, "--dataset", f"{tmp_path}/data/train.json"]
     assert run([*export, "--max-length", "256", "--output-dir", f"{tmp_path}/cache"]) == 0
-    train = ["train", "--model", f"{tmp_path}/model", "--cached-dataset", f"{tmp_path}/cache", "--packing", "true"]
+    train = ["train", "--model", model, "--cached-dataset", f"{tmp_path}/cache", "--packing", "true"]
     train += ["--packing-length", "256", "--save-steps", "1", "--num-train-epochs", "500"]
     train += ["--output-dir", f"{tmp_path}/o"]
     state = tmp_path / "o" / "checkpoint-1" / "packtool_state.json"

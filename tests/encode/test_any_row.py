@@ -107,7 +107,7 @@ def check(encoder: Encoder, folder: Path, line: bytes, good: bytes = GOOD) -> No
             (sample.channel or "").encode()
 
 
-SLOW = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SLOW = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.mark.parametrize("form", FORMS)

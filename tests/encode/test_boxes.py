@@ -109,7 +109,7 @@ CORNERS = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     model_type=st.sampled_from(VISION),
     stored=st.tuples(st.integers(2, 400), st.integers(2, 400)),

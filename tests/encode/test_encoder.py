@@ -149,7 +149,7 @@ NASTY = st.lists(
 
 
 @given(st.lists(NASTY, min_size=2, max_size=6))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
 def test_text_of_rows_is_text_whatever_it_spells(chatml: Encoder, turns: list[str]) -> None:
     sample = kept(chatml, *turns)
     roles = ["user", "assistant"]
@@ -162,7 +162,7 @@ def test_text_of_rows_is_text_whatever_it_spells(chatml: Encoder, turns: list[st
 
 
 @given(st.lists(NASTY.filter(lambda text: "<image>" not in text), min_size=2, max_size=4))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 def test_text_never_shifts_pictures(vision: Encoder, picture: str, turns: list[str]) -> None:
     turns[0] += "<image>"
     sample = kept(vision, *turns, images=[picture])
@@ -252,7 +252,7 @@ def test_over_long_rows(small_model: Any, strategy: str) -> None:
     st.integers(2, 120),
     st.lists(st.booleans(), min_size=6, max_size=6),
 )
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
 def test_left_truncation(
     small_model: Any, picture: str, sizes: list[int], limit: int, with_picture: list[bool]
 ) -> None:

@@ -4,7 +4,7 @@ import importlib
 import pkgutil
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from packtool.config.rows import ImageOptions
@@ -17,7 +17,6 @@ from packtool.errors import ConfigError
 SETTINGS = {"patch_size": 16, "merge_size": 2, "size": {"shortest_edge": 65536, "longest_edge": 16777216}}
 
 
-@settings(deadline=None)
 @given(st.integers(1, 5000), st.integers(1, 5000), st.sampled_from([28, 32]), st.integers(1, 40), st.integers(41, 4000))
 def test_smart_resize_is_that_of_transformers(height: int, width: int, factor: int, low: int, high: int) -> None:
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize as theirs

@@ -69,7 +69,7 @@ PARTS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(PARTS, st.integers(2, 60), st.sampled_from(["left", "right"]), st.sampled_from(["drop", "trim"]), st.booleans())
 def test_what_is_left_is_whole_and_in_order(
     parts: list[tuple[str, int]], limit: int, strategy: str, overflow: str, weights: bool
@@ -126,7 +126,7 @@ def test_media_alone_over_the_limit() -> None:
     assert (cut.length, cut.num_truncated) == (50, 45)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.integers(0, 100), st.integers(2, 20))
 def test_a_text_in_pieces_loses_nothing(length: int, limit: int) -> None:
     item = tokenized([("assistant", length)], is_text=True)

@@ -49,7 +49,7 @@ TEXTS = st.text(st.sampled_from("ab  \n1.,é\u0301\u1f82\u0313\u0342\u0345你\U0
 
 
 @pytest.mark.parametrize("kind", ["words", "words, NFC", "bytes", "bytes, NFC"])
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(text=TEXTS | st.text(max_size=40), times=st.integers(1, 5), enough=st.integers(1, 100))
 def test_a_text_never_has_fewer(kind: str, text: str, times: int, enough: int) -> None:
     bound, tokenizer = bound_of(kind)
@@ -70,9 +70,7 @@ def test_nothing_is_promised_where_text_is_lost() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["delete", "raise", "left", "right"])
-@settings(
-    deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(sizes=st.lists(st.integers(0, 400), min_size=1, max_size=4))
 def test_the_result_is_that_of_tokens(strategy: str, sizes: list[int], small_model: Any) -> None:
     texts = ["x" * size for size in sizes]
@@ -105,7 +103,7 @@ def test_a_hopeless_text_is_not_tokenized(small_model: Any, monkeypatch: pytest.
     assert int(dropped.detail.split()[2]) > 100
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(text=TEXTS, times=st.integers(1, 9), num=st.integers(1, 50))
 def test_the_ends_of_a_text_are_those_of_its_tokens(text: str, times: int, num: int) -> None:
     _, tokenizer = bound_of("words")
@@ -123,9 +121,7 @@ def test_the_ends_of_a_text_are_those_of_its_tokens(text: str, times: int, num: 
 
 
 @pytest.mark.parametrize("strategy", ["left", "right"])
-@settings(
-    deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(sizes=st.lists(st.integers(0, 300), min_size=1, max_size=4))
 def test_what_truncation_cuts_is_not_held(
     strategy: str, sizes: list[int], small_model: Any, monkeypatch: pytest.MonkeyPatch

@@ -137,7 +137,7 @@ def test_media_that_nobody_can_find_have_no_prefixes() -> None:
 rows = st.lists(st.integers(1, 2), min_size=1, max_size=6)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(one=rows, other=rows, data=st.data())
 def test_hashes_are_equal_exactly_where_prefixes_are(one: list[int], other: list[int], data: st.DataObject) -> None:
     found = []

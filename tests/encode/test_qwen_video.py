@@ -45,7 +45,7 @@ def processor(folder: Path, model_type: str, patch_size: int, pictures: str, vid
     return found, made.from_pretrained(place)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     model_type=st.sampled_from(["qwen2_5_vl", "qwen3_vl"]),
     patch_size=st.sampled_from([14, 16]),

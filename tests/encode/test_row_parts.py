@@ -317,7 +317,7 @@ def rendered(turns: Sequence[Turn]) -> str:
     return text.replace("[assistant/", "A:").replace("[user/", "U:").removesuffix("/")
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(first=TURNS, more=st.lists(STEPS, max_size=4), expand=st.sampled_from(["true", "auto"]))
 def test_every_turn_is_trained_once_as_if_it_came_last(
     small_model: Any, first: Turn, more: list[tuple[Turn, Turn]], expand: str

@@ -54,7 +54,7 @@ SAFE = _safe_chars()
 EDGES = "\u4e00\u9fa5\uac00\ud7a3"
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.sampled_from([QWEN, LLAMA3]), st.lists(PIECES | st.text(max_size=6), max_size=12))
 def test_any_text_has_the_librarys_tokens_or_goes_its_way(pattern: str, pieces: list[str]) -> None:
     text = "".join(pieces)
@@ -62,7 +62,7 @@ def test_any_text_has_the_librarys_tokens_or_goes_its_way(pattern: str, pieces: 
     assert found is None or found == expected(trained(pattern), text)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.text(alphabet=SAFE, max_size=30))
 def test_safe_texts_are_taken_and_are_right(text: str) -> None:
     found = words_of(QWEN).encode(text)

@@ -34,7 +34,7 @@ def placed(folder: Path, place: str, data: bytes) -> tuple[str | None, bytes | N
 contents = st.tuples(st.sampled_from([1, 9, SMALL - 1, SMALL, SMALL + 1, LARGE]), st.sampled_from([None, 0, 0.5, 1]))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(media=st.lists(st.tuples(contents, st.sampled_from(PLACES)), min_size=2, max_size=5))
 def test_what_holds_the_same_is_the_same(tmp_path: Path, media: list[tuple[tuple[int, float | None], str]]) -> None:
     """Bytes differ in number, or in one of them: nowhere, the first, the middle one or the last."""

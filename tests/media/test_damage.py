@@ -124,7 +124,7 @@ def test_whole_files_are_used(files: dict[str, bytes], kind: str) -> None:
         USE[kind](files[kind])
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.sampled_from(sorted(USE)), st.floats(0, 1), st.integers(0, 40), st.booleans())
 def test_a_file_that_is_cut_off_is_dropped_or_can_be_trained(
     files: dict[str, bytes], kind: str, share: float, back: int, near_the_end: bool

@@ -143,7 +143,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=400)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=400)
 @given(st.one_of(LOCAL, REMOTE, st.text(max_size=20)), st.sampled_from(["root", "local", "any"]))
 def test_any_address_is_a_medium_or_a_dropped_row(
     folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, access: MediaAccess

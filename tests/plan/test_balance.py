@@ -17,7 +17,7 @@ def loads(costs: npt.NDArray[np.float64], rank_packs: npt.NDArray[np.int64]) -> 
     return np.take_along_axis(costs, rank_packs.reshape(costs.shape), axis=1).reshape(rank_packs.shape).sum(axis=2)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.integers(0, 5), st.integers(1, 6), st.integers(1, 6), st.integers(0, 1000))
 def test_every_pack_is_assigned_once_and_ranks_get_equally_many(steps: int, ranks: int, each: int, seed: int) -> None:
     costs = np.random.default_rng(seed).lognormal(0, 1, (steps, ranks * each))

@@ -11,7 +11,7 @@ from packtool.errors import ConfigError
 from packtool.plan.dynamic import rearrange
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=0, max_size=60),
     samples_per_step=st.integers(1, 20),

@@ -14,7 +14,7 @@ from packtool.plan.evaluation import DEFAULT_MAX_TOKENS, plan_evaluation
 from packtool.plan.prefix_trees import Prefixes, plan_trees
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     lengths=st.lists(st.integers(1, 50), max_size=60),
     num_ranks=st.integers(1, 4),
@@ -39,7 +39,7 @@ def test_every_sample_once_and_back_in_order(
     assert results[plan.batches.inverse].tolist() == lengths
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     sizes=st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=6), max_size=12),
     num_ranks=st.integers(1, 3),

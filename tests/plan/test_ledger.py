@@ -41,7 +41,7 @@ def test_what_is_left_out_is_taken_away_once(rows: list[int], data: st.DataObjec
     assert found.tolist() == sorted(expected)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.integers(1, 15), min_size=1, max_size=3),
     st.integers(1, 3),

@@ -55,7 +55,7 @@ def test_amounts(text: str, amount: Amount) -> None:
             parse_amount(wrong)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     sizes=st.lists(st.integers(1, 300), min_size=1, max_size=4),
     amounts=st.lists(st.sampled_from(["1", "17", "20%", "50%", "100%", "2.5x", "3x", "0.9x"]), min_size=4, max_size=4),

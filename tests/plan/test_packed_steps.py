@@ -71,7 +71,7 @@ def runs(draw: st.DrawFn) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32],
     return lengths, lengths // 2, options, draw(st.integers(0, 9)), draw(st.integers(0, 3))
 
 
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=120)
 @given(runs())
 def test_steps_have_the_samples_of_unpacked_training(
     run: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], PlanOptions, int, int],
@@ -91,7 +91,7 @@ def test_steps_have_the_samples_of_unpacked_training(
     assert plan_with(options).fingerprint == plan.fingerprint
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(run=runs(), done=st.integers(0, 10), ranks=st.integers(1, 6), later=st.integers(0, 10))
 def test_resumed_on_other_ranks_the_steps_keep_their_samples(
     run: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], PlanOptions, int, int], done: int, ranks: int, later: int

@@ -97,7 +97,7 @@ def test_a_tree_that_does_not_fit_is_cut_and_pays_for_its_prefix_again() -> None
     assert trees.offsets.tolist() == [0, 1, 2, 3, 4, 5]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(media=st.lists(st.integers(0, 9), min_size=1, max_size=12), of_prefix=st.integers(0, 5), most=st.integers(3, 20))
 def test_a_group_keeps_a_second_budget(media: list[int], of_prefix: int, most: int) -> None:
     """Ten tokens that all samples begin with, and media of each behind those of the prefix."""
@@ -242,7 +242,7 @@ def _alike(one: list[int], other: list[int]) -> int:
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     rows=some_rows,
     least_shared=st.integers(0, 4),
@@ -272,7 +272,7 @@ def test_all_that_neighbours_have_in_common_is_shared(
             assert sizes[group] == max_samples or tokens[group] + lengths[trees.samples[first]] - most > capacity
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(rows=some_rows, data=st.data())
 def test_never_more_is_shared_than_is_alike(rows: Rows, data: st.DataObject) -> None:
     """Whichever prefixes of each sample were kept."""

@@ -72,7 +72,7 @@ def test_streams_keep_their_numbers() -> None:
     """Saved plans and checkpoints hold orders that these numbers drew; ``unique`` sees to it that no two are alike."""
     assert [stream.value for stream in RandomStream] == [  # 13 drew something that is no more
         *(*range(13), 14, 15),
-        *((1 << 40) + (purpose << 20) for purpose in range(6)),
+        *((1 << 40) + (purpose << 20) for purpose in range(7)),
     ]
     assert RandomStream.WITHIN_LENGTH == 0
     assert RandomStream.SHUFFLE_BUFFER == 12

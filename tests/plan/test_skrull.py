@@ -99,7 +99,7 @@ def steps(draw: st.DrawFn) -> tuple[np.ndarray, dict[str, int], StepTime]:
     return lengths, options, draw(st.sampled_from([StepTime(), SLOW_LINKS, StepTime(flops_per_second=1e10)]))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(steps())
 def test_what_always_holds(step: tuple[np.ndarray, dict[str, int], StepTime]) -> None:
     lengths, options, times = step

@@ -157,7 +157,7 @@ drawn_trees = st.integers(2, 24).flatmap(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(drawn=drawn_trees, each=st.integers(1, 8), data=st.data())
 def test_every_pack_stays_once_and_more_is_as_wanted(
     drawn: tuple[int, list[list[int]]], each: int, data: st.DataObject

@@ -8,7 +8,7 @@ from packtool.plan.trees_of_some import trees_of_some
 from tests.plan.test_prefix_trees import Rows, planned, some_rows
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(some_rows.filter(len), st.data())
 def test_trees_without_some_samples_share_what_is_left_between_neighbours(rows: Rows, data: st.DataObject) -> None:
     trees, lengths = planned(rows)

@@ -35,7 +35,7 @@ def test_packs_are_as_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.tolist() == [-1, 7, -1, 7, -1, 7]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     tails=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=BRANCHES, max_size=90),
     capacity=st.integers(TRUNK + 20, 60),

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import PATIENCE_S
+
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _FLAGS = (
     "--headless",
@@ -29,14 +31,14 @@ _FLAGS = (
     "--disable-sync",
     "--remote-debugging-pipe",
 )
-_TIMEOUT = 60.0  # seconds for an answer: a browser that starts on a busy machine
 
 
 def find() -> str | None:
     """A browser in PATH that starts (Ubuntu has one that only says how to install it), or None."""
     for path in filter(None, map(shutil.which, _NAMES)):
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            if subprocess.run([path, "--version"], capture_output=True, timeout=_TIMEOUT, check=False).returncode == 0:
+            told = subprocess.run([path, "--version"], capture_output=True, timeout=PATIENCE_S, check=False)
+            if told.returncode == 0:
                 return path
     return None
 
@@ -141,10 +143,10 @@ class Browser:
         os.close(self._out)
 
     def _next(self) -> dict[str, Any]:
-        end = time.monotonic() + _TIMEOUT
+        end = time.monotonic() + PATIENCE_S
         while b"\0" not in self._rest:
             if not select.select([self._in], [], [], max(end - time.monotonic(), 0))[0]:
-                raise RuntimeError(f"the browser says nothing for {_TIMEOUT:.0f} s")
+                raise RuntimeError(f"the browser says nothing for {PATIENCE_S:.0f} s")
             data = os.read(self._in, 1 << 20)
             if not data:
                 raise RuntimeError("the browser has ended")

@@ -33,7 +33,7 @@ def texts(page_text: str, pattern: str) -> list[str]:
     return [html.unescape(re.sub("<[^>]*>", "", found)) for found in re.findall(pattern, page_text, re.S)]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lengths=LENGTHS,
     kind=st.sampled_from(sorted(KINDS)),
@@ -83,7 +83,7 @@ def test_a_page_tells_what_the_terminal_and_json_tell(
     assert figures["steps_of_plain_batches"] == -(-figures["samples"] // rows)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.floats(1, 4), st.floats(1, 4)), min_size=3, max_size=30))
 def test_a_step_beyond_the_edge_is_told_of_the_series_it_belongs_to(pairs: list[tuple[float, float]]) -> None:
     before, after = zip(*pairs, strict=True)

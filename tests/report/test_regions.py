@@ -80,7 +80,7 @@ NAMES = st.text(st.characters(exclude_characters="\ufffc", exclude_categories=["
 NUMBERS = st.integers(0, 500)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(NAMES, NUMBERS, NUMBERS, NUMBERS, NUMBERS), max_size=5), st.booleans())
 def test_what_was_written_is_read(said: list[tuple[str, int, int, int, int]], has_tokens: bool) -> None:
     boxes = [(name, [x, y, x + width, y + height]) for name, x, y, width, height in said]

@@ -37,6 +37,7 @@ from tests.cache.conftest import run_export as run_export
 from tests.report.test_page_in_browser import DESK, PHONE, Browser
 from tests.report.test_page_in_browser import browser as browser
 from tests.test_visible import acting
+from tests.waiting import PATIENCE_S
 
 EVIL = "</script><script>window.evil = 1</script><img src=x onerror='window.evil = 2'>\u202e\x1b[2J"
 
@@ -244,7 +245,7 @@ def test_only_who_knows_the_address_is_served(cache: str, capsys: pytest.Capture
 
 def settled(browser: Browser, script: str) -> Any:
     """What a script finds, once it finds anything."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + PATIENCE_S
     while not (found := browser.evaluate(script)) and time.monotonic() < end:
         time.sleep(0.05)
     assert found, f"{script}: {browser.errors()}"

@@ -100,7 +100,7 @@ FIELDS = st.text(st.characters(codec="utf-8", exclude_characters="\r\x00"), max_
 
 
 @given(st.lists(st.tuples(FIELDS, FIELDS), max_size=25), st.integers(1, 30), st.integers(1, 6), st.sampled_from("ct"))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=80)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=80)
 def test_any_csv_gives_its_records(
     tmp_path: Path, cells: list[tuple[str, str]], chunk: int, block_rows: int, kind: str
 ) -> None:

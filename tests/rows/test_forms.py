@@ -436,7 +436,7 @@ ANY_ROWS = st.dictionaries(st.sampled_from(COLUMNS), VALUES, max_size=5) | st.fi
 
 
 @given(ANY_ROWS, st.sampled_from([None, *KNOWN]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_no_row_does_more_harm_than_to_be_dropped(row: dict[str, Any], form: str | None) -> None:
     try:
         sample = read(row, form=form)

@@ -131,7 +131,7 @@ KEYS = ("ref", "bbox", "bbox_type", "image_id", "caption", "image")
 GIVEN = st.one_of(VALUES, *(st.fixed_dictionaries({}, optional=dict.fromkeys(KEYS, VALUES)) for _ in range(2)))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(GIVEN | st.lists(GIVEN, max_size=2), st.sampled_from(["<bbox>", "<ref-object><bbox>", ""]))
 def test_whatever_stands_there_is_read_or_refused(given: Any, answer: str) -> None:
     try:

@@ -30,7 +30,7 @@ def blocks_of(sizes: list[int]) -> RowBlocks:
     st.sampled_from([1, 2, 4096]),
     st.sampled_from([10**9, 1]),
 )
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_as_many_rows_as_asked_for(sizes: list[list[int]], count: int, seed: int, chunk: int, most: int) -> None:
     sources = [blocks_of(own) for own in sizes]
     with pytest.MonkeyPatch.context() as patch:

@@ -38,7 +38,7 @@ ROWS = st.lists(
 
 
 @given(ROWS, st.sampled_from([None, 1]), st.booleans(), st.integers(1, 40), st.integers(1, 9), st.booleans())
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
 def test_any_cut_gives_the_rows_of_json(
     tmp_path: Path, rows: list[Any], indent: int | None, ascii_only: bool, chunk: int, block_rows: int, bom: bool
 ) -> None:

@@ -84,7 +84,7 @@ def ulysses(clock: Clock, local: float, block: float, there: float, back: float,
     clock.wait(clock.send(back))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.sampled_from(["allgather", "ring", "ulysses"]),
     st.sampled_from([2, 4, 8]),

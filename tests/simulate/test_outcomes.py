@@ -181,7 +181,7 @@ def test_every_sequence_once_at_equal_global_batches(name: StrategyName, data: s
     assert (found.cell_devices + found.cell_ranks <= found.num_devices).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.one_of(st.integers(1, 2000), st.integers(1, 60_000)), min_size=1, max_size=60),
     st.sampled_from([1, 4, 12, 16]),
@@ -220,7 +220,7 @@ def test_no_strategy_beats_perfect_balance_or_loses_work(
             assert (timing.cell_starts[cells][1:] >= ends[:-1] - 1e-12).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.one_of(st.integers(1, 2000), st.integers(1, 100_000)), min_size=1, max_size=60),
     st.sampled_from([1, 2, 8, 12, 32]),

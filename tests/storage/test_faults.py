@@ -82,7 +82,7 @@ def test_every_operation_is_told(bucket: str, through_proxy: Through) -> None:
 
 def test_an_upload_that_fails_leaves_nothing(bucket: str, s3_server: S3Server, through_proxy: Through) -> None:
     faults = [("PUT .*partNumber=2", "stall"), ("PUT .*partNumber=2", "500 InternalError")]
-    through_proxy(retries=1, timeout=2.0, once=faults)
+    through_proxy(retries=1, timeout=5.0, once=faults)
     file = storage.AtomicFile(f"{bucket}/x")
     with pytest.raises(StorageError, match="x: writing failed: given up after 2 tries"):
         file.write(bytes(10 * PART))

@@ -57,7 +57,7 @@ def settings_of_runs(draw: st.DrawFn) -> dict[str, Any]:
     return {name: draw(st.sampled_from(CHOICES[name])) for name in names}
 
 
-@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=5, suppress_health_check=list(HealthCheck))
 @given(settings_of_runs())
 @example({"lr_scheduler_type": "cosin"})
 @example({"report_to": ("foo",)})

@@ -200,11 +200,7 @@ def two_processes(tiny: TinyWorld, alone: Path, sampled: Path, tmp_path_factory:
 def check_before(job: Job, checked: Sequence[str]) -> Job:
     """The job, which verifies packing before its first step if its name is one of these: once for all the others."""
     kind, output_dir, settings = job
-    return (
-        kind,
-        output_dir,
-        settings if kind != "train" or output_dir.name in checked else settings | {"verify_packing": False},
-    )
+    return kind, output_dir, settings | ({"verify_packing": output_dir.name in checked} if kind == "train" else {})
 
 
 @pytest.mark.parametrize("name", TWO_PROCESSES)

@@ -110,7 +110,7 @@ def compare(tiny: TinyWorld, rows: Sequence[Sequence[str]], jobs: dict[str, dict
         check_same_run(root / name, alone, f"{name} on {rows}")
 
 
-@settings(max_examples=1, deadline=None, phases=[Phase.generate])
+@settings(max_examples=1, phases=[Phase.generate])
 @given(rows=st.permutations(ROWS))
 def test_ranks_with_other_media_learn_what_one_process_learns(hearing: TinyWorld, rows: list[tuple[str, ...]]) -> None:
     jobs = {f"{spread} {kind}": SPREAD[spread] | TRAINED[kind] for spread in SPREAD for kind in TRAINED}
@@ -122,7 +122,7 @@ SHARED: dict[str, dict[str, Any]] = {
 }
 
 
-@settings(max_examples=1, deadline=None, phases=[Phase.generate])
+@settings(max_examples=1, phases=[Phase.generate])
 @given(rows=st.permutations(ROWS))
 def test_four_ranks_of_which_two_share_sequences(hearing: TinyWorld, rows: list[tuple[str, ...]]) -> None:
     compare(hearing, rows, SHARED, 4)

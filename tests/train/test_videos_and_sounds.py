@@ -36,7 +36,7 @@ from packtool.rows.sample import MediaRef, Sample, Turn
 from packtool.train.loop.media_times import _measured
 from packtool.train.model.head_loss import losses_of_head
 from packtool.train.model.load import load_model
-from tests.attention.parallel.shared_model import check_setting
+from tests.attention.parallel.shared_model import alone, check_setting
 from tests.forked import run_ranks
 from tests.media.clips import write_clip, write_sound
 from tests.train.real_models import FAMILIES, small_model
@@ -233,7 +233,8 @@ def test_sequences_with_sounds_that_two_ranks_share(model_of: Make, media: Path,
         model.get_input_embeddings().requires_grad_(False)
         # The head's own tokens.
         small = [dataclasses.replace(sample, labels=np.minimum(sample.labels, 255)) for sample in samples]
-        worlds[family] = spec, model, small
+        setting = spec, model, small
+        worlds[family] = setting, alone(setting)
     run_ranks(2, check_shared, worlds, tmp_path, scratch=tmp_path)
     found = json.loads((tmp_path / "errors.json").read_text())
     for family in SHARED:
@@ -246,9 +247,10 @@ def check_shared(worlds: dict[str, Any], folder: Path) -> None:
     """On each rank."""
     dist.init_process_group("gloo")
     found = {}
-    for family, (spec, model, samples) in worlds.items():
+    for family, (setting, expected) in worlds.items():
+        spec, _, samples = setting
         parallel = SequenceParallel.on_mesh(SHARED[family], "cpu")
-        found[family] = check_setting((spec, model, samples), parallel)
+        found[family] = check_setting(setting, expected, parallel)
         # Text alone: both listen to silence, and nothing comes of it.
         silent = collate_shard(samples[1:2], spec, parallel.cut)
         assert silent.media["feature_attention_mask"].sum() == spec.family.mel_frames

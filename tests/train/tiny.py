@@ -57,6 +57,7 @@ class TinyWorld:
             "learning_rate": 1e-3,
             "logging_steps": 1,
             "dataloader_num_workers": 0,
+            "verify_packing": False,  # which tests of its own prove, and takes as long as a step or two
         }
         return TrainConfig(**given | settings)
 

@@ -5,6 +5,7 @@ A processor that is given these bounds makes the very patches that the export co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -31,7 +32,11 @@ def image_bounds(height: int, width: int, grid: Grid, limits: ImageLimits) -> Bo
     def grid_of(least: int, most: int) -> Grid:
         return image_grid(height, width, replace(limits, min_pixels=least, max_pixels=most))
 
-    return _fitted(grid_of, grid, (limits.min_pixels, limits.max_pixels))
+    try:
+        whole = math.prod(grid_of(1, _MOST)) * limits.patch_size**2
+    except ValueError:
+        whole = None
+    return _fitted(grid_of, grid, (limits.min_pixels, limits.max_pixels), whole)
 
 
 @lru_cache(maxsize=65536)
@@ -44,10 +49,14 @@ def video_bounds(height: int, width: int, num_taken: int, grid: Grid, limits: Vi
     return _fitted(grid_of, grid, limits.bounds(num_taken))
 
 
-def _fitted(grid_of: Callable[[int, int], Grid], grid: Grid, own: Bounds) -> Bounds:
+def _fitted(grid_of: Callable[[int, int], Grid], grid: Grid, own: Bounds, whole: int | None = None) -> Bounds:
     """Bounds for which ``grid_of`` gives a grid; the limits' own where none do, for who loads it tells of that.
 
     Both sides of a grid grow with the most pixels that there may be, and with the least.
+
+    Args:
+        whole: pixels of a picture that nothing bounds, whose sides are rounded. Those that bounds shrink may be longer,
+            and those that they stretch shorter, so fewer and more pixels are searched each for itself.
     """
 
     def tried(least: int, most: int) -> Grid | None:
@@ -56,10 +65,11 @@ def _fitted(grid_of: Callable[[int, int], Grid], grid: Grid, own: Bounds) -> Bou
         except ValueError:
             return None
 
-    if tried(*own) == grid:
-        return own
+    for bounds in (own, (1, _MOST)):
+        if tried(*bounds) == grid:
+            return bounds
     for is_most in (True, False):
-        low, high = 1, _MOST
+        low, high = (1, _MOST) if whole is None else (1, whole - 1) if is_most else (whole + 1, _MOST)
         while low <= high:
             middle = (low + high) // 2
             bounds = (1, middle) if is_most else (middle, _MOST)

@@ -21,7 +21,7 @@ from packtool.attention.varlen import Varlen
 from packtool.batch.shard import SequenceShard, assign_tokens
 from packtool.plan.skrull import SHARDED
 from tests.attention.hybrids import HYBRIDS
-from tests.attention.parallel.shared_model import check_model
+from tests.attention.parallel.shared_model import Found, Setting, check_model
 from tests.batch.reduced import VISION_MODELS
 
 MESHES = {
@@ -98,8 +98,12 @@ def cases(world_size: int) -> list[tuple[str, str, tuple[int, int], str, int | N
     return found
 
 
-def find_errors(result: Path) -> None:
-    """Run every case; rank 0 writes a JSON file."""
+def find_errors(models: dict[str, tuple[Setting, Found]], result: Path) -> None:
+    """Run every case; rank 0 writes a JSON file.
+
+    Args:
+        models: by name, with what each gives alone.
+    """
     dist.init_process_group("gloo")
     size = dist.get_world_size()
     meshes = {name: SequenceParallel.on_mesh(MESHES[name], "cpu") for name in CHOSEN[size]}
@@ -110,7 +114,7 @@ def find_errors(result: Path) -> None:
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         found[f"{mesh}, {sequence}, {heads}, {blocks}, {window}"] = worst.tolist()
     for name, mesh in MODELS[size]:
-        found[f"{name}, {mesh}"] = check_model(name, meshes[mesh])
+        found[f"{name}, {mesh}"] = check_model(*models[name], meshes[mesh])
     if dist.get_rank() == 0:
         result.write_text(json.dumps(found))
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -34,25 +34,47 @@ from tests.batch.reduced import (
 )
 
 Setting = tuple[InputSpec, PreTrainedModel, list[EncodedSample]]
+Found = tuple[list[Tensor], float, dict[str, Tensor]]
+"""Logits of each sample, the sum of losses, the gradients of parameters."""
 
 
-def check_model(name: str, parallel: SequenceParallel) -> list[float]:
+def alone(setting: Setting) -> Found:
+    """What the sequence gives on one rank."""
+    spec, model, samples = setting
+    set_attention(model)
+    return _run(model, collate_packs(samples, spec), [sample.length for sample in samples], None)
+
+
+def make_setting(name: str, directory: Path) -> Setting:
+    """A reduced model of a family, with samples.
+
+    Args:
+        directory: for what its processor reads, by the model's name.
+    """
+    place = directory / name
+    place.mkdir()
+    return _hybrid(name, str(place)) if name in HYBRIDS else _reduced(name, str(place))
+
+
+def check_model(setting: Setting, expected: Found, parallel: SequenceParallel) -> list[float]:
     """See ``check_setting``."""
-    with tempfile.TemporaryDirectory() as directory:
-        setting = _hybrid(name, directory) if name in HYBRIDS else _reduced(name, directory)
-        all_sharded = check_setting(setting, parallel, [SHARDED] * len(setting[2]))
-        return [max(pair) for pair in zip(all_sharded, check_setting(setting, parallel), strict=True)]
+    all_sharded = check_setting(setting, expected, parallel, [SHARDED] * len(setting[2]))
+    return [max(pair) for pair in zip(all_sharded, check_setting(setting, expected, parallel), strict=True)]
 
 
-def check_setting(setting: Setting, parallel: SequenceParallel, places: list[int] | None = None) -> list[float]:
+def check_setting(
+    setting: Setting, expected: Found, parallel: SequenceParallel, places: list[int] | None = None
+) -> list[float]:
     """Largest differences of logits, loss and parameter gradients; some samples are local without ``places``.
 
     The last number is how far the logits of other samples move when one is changed.
+
+    Args:
+        expected: what the sequence gives ``alone``, which ranks that were forked need not all find out.
     """
     spec, model, samples = setting
-    whole, lengths = collate_packs(samples, spec), [sample.length for sample in samples]
-    set_attention(model)
-    logits, loss, gradients = _run(model, whole, lengths, None)
+    logits, loss, gradients = expected
+    lengths = [sample.length for sample in samples]
     set_attention(model, "auto", parallel)
     if places is None:
         places = [number % parallel.cut.size if number % 3 else SHARDED for number in range(len(samples))]
@@ -76,8 +98,12 @@ def _reduced(name: str, directory: str) -> Setting:
 
 
 def _hybrid(name: str, directory: str) -> Setting:
-    """With samples longer than a chunk of the recurrence, and shorter than its convolution."""
-    config, model = hybrid_config(name), hybrid_model(name)
+    """With samples longer than a chunk of the recurrence, and shorter than its convolution.
+
+    In float64: projections to fewer heads are rounded in other places, which the state of many tokens enlarges.
+    """
+    config, model = hybrid_config(name), hybrid_model(name).double()
+    model.set_experts_implementation("eager")  # others take no float64
     limits = reduced_limits(config)
     pictures = [] if limits is None else [((40, 32),), ((20, 60), (16, 16))]
     if limits is not None:
@@ -87,18 +113,19 @@ def _hybrid(name: str, directory: str) -> Setting:
     return InputSpec(directory, config, MediaLimits(limits)), model, samples
 
 
-def _run(
-    model: PreTrainedModel, batch: Batch, lengths: Sequence[int], parallel: SequenceParallel | None
-) -> tuple[list[Tensor], float, dict[str, Tensor]]:
-    """Logits of each sample, the sum of losses and all gradients, the same on all ranks."""
+def _run(model: PreTrainedModel, batch: Batch, lengths: Sequence[int], parallel: SequenceParallel | None) -> Found:
+    """The same on all ranks."""
     model.zero_grad(set_to_none=True)
     loss = sum_of_losses(model, batch, label_logits_only=takes_logits_to_keep(model))
     torch.autograd.backward(loss)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     total = loss.detach().clone()
     if parallel is not None:
-        for gradient in (total, *gradients.values()):
-            dist.all_reduce(gradient, group=parallel.whole)
+        # At once: each exchange costs more than what it moves.
+        together = torch.cat([total.view(1), *(gradient.flatten() for gradient in gradients.values())])
+        dist.all_reduce(together, group=parallel.whole)
+        total, *parts = together.split([1, *(gradient.numel() for gradient in gradients.values())])
+        gradients = {name: part.view_as(gradients[name]) for name, part in zip(gradients, parts, strict=True)}
     return _logits(model, batch, lengths, parallel), float(total), gradients
 
 

@@ -117,6 +117,8 @@ def test_recomputing_stays_outside() -> None:
 def test_kernels_of_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     # Programs that try each kind of vector instruction take as long to compile as the kernels.
     monkeypatch.setattr(inductor.cpp, "vec_isa_ok", True)
+    # Processes that compile import torch first.
+    monkeypatch.setattr(inductor, "compile_threads", 1)
     spec = InputSpec("", reduced_config("qwen3"), MediaLimits())
     model = model_of(spec)
     loss, _ = step_of(model, spec, PACKS[0])

@@ -54,7 +54,7 @@ def check(found: Fit, budget: float) -> None:
     assert found.proposals[0].expected.seconds_per_token <= 1.01 * least
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(st.floats(min_value=1.5e6, max_value=2e7), st.floats(min_value=1.0, max_value=4.0), st.data())
 def test_what_is_proposed_fits_and_more_memory_costs_no_more(
     tiny: TinyWorld, without_traces: None, fit: float, more: float, data: st.DataObject

@@ -87,7 +87,7 @@ EXPORT = st.lists(st.integers(0, 7), min_size=1, max_size=8, unique=True).map(tu
 SOURCES = st.dictionaries(st.integers(0, 3), EXPORT, min_size=1).map(lambda found: list(found.items()))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(SOURCES, st.integers(1, 3), st.integers(0, 6)), min_size=2, max_size=4))
 def test_every_sample_is_trained_once_in_an_epoch(runs: list[tuple[list[Cache], int, int]]) -> None:
     """Any sources, added, removed, exported again and brought back; any world size; killed after any step."""

@@ -149,7 +149,7 @@ def mixture_of(part: StagePart, epoch: int) -> np.ndarray[Any, Any]:
     return np.bincount(part.schedule.plan_of(epoch).packs.samples, minlength=len(part.planner.index.length))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(runs())
 def test_stages_follow_each_other_and_begin_with_what_was_trained_least(
     run: tuple[Any, Recipe, dict[str, Any]],
@@ -180,7 +180,7 @@ def test_stages_follow_each_other_and_begin_with_what_was_trained_least(
     assert step == found.num_steps
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     runs(), st.lists(st.tuples(st.integers(1, 9), st.sampled_from([1, 2, 4])), min_size=1, max_size=3), st.booleans()
 )
@@ -223,7 +223,7 @@ def test_a_run_goes_on_anywhere(
     assert np.array_equal(counted, sum(part.trained() for part in whole.parts))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(runs(), st.integers(0, 25), st.booleans(), st.sampled_from([1, 2]))
 def test_the_data_change_in_any_stage(
     run: tuple[Any, Recipe, dict[str, Any]], step: int, is_end: bool, world_size: int

@@ -58,7 +58,7 @@ def damage(file: Path, way: str, at: int) -> None:
         file.write_bytes(data[:at] + bytes(byte ^ 0x5A for byte in data[at : at + 16]) + data[at + 16 :])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_the_newest_whole_one_is_taken_and_broken_ones_are_named(
     data: Any, whole: Path, tmp_path_factory: pytest.TempPathFactory

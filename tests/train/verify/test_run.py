@@ -180,7 +180,7 @@ def test_a_run_whose_packs_leak_does_not_begin(
         "packtool.train.loop.execute.verify_cheaply", lambda *args, **kwargs: [Check("loss", 1.0, 0.1, "")]
     )
     with pytest.raises(MismatchError, match="the loss of a pack is not that of its samples alone") as caught:
-        train(tiny.config(tmp_path), SilentProgress())
+        train(tiny.config(tmp_path, verify_packing=True), SilentProgress())
     assert "--packing false" in str(caught.value)
     assert not (tmp_path / "metrics.jsonl").exists()
 

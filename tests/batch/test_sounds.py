@@ -1,0 +1,41 @@
+"""Mel frames are the processor's, which pads every sound to minutes of silence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import WhisperFeatureExtractor
+
+from packtool.batch.sounds import _features
+from packtool.batch.spec import InputSpec
+from packtool.encode.encoded import EncodedAudio
+from packtool.encode.families import MediaLimits
+from packtool.encode.families.base import AudioLimits
+from packtool.media.audio import load_audio
+from packtool.rows.rights import MediaRights
+from tests.media.clips import write_sound
+
+RATE, LONGEST_S = 16_000, 3
+
+
+@pytest.mark.parametrize("seconds", [0.002, 0.05, 0.8, 1.99, 2.003, 2.995, 3.5])
+def test_a_second_of_silence_is_as_good_as_minutes(seconds: float, tmp_path: Path) -> None:
+    """To the last bit, below the longest sound, near it, and above it, where the rest is cut off."""
+    extractor: Any = WhisperFeatureExtractor(feature_size=128, chunk_length=LONGEST_S)
+    extractor.save_pretrained(tmp_path / "model")
+    path = str(write_sound(tmp_path / "a.wav", seconds, RATE))
+    count = int(seconds * RATE)
+    wave = load_audio(path, None, RATE, count, MediaRights())
+    made = extractor(wave, sampling_rate=RATE, return_attention_mask=True, return_tensors="pt", padding="max_length")
+    num_frames = int(made["attention_mask"].sum())
+    limits = MediaLimits(audio=AudioLimits(RATE, 160, LONGEST_S * 100, False, 25, 2))
+    config: Any = SimpleNamespace()
+    spec = InputSpec(str(tmp_path / "model"), config, limits, media_rights=MediaRights())
+    sample: Any = SimpleNamespace(row=0, source="rows.jsonl")
+    found = _features(EncodedAudio(path, None, count, num_frames, 1), path, None, sample, spec)
+    assert found.shape == (128, num_frames)
+    assert torch.equal(found, made["input_features"][0, :, :num_frames])
