@@ -157,6 +157,8 @@ def adapter_problems(options: AdapterOptions) -> list[str]:
         found.append(f"--lora-dropout {options.lora_dropout:g} drops all that adapters are given: give less than 1")
     if len(options.adapters) > 1:
         found.append("--adapters: one adapter is trained at a time; give a single directory")
+    if options.adapters and options.init_weights != "true":
+        found.append(f"--init-weights {options.init_weights} begins new adapters, and --adapters goes on from one")
     is_revived = options.trainable_parameters or options.trainable_parameters_regex or options.target_regex
     if options.freeze_vit and options.freeze_aligner and options.freeze_llm and not is_revived:
         found.append("--freeze-vit, --freeze-aligner and --freeze-llm together leave nothing to train")

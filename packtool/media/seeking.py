@@ -271,14 +271,17 @@ def _length_prefix(stream: Any) -> int:
 
 
 def _is_leaf(packet: Any, prefix: int) -> bool:
-    """Whether no other frame is decoded from that of a packet of H.264: its slices say so (nal_ref_idc is 0)."""
+    """Whether nothing is decoded from a packet of H.264: none of its units is referred to (nal_ref_idc is 0).
+
+    Slices say so of their frame. Parameter sets always have another number (ISO/IEC 14496-10, 7.4.1), so a packet that
+    brings some is none.
+    """
     data, at, found = bytes(packet), 0, False
     while 0 < prefix < len(data) - at:
         unit = data[at + prefix]
-        if 1 <= unit & 31 <= 5:
-            if unit >> 5 & 3:
-                return False
-            found = True
+        if unit >> 5 & 3:
+            return False
+        found |= 1 <= unit & 31 <= 5
         at += prefix + int.from_bytes(data[at : at + prefix], "big")
     return found
 

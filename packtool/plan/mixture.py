@@ -160,6 +160,29 @@ class Mixture:
         """The samples of an epoch, positions in the caches, by place; int64 (M,). The same sample may come again."""
         return self._drawn(epoch if self.resample else 0)[self._even]
 
+    def wanted(self, epoch: int, trained: Int64Array) -> Int64Array:
+        """How often an epoch is to have each sample, (N,), of which some were trained with other data.
+
+        An epoch has as many samples of a source as the recipe says, and those that were trained in it are among them:
+        for each one that is not drawn now, one that is drawn is left out, of any length alike.
+
+        Args:
+            epoch: that the run is in.
+            trained: how often it has trained each sample, (N,).
+        """
+        found = np.bincount(self.drawn(epoch), minlength=len(trained))
+        left = np.maximum(found - trained, 0)
+        for source, (start, stop) in enumerate(pairwise(self.offsets.tolist())):
+            done = int(trained[start:stop].sum())
+            if done == 0:
+                continue
+            drawn = self._drawn_of(source, epoch if self.resample else 0)[len(self._taken[source].whole) :]
+            drawn = drawn[left[drawn] > 0]
+            too_many = int(left[start:stop].sum()) - max(self.counts[source] - done, 0)
+            too_many = min(max(too_many, 0), len(drawn))
+            found[drawn[self._falling(drawn)][np.arange(too_many) * len(drawn) // max(too_many, 1)]] -= 1
+        return found
+
     @cached_property
     def _even(self) -> Int64Array:
         """Places of all sources, one source after the other, in an order in which sources take turns, (M,)."""

@@ -115,6 +115,12 @@ def test_frames_that_no_other_is_decoded_from_are_left_out(monkeypatch: pytest.M
     assert near < count() < near + (100 - near) // 2 + 8
 
 
+def test_a_packet_with_parameters_for_later_frames_is_not_left_out() -> None:
+    picture, parameters = b"\x00\x02\x01\x80", b"\x00\x02\x68\x80"  # a slice and a picture parameter set
+    assert seeking._is_leaf(picture, 2)
+    assert not seeking._is_leaf(parameters + picture, 2)
+
+
 @pytest.mark.parametrize("name", ALL_DECODED)
 def test_what_cannot_be_numbered_is_said(name: str) -> None:
     with open_container(MediaRef(None, video(name))) as container, pytest.raises(seeking.Unnumbered):

@@ -83,6 +83,32 @@ def test_what_an_epoch_takes(sizes: list[int], amounts: list[str], seed: int) ->
     assert planned(made(sizes, of(*amounts[: len(sizes)]), seed)).fingerprint == first.fingerprint
 
 
+@settings(max_examples=20, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 90), min_size=2, max_size=3),
+    amounts=st.lists(st.sampled_from(["7", "20%", "90%", "100%", "1.5x", "2x"]), min_size=6, max_size=6),
+    share=st.floats(0, 1),
+    resample=st.booleans(),
+)
+def test_what_other_data_have_trained_is_of_the_epoch(
+    sizes: list[int], amounts: list[str], share: float, resample: bool
+) -> None:
+    """The amounts of a recipe change within an epoch; a source is taken as often as it says, in all."""
+    num = len(sizes)
+    before, after = (
+        replace(made(sizes, of(*own), 0), resample=resample) for own in (amounts[:num], amounts[num : 2 * num])
+    )
+    some = before.drawn(1)
+    trained = np.bincount(some[: round(share * len(some))], minlength=sum(sizes))
+    assert np.array_equal(before.wanted(1, trained * 0), np.bincount(some, minlength=sum(sizes)))
+    left = np.maximum(after.wanted(1, trained) - trained, 0)
+    for start, stop, count in zip(after.offsets, after.offsets[1:], after.counts, strict=False):
+        own = slice(start, stop)
+        # More than it says only where a sample that all epochs have was not trained, and others were too often.
+        least = np.maximum(count // (stop - start) - trained[own], 0).sum()
+        assert left[own].sum() == max(count - trained[own].sum(), least)
+
+
 def test_samples_are_drawn_alike_often_and_anew() -> None:
     mixture = made([400], of("30%"))
     draws = [mixture.drawn(epoch) for epoch in range(400)]

@@ -94,7 +94,11 @@ def test_training_goes_on_from_an_adapter(tiny: TinyWorld, tmp_path: Path) -> No
     assert result.num_trainable_parameters == first.num_trainable_parameters
     planned = tiny.config(tmp_path / "third", adapters=going_on.adapters, dry_run=True, **LORA)
     assert train(planned, SilentProgress()).num_trainable_parameters == first.num_trainable_parameters
-    for settings, told in ({"lora_rank": 16}, "has 4"), ({"adapters": (str(tmp_path),)}, "there is no adapter"):
+    for settings, told in (
+        ({"lora_rank": 16}, "has 4"),
+        ({"adapters": (str(tmp_path),)}, "there is no adapter"),
+        ({"adapters": (going_on.output_dir,)}, f"whose last adapter is {going_on.output_dir}"),
+    ):
         with pytest.raises(ConfigError, match=told):
             make_trainable(
                 load_model(tiny.model, reduced_config_of(tiny), dtype=torch.float32, packing=False),
@@ -191,6 +195,7 @@ def test_contradictions_are_told() -> None:
     for settings, told in (
         ({"freeze_parameters": ("a",)}, "--freeze-parameters goes with --train-type full"),
         ({"train_type": "full", "use_dora": True}, "--use-dora goes with --train-type lora"),
+        ({"adapters": ("a",), "init_weights": "pissa"}, "--init-weights pissa begins new adapters"),
         ({"target_regex": "("}, "no regular expression"),
         ({"bf16": True, "fp16": True}, "two precisions"),
         ({"bf16": False, "torch_dtype": "bfloat16"}, "contradicts"),

@@ -26,6 +26,7 @@ from packtool.config.adapters import is_named
 from packtool.config.train import TrainConfig
 from packtool.encode.families import Towers
 from packtool.errors import ConfigError, MismatchError
+from packtool.train.prepare.trained import ADAPTER_FILE, instead_of_adapter, is_adapter
 
 # Ways to begin that change the model's own weights: only where there are weights.
 _NEEDS_WEIGHTS = ("pissa", "olora")
@@ -162,6 +163,11 @@ def _is_tied(model: Any) -> bool:
 
 def _go_on(model: PreTrainedModel, run: TrainConfig, has_weights: bool) -> PeftModel:
     (directory,) = run.adapters
+    if os.path.isdir(directory) and not is_adapter(directory):  # peft would ask the hub for it
+        raise ConfigError(
+            f"--adapters {directory}: there is no adapter: {instead_of_adapter(directory)}",
+            f"Give the directory of {ADAPTER_FILE}.",
+        )
     try:
         settings: Any = PeftConfig.from_pretrained(directory)
     except (OSError, ValueError, TypeError) as error:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from peft import PeftModel
+from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
@@ -83,14 +85,14 @@ def load_model(
     Raises:
         ConfigError: for few bits without bitsandbytes.
         UnsupportedModelError: before any weight is read, if packed samples could not be kept apart.
-        MismatchError: if the checkpoint lacks weights, which would otherwise be random.
+        MismatchError: if the checkpoint lacks weights, which would otherwise be random, or its files cannot be read.
     """
     if packing:
         refuse_unsupported(config)
     # A copy: loading writes the choice of attention into the config, and collation's meta model must not inherit it.
     few_bits = None if quantization is None else quantization_of(quantization, config, dtype)
     sharded = {"distributed_config": experts} if experts is not None else {}
-    with experts_turned_rightly() if experts is not None else contextlib.nullcontext():
+    with _reading(model), experts_turned_rightly() if experts is not None else contextlib.nullcontext():
         loaded, info = auto_class(config).from_pretrained(
             model,
             config=copy.deepcopy(config),
@@ -115,6 +117,17 @@ def load_model(
         loaded._weight_conversions = [renaming for renaming in renamings if renaming.was_used()]
     route_attention(loaded, packing=packing, attn_impl=attn_impl, parallel=parallel)
     return loaded
+
+
+@contextlib.contextmanager
+def _reading(model: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise MismatchError(
+            f"the weights of {model} cannot be read: {error}",
+            "Download its files again, whole: a clone without git lfs has pointers in their place.",
+        ) from error
 
 
 def route_attention(

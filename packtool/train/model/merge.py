@@ -20,8 +20,7 @@ from packtool.train.model.load import load_model
 from packtool.train.model.precision import checkpoint_dtype
 from packtool.train.model.quiet import quiet_transformers
 from packtool.train.prepare.checkpoint import copy_processor
-from packtool.train.prepare.outcome import LAST
-from packtool.train.prepare.trained import TrainedModel
+from packtool.train.prepare.trained import TrainedModel, instead_of_adapter
 from packtool.train.prepare.whole import saving
 
 
@@ -56,7 +55,7 @@ def merge_adapter(config: MergeConfig, progress: Progress) -> MergeResult:
     output = config.output.rstrip("/")
     trained = TrainedModel.find(config.adapter, config.base_model)
     if trained.adapter is None:
-        raise ConfigError(f"{config.adapter} is no adapter: {_what_is_there(config.adapter)}")
+        raise ConfigError(f"{config.adapter} is no adapter: {instead_of_adapter(config.adapter)}")
     if os.path.exists(output) and (not os.path.isdir(output) or os.listdir(output)):
         raise ConfigError(f"--output {output} is there already, and not empty", "Give a new directory.")
     directory = ModelFiles.load(trained.base).directory
@@ -78,16 +77,6 @@ def merge_adapter(config: MergeConfig, progress: Progress) -> MergeResult:
             copy_processor(trained.adapter, part)  # which has the template that was trained
             os.replace(part, output)
     return MergeResult(output, trained.base, trained.adapter, num_merged, str(dtype).removeprefix("torch."))
-
-
-def _what_is_there(directory: str) -> str:
-    if not os.path.isdir(directory):
-        return "there is no such directory"
-    if TrainedModel.find(os.path.join(directory, LAST)).adapter is not None:
-        return f"it is the output of a run, whose last adapter is {os.path.join(directory, LAST)}"
-    if os.path.exists(os.path.join(directory, "config.json")):
-        return "it is a whole model, with nothing to merge"
-    return "it has no adapter_config.json"
 
 
 def _merge_in_float32(model: Any) -> int:

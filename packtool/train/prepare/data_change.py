@@ -20,7 +20,7 @@ from packtool.plan.ledger import DataChange, Ledger, RowCounts, SourceLedger, jo
 from packtool.plan.pack_plan import Int64Array
 from packtool.train.prepare.carried import Carried, carried_counts, paired_caches
 
-Fate = Literal["as before", "new", "exported again", "replaced", "gone"]
+Fate = Literal["as before", "new", "back", "exported again", "replaced", "gone"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class SourceChange:
 
     Args:
         directory: of the cache.
-        fate: what it is to the run: a cache that is exported again has rows of one that is replaced.
+        fate: what it is to the run: a cache that is exported again has rows of one that is replaced, and one that is
+            back was gone before.
         samples: that it has, or had.
         trained: of them in this epoch, by this cache or those that it was exported in place of.
         left: to be trained in this epoch.
@@ -52,7 +53,7 @@ class SourceChange:
             told = f"{self.fate}; {self.trained:,} of its {self.samples:,} samples were trained in this epoch"
             gone = f", and {self.gone:,} are in no cache of this run any more" if self.fate == "replaced" else ""
             return f"{self.directory}: {told}{gone}"
-        fate = "" if self.fate == "as before" else f"{self.fate}, {self.new:,} samples new; "
+        fate = {"as before": "", "back": "back again; "}.get(self.fate, f"{self.fate}, {self.new:,} samples new; ")
         return f"{self.directory}: {fate}{self.trained:,} of {self.samples:,} trained in this epoch, {self.left:,} left"
 
 
@@ -90,7 +91,7 @@ class ChangedData:
 def with_changed_data(
     ledger: Ledger,
     reader: CacheReader,
-    wanted: Callable[[Int64Array], Int64Array],
+    wanted: Callable[[Int64Array, Int64Array], Int64Array],
     history: str,
     most: int,
     stage: tuple[int, int] | None = None,
@@ -100,7 +101,8 @@ def with_changed_data(
     Args:
         ledger: of the checkpoint.
         reader: of the caches that there are now.
-        wanted: how often the epoch has each of their samples, (N,), given how often each was trained before it.
+        wanted: how often the epoch has each of their samples, (N,), given how often each was trained before it, and in
+            it.
         history: folder where origins of the caches of the run are kept.
         most: tokens of a sample; longer ones are left out.
         stage: that the run is in, as ``Ledger`` has it.
@@ -123,7 +125,7 @@ def with_changed_data(
     )
     counts = joined_counts([source.epoch for source in sources])
     before = joined_counts([source.before for source in sources])
-    left = np.maximum(wanted(before) - counts, 0)
+    left = np.maximum(wanted(before, counts) - counts, 0)
     bounds = reader.offsets[1:-1]
     known = () if stage is None else tuple(source.trained for source in sources)
     change = DataChange(ledger.step, ledger.epoch, tuple(map(RowCounts.of, np.split(left, bounds))), stage, known)
@@ -138,18 +140,24 @@ def with_changed_data(
         stage=stage,
     )
     is_left = np.split(np.where(reader.index.length <= most, left, 0), bounds)
-    fates = [_what_became(source, kept[n], found, n, is_left[n]) for n, source in enumerate(sources)]
+    back = {source.fingerprint for source in ledger.retired}
+    fates = [
+        _what_became(source, kept[n], source.fingerprint in back, found, n, is_left[n])
+        for n, source in enumerate(sources)
+    ]
     fates += [_what_is_gone(source, is_gone) for source, is_gone in zip(leaving, found.is_gone, strict=False)]
     return ChangedData(after, tuple(fates))
 
 
 def _what_became(
-    source: SourceLedger, before: SourceLedger | None, found: Carried, cache: int, left: Int64Array
+    source: SourceLedger, before: SourceLedger | None, is_back: bool, found: Carried, cache: int, left: Int64Array
 ) -> SourceChange:
     """What a cache is that the run has now."""
     trained, num_left = source.epoch.num_rows, int(left.sum())
     if before is not None:
         return SourceChange(source.directory, "as before", source.num, trained, num_left)
+    if is_back:
+        return SourceChange(source.directory, "back", source.num, trained, num_left)
     fate: Fate = "exported again" if found.is_again[cache] else "new"
     return SourceChange(source.directory, fate, source.num, trained, num_left, found.num_new[cache])
 

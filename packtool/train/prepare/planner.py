@@ -68,12 +68,13 @@ class Coming:
     """The epoch that a run with other data is in.
 
     Args:
-        wanted: how often it has each sample of the caches, int64 (N,), given how often each was trained before it.
+        wanted: how often it has each sample of the caches, int64 (N,), given how often each was trained before it, and
+            in it.
         max_length: longer samples are left out.
         stage: as ``Ledger`` has it.
     """
 
-    wanted: Callable[[Int64Array], Int64Array]
+    wanted: Callable[[Int64Array, Int64Array], Int64Array]
     max_length: int
     stage: tuple[int, int] | None = None
 
@@ -125,14 +126,16 @@ class Planner:
                 "the run had stages, and has none now: nothing says how many epochs are left",
                 "Say where it ends, --max-steps N; or keep stages in the recipe.",
             )
-        return Coming(lambda _: self.wanted_of(ledger.epoch), self.options.max_length)
+        return Coming(lambda _, trained: self.wanted_of(ledger.epoch, trained), self.options.max_length)
 
-    def wanted_of(self, epoch: int) -> Int64Array:
-        """How often an epoch has each sample of the caches, int64 (N,); what is too long for it counts, too."""
-        num_cached = len(self.index.length)
-        if self.mixture is None:
-            return np.ones(num_cached, np.int64)
-        return np.bincount(self.mixture.drawn(epoch), minlength=num_cached)
+    def wanted_of(self, epoch: int, trained: Int64Array | None = None) -> Int64Array:
+        """How often an epoch has each sample of the caches, int64 (N,); what is too long for it counts, too.
+
+        Args:
+            trained: how often it has trained each with other data, (N,); None if it has trained none so.
+        """
+        trained = np.zeros(len(self.index.length), np.int64) if trained is None else trained
+        return np.ones(len(trained), np.int64) if self.mixture is None else self.mixture.wanted(epoch, trained)
 
     def plan_left(self, change: DataChange, assignment: Assignment) -> EpochPlan | None:
         """The plan of what was left of an epoch when the data changed; None if that was nothing."""

@@ -96,14 +96,15 @@ class StagedPlanner(Planner):
         begun = ledger.stage[1] if ledger.stage is not None and same else ledger.epoch
         planner = self.planners[number]
 
-        def wanted(before: Int64Array) -> Int64Array:
+        def wanted(before: Int64Array, trained: Int64Array) -> Int64Array:
             mixture = planner.mixture
             assert mixture is not None, "made with one"
             if ledger.epoch == begun:
                 start = self._end(number - 1) if number and self._has_steps else 0
                 share, _ = self._share(number, int(start), assignment)
                 mixture = mixture.part(share, before)
-            return np.bincount(mixture.drawn(ledger.epoch), minlength=len(before))
+            # What another stage has trained is no part of what this one is to have.
+            return mixture.wanted(ledger.epoch, trained if same else np.zeros_like(trained))
 
         return Coming(wanted, planner.options.max_length, (number, begun))
 

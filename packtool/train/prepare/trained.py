@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 
 from packtool.errors import ConfigError, MismatchError
+from packtool.train.prepare.outcome import LAST
 
 ADAPTER_FILE = "adapter_config.json"
 
@@ -35,7 +36,7 @@ class TrainedModel:
             MismatchError: for an adapter that does not say whose it is, or whose base model is gone.
         """
         path = os.path.join(model, ADAPTER_FILE)
-        if not os.path.exists(path):
+        if not is_adapter(model):
             if base_model is not None:
                 raise ConfigError(
                     f"--base-model {base_model}: {model} is no adapter, it has no {ADAPTER_FILE}", "Leave it out."
@@ -57,6 +58,23 @@ class TrainedModel:
                 "Say where it is now: --base-model DIR; or put it back in its place.",
             )
         return cls(base, model)
+
+
+def is_adapter(directory: str) -> bool:
+    """Whether it holds one."""
+    return os.path.exists(os.path.join(directory, ADAPTER_FILE))
+
+
+def instead_of_adapter(directory: str) -> str:
+    """What a directory is that holds none."""
+    last = os.path.join(directory, LAST)
+    if not os.path.isdir(directory):
+        return "there is no such directory"
+    if is_adapter(last):
+        return f"it is the output of a run, whose last adapter is {last}"
+    if os.path.exists(os.path.join(directory, "config.json")):
+        return "it is a whole model"
+    return f"it has no {ADAPTER_FILE}"
 
 
 def _is_gone(base: str) -> bool:

@@ -116,6 +116,19 @@ def test_loading_routes_the_attention_of_packed_runs(name: str, tmp_path: Path) 
     assert model.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("left", [0, 100, None])
+def test_weights_that_cannot_be_read_are_named(left: int | None, tmp_path: Path) -> None:
+    """A pointer of git lfs, a download that was cut off, nothing."""
+    reduced_model("qwen3").save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    if left is None:
+        weights.unlink()
+    else:
+        weights.write_bytes(weights.read_bytes()[:left] or b"version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(MismatchError, match=f"the weights of {tmp_path} cannot be read"):
+        load_model(str(tmp_path), AutoConfig.from_pretrained(tmp_path), dtype=torch.float32, packing=True)
+
+
 def test_a_checkpoint_without_all_weights_is_refused(tmp_path: Path) -> None:
     model = reduced_model("qwen3")
     state = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}

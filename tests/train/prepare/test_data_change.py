@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -99,8 +100,8 @@ def test_every_sample_is_trained_once_in_an_epoch(runs: list[tuple[list[Cache], 
         if ledger is None:
             ledger = begin_ledger(reader)
         else:
-            wanted = planner.wanted_of(0)
-            changed = with_changed_data(ledger, reader, lambda _, wanted=wanted: wanted, "", 10)
+            wanted = partial(planner.wanted_of, 0)
+            changed = with_changed_data(ledger, reader, lambda _, found, wanted=wanted: wanted(found), "", 10)
             left = sum(source.left for source in changed.sources)
             assert left == sum(1 for sample in caches.samples if not seen[sample])
             ledger = changed.ledger
@@ -128,7 +129,7 @@ def test_what_became_of_each_cache_is_told() -> None:
     schedule = planner.schedule(((0, 1, 1, 1),))
     ledger = ledger_after(begin_ledger(reader), schedule, schedule.steps_per_epoch - 1, lengths, lengths)
     seen = {sample for sample, count in zip(before.samples, ledger.in_epoch(), strict=True) if count}
-    changed = with_changed_data(ledger, after, lambda _: np.ones(7, np.int64), "", 10)
+    changed = with_changed_data(ledger, after, lambda *_: np.ones(7, np.int64), "", 10)
     first, again, new, replaced, gone = changed.sources
     fates = [source.fate for source in changed.sources]
     assert fates == ["as before", "exported again", "new", "replaced", "gone"]
@@ -139,6 +140,10 @@ def test_what_became_of_each_cache_is_told() -> None:
     assert told[0] == f"the data have changed after step {ledger.step}, in epoch 1:"
     assert told[2].startswith("  /1: exported again, 2 samples new; ")
     assert told[-1].endswith("planned anew in 3 steps: none that was trained in it comes again; and that is all")
+    back = with_changed_data(changed.ledger, reader, lambda *_: np.ones(6, np.int64), "", 10).sources
+    assert [source.fate for source in back][:3] == ["as before", "back", "back"]
+    assert [source.new for source in back[1:3]] == [0, 0]
+    assert back[2].sentence == f"/2: back again; {gone.trained} of 1 trained in this epoch, {1 - gone.trained} left"
 
 
 def test_a_file_that_has_changed_is_refused_where_nothing_tells_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +157,7 @@ def test_a_file_that_has_changed_is_refused_where_nothing_tells_its_rows(monkeyp
     monkeypatch.setattr(carried, "read_origins", edited)
     reader = after
     with pytest.raises(MismatchError, match=r"0\.jsonl has changed since /0 was exported"):
-        with_changed_data(ledger, reader, lambda _: np.ones(4, np.int64), "", 10)
+        with_changed_data(ledger, reader, lambda *_: np.ones(4, np.int64), "", 10)
 
 
 def test_a_ledger_is_read_as_it_was_written_and_small(tmp_path: Path) -> None:

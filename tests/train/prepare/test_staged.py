@@ -258,7 +258,7 @@ def test_the_data_change_in_any_stage(
     if epoch == ledger.epoch:
         trained = ledger.in_epoch()
         drawn = np.bincount(after.plan_of(epoch).packs.samples, minlength=len(trained))
-        wanted = coming.wanted(joined_counts([source.before for source in ledger.sources]))
+        wanted = coming.wanted(joined_counts([source.before for source in ledger.sources]), trained)
         assert np.array_equal(drawn, np.maximum(wanted - trained, 0))
     # Written down, and read, it goes on as it was planned; and once more from a later step.
     whole = samples_of(after, step, after.num_steps)
