@@ -12,7 +12,6 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +21,7 @@ from packtool.encode.encoded import EncodedImage, EncodedSample, EncodedVideo
 from packtool.encode.families.asked_videos import video_processed
 from packtool.encode.families.processor import load_processor, processed
 from packtool.errors import ConfigError, MediaError
-from packtool.media.load import load_image
+from packtool.media.load import blank_image, load_image
 from packtool.media.video import load_video
 
 _BLANK_SIDE = 32
@@ -84,7 +83,7 @@ def _frames(samples: Sequence[EncodedSample], spec: InputSpec) -> list[dict[str,
 
 def blank_picture_processed(spec: InputSpec) -> tuple[int, dict[str, Tensor]]:
     """The tokens of a small blank picture, and what the model takes of it, as for ``load_processed``."""
-    (count,), made = _looked_at([np.zeros((_BLANK_SIDE, _BLANK_SIDE, 3), np.uint8)], spec)
+    (count,), made = _looked_at([blank_image(_BLANK_SIDE, _BLANK_SIDE)], spec)
     return count, made
 
 
@@ -98,7 +97,7 @@ def pictures_processed(spec: InputSpec, num_tokens: int, most: int) -> tuple[int
         ValueError: if the smallest picture has more.
     """
     for side in _SIDES:
-        blank = np.zeros((side, side, 3), np.uint8)
+        blank = blank_image(side, side)
         (count,), _ = _looked_at([blank], spec)
         if count <= min(num_tokens, most) or (side == _SIDES[-1] and count <= most):
             counts, made = _looked_at([blank] * max(min(round(num_tokens / count), most // count), 1), spec)

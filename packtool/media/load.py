@@ -36,6 +36,14 @@ def load_image(path: str | None, data: bytes | None = None, rights: MediaRights 
         raise media_error(problem) from problem
 
 
+def blank_image(height: int, width: int) -> Image.Image:
+    """A black picture, in the type that ``load_image`` returns.
+
+    A processor guesses the axes of an array: one of shape (3, width, 3) is read as channels first.
+    """
+    return Image.new("RGB", (width, height))
+
+
 def open_picture(file: BinaryIO) -> Image.Image:
     """A picture whose header has been read.
 

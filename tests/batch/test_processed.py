@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -40,7 +41,7 @@ from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, MediaError, UnsupportedModelError
 from packtool.plan.cost import CostModel
 from packtool.progress import SilentProgress
-from packtool.rows.sample import MediaRef, Objects, Region, Sample, Turn
+from packtool.rows.sample import Dropped, MediaRef, Objects, Region, Sample, Turn
 from packtool.train.loop.media_times import _measured
 from packtool.train.model.load import make_trainable
 from packtool.train.model.towers import towers_of
@@ -62,6 +63,8 @@ TRAINED = [
 ]
 WITH_VIDEOS = [name for family in FAMILIES if family.videos_as_pictures for name in family.model_types]
 TRAINED += ["pixtral"]  # LLaVA with another tower and processor
+TINY = [*itertools.product(range(1, 5), repeat=2), (1, 31), (3, 31), (31, 1), (31, 3), (1, 190), (3, 190), (190, 1)]
+"""(height, width) of pictures of few pixels."""
 PICTURES: list[bytes] = []
 """Photographs, made small."""
 VIDEOS: list[bytes] = []
@@ -92,6 +95,13 @@ class World:
 def row(number: int, question: str, *pictures: int) -> Sample:
     media = tuple(MediaRef(None, PICTURES[each]) for each in pictures)
     return Sample((Turn("user", question), Turn("assistant", f"Answer {number}.")), media, "rows.jsonl", number)
+
+
+def noise(height: int, width: int) -> bytes:
+    """A PNG file."""
+    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(file := io.BytesIO(), "PNG")
+    return file.getvalue()
 
 
 def rows_for(name: str) -> list[Sample]:
@@ -156,6 +166,29 @@ def test_tokens_and_pixels_are_the_processors(world_of: Callable[[str], World], 
             # Pictures of one row lie side by side in some families, without what fills up the smaller one.
             assert torch.equal(tensor[tensor != 0], theirs[theirs != 0])
             assert (tensor.shape == theirs.shape) or len(sample.images) > 1
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_tiny_and_thin_pictures(world_of: Callable[[str], World], name: str) -> None:
+    """Arrays of these shapes could be read with their height as channels."""
+    world = world_of(name)
+    names = world.spec.family.processor_inputs or world.spec.family.image_inputs
+    questions = [
+        dataclasses.replace(row(number, "<image>?"), images=(MediaRef(None, noise(*size)),))
+        for number, size in enumerate(TINY)
+    ]
+    for question, encoded in zip(questions, encode(world.directory, questions), strict=True):
+        if isinstance(encoded, Dropped):
+            assert encoded.reason == "media_size"
+            with pytest.raises((ValueError, ZeroDivisionError)):
+                tokens_of(world.processor, question)
+            continue
+        expected = tokens_of(world.processor, question)
+        np.testing.assert_array_equal(encoded[0].input_ids, expected["input_ids"][0])
+        made = load_media(encoded, world.spec)
+        assert set(made) == {key for key in expected if key in names}
+        for key, tensor in made.items():
+            assert torch.equal(tensor, torch.as_tensor(expected[key])), (key, TINY[question.row])
 
 
 @pytest.mark.parametrize("name", TRAINED)

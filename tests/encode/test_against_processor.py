@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from PIL import Image
 
+from packtool.batch.collate import load_media
+from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
 from packtool.media.load import load_image
 from packtool.rows.forms import to_sample
-from packtool.rows.sample import Dropped
+from packtool.rows.sample import Dropped, MediaRef, Sample, Turn
 from packtool.rows.source import Source
 from tests.encode.conftest import encoder_for
 
@@ -100,6 +106,25 @@ def test_real_pixels_have_the_measured_grid_and_ids(realdata: Path, family: str)
         expected = processor(text=[text], images=pictures, return_tensors="np")
         np.testing.assert_array_equal(sample.input_ids, expected["input_ids"][0])
         assert [image.grid for image in sample.images] == [tuple(grid) for grid in expected["image_grid_thw"].tolist()]
+
+
+@pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen2.5-omni", "qwen3-vl", "qwen3-omni"])
+def test_tiny_and_thin_pictures(realdata: Path, family: str) -> None:
+    encoder = cached_encoder(realdata / "tokenizers" / family)
+    spec = InputSpec.load(encoder.spec.model, encoder.limits)
+    process = processor_of(Path(encoder.spec.model)).image_processor
+    thin = [(long, short) for long in (30, 200, 201) for short in (1, 3)]
+    for size in [*product(range(1, 5), repeat=2), *thin, *((width, height) for height, width in thin)]:
+        Image.effect_noise(size, 50).convert("RGB").save(file := io.BytesIO(), "PNG")
+        ref = MediaRef(None, file.getvalue())
+        row = Sample((Turn("user", "<image>?"), Turn("assistant", "!")), (ref,), "rows.jsonl", 0)
+        (found,) = encoder.encode([row])
+        if isinstance(found, Dropped):
+            assert max(size) > 200 * min(size)
+            continue
+        expected = process(images=[load_image(None, ref.data)], return_tensors="pt")
+        assert found[0].images[0].grid == tuple(expected["image_grid_thw"][0].tolist())
+        assert torch.equal(load_media(found, spec)["pixel_values"], expected["pixel_values"])
 
 
 @pytest.mark.parametrize("template", ["text-qwen2_5", "text-qwen3", "text-qwen3_instruct_2507"])

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.families.spelling import special_tokens, split_spelling
@@ -53,10 +54,13 @@ def cached_encoder(directory: Path) -> Any:
     return encoder_for(directory)
 
 
-def test_every_token_is_the_processors(made: tuple[str, Path, Any], realdata: Path) -> None:
+def test_every_token_is_the_processors(made: tuple[str, Path, Any], realdata: Path, tmp_path: Path) -> None:
     family, directory, processor = made
     files = pictures(realdata)
     assert len(files) > 5
+    for size in ((2, 3), (200, 3)):
+        Image.new("RGB", size).save(tmp_path / f"{size}.png")
+        files.append(str(tmp_path / f"{size}.png"))
     for number, path in enumerate(files):
         turns = [("user", "<image>What\n\nis it?" if number % 2 else "See <image> here."), ("assistant", "A <b>.")]
         sample = encoded(directory, turns, [path])

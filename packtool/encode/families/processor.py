@@ -12,8 +12,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from packtool.config.rows import ImageOptions, MediaOptions
 from packtool.encode.encoded import EncodedImage, EncodedVideo
 from packtool.encode.families.asked_videos import AskedVideos, has_videos
@@ -125,8 +123,10 @@ class ProcessorFamily:
         return tells_number, not tells_number
 
     def _asked(self, sizes: list[tuple[int, int]]) -> list[list[Part]]:
-        """What the processor writes for pictures of some sizes in one row."""
-        blank = [np.zeros((height, width, 3), np.uint8) for height, width in sizes]
+        """What the processor writes for pictures of these sizes, (height, width) each, in one row."""
+        from packtool.media.load import blank_image  # here, because families without it need no PIL
+
+        blank = [blank_image(height, width) for height, width in sizes]
         return [split_spelling(spelled, self._special) for spelled in processed(self._processor, [blank])[0][0]]
 
 
