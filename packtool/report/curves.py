@@ -51,7 +51,7 @@ class Curve:
 
 
 def write_curves(metrics_path: str, output_dir: str) -> str | None:
-    """Draw loss, learning rate, gradient norm, speed, fill and token accuracy against the optimizer steps.
+    """Draw loss, objective, learning rate, gradient norm, speed, fill and token accuracy against the optimizer steps.
 
     Losses of channels (``loss_<name>``) and of an evaluation (``eval_loss``) are drawn where there are any; what the
     log does not have is left out.
@@ -117,6 +117,7 @@ def charts_of(records: Records) -> list[Chart]:
     floor = min(math.floor(10 * min(fills, default=0)) * 10, 90)
     found = [
         _chart(records, "loss, mean over target tokens, in nats", [*_smooth(records, "loss", evaluated), *evaluated]),
+        _chart(records, "objective: the loss that training minimizes, in nats", _smooth(records, "objective")),
         _channel_chart(records, losses),
         _chart(records, "learning rate", _curves(records, {"learning_rate": ""}), floor=0.0),
         _chart(records, "gradient norm before clipping", _smooth(records, "grad_norm"), floor=0.0),

@@ -65,12 +65,17 @@ class TerminalProgress:
 
     def line(self, num_done: int = 0, **fields: float | int | str) -> None:
         """See ``packtool.progress.Progress``."""
-        self._advance(num_done, fields, is_due=True)
+        self._advance(num_done, fields, is_due=True, label=f"at {self._done + num_done:,}: ")
 
-    def _advance(self, num_done: int, fields: Mapping[str, float | int | str], *, is_due: bool) -> None:
+    def _advance(
+        self, num_done: int, fields: Mapping[str, float | int | str], *, is_due: bool, label: str = ""
+    ) -> None:
+        """Advance; a bar without new fields keeps the last ones, which ``label`` dates."""
         self._done += num_done
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=self._done, shown=_shown(fields))
+            self._bar.update(self._task, completed=self._done)
+            if fields:
+                self._bar.update(self._task, shown=label + _shown(fields))
         elif self._enabled and is_due:
             self._print_line(fields)
 
@@ -80,7 +85,7 @@ class TerminalProgress:
         seconds = self._last - self._begin
         rest = seconds / self._done * (self._total - self._done) if self._done else 0.0
         left = f", {_duration(rest)} left" if self._total and self._done else ""
-        self._print(f"{self._title}: {share} after {_duration(seconds)}{left}  {_shown(fields)}")
+        self._print(f"{self._title}: {share} after {_elapsed(seconds)}{left}  {_shown(fields)}".rstrip())
 
     def note(self, message: str) -> None:
         """See ``packtool.progress.Progress``."""
@@ -99,6 +104,15 @@ class TerminalProgress:
     def _print(self, message: str) -> None:
         # No wrapping: logs are searched by line, and commands are copied from them.
         self._console.print(visible(message), markup=False, soft_wrap=True)
+
+
+def _elapsed(seconds: float) -> str:
+    """``45 s``, ``12 min 5 s``, ``3 h 25 min 7 s``: lines a few seconds apart differ."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min {rest} s" if hours else f"{minutes} min {rest} s"
 
 
 def _duration(seconds: float) -> str:

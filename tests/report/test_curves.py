@@ -97,6 +97,15 @@ def test_every_quantity_has_a_panel_in_one_picture(tmp_path: Path, drawn: list[C
     assert sorted(file.name for file in tmp_path.iterdir()) == ["curves.png", "metrics.jsonl"]
 
 
+def test_a_run_with_loss_weights_has_a_panel_of_its_objective() -> None:
+    records = [record(step, objective=1.5) for step in range(1, 5)]
+    assert titles(charts_of(records))[:3] == [
+        "loss, mean over target tokens, in nats",
+        "objective: the loss that training minimizes, in nats",
+        "learning rate",
+    ]
+
+
 def test_what_the_log_does_not_have_is_left_out(tmp_path: Path, drawn: list[Chart]) -> None:
     assert write_curves(write_log(tmp_path, [{"step": 3, "loss": 1.0, "learning_rate": 0.0}]), str(tmp_path))
     assert titles(drawn) == ["loss, mean over target tokens, in nats", "learning rate"]

@@ -71,7 +71,10 @@ def test_trained_logged_and_resumed(tiny: TinyWorld, caches: tuple[str, str], tm
     lines = read_metrics(tmp_path / "whole")
     assert sum(line["epochs_large"] for line in lines) == pytest.approx(2.0)
     assert all(line["share_of_samples_large"] + line["share_of_samples_small"] == pytest.approx(1) for line in lines)
-    assert {"loss_large", "loss_small"} <= lines[0].keys()
+    for line in lines:
+        large, small = (line[f"share_of_target_tokens_{name}"] * line[f"loss_{name}"] for name in ("large", "small"))
+        assert line["loss"] == pytest.approx(large + small, rel=1e-5)
+        assert line["objective"] == pytest.approx(large + 0.5 * small, rel=1e-5)
     assert result.target_tokens == sum(line["target_tokens"] for line in lines)
     step = result.steps // 4 * 2 + 2  # in the second epoch, which is another draw
     resume = {"resume_from_checkpoint": str(tmp_path / "whole" / f"checkpoint-{step}")}

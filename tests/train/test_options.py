@@ -312,12 +312,18 @@ class Lines(SilentProgress):
         self.lines: list[dict[str, Any]] = []
         self.notes: list[str] = []
         self.num_silent = 0
+        self.shown: list[tuple[int, dict[str, Any]]] = []  # steps done, and the figures shown with them
 
     def line(self, num_done: int = 0, **fields: float | int | str) -> None:
         self.lines.append({"num_done": num_done, **fields})
+        self._show(num_done, fields)
 
     def advance(self, num_done: int, **fields: float | int | str) -> None:
         self.num_silent += num_done
+        self._show(num_done, fields)
+
+    def _show(self, num_done: int, fields: dict[str, Any]) -> None:
+        self.shown.append(((self.shown[-1][0] if self.shown else 0) + num_done, fields))
 
     def note(self, message: str) -> None:
         self.notes.append(message)
@@ -331,6 +337,29 @@ def test_every_log_line_is_shown(tiny: TinyWorld, tmp_path: Path) -> None:
     assert progress.num_silent == 0
     told = [line.split("  ")[1] for line in progress.notes if line.startswith("  ")]
     assert told == list(progress.lines[0]), "each is explained, once"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"logging_steps": 2},
+        {"logging_steps": 4, "enable_channel_loss": True, "loss_reduction": "sample"},
+    ],
+)
+def test_each_line_shows_the_figures_of_its_own_step(settings: dict[str, Any], tiny: TinyWorld, tmp_path: Path) -> None:
+    progress = Lines()
+    train(tiny.config(tmp_path, max_steps=6, **settings), progress)
+    logged = {line["step"]: line for line in read_metrics(tmp_path)}
+    assert [step for step, _ in progress.shown] == [1, 2, 3, 4, 5, 6]
+    for step, fields in progress.shown:
+        assert bool(fields) == (step in logged)
+        for name in ("loss", "objective"):
+            assert fields.get(name) == pytest.approx(logged.get(step, {}).get(name), abs=1e-4)
+        if fields:
+            assert fields["epoch"] == f"{logged[step]['epoch']:.2f}"
+            channels = f"none {logged[step]['loss_none']:.4g}" if "loss_none" in logged[step] else None
+            assert fields.get("loss by channel") == channels
+    assert sum("objective" in note for note in progress.notes) == ("loss_reduction" in settings), "explained once"
 
 
 @pytest.mark.parametrize("streaming", [False, True])

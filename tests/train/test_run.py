@@ -86,7 +86,7 @@ def test_it_learns_and_logs_the_first_and_the_last_step(trained: tuple[Path, Any
 def test_the_progress_sees_every_step_and_the_plan_first(trained: tuple[Path, Any, Recording]) -> None:
     _, _, progress = trained
     assert progress.total == progress.num_done == 9
-    assert {"loss", "grad norm", "lr", "targets/s", "fill", "waiting", "memory"} == progress.fields.keys()
+    assert {"epoch", "loss", "grad norm", "lr", "targets/s", "fill", "waiting", "memory"} == progress.fields.keys()
     notes = "\n".join(progress.notes)
     for said in ("samples in the caches: 40", "packing length: 256", "packs: 8", "5.00 samples a pack", "1 process"):
         assert said in notes
@@ -322,7 +322,10 @@ def test_the_reduction_by_samples_gives_each_sample_one_voice(tiny: TinyWorld, t
     (padded,), (packed,), (tokens,) = (read_metrics(tmp_path / name) for name in kinds)
     assert packed["loss"] == pytest.approx(padded["loss"], rel=1e-5)
     assert packed["grad_norm"] == pytest.approx(padded["grad_norm"], rel=1e-4)
-    assert packed["loss"] != pytest.approx(tokens["loss"], rel=1e-3)
+    assert packed["objective"] == pytest.approx(padded["objective"], rel=1e-5)
+    assert packed["objective"] != pytest.approx(tokens["loss"], rel=1e-3)
+    assert packed["loss"] == pytest.approx(tokens["loss"], rel=1e-5), "the mean over target tokens"
+    assert "objective" not in tokens
 
 
 def test_targets_are_chosen_without_another_export(tiny: TinyWorld, tmp_path: Path) -> None:

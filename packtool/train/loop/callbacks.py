@@ -8,6 +8,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from packtool.config.checkpoints import CheckpointOptions
 from packtool.errors import ConfigError
 from packtool.progress import Progress
 from packtool.train.loop.loader import StepLoader
-from packtool.train.loop.log_line import heading_lines, shown_figures
+from packtool.train.loop.log_line import OBJECTIVE_LINE, heading_lines, shown_figures
 from packtool.train.loop.unusual import WINDOW, Outliers, sentence
 from packtool.train.loop.watch import StepWatch
 from packtool.train.prepare.checkpoint import (
@@ -205,8 +206,8 @@ class ReportCallback(TrainerCallback):
         self.path = os.path.join(run.config.output_dir, METRICS_NAME)
         self.first_loss: float | None = None
         self.last_loss: float | None = None
-        self._shown: dict[str, float | int | str] = {}
         self._num_untold = 0  # steps that the next line tells
+        self._explains_objective = True
         self._outliers = Outliers()
 
     def on_train_begin(
@@ -229,7 +230,7 @@ class ReportCallback(TrainerCallback):
             self.progress.note(line)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """One more is done: where no log line follows, it is shown with the figures of the last one."""
+        """Count the step; without a log line there are no figures of it to show."""
         self._num_untold += 1
         if not control.should_log:
             self._tell(self.progress.advance)
@@ -250,15 +251,16 @@ class ReportCallback(TrainerCallback):
             line["unusual"] = list(unusual)
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(plain_json(line)) + "\n")
-        self._shown |= shown_figures(line)
+        if "objective" in logs and self._explains_objective:
+            self.progress.note(OBJECTIVE_LINE)
+            self._explains_objective = False
+        self._tell(self.progress.line, shown_figures(line, has_epochs=not self.run.config.streaming))
         if "loss" not in logs:
-            self._tell(self.progress.line, shown_figures(line))
             return
         if logs["target_tokens"]:
             self.last_loss = float(logs["loss"])
             if self.first_loss is None:
                 self.first_loss = self.last_loss
-        self._tell(self.progress.line, shown_figures(line))
         if unusual:
             place = None if self.run.config.streaming else shlex.quote(str(args.output_dir))
             self.progress.note(sentence(state.global_step, unusual, logs, place))
@@ -281,10 +283,10 @@ class ReportCallback(TrainerCallback):
         new = MediaReads(self._reads.hits - before.hits, self._reads.misses - before.misses)
         return {"media_cache_hits": new.share} if new.hits + new.misses else {}
 
-    def _tell(self, how: Callable[..., None], figures: dict[str, float | int | str] | None = None) -> None:
-        """Tell the progress of the steps that are done, with these figures or the last ones."""
+    def _tell(self, how: Callable[..., None], figures: Mapping[str, float | int | str] = MappingProxyType({})) -> None:
+        """Report the steps done since the last report, with figures of exactly these steps."""
         num, self._num_untold = self._num_untold, 0
-        how(num, **(self._shown if figures is None else figures))
+        how(num, **figures)
 
     def _drop_lines_after(self, step: int) -> None:
         """Lines of an earlier run, from the step on that this one trains anew."""

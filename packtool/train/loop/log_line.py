@@ -9,6 +9,8 @@ from packtool.simulate.hardware import peak_tflops
 from packtool.train.prepare.prepared import PreparedRun
 
 _VAL_LOSS = "val loss"
+_CHANNEL_LOSSES = "loss by channel"
+_MAX_CHANNELS = 8  # whose losses are shown
 _WAITS = ("data_wait", "copy_wait", "log_wait")
 
 
@@ -18,11 +20,10 @@ def heading_lines(run: PreparedRun, gpu: str | None) -> Iterator[str]:
     Args:
         gpu: name of this rank's GPU, None without one.
     """
-    by_samples = run.config.loss_reduction == "sample"
-    mean = "each sample's mean over its target tokens" if by_samples else "target tokens"
     waited_for = "data / the log" if gpu is None else "data / copies to the GPU / the log"
-    told = {
-        "loss": f"mean over {'samples of ' if by_samples else ''}{mean}, in nats",
+    told = {} if run.config.streaming else {"epoch": "passes over the data so far"}
+    told |= {
+        "loss": "mean over target tokens, in nats",
         "grad norm": "length of the gradient of all trained weights, before it is clipped",
         "lr": "learning rate",
         "targets/s": "target tokens a second, all processes together",
@@ -30,6 +31,8 @@ def heading_lines(run: PreparedRun, gpu: str | None) -> Iterator[str]:
         "waiting": f"shares of the time that steps waited for {waited_for}",
         "memory": f"the most that this process has held so far of its {'machine' if gpu is None else 'GPU'}, in GiB",
     }
+    if run.tells_channels:
+        told[_CHANNEL_LOSSES] = "the loss of each channel; in a mixture, of each source"
     if run.config.media_cache is not None:
         told["kept"] = "pictures and videos that were in the media cache, of all that this process loaded"
     if run.config.router_aux_loss_coef:
@@ -46,16 +49,26 @@ def heading_lines(run: PreparedRun, gpu: str | None) -> Iterator[str]:
     yield from (f"  {name:{width}}  {meaning}" for name, meaning in told.items())
 
 
-def shown_figures(logs: Mapping[str, Any]) -> dict[str, float | int | str]:
+OBJECTIVE_LINE = (
+    "  objective  what training minimizes: losses times their weights, over the number of target tokens, or with "
+    "--loss-reduction sample the mean over samples"
+)
+
+
+def shown_figures(logs: Mapping[str, Any], *, has_epochs: bool) -> dict[str, float | int | str]:
     """The figures of a log line that are shown, by the names of ``heading_lines``.
 
     Args:
         logs: a line of ``metrics.jsonl``, of training or of an evaluation.
+        has_epochs: False for a stream, whose number of rows is unknown.
     """
+    shown: dict[str, float | int | str] = {"epoch": f"{logs['epoch']:.2f}"} if has_epochs else {}
     if "loss" not in logs:
-        return {_VAL_LOSS: round(logs["eval_loss"], 4)}
+        return shown | {_VAL_LOSS: round(logs["eval_loss"], 4)}
     # Without targets there is no mean; what --on-bad-media skip leaves out may be all that a step has.
-    shown: dict[str, float | int | str] = {"loss": round(float(logs["loss"]), 4) if logs["target_tokens"] else "none"}
+    shown["loss"] = round(float(logs["loss"]), 4) if logs["target_tokens"] else "none"
+    if "objective" in logs:
+        shown["objective"] = round(float(logs["objective"]), 4)
     if (norm := logs.get("grad_norm")) is not None:
         shown["grad norm"] = float(f"{norm:.3g}")
     shown |= {
@@ -65,6 +78,11 @@ def shown_figures(logs: Mapping[str, Any]) -> dict[str, float | int | str]:
         "waiting": "/".join(f"{100 * logs[name]:.0f}" for name in _WAITS if name in logs) + "%",
         "memory": f"{logs['memory_gib']:.1f} GiB",
     }
+    losses = {name.removeprefix("loss_"): value for name, value in logs.items() if name.startswith("loss_")}
+    if losses:
+        texts = [f"{name} {value:.4g}" for name, value in list(losses.items())[:_MAX_CHANNELS]]
+        num_more = len(losses) - len(texts)
+        shown[_CHANNEL_LOSSES] = ", ".join(texts) + (f", {num_more} more in metrics.jsonl" if num_more else "")
     if "media_cache_hits" in logs:
         shown["kept"] = f"{logs['media_cache_hits']:.0%}"
     if "router_balance" in logs:

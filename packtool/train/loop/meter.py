@@ -22,6 +22,7 @@ from packtool.train.prepare.figures import StepFigures
 T = TypeVar("T")
 
 _EVERYTHING = "all of them"
+_NUM_SUMS = 4  # that ``see`` keeps of each channel
 _GIB = 2**30
 
 
@@ -91,13 +92,19 @@ class Meter:
 
     @torch.no_grad()
     def see(self, found: TargetLosses, batch: Batch) -> None:
-        """Keep losses and correct predictions of a micro-batch, as sums by document (by channel of a tree) or all."""
-        rows = torch.stack((found.losses.detach(), torch.ones_like(found.losses), found.correct.to(found.losses.dtype)))
+        """Keep sums over the targets of a micro-batch, by document (of a tree by channel) or over all of them.
+
+        The sums are losses, targets, correct predictions, and how far loss weights differ from 1.
+        """
+        losses, weights = found.losses.detach(), batch.loss_weights
+        num_samples = batch.target_counts.sum(dim=0) if isinstance(batch, TreeBatch) else 1
+        excess = torch.zeros_like(losses) if weights is None else weights.flatten()[found.positions] - num_samples
+        rows = torch.stack((losses, torch.ones_like(losses), found.correct.to(losses.dtype), excess.abs()))
         if isinstance(batch, TreeBatch):
             # A target of a shared prefix is one of each channel whose samples have it, as often as they do.
             sums = (rows[:, None] * batch.target_counts).sum(dim=2)
         elif self._by_channel:
-            sums = rows.new_zeros(3, len(batch.channels))
+            sums = rows.new_zeros(len(rows), len(batch.channels))
             sums.index_add_(1, batch.documents_of(found.positions), rows)
         else:
             sums = rows
@@ -114,11 +121,18 @@ class Meter:
         Args:
             loss: the Trainer's mean over steps of what ``training_step`` returned.
             copying: seconds that the device has waited for copies; None where nothing is copied.
+
+        Returns:
+            ``loss`` (mean over target tokens), ``objective`` where loss weights make the minimized loss another one,
+            and the other figures.
         """
         figures, now = self._figures, time.perf_counter()
         seconds, self._since = now - self._since, now
         line: dict[str, float] = {"loss": mean_loss(loss * self._num_steps, figures.units)}
-        line |= figures.logged() | self._accuracies(accelerator.num_processes)
+        means = self._target_means(accelerator.num_processes)
+        if "loss" in means:
+            line = {"loss": means.pop("loss"), "objective": line["loss"]}
+        line |= figures.logged() | means
         line |= {
             "seconds": seconds,
             "target_tokens_per_second": figures.target_tokens / max(seconds, 1e-9),
@@ -141,9 +155,9 @@ class Meter:
         self._begin()
         return line
 
-    def _accuracies(self, num_processes: int) -> dict[str, float]:
-        """Token accuracy, and loss and accuracy of each channel, over all ranks."""
-        mine: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    def _target_means(self, num_processes: int) -> dict[str, float]:
+        """Means over the target tokens of all ranks: accuracies, channel losses, and the loss where it has weights."""
+        mine: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * _NUM_SUMS)
         for channels, sums in self._seen:
             for channel, column in zip(channels, sums.T.tolist(), strict=True):
                 name = "none" if channel is None else channel
@@ -153,10 +167,14 @@ class Meter:
         for name in sorted({name for each in found for name in each}):
             parts = [each[name] for each in found if name in each]
             by_name[name] = [sum(column) for column in zip(*parts, strict=True)]
-        totals = [sum(column) for column in zip([0.0, 0.0, 0.0], *by_name.values(), strict=True)]
-        line = {"token_accuracy": totals[2] / totals[1]} if totals[1] else {}
+        loss, count, correct, excess = (
+            sum(column) for column in zip([0.0] * _NUM_SUMS, *by_name.values(), strict=True)
+        )
+        line = {"token_accuracy": correct / count} if count else {}
+        if count and excess:
+            line["loss"] = loss / count
         if self._by_channel:
-            for name, (loss, count, correct) in by_name.items():
+            for name, (loss, count, correct, _) in by_name.items():
                 if count:
                     line |= {f"loss_{name}": loss / count, f"token_accuracy_{name}": correct / count}
         return line

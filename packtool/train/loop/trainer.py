@@ -36,7 +36,7 @@ from packtool.train.loop.noise import EmbeddingNoise
 from packtool.train.model.experts import load_optimizer, save_optimizer, whole_state
 from packtool.train.model.head_loss import HeadLoss
 from packtool.train.model.kahan import KahanAdamW
-from packtool.train.model.loss import StepMean, sum_of_losses, takes_logits_to_keep
+from packtool.train.model.loss import StepMean, takes_logits_to_keep, target_losses
 from packtool.train.model.part_rates import PartRates, split_groups
 from packtool.train.model.precision import SavedPrecision, load_masters, save_masters
 from packtool.train.model.router import RouterBalance
@@ -266,10 +266,11 @@ class PackTrainer(Trainer):
             self.noise.batch = batch
         mean: StepMean = inputs["mean"]
         if self.head_loss is None:
-            return mean.contribution(sum_of_losses(model, batch, label_logits_only=self.label_logits_only))
-        found = self.head_loss.losses(model, batch)
-        self._meter.see(found, batch)
-        return mean.contribution(found.sum(batch.loss_weights))
+            losses = target_losses(model, batch, label_logits_only=self.label_logits_only)
+        else:
+            losses = self.head_loss.losses(model, batch)
+        self._meter.see(losses, batch)
+        return mean.contribution(losses.sum(batch.loss_weights))
 
     def log_evaluation(self, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
         """Log what an evaluation says, and return it; its time is none of the training's."""

@@ -9,7 +9,8 @@ targets, however samples were grouped. N comes from the plan, so nobody has to a
 scale, by which N does not change (as in ms-swift). With ``--loss-reduction sample`` N is the number of samples, and w
 divides each sample's losses by its targets.
 
-The sum is made here or, where a model's head allows it, in ``head_loss``; ``StepMean`` is the one place that divides.
+Target losses are made here or, where a model's head allows it, in ``head_loss``; ``StepMean`` is the one place that
+divides.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 
 from packtool.batch.batch import Batch
 from packtool.constants import IGNORE_INDEX
+from packtool.train.model.head_loss import TargetLosses
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,12 @@ def mean_loss(sum_of_losses: float, num_units: int) -> float:
 
 
 def sum_of_losses(model: nn.Module, batch: Batch, *, label_logits_only: bool) -> Tensor:
-    """Sum of the cross-entropies of a micro-batch's targets; float32, with a graph.
+    """Weighted sum of a micro-batch's target losses, float32, 0-d, with a graph; see ``target_losses``."""
+    return target_losses(model, batch, label_logits_only=label_logits_only).sum(batch.loss_weights)
+
+
+def target_losses(model: nn.Module, batch: Batch, *, label_logits_only: bool) -> TargetLosses:
+    """Cross-entropies of a micro-batch's targets from the model's own logits.
 
     Args:
         model: anything whose forward takes ``batch.model_inputs()``; may be wrapped.
@@ -79,13 +86,18 @@ def sum_of_losses(model: nn.Module, batch: Batch, *, label_logits_only: bool) ->
             where some row has a label, for they are the largest tensor of a step (T x vocabulary).
 
     Returns:
-        a scalar; exactly 0 for a micro-batch without targets, but with a graph through all of the model.
+        the losses; their sum is exactly 0 for a micro-batch without targets, but with a graph through all of the model.
     """
     logits, labels = target_logits(model, batch, label_logits_only=label_logits_only)
-    weights = batch.loss_weights
-    if weights is not None and label_logits_only:
-        weights = weights[:, label_positions(batch)]
-    return summed_cross_entropy(logits, labels, weights, num_targets=batch.num_target_tokens)
+    rows, wanted, positions = logits.float().flatten(0, 1), labels.flatten(), batch.target_positions
+    if not len(positions):
+        return TargetLosses(rows.new_zeros(0), wanted.new_zeros(0, dtype=torch.bool), positions, rows.sum() * 0.0)
+    losses = F.cross_entropy(rows, wanted, ignore_index=IGNORE_INDEX, reduction="none")
+    correct = rows.detach().argmax(-1) == wanted
+    if len(losses) != len(positions):
+        targets = (wanted != IGNORE_INDEX).nonzero().squeeze(1)
+        losses, correct = losses[targets], correct[targets]
+    return TargetLosses(losses, correct, positions, losses.new_zeros(()))
 
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None, *, num_targets: int) -> Tensor:

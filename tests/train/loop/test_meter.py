@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtool.batch.batch import Batch, TreeBatch
-from packtool.batch.collate import collate_packs
+from packtool.batch.collate import collate_packs, collate_padded
 from packtool.batch.collate_tree import collate_tree
+from packtool.encode.encoded import EncodedSample
 from packtool.train.loop import meter
 from packtool.train.loop.meter import Meter
-from packtool.train.model.head_loss import losses_of_head
+from packtool.train.model.head_loss import TargetLosses, losses_of_head
+from packtool.train.model.loss import target_losses
 from packtool.train.prepare.figures import StepFigures
 from tests.batch.reduced import reduced_model, reduced_spec, samples_alike
 
@@ -110,3 +114,55 @@ def test_targets_of_a_shared_prefix_count_for_all_samples(by_channel: bool) -> N
     found = told(tree)
     assert found == pytest.approx(told(wanted), rel=1e-4)
     assert len(found) == (7 if by_channel else 1)
+
+
+@settings(max_examples=30)
+@given(
+    weights=st.lists(st.sampled_from([None, 1.0, 0.5, 2.0]), min_size=7, max_size=7),
+    kind=st.sampled_from(["packed", "padded", "tree"]),
+    reduction=st.sampled_from(["token", "sample"]),
+    by_channel=st.booleans(),
+    in_head=st.booleans(),
+)
+def test_the_loss_is_the_mean_over_targets_and_the_objective_has_the_weights(
+    weights: list[float | None], kind: str, reduction: str, by_channel: bool, in_head: bool
+) -> None:
+    spec = dataclasses.replace(reduced_spec("qwen3"), loss_reduction=reduction)
+    model = reduced_model("qwen3", packed=kind != "padded")
+    samples = [
+        dataclasses.replace(
+            sample,
+            channel="ab"[number % 2],
+            loss_scale=None if weight is None else np.full(sample.length, weight, np.float32),
+        )
+        for number, (sample, weight) in enumerate(zip(samples_alike("qwen3"), weights, strict=True))
+    ]
+    collate = {"packed": collate_packs, "padded": collate_padded, "tree": partial(collate_tree, least_shared=1)}[kind]
+    batch = collate(samples, spec)
+
+    def losses_of(batch: Batch) -> TargetLosses:
+        if not in_head:
+            return target_losses(model, batch, label_logits_only=by_channel)
+        with losses_of_head(model) as head_loss:
+            assert head_loss is not None
+            return head_loss.losses(model, batch)
+
+    def losses_alone(sample: EncodedSample) -> list[float]:
+        return losses_of(collate([sample], spec)).losses.tolist()
+
+    alone = [losses_alone(sample) for sample in samples]
+    counts = [len(losses) for losses in alone]
+    units = len(samples) if reduction == "sample" else sum(counts)
+    measured = Meter(by_channel=by_channel)
+    losses = losses_of(batch)
+    measured.see(losses, batch)
+    measured.add(StepFigures(target_tokens=sum(counts), units=units))
+    line = measured.logged(losses.sum(batch.loss_weights).item(), ACCELERATOR, copying=None)
+    assert line["loss"] == pytest.approx(sum(map(sum, alone)) / sum(counts), rel=1e-4)
+    has_weights = reduction == "sample" or any(weight not in (None, 1.0) for weight in weights)
+    assert ("objective" in line) == has_weights
+    if has_weights:
+        each = np.array(counts) if reduction == "sample" else np.ones(len(samples))
+        scaled = [sum(losses) * (1.0 if w is None else w) for losses, w in zip(alone, weights, strict=True)]
+        assert line["objective"] == pytest.approx((scaled / each).sum() / units, rel=1e-4)
+    assert ("loss_a" in line) == by_channel
