@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from collections import Counter
@@ -42,7 +43,7 @@ from packtool.config.export import ExportConfig
 from packtool.constants import DROPPED_NAME, MANIFEST_NAME
 from packtool.encode.blocks import check_template, refused_at_first
 from packtool.encode.encoder import Encoder
-from packtool.encode.families import media_encoding
+from packtool.encode.families import default_max_length, media_encoding
 from packtool.encode.model_files import ModelFiles
 from packtool.encode.remarks import remarks_on
 from packtool.errors import ConfigError, DataError, MismatchError, StorageError, StoreDownError
@@ -69,6 +70,9 @@ def export(config: ExportConfig, progress: Progress) -> ExportSummary:
         MismatchError: if the directory holds a cache of other settings, or another export is at work there.
         StorageError: if writing fails.
     """
+    if not config.max_length:
+        length = default_max_length(ModelFiles.load(config.model, config.chat_template).config)
+        config = dataclasses.replace(config, max_length=length)
     # Where tasks run elsewhere, or may all be finished, nothing is started ahead.
     starts = config.executor == "local" and not (config.repair or config.is_part)
     enough = 2 * (config.rows_per_shard or LEAST_SHARD_ROWS) if starts else sys.maxsize

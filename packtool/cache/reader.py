@@ -352,6 +352,11 @@ def _root(directory: str) -> str:
     return path
 
 
+def exported_model(directory: str) -> str:
+    """The model that a cache was exported for: a directory, or an id of the hub."""
+    return str(Manifest.read(_root(directory)).identity.spec["model"])
+
+
 def common_splits(directories: Sequence[str]) -> set[str]:
     """Names of the splits that all of these caches have.
 

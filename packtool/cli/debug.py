@@ -1,4 +1,4 @@
-"""``--debug`` and ``PACKTOOL_LOG_LEVEL``: who sees tracebacks, and what every batch holds."""
+"""``--debug`` and ``PACKTOOL_LOG_LEVEL``: show tracebacks and log what every batch holds."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from packtool.errors import ConfigError
 from packtool.visible import show
 
 _VARIABLE = "PACKTOOL_LOG_LEVEL"
+_MS_SWIFT_VARIABLE = "SWIFT_LOG_LEVEL"
 _LEVELS = ("DEBUG", "INFO")
 
 
 def asks_for_debug(arguments: Sequence[str]) -> bool:
     """Whether the command line or the environment asks for it."""
-    if os.environ.get(_VARIABLE, "").upper() == "DEBUG":
+    level = os.environ.get(_VARIABLE) or os.environ.get(_MS_SWIFT_VARIABLE, "")
+    if level.upper() == "DEBUG":
         return True
     for at, word in enumerate(arguments):
         name, _, value = word.partition("=")

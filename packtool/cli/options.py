@@ -189,7 +189,7 @@ def _help(field: dataclasses.Field[Any]) -> str:
     default = field.default
     if _required(field):
         return f"{text} (required)"
-    if default is None or default is dataclasses.MISSING or default == ():
+    if default in (None, dataclasses.MISSING, (), "") or "; by default" in text:
         return text
     shown = " ".join(default) if isinstance(default, tuple) else str(default)
     return f"{text} (default: {shown.lower() if isinstance(default, bool) else shown})"

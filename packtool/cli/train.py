@@ -26,8 +26,9 @@ def run_train(config: TrainConfig, invocation: Invocation) -> None:
     What does not fit is told here, once and at once, before any process is started; a dry run starts none at all.
     """
     from packtool.rows.modelscope import with_local_copies
+    from packtool.train.prepare.place import with_defaults
 
-    config = with_local_copies(config)
+    config = with_local_copies(with_defaults(config))
     world = find_place(
         invocation.arguments,
         config.sequence_parallel_ranks,

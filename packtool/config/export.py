@@ -39,7 +39,9 @@ class EncodeSpec(BoxOptions, MediaOptions):
     model: str = option(
         REQUIRED, "Directory (or hub id) of the model: only its tokenizer, processor settings and config are read."
     )
-    max_length: Tokens = option(REQUIRED, "Most tokens of a sample.", minimum=2)
+    max_length: Tokens = option(
+        0, "Maximum tokens of a sample; by default the model's maximum, but at most 8192.", minimum=2
+    )
     truncation_strategy: TruncationStrategy = option("delete", TRUNCATION_HELP)
     media_overflow: MediaOverflow = option("drop", OVERFLOW_HELP, panel="Rows")
     loss_scale: str = option("default", LOSS_SCALE_HELP, panel="Rows")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from packtool.config.settings import YES_OR_NO, flag, option
 from packtool.config.sizes import Tokens, num_tokens
@@ -95,12 +96,17 @@ class StepOptions(PackOptions):
         "Without packing: micro-batches of at most so many tokens, padding removed, instead of a number of rows.",
         panel="Packing",
         minimum=1,
+        aliases=("max_packing_token_size",),
     )
     dynamic_max_batch_size: int | None = option(
         None, "Most rows of a micro-batch of --dynamic-batch-tokens.", panel="Packing", minimum=1
     )
     per_device_train_batch_size: int = option(
-        1, "Packs (or padded rows) of a micro-batch.", panel="Training", minimum=1
+        1,
+        "Packs (or padded rows) of a micro-batch.",
+        panel="Training",
+        minimum=1,
+        aliases=("micro_batch_size",),
     )
     gradient_accumulation_steps: int = option(
         1, "Micro-batches of an optimizer step on each rank.", panel="Training", minimum=1
@@ -155,7 +161,19 @@ class PackingOptions(SharingOptions, StepOptions):
         panel="Packing",
         minimum=2,
     )
+    use_dynamic_bsz: bool | None = option(
+        None,
+        "MindSpeed-RL's switch: true needs --dynamic-batch-tokens and implies --packing false; false ignores both.",
+        panel="Packing",
+    )
     seed: int = option(42, "Seed of packing, order and adapters.", panel="Training", minimum=0, maximum=2**32 - 1)
+
+    @classmethod
+    def complete(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Given settings with those that ``--use-dynamic-bsz`` decides, as MindSpeed-RL has it."""
+        if given.get("use_dynamic_bsz") is False:
+            return {name: value for name, value in given.items() if not name.startswith("dynamic_")}
+        return {"packing": False, **given} if given.get("use_dynamic_bsz") else given
 
     @property
     def has_no_rows(self) -> bool:
@@ -185,6 +203,8 @@ def packing_problems(options: PackingOptions, packing: bool) -> list[str]:
         found.append(f"{name} is for runs without packing: leave it out, or set --packing false")
     if options.group_by_length and options.dynamic_batch_tokens is not None:
         found.append("--group-by-length and --dynamic-batch-tokens are two ways to make batches: give one of them")
+    if options.use_dynamic_bsz and options.dynamic_batch_tokens is None:
+        found.append("--use-dynamic-bsz true needs --dynamic-batch-tokens (MindSpeed-RL's max_packing_token_size)")
     if options.dynamic_max_batch_size is not None and options.dynamic_batch_tokens is None:
         found.append("--dynamic-max-batch-size goes with --dynamic-batch-tokens")
     found += _skrull_problems(options)

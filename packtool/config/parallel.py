@@ -25,6 +25,7 @@ class ParallelOptions:
         "--ulysses-size times --ring-size.",
         panel="Sequence parallel",
         minimum=1,
+        aliases=("model_parallel_size",),
     )
     sequence_parallel_type: SequenceParallelType = option(
         "auto",

@@ -94,6 +94,9 @@ class RowOptions(AccessOptions):
         panel="Media access",
         minimum=0,
     )
+    per_dataset_loss_scale: bool = option(
+        True, "Rows of a set in --dataset-info have that set's own loss_scale; false ignores these.", panel="Rows"
+    )
     split_dataset_ratio: float = option(
         0.0, "Share of the rows that goes to the val split.", panel="Rows", minimum=0.0, maximum=0.999
     )

@@ -147,6 +147,9 @@ def resolve(
 ) -> T:
     """Merge all sources into one checked ``cls``.
 
+    A class method ``complete`` of ``cls``, where there is one, turns the given values into those of the fields: it sees
+    which of them were given.
+
     Args:
         cls: ``ExportConfig`` or ``TrainConfig``.
         flags: values from the command line by field name; None means not given.
@@ -186,7 +189,8 @@ def resolve(
             problems.append(f"{option_names(field)[0]} is missing: {field.metadata['help']}")
     if problems:
         raise ConfigError.from_problems(problems)
-    config = cls(**values)
+    complete: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = getattr(cls, "complete", None)
+    config = cls(**(values if complete is None else complete(values)))
     found: list[str] = getattr(config, "problems", list)()
     if found:
         raise ConfigError.from_problems(found)

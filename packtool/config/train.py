@@ -44,7 +44,7 @@ from packtool.config.rows import (
     expand_problems,
     image_limit_problems,
 )
-from packtool.config.settings import NOT_AT_ALL, REQUIRED, flag, option, part_of
+from packtool.config.settings import NOT_AT_ALL, flag, option, part_of
 from packtool.config.sizes import Tokens
 
 # Settings of a run that say something about rows, and nothing about a cache.
@@ -98,8 +98,12 @@ class TrainConfig(
         "dry_run",
     )
 
-    model: str = option(REQUIRED, "Directory (or hub id) of the model.", panel="Options")
-    output_dir: str = option(REQUIRED, "Directory for checkpoints and figures.", panel="Options")
+    model: str = option("", "Directory (or hub id) of the model; by default the cache's.", panel="Options")
+    output_dir: str = option(
+        "",
+        "Directory for checkpoints and logs; by default a new numbered one in output/MODEL.",
+        panel="Options",
+    )
     truncation_strategy: TruncationStrategy | None = option(None, TRUNCATION_HELP, panel="Rows")
     media_overflow: MediaOverflow | None = option(None, OVERFLOW_HELP, panel="Rows")
     loss_scale: str | None = option(None, LOSS_SCALE_HELP, panel="Rows")
@@ -138,6 +142,7 @@ class TrainConfig(
         None,
         "ms-swift's word for batches without padding, which --packing and --dynamic-batch-tokens make.",
         panel="Packing",
+        aliases=("use_remove_padding",),
     )
     ddp_timeout: int | None = option(
         None, "Seconds that processes wait for each other; by default 1800.", panel="Precision and memory", minimum=1
@@ -250,6 +255,8 @@ class TrainConfig(
             found.append("--on-nan skip leaves out updates, which DeepSpeed makes itself: use stop or go-on")
         if self.resume_only_model and self.resume_from_checkpoint in (None, "false"):
             found.append("--resume-only-model goes with --resume-from-checkpoint, which names the weights")
+        if self.overwrite_output_dir and not self.output_dir:
+            found.append("--overwrite-output-dir needs --output-dir: the default directory is new in every run")
         if self.overwrite_output_dir and self.add_version:
             found.append("--add-version never meets an earlier run: leave out --overwrite-output-dir")
         found += master_problems(self, self.optim, self.train_type, self.computation_dtype) + sharding_problems(self)
@@ -341,6 +348,10 @@ class TrainConfig(
     def _row_problems(self) -> list[str]:
         """Mistakes about where the samples come from."""
         found = []
+        if self.dataset and not self.model:
+            found.append("--model is missing: rows do not name a model, only caches do")
+        if not self.dataset and not self.per_dataset_loss_scale:
+            found.append("--per-dataset-loss-scale false goes with --dataset: a cache stays as exported")
         if bool(self.cached_dataset or self.mix) == bool(self.dataset):
             found.append("give either --cached-dataset (or --mix), made by packtool export, or --dataset with rows")
         if not self.dataset:

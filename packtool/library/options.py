@@ -51,6 +51,7 @@ class ExportKeywords(TypedDict, total=False):
     system: Text | None
     media_root: Text | None
     max_media_failures: int | None
+    per_dataset_loss_scale: bool | None
     split_dataset_ratio: float | None
     use_hf: bool | None
     strict: bool | None
@@ -124,6 +125,7 @@ class PlanKeywords(TypedDict, total=False):
     schedule: Literal["packs", "skrull"] | None
     bucket_size: Text | None
     max_rows_per_tree: int | None
+    use_dynamic_bsz: bool | None
     seed: int | None
     mix: Text | None
     mix_stop: Literal["first", "all"] | None

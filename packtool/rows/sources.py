@@ -56,6 +56,8 @@ def sources_of(config: ExportConfig) -> list[SourceSpec]:
     specs: list[SourceSpec] = []
     for group, (name, option, split) in enumerate(named):
         paths, own = _paths(name, option, info, plain)
+        if not config.per_dataset_loss_scale:
+            own["loss_scale"] = None
         specs += map(replace(plain, name=name, split=split, group=group, **own).at, paths)
     return specs
 

@@ -27,11 +27,11 @@ def run_here(script: str) -> None:
         for line in script.replace("\\\n", " ").strip().splitlines():
             words = [os.path.expandvars(word) for word in shlex.split(line)]
             with pytest.MonkeyPatch.context() as patch:
-                alone = words[0] == "export" or all("=" in word for word in words)
+                alone = not words or words[0] == "export" or all("=" in word for word in words)
                 for name, value in _settings(words):
                     (whole if alone else patch).setenv(name, value)
                 if not alone:
-                    assert words.pop(0) == "packtool"
+                    assert words.pop(0) in ("packtool", "swift")
                     assert run(words) == 0, line
 
 

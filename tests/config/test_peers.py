@@ -24,7 +24,7 @@ NAMES = {
 }
 VARIABLES = {field.metadata["env"] for cls in _SETTINGS.values() for field in dataclasses.fields(cls)} - {None}
 READ_ELSEWHERE = {"NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PACKTOOL_LOG_LEVEL"}
-READ_ELSEWHERE |= {"CUDA_VISIBLE_DEVICES"}
+READ_ELSEWHERE |= {"CUDA_VISIBLE_DEVICES", "SWIFT_LOG_LEVEL"}
 ENTRIES = peer_names()
 
 

@@ -46,6 +46,7 @@ def _encoding(name: str, files: ModelFiles, limits: MediaOptions, **options: Any
     return made
 
 
+MAX_DEFAULT_LENGTH = 8192
 TEXT_ONLY = encoded_by("text.TextOnly")
 """The encoding of media by models that take none."""
 
@@ -198,6 +199,11 @@ def text_config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     thinker = thinker_of(config)
     text: Mapping[str, Any] = thinker.get("text_config") or thinker
     return text
+
+
+def default_max_length(config: Mapping[str, Any]) -> int:
+    """Tokens of a sample where ``--max-length`` is not given: as many as the model takes, but at most 8,192."""
+    return min(int(text_config_of(config).get("max_position_embeddings", MAX_DEFAULT_LENGTH)), MAX_DEFAULT_LENGTH)
 
 
 def pad_ids_of(config: Mapping[str, Any]) -> dict[MediaKind, int]:

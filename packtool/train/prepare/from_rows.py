@@ -21,21 +21,18 @@ from packtool.cache.manifest import PATH_SETTINGS
 from packtool.config.export import ExportConfig
 from packtool.config.rows import AccessOptions, RowOptions
 from packtool.config.train import TrainConfig
-from packtool.encode.families import media_encoding, text_config_of
+from packtool.encode.families import default_max_length, media_encoding
 from packtool.encode.model_files import ModelFiles
 from packtool.progress import Progress
 from packtool.rows.source import SourceSpec
 from packtool.rows.sources import sources_of
 
 _EXPORTS = "exports"
-_LONGEST = 8192
 
 
 def length_of_rows(config: TrainConfig, files: ModelFiles) -> int:
     """Most tokens of a sample: ``--max-length``, else ``--packing-length``, else the model's, but at most 8,192."""
-    text = text_config_of(files.config)
-    models = min(int(text.get("max_position_embeddings", _LONGEST)), _LONGEST)
-    return config.max_length or config.packing_length or models
+    return config.max_length or config.packing_length or default_max_length(files.config)
 
 
 def with_cache(config: TrainConfig, progress: Progress) -> TrainConfig:

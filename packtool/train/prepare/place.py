@@ -20,6 +20,7 @@ import shutil
 import time
 from typing import Any
 
+from packtool.cache.reader import exported_model
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, StorageError
 from packtool.launch.world import World
@@ -31,6 +32,7 @@ from packtool.train.prepare.checkpoint import (
     find_checkpoint,
     finished_checkpoints,
 )
+from packtool.train.prepare.mixtures import named_sources
 from packtool.train.prepare.outcome import remove_names
 
 RESULT_NAME = "packtool_train.json"
@@ -38,6 +40,21 @@ METRICS_NAME = "metrics.jsonl"
 _OTHER_NAMES = ("skipped.jsonl", "curves.png")
 _PLACE = "Give a directory that is there and may be written to, or one that can be made."
 _VERSION = re.compile(r"v(\d+)-\d{8}-\d{6}")
+
+
+def with_defaults(config: TrainConfig) -> TrainConfig:
+    """Fill in what may be left out: ``--model`` from the first cache, ``--output-dir`` with ``output/MODEL/vN-TIME``.
+
+    The second is ms-swift's default. Every process finds the same.
+
+    Raises:
+        ConfigError, MismatchError, StorageError: if no cache can be read.
+    """
+    model = config.model or exported_model(named_sources(config)[0][0])
+    if config.output_dir:
+        return dataclasses.replace(config, model=model)
+    folder = os.path.join("output", os.path.basename(model.rstrip("/")) or "model")
+    return dataclasses.replace(config, model=model, output_dir=folder, add_version=True)
 
 
 def with_resumed_version(config: TrainConfig) -> TrainConfig:
