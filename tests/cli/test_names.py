@@ -23,10 +23,8 @@ EXPORT = ["export", "--model", "m", "--output-dir", "o", "--max-length", "9", "-
         ("train --sequence_len 4096", "--sequence-len (axolotl) is --max-length here"),
         ("train --lr 1e-4", "--lr (Megatron) is --learning-rate here"),
         ("train --cutoff_len=2048", "--cutoff-len (LLaMA-Factory) is --max-length here"),
-        ("train --use_remove_padding true", "--packing true or --dynamic-batch-tokens"),
         ("train --use_dynamic_bsz true", "--dynamic-batch-tokens"),
         ("train --max_packing_token_size 8192", "--dynamic-batch-tokens"),
-        ("train --model_parallel_size 4", "--sequence-parallel-size"),
         ("train --tf32 true", "--set training.tf32=true"),
         ("train --torch_compile_mode default", "torch's default mode"),
         ("train --load_in_4bit true", "--load-in-4bit (axolotl) is --quant-bits 4 here"),
@@ -89,9 +87,9 @@ def test_declining_what_is_not_done_says_nothing() -> None:
 def test_variables_of_others_that_nobody_reads_are_told() -> None:
     told: list[str] = []
     Strangers("train", {"train": TrainConfig}, told.append).variables(
-        {"SWIFT_LOG_LEVEL": "DEBUG", "MODELSCOPE_CACHE": "x", "MAX_PIXELS": "9", "NFRAMES": ""}
+        {"SWIFT_LOG_LEVEL": "DEBUG", "PACKING_CACHE": "c", "MODELSCOPE_CACHE": "x", "MAX_PIXELS": "9", "NFRAMES": ""}
     )
-    assert told == ["environment variable SWIFT_LOG_LEVEL (ms-swift) is PACKTOOL_LOG_LEVEL here"]
+    assert told == ["environment variable PACKING_CACHE (ms-swift) is PACKTOOL_CACHE_DIR here"]
 
 
 def test_ids_of_modelscope_need_its_package(capsys: pytest.CaptureFixture[str]) -> None:
