@@ -1,6 +1,6 @@
-"""Who writes into an output directory: one export, or the parts of one, and never two exports.
+"""Who writes into an output directory: one export, the parts of one, or one training, and never two of them.
 
-    OUTPUT_DIR/.lock-000001.json       a whole export's; of several numbers the largest holds the directory
+    OUTPUT_DIR/.lock-000001.json       a whole export's or a training's; the largest number holds the directory
     OUTPUT_DIR/.lock-part-RUN.json     one for each part of a job array that is at work
 
 A lock tells host, process and since when. It is made by a write that only one of several processes succeeds with, on
@@ -40,6 +40,7 @@ class Holder:
         pid, started: of the process; its start in the system's ticks, since numbers are used again.
         since, renewed: Unix time in seconds.
         part: "2 of 8" for a part of a job array.
+        what: the holder's work, for messages.
     """
 
     run: str
@@ -50,13 +51,15 @@ class Holder:
     since: float
     renewed: float
     part: str = ""
+    what: str = "export"
 
     @classmethod
-    def this_process(cls, part: str = "") -> Holder:
+    def this_process(cls, part: str = "", what: str = "export") -> Holder:
         """The holder that a run of this process would be, from now on."""
         now = time.time()
         pid = os.getpid()
-        return cls(secrets.token_hex(8), socket.gethostname(), _space(), pid, _started(pid) or "", now, now, part)
+        started = _started(pid) or ""
+        return cls(secrets.token_hex(8), socket.gethostname(), _space(), pid, started, now, now, part, what)
 
     @property
     def is_live(self) -> bool:
@@ -67,7 +70,7 @@ class Holder:
 
     def __str__(self) -> str:
         now = time.time()
-        what = f"part {self.part}" if self.part else "export"
+        what = f"part {self.part}" if self.part else self.what
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         ago = max(now - self.renewed, 0.0)
         return f"{what} on host {self.host}, process {self.pid}, since {since} (last sign of life {ago:.0f} s ago)"
@@ -118,8 +121,8 @@ def holders(directory: str) -> dict[str, Holder]:
     return found
 
 
-def refuse_if_busy(directory: str, *, is_part: bool, own: str = "") -> None:
-    """Tell at once that another export is writing there. Parts put up with parts.
+def refuse_if_busy(directory: str, *, is_part: bool = False, own: str = "") -> None:
+    """Tell at once that another run is writing there. Parts put up with parts.
 
     Args:
         own: name of the lock of who asks.
@@ -162,15 +165,16 @@ class DirectoryLock:
     Args:
         directory: normalized.
         part: "2 of 8" for a part of a job array; empty for a whole export.
+        what: this run's work, for the messages of others.
 
     Raises:
         MismatchError: on entering, if the directory is busy; from ``check``, if somebody has taken it over.
         StorageError: if nothing can be written there.
     """
 
-    def __init__(self, directory: str, part: str = "") -> None:
+    def __init__(self, directory: str, part: str = "", what: str = "export") -> None:
         self._directory = directory
-        self._holder = Holder.this_process(part)
+        self._holder = Holder.this_process(part, what)
         self._name = f"{_PREFIX}{_PART}{self._holder.run}{_SUFFIX}" if part else ""
         self._is_lost = False
         self._end = threading.Event()
@@ -225,7 +229,7 @@ class DirectoryLock:
             refuse_if_busy(self._directory, is_part=True)
             storage.publish(storage.join(self._directory, self._name), content)
         while not self._name:
-            refuse_if_busy(self._directory, is_part=False)
+            refuse_if_busy(self._directory)
             numbers = [_number(name) for name in storage.list_names(self._directory) if is_lock(name)]
             name = f"{_PREFIX}{max(numbers, default=0) + 1:06d}{_SUFFIX}"
             if storage.publish_new(storage.join(self._directory, name), content):
@@ -278,7 +282,7 @@ class LockStamp:
 def lost(directory: str) -> MismatchError:
     """What to raise where a lock is no longer held."""
     return MismatchError(
-        f"{directory} was taken over by another export while this one stood still: nothing more is written",
+        f"{directory} was taken over by another run while this one stood still: nothing more is written",
         "Run the same command again when the other one has ended, or give another --output-dir.",
     )
 

@@ -13,7 +13,7 @@ from packtool.cli.interrupts import interrupts_heard
 from packtool.cli.invocation import Invocation
 from packtool.config.train import TrainConfig
 from packtool.errors import EXIT_INTERRUPTED
-from packtool.launch.launcher import find_place
+from packtool.launch.launcher import begins_run, find_place
 from packtool.visible import show, show_json
 
 if TYPE_CHECKING:
@@ -26,9 +26,12 @@ def run_train(config: TrainConfig, invocation: Invocation) -> None:
     What does not fit is told here, once and at once, before any process is started; a dry run starts none at all.
     """
     from packtool.rows.modelscope import with_local_copies
-    from packtool.train.prepare.place import with_defaults
+    from packtool.train.prepare.place import refuse_other_run, with_defaults
 
-    config = with_local_copies(with_defaults(config))
+    config = with_defaults(config)
+    if begins_run():
+        refuse_other_run(config)  # the first process locks; no other need be started to learn this
+    config = with_local_copies(config)
     world = find_place(
         invocation.arguments,
         config.sequence_parallel_ranks,

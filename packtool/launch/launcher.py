@@ -9,6 +9,15 @@ from packtool.launch.processes import Processes, is_launched, launch_if_asked, s
 from packtool.launch.world import World
 
 
+def begins_run() -> bool:
+    """Whether this command starts a run: not one of torchrun's processes, and on the first machine.
+
+    Raises:
+        ConfigError: if the environment is wrong.
+    """
+    return not is_launched() and Processes.from_environment(os.environ).node_rank == 0
+
+
 def find_place(
     arguments: Sequence[str],
     sequence_parallel_size: int,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from packtool.cache.lock import DirectoryLock
 from packtool.config.train import TrainConfig
 from packtool.launch.importing import imported_at_once
 from packtool.launch.world import World
@@ -11,6 +12,7 @@ from packtool.progress import Progress, SilentProgress
 from packtool.simulate.run import read_hardware
 from packtool.train.prepare.from_rows import with_cache
 from packtool.train.prepare.lengths import length_lines
+from packtool.train.prepare.place import locked_place
 from packtool.train.prepare.recompute import recomputing_lines, with_recomputing
 from packtool.train.prepare.result import TrainResult, settings_lines
 from packtool.train.prepare.run import prepare_run
@@ -29,11 +31,17 @@ def train(config: TrainConfig, progress: Progress, world: World | None = None) -
         the figures that are also written to ``OUTPUT_DIR/packtool_train.json``; losses on the first rank only.
 
     Raises:
-        ConfigError, DataError, MismatchError: before the first step, except for a picture that turns out to be gone.
+        ConfigError, DataError, MismatchError, StorageError: before the first step, except for pictures that are gone.
     """
     world = (world or World.from_environment()).shared_by(config.sequence_parallel_ranks)
     progress = progress if world.is_first else SilentProgress()
     world.check_shards(config)
+    with locked_place(config, world) as (config, lock):
+        return _train(config, progress, world, lock)
+
+
+def _train(config: TrainConfig, progress: Progress, world: World, lock: DirectoryLock | None) -> TrainResult:
+    """Train in a directory that is this run's."""
     hardware = None if config.hardware is None else read_hardware(config.hardware)
     decided = with_recomputing(config)
     notes = recomputing_lines(config, decided)
@@ -68,4 +76,4 @@ def train(config: TrainConfig, progress: Progress, world: World | None = None) -
     if run.start >= run.schedule.num_steps:
         progress.note(f"{result.resumed_from} is the end of this run already: there is nothing left to train")
         return dataclasses.replace(result, checkpoint=result.resumed_from)
-    return execute(run, spec, result, progress)
+    return execute(run, spec, result, progress, lock)

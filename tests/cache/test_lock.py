@@ -206,7 +206,7 @@ def test_who_was_believed_dead_stops(
         return real(*given)
 
     monkeypatch.setattr(pool, "run_task", slow)
-    with pytest.raises(MismatchError, match="was taken over by another export"):
+    with pytest.raises(MismatchError, match="was taken over by another run"):
         _export(model, base, directory)
     found = tree(tmp_path / "cache")
     assert {name: found[name] for name in tree(base / "all")} == tree(base / "all")

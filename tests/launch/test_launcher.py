@@ -7,7 +7,7 @@ import os
 import pytest
 
 from packtool.errors import ConfigError
-from packtool.launch.launcher import find_place
+from packtool.launch.launcher import begins_run, find_place
 from packtool.launch.world import World
 
 ARGUMENTS = ("eval", "--model", "m")
@@ -65,3 +65,21 @@ def test_a_process_of_several_knows_its_place(started: list[list[str]], monkeypa
         monkeypatch.setenv(name, value)
     assert find_place(ARGUMENTS, 1, pytest.fail) == World(1, 2)
     assert not started
+
+
+@pytest.mark.parametrize(
+    ("surroundings", "expected"),
+    [
+        ({}, True),
+        ({"NPROC_PER_NODE": "8"}, True),
+        ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "first"}, True),
+        ({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "first"}, False),
+        ({"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2"}, False),
+    ],
+)
+def test_one_command_begins_a_run(
+    surroundings: dict[str, str], expected: bool, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in surroundings.items():
+        monkeypatch.setenv(name, value)
+    assert begins_run() == expected

@@ -18,6 +18,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from packtool.batch.media_cache import MediaReads
 from packtool.cache.evaluation_file import plain_json
+from packtool.cache.lock import DirectoryLock
 from packtool.config.checkpoints import CheckpointOptions
 from packtool.errors import ConfigError
 from packtool.progress import Progress
@@ -84,13 +85,20 @@ class CheckpointCallback(TrainerCallback):
 
     Args:
         watch: knows since when weights may be no numbers.
+        lock: of the output directory, on the first rank.
     """
 
-    def __init__(self, run: PreparedRun, watch: StepWatch) -> None:
-        self.run, self.watch = run, watch
+    def __init__(self, run: PreparedRun, watch: StepWatch, lock: DirectoryLock | None) -> None:
+        self.run, self.watch, self.lock = run, watch, lock
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """A checkpoint may be about to be written over one of an earlier run."""
+        """A checkpoint may be about to be written over one of an earlier run.
+
+        Raises:
+            MismatchError: if another run has taken the output directory over.
+        """
+        if self.lock is not None:
+            (self.lock.check if control.should_save else self.lock.check_soon)()
         if control.should_save and state.is_world_process_zero:
             discard_run_state(os.path.join(str(args.output_dir), f"{PREFIX}{state.global_step}"))
 

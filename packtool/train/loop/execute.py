@@ -22,6 +22,7 @@ from packtool.batch.dataset import is_bad
 from packtool.batch.media_cache import MediaReads
 from packtool.batch.spec import InputSpec
 from packtool.batch.worker import deaths_told
+from packtool.cache.lock import DirectoryLock
 from packtool.config.train import TrainConfig
 from packtool.encode.model_files import place_of
 from packtool.errors import ConfigError
@@ -148,20 +149,22 @@ def _is_scarce_here() -> bool:
     return torch.cuda.is_available()
 
 
-def execute(run: PreparedRun, spec: InputSpec, result: TrainResult, progress: Progress) -> TrainResult:
+def execute(
+    run: PreparedRun, spec: InputSpec, result: TrainResult, progress: Progress, lock: DirectoryLock | None
+) -> TrainResult:
     """Load, train, save.
 
     Args:
         result: what was planned.
+        lock: of the output directory; None on all ranks but the first.
 
     Returns:
         ``result`` with what came of it.
     """
-    signals = StopSignals(launched=run.world.size > 1)
     run = run.with_config(dataloader_num_workers=workers_of(run))
     with quiet_transformers():
         run, args = enter(run, spec, progress)
-        training = make_training(run, args, spec, progress, signals)
+        training = make_training(run, args, spec, progress, lock)
         trainer, report, watch = training.trainer, training.report, training.watch
         assert trainer.model is not None
         num_trainable, num_parameters = count_parameters(trainer.model)
@@ -172,7 +175,7 @@ def execute(run: PreparedRun, spec: InputSpec, result: TrainResult, progress: Pr
             progress.note(_estimate(run, trainer.model, spec, dtype).sentence())
         verify_packing(run, training, spec, progress)
         begin = time.perf_counter()
-        with signals, deaths_told():
+        with watch.signals, deaths_told():
             trainer.train(resume_from_checkpoint=run.beginning.checkpoint)
         seconds = time.perf_counter() - begin
     steps = trainer.state.global_step
@@ -243,7 +246,7 @@ def verify_packing(run: PreparedRun, training: Training, spec: InputSpec, progre
 
 
 def enter(run: PreparedRun, spec: InputSpec, progress: Progress) -> tuple[PreparedRun, TrainingArguments]:
-    """Start the process group, let the ranks compare what they will train, and make the output directory.
+    """Start the process group, let the ranks compare what they will train, and clear the output directory.
 
     Returns:
         the run with the directory that all ranks write to.
@@ -253,7 +256,7 @@ def enter(run: PreparedRun, spec: InputSpec, progress: Progress) -> tuple[Prepar
     args = training_arguments(run.config, num_steps=run.schedule.num_steps, dtype=dtype, on_gpu=on_gpu)
     check_ranks_agree(run.state, run.world, run.axes.name)
     config = make_place(run.config, run.world)
-    if config.output_dir != run.config.output_dir:
+    if config.add_version:
         progress.note(f"this run is in {config.output_dir}")
     args.output_dir = config.output_dir
     return run.with_config(output_dir=config.output_dir), args
@@ -289,14 +292,14 @@ class Training:
 
 
 def make_training(
-    run: PreparedRun, args: TrainingArguments, spec: InputSpec, progress: Progress, signals: StopSignals
+    run: PreparedRun, args: TrainingArguments, spec: InputSpec, progress: Progress, lock: DirectoryLock | None
 ) -> Training:
     """Load the model, and put together what trains it."""
     config, on_gpu = run.config, torch.cuda.is_available()
     dtype = resolve_dtype(spec.config, config, on_gpu=on_gpu)
     loader = StepLoader(run, spec)
     watch = StepWatch(
-        signals,
+        StopSignals(launched=run.world.size > 1),
         lambda: partial(name_samples, loader.names(), run.world.rank),
         on_nan=config.on_nan,
         world=run.world,
@@ -343,7 +346,7 @@ def make_training(
         watch.is_evaluated = evaluation.is_due
     if (record := run.record()) is not None:
         trainer.add_callback(RecordCallback(record, trainer, watch))
-    trainer.add_callback(CheckpointCallback(run, watch))
+    trainer.add_callback(CheckpointCallback(run, watch, lock))
     return Training(trainer, report, watch, parallel, evaluation)
 
 

@@ -6,8 +6,9 @@ OUTPUT_DIR/v1-20260201-090000/              the second
 
 Beside its checkpoints a run keeps a ``history`` of what its steps held.
 
-A directory of another run is never written into: its log lines and checkpoints would be mixed with the new ones. What
-is looked at before the ranks meet is looked at by all of them, and nothing is written until they have met.
+A directory of another run is never written into: its log lines and checkpoints would be mixed with the new ones. The
+first process of a run locks the directory before anything is loaded. All ranks check what the directory holds, and
+nothing but the lock is written until they have met.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Iterator
 from typing import Any
 
+from packtool.cache.lock import DirectoryLock, refuse_if_busy
 from packtool.cache.reader import exported_model
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError, StorageError
@@ -110,23 +113,81 @@ def checkpoint_of(config: TrainConfig) -> FoundCheckpoint:
     return found
 
 
+def refuse_other_run(config: TrainConfig) -> None:
+    """Raise if another run is at work in the output directory; writes nothing.
+
+    Raises:
+        MismatchError: naming it and since when.
+    """
+    config = with_resumed_version(config)
+    if not config.add_version:
+        refuse_if_busy(os.path.abspath(config.output_dir))
+
+
+@contextlib.contextmanager
+def locked_place(config: TrainConfig, world: World) -> Iterator[tuple[TrainConfig, DirectoryLock | None]]:
+    """Keep other runs out of the output directory; the first process of a run makes and locks it for all.
+
+    A dry run only checks that the directory is free. Directories that are still empty at the end are removed again.
+
+    Yields:
+        the settings, for the first process with the numbered folder of ``--add-version``; and its lock, if any.
+
+    Raises:
+        ConfigError, StorageError: if there can be no such directory.
+        MismatchError: if another run is at work there, naming it and since when.
+    """
+    config = with_resumed_version(config)
+    _check_is_possible(config.output_dir)
+    if config.dry_run:
+        refuse_other_run(config)
+    if config.dry_run or not world.is_first:
+        yield config, None
+        return
+    missing = list(_missing_directories(config.output_dir))
+    try:
+        os.makedirs(config.output_dir, exist_ok=True)
+        if config.add_version:
+            config = dataclasses.replace(config, output_dir=_new_version(config.output_dir))
+            missing.insert(0, config.output_dir)
+    except OSError as error:
+        raise StorageError(f"--output-dir {config.output_dir} cannot be made: {error.strerror}", _PLACE) from error
+    try:
+        with DirectoryLock(os.path.abspath(config.output_dir), what="training") as lock:
+            yield config, lock
+    finally:
+        for directory in missing:
+            with contextlib.suppress(OSError):
+                os.rmdir(directory)
+
+
+def _missing_directories(path: str) -> Iterator[str]:
+    """What has to be made for a directory to exist, itself first."""
+    path = os.path.abspath(path)
+    while not os.path.lexists(path):
+        yield path
+        path = os.path.dirname(path)
+
+
+def _new_version(output_dir: str) -> str:
+    """Make the next numbered folder; two runs that begin at once get one each."""
+    while True:
+        number = max((_number(folder) for folder in _versions(output_dir)), default=-1) + 1
+        folder = os.path.join(output_dir, f"v{number}-{time.strftime('%Y%m%d-%H%M%S')}")
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder)
+            return folder
+
+
 def make_place(config: TrainConfig, world: World) -> TrainConfig:
-    """Make the output directory, once all ranks have met; what an earlier run left goes if that is asked for.
+    """Empty the locked output directory if that is asked for, once all ranks have met.
 
     Returns:
         the settings with the directory that all ranks write to.
     """
+    if world.is_first and config.overwrite_output_dir:
+        _clear(config.output_dir)
     agreed: list[Any] = [config.output_dir]
-    if world.is_first:
-        if config.add_version:
-            number = max((_number(folder) for folder in _versions(config.output_dir)), default=-1) + 1
-            agreed = [os.path.join(config.output_dir, f"v{number}-{time.strftime('%Y%m%d-%H%M%S')}")]
-        elif config.overwrite_output_dir:
-            _clear(config.output_dir)
-        try:
-            os.makedirs(agreed[0], exist_ok=True)
-        except OSError as error:
-            raise StorageError(f"--output-dir {agreed[0]} cannot be made: {error.strerror}", _PLACE) from error
     if config.add_version and world.size > 1:
         import torch.distributed as dist  # here, because directories are looked at without torch
 

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from packtool import storage
+from packtool.cli.main import run
 from packtool.cli.train import _after_interrupt
-from packtool.errors import ConfigError, PacktoolError, StorageError
+from packtool.config.train import TrainConfig
+from packtool.errors import ConfigError, MismatchError, PacktoolError, StorageError
 from packtool.launch.world import World
 from packtool.progress import SilentProgress
-from packtool.train.prepare.place import METRICS_NAME, make_place
+from packtool.train.loop.callbacks import StepsCallback
+from packtool.train.prepare.place import METRICS_NAME, locked_place
 from packtool.train.run import train
+from tests.forked import started
 from tests.train.tiny import TinyWorld, check_same_rest, read_metrics
+from tests.waiting import PATIENCE_S
 
 
 @pytest.mark.parametrize("is_dry", [True, False])
@@ -31,7 +40,89 @@ def test_what_can_be_no_directory_is_told_before_anything_is_planned(
 def test_a_directory_that_cannot_be_made_after_all_is_told(tiny: TinyWorld) -> None:
     """Root may write anywhere, until it tries."""
     with pytest.raises(StorageError, match="--output-dir /proc/no-such/a cannot be made"):
-        make_place(tiny.config("/proc/no-such/a"), World())
+        train(tiny.config("/proc/no-such/a"), SilentProgress())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"overwrite_output_dir": True}, {"resume_from_checkpoint": "true"}, {"dry_run": True}],
+    ids=lambda settings: next(iter(settings), "plain"),
+)
+def test_a_directory_where_another_run_is_at_work_is_refused_before_anything_is_loaded(
+    settings: dict[str, Any], tiny: TinyWorld, tmp_path: Path
+) -> None:
+    (tmp_path / "checkpoint-1").mkdir()
+    config = tiny.config(tmp_path, **settings, model="no such model")
+    with locked_place(tiny.config(tmp_path), World()):
+        before = sorted(path.name for path in tmp_path.iterdir())
+        with pytest.raises(MismatchError, match=r"another training on host .*, process \d+, since \d{4}-") as caught:
+            train(config, SilentProgress())
+        assert sorted(path.name for path in tmp_path.iterdir()) == before
+        assert (caught.value.exit_code, run_command("train", config)) == (4, 4)
+        with locked_place(dataclasses.replace(config, dry_run=False), World(1, 2)) as (_, lock):
+            assert lock is None, "only the first process of a run locks"
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+
+
+def run_command(name: str, config: TrainConfig) -> int:
+    """Exit code of a command with these settings."""
+    changed = {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if field.default is dataclasses.MISSING or getattr(config, field.name) != field.default
+    }
+    words = [f"--set={key}={json.dumps(value)}" for key, value in changed.items()]
+    return run([name, *words])
+
+
+def test_versions_run_side_by_side_and_one_that_runs_is_not_resumed(tiny: TinyWorld, tmp_path: Path) -> None:
+    config = tiny.config(tmp_path, add_version=True, max_steps=1)
+    done = train(config, SilentProgress())
+    resumed = dataclasses.replace(config, resume_from_checkpoint="true")
+    with locked_place(resumed, World()) as (placed, _):
+        assert placed.output_dir == done.output_dir
+        with pytest.raises(MismatchError, match="another training"):
+            train(resumed, SilentProgress())
+        assert train(config, SilentProgress()).output_dir != done.output_dir
+
+
+def test_a_lock_of_a_killed_run_holds_up_nobody(tiny: TinyWorld, tmp_path: Path) -> None:
+    with started(_killed_while_holding, tiny.config(tmp_path)) as process:
+        process.join(PATIENCE_S)
+    assert process.exitcode == -signal.SIGKILL
+    assert [path.name for path in tmp_path.iterdir()] == [".lock-000001.json"]
+    train(tiny.config(tmp_path, max_steps=1), SilentProgress())
+    assert not list(tmp_path.glob(".lock*"))
+
+
+def _killed_while_holding(config: TrainConfig) -> None:
+    with locked_place(config, World()):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_run_whose_directory_was_taken_over_writes_no_checkpoint(
+    tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a suspension of minutes, with another run on another machine."""
+
+    def take_over(self: StepsCallback, *given: Any, **more: Any) -> Any:
+        storage.publish_new(str(tmp_path / ".lock-000002.json"), b"{}")
+        return real(self, *given, **more)
+
+    real = StepsCallback.on_step_end
+    monkeypatch.setattr(StepsCallback, "on_step_end", take_over)
+    with pytest.raises(MismatchError, match="taken over by another run"):
+        train(tiny.config(tmp_path, max_steps=2, save_steps=1), SilentProgress())
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("settings", [{"model": "no such model"}, {"cached_dataset": ("no-cache",)}])
+def test_a_run_that_does_not_begin_leaves_no_directory(
+    settings: dict[str, Any], tiny: TinyWorld, tmp_path: Path
+) -> None:
+    with pytest.raises(PacktoolError):
+        train(tiny.config(tmp_path / "a" / "b", **settings), SilentProgress())
+    assert not list(tmp_path.iterdir())
 
 
 def steps_of(output_dir: Path) -> list[int]:
@@ -90,9 +181,12 @@ def test_every_version_has_a_folder_and_is_gone_on_with_there(tiny: TinyWorld, t
 def test_the_next_number_follows_the_largest(tiny: TinyWorld, tmp_path: Path) -> None:
     for name in ("v2-20260101-000000", "v10-20260101-000000", "v11", "x"):
         (tmp_path / name).mkdir()
-    placed = make_place(tiny.config(tmp_path, add_version=True), World())
-    assert Path(placed.output_dir).name.startswith("v11-")
-    assert Path(placed.output_dir).is_dir()
+    config = tiny.config(tmp_path, add_version=True)
+    with locked_place(config, World()) as (first, _), locked_place(config, World()) as (second, _):
+        for placed, number in ((first, 11), (second, 12)):
+            assert Path(placed.output_dir).name.startswith(f"v{number}-")
+            assert Path(placed.output_dir).is_dir()
+    assert not Path(second.output_dir).exists(), "nothing was written there"
 
 
 def test_what_is_said_after_ctrl_c_is_true(tiny: TinyWorld, tmp_path: Path) -> None:
