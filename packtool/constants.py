@@ -9,6 +9,7 @@ IGNORE_INDEX = -100
 """Label of a token that carries no loss (the convention of torch's cross-entropy)."""
 
 MANIFEST_NAME = "packtool.json"
+PACKS_MANIFEST_NAME = "packs.json"
 DROPPED_NAME = "dropped.jsonl"
 INDEX_NAME = "index.arrow"
 PREFIXES_NAME = "prefixes.arrow"

@@ -45,6 +45,11 @@ _REMEDIES = {
     "unknown_role": "Say how the rows name their roles in --dataset-info.",
     "token_out_of_range": "Give the --model whose tokenizer made the tokens.",
     "media_tokens": "Give the limits on media (--max-pixels, ...) and the model that the rows were prepared with.",
+    "media_changed": "Give the limits on media (--max-pixels, --fps, ...) that the rows were prepared with, and the "
+    "same files.",
+    "unknown_boundaries": "Packs must say where their samples begin: leave out the columns that do not, or import the "
+    "samples before they were packed.",
+    "unknown_loss_mask": "Name the mask: --columns completion_mask=loss_mask if it stands at the target itself.",
     "labels_shifted": "Shift them back: a label stands at its own token, and the loss shifts.",
     "labels_differ": "Labels are the token itself or -100: packtool trains no other targets.",
     "labels_given": "Leave --loss-scale's rules out: rules look at text, and these rows are tokens.",

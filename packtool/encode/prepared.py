@@ -26,6 +26,8 @@ from packtool.rows.sample import Dropped, PreparedTokens, Sample
 _KINDS: tuple[MediaKind, ...] = ("image", "video", "audio")
 _TEXT = -1
 _NOTHING = np.zeros(0, np.int32)
+# What rows say of a medium's size, and the field that has it; the number of tokens is compared with the tokens.
+_MEASURED = {name: name for name in ("height", "width", "grid", "indices")} | {"samples": "num_samples"}
 
 
 class PreparedRows:
@@ -68,6 +70,8 @@ class PreparedRows:
             at = int(np.flatnonzero(wrong)[0])
             detail = f"token {at:,} is {ids[at]}, and the model's tokenizer ends at {self._num_ids - 1:,}"
             return Dropped(sample.source, sample.row, "token_out_of_range", detail)
+        if changed := _changed(sample.tokens, media):
+            return Dropped(sample.source, sample.row, "media_changed", changed)
         found = self._spans(ids.astype(np.int32), media)
         if isinstance(found, str):
             return Dropped(sample.source, sample.row, "media_tokens", found)
@@ -76,6 +80,11 @@ class PreparedRows:
             detail = "a medium begins in one of the samples that the row is packed of and ends in another"
             return Dropped(sample.source, sample.row, "media_tokens", detail)
         parts = [_part(sample, sample.tokens, found, media, edge) for edge in pairwise(edges)]
+        if (channels := sample.tokens.channels) is not None:
+            parts = [
+                replace(part, sample=replace(sample, channel=channel))
+                for part, channel in zip(parts, channels, strict=True)
+            ]
         return parts if scale.base == "default" else [_rescaled(part, scale.base) for part in parts]
 
     def _spans(self, ids: IntArray, media: Mapping[str, Sequence[Medium]]) -> list[Span] | str:
@@ -146,6 +155,18 @@ class PreparedRows:
             else:
                 break
         return counted
+
+
+def _changed(tokens: PreparedTokens, media: Mapping[str, Sequence[Medium]]) -> str:
+    """How a medium differs from what the row says of it; "" if none does."""
+    for kind, described in tokens.measured.items():
+        for number, (medium, expected) in enumerate(zip(media[kind], described, strict=False)):
+            for key, name in _MEASURED.items():
+                size, old = getattr(medium, name, None), expected.get(key)
+                if old is not None and size is not None and list(np.ravel(size)) != list(np.ravel(old)):
+                    remedy = "give the limits on media that the rows were prepared with"
+                    return f"{kind} {number} has {key} {size} here, and {old} where the row was made: {remedy}"
+    return ""
 
 
 def _part(

@@ -18,6 +18,7 @@ from packtool.cache.manifest import Manifest
 from packtool.cache.plan_file import read_plan_of
 from packtool.cache.reader import CacheReader
 from packtool.config.pack import PackConfig
+from packtool.constants import PACKS_MANIFEST_NAME
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.model_files import ModelFiles
 from packtool.errors import ConfigError, DataError, MediaError, MismatchError
@@ -31,7 +32,6 @@ from packtool.rows.rights import rights_of_cache
 from packtool.rows.sample import Dropped
 from packtool.storage import AtomicFile
 
-MANIFEST_NAME = "packs.json"
 FORMAT = "packtool packs 1"
 _SHARED_REMEDY = "Plan it again with --share-prefix false: packs that are written out hold whole samples."
 
@@ -128,7 +128,7 @@ def write_packs(config: PackConfig, progress: Progress) -> PacksSummary:
         capacity=capacity,
         files=len(files),
     )
-    storage.publish(storage.join(directory, MANIFEST_NAME), _manifest(config, reader, summary, files))
+    storage.publish(storage.join(directory, PACKS_MANIFEST_NAME), _manifest(config, reader, summary, files))
     return summary
 
 
@@ -185,7 +185,7 @@ def _spec(config: PackConfig, manifest: Manifest) -> InputSpec:
 
 def _check_empty(directory: str) -> None:
     names = storage.list_names(directory)
-    if MANIFEST_NAME in names:
+    if PACKS_MANIFEST_NAME in names:
         raise MismatchError(f"{directory} holds finished packs already.", "Name another directory, or remove this one.")
     if strange := [name for name in names if not name.startswith("packs-") and name != ".nv-meta"]:
         raise ConfigError(f"--output-dir {directory} is not empty: it has {strange[0]}.", "Name a new directory.")

@@ -15,12 +15,13 @@ _KINDS: dict[str, FileFormat] = {
     ".parquet": "parquet",
     ".arrow": "arrow",
     ".idx": "megatron",
+    ".tar": "tar",
 }
 _COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
 
 KNOWN_FORMATS = (
-    f"{', '.join(suffix for suffix in _KINDS if suffix != '.idx')}, each also with {' or '.join(_COMPRESSIONS)}, and "
-    ".idx with Megatron's .bin beside it"
+    f"{', '.join(suffix for suffix in _KINDS if suffix not in ('.idx', '.tar'))}, each also with "
+    f"{' or '.join(_COMPRESSIONS)}, .tar of packs, and .idx with Megatron's .bin beside it"
 )
 """What messages call each kind."""
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, BinaryIO
 
@@ -27,7 +26,7 @@ import numpy.typing as npt
 from packtool import storage
 from packtool.errors import DataError, StorageError
 from packtool.rows.lines import too_large
-from packtool.rows.opened import Hashed, changed, opened
+from packtool.rows.opened import changed, digest_of, opened
 from packtool.rows.source import BLOCK_ROWS, NumberedRow, RowBlock, Source
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -48,7 +47,7 @@ def find_documents(source: Source) -> tuple[str, Iterator[RowBlock]]:
         reader.read(max(num_rows - 1, 0), num_rows)  # the end is where a file that was cut off shows
     finally:
         reader.close()
-    return _digest(source), (
+    return digest_of(source.path, tokens_path(source.path)), (
         RowBlock(start, min(start + BLOCK_ROWS, num_rows), start, min(BLOCK_ROWS, num_rows - start))
         for start in range(0, num_rows, BLOCK_ROWS)
     )
@@ -161,16 +160,3 @@ def _read(file: BinaryIO, offset: int, count: int, kind: np.dtype[Any], source: 
             "Both files must come from one run: copy them again.",
         )
     return np.frombuffer(data, kind)
-
-
-def _digest(source: Source) -> str:
-    """Digest of both files; of those elsewhere, of what their store says of them."""
-    told = blake2b(digest_size=16)
-    for path in (source.path, tokens_path(source.path)):
-        if storage.is_remote(path):
-            state = storage.stat(path)
-            told.update(f"{state.size} {state.modified}".encode())
-        else:
-            with storage.open_read(path) as file:
-                told.update(Hashed(file, source.label).digest.encode())
-    return told.hexdigest()

@@ -122,6 +122,19 @@ class Hashed:
         return data
 
 
+def digest_of(*paths: str) -> str:
+    """Digest of the content of files; of remote ones, of what their store says of them."""
+    digest = blake2b(digest_size=16)
+    for path in paths:
+        if storage.is_remote(path):
+            state = storage.stat(path)
+            digest.update(f"{state.size} {state.modified}".encode())
+        else:
+            with storage.open_read(path) as file:
+                digest.update(Hashed(file, path).digest.encode())
+    return digest.hexdigest()
+
+
 class Reader(Protocol):
     """Something open that belongs to a source."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from packtool.rows.boundary import held
 from packtool.rows.forms import RowProblem, to_sample
-from packtool.rows.forms.columns import TOKEN_COLUMNS
+from packtool.rows.forms.columns import NAMES, TOKEN_COLUMNS
 from packtool.rows.forms.prepared import PREPARED
 from packtool.rows.read import read_block
 from packtool.rows.sample import Sample
@@ -17,6 +17,7 @@ from packtool.rows.source import RowBlock, ScannedSource, Source
 _LLAMA_FACTORY = {"input_ids", "attention_mask", "labels", "images", "videos", "audios"}
 _AXOLOTL = {"input_ids", "attention_mask", "labels", "position_ids"}
 _TRL = {"completion_mask", "assistant_masks", "seq_lengths"}
+_BOUNDARIES = {"seq_lengths", "cu_seqlens", "seq_start_id", "position_ids"}
 _NOT_VOUCHED = (
     "nobody vouches for these tokens: no row says which tokenizer, chat template and truncation made it, and --model "
     "is taken to be the model that they were made for"
@@ -53,7 +54,8 @@ def _of_tokens(source: Source, blocks: Iterable[RowBlock]) -> str:
     samples = [item for row in rows if isinstance(item := held("", 0, _sample, row, source), Sample)]
     keys = {key for row in rows for key in row}
     given = dict(source.columns)
-    taken = [name for name in TOKEN_COLUMNS if given.get(name, name) in keys]
+    names = {name: (given[name],) if name in given else NAMES[name] for name in TOKEN_COLUMNS}
+    taken = [name for name in TOKEN_COLUMNS if keys.intersection(names[name])]
     taken += [kind for kind in ("images", "videos", "audios") if any(getattr(sample, kind) for sample in samples)]
     parts = [f"tokens{_look(source, keys)}", f"taken over: {', '.join(taken) or 'nothing'}"]
     if samples and all(sample.is_text for sample in samples):
@@ -61,7 +63,7 @@ def _of_tokens(source: Source, blocks: Iterable[RowBlock]) -> str:
     most = max((len(sample.tokens.starts) for sample in samples if sample.tokens is not None), default=1)
     if most > 1:
         parts.append(f"packs are taken apart (up to {most:,} samples a row)")
-    elif source.kind != "megatron" and not {"seq_lengths", "position_ids"} & set(taken):
+    elif source.kind != "megatron" and not _BOUNDARIES & set(taken):
         parts.append("each row is one sample, for nothing says otherwise")
     return "; ".join(parts)
 
@@ -76,6 +78,10 @@ def _sample(row: Mapping[str, Any], source: Source) -> Sample | None:
 def _look(source: Source, keys: set[str]) -> str:
     if source.kind == "megatron":
         return " of Megatron's indexed datasets, a document each"
+    if {"sample", "cu_seqlens", "position_ids"} <= keys:
+        return ", as packtool pack writes them"
+    if {"seq_start_id", "loss_mask"} <= keys:
+        return ", as NeMo and Megatron Bridge pack them"
     if keys & _TRL:
         return ", as TRL prepares them"
     if keys >= _LLAMA_FACTORY:

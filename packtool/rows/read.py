@@ -30,6 +30,10 @@ def read_block(source: Source, block: RowBlock) -> Iterator[NumberedRow]:
         from packtool.rows.megatron import read_documents
 
         rows = read_documents(source, block)
+    elif source.kind == "tar":
+        from packtool.rows.tars import read_packs
+
+        rows = read_packs(source, block)
     else:
         from packtool.rows.tables import read_table_rows  # here, because text needs no pyarrow
 

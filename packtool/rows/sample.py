@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -171,12 +171,16 @@ class PreparedTokens:
         trained: bool (L,), which of them are targets; None where nothing says it, and all are.
         weights: float32 (L,), of the targets; None where all weigh 1.
         starts: int64 (D,), ascending from 0: where the D samples begin that the row is packed of.
+        channels: of each of these samples; None where the row has one for all.
+        measured: what the row says of its media's sizes, by kind; an object without keys where it says nothing.
     """
 
     ids: npt.NDArray[np.int64]
     trained: npt.NDArray[np.bool_] | None
     weights: npt.NDArray[np.float32] | None
     starts: npt.NDArray[np.int64]
+    channels: tuple[str | None, ...] | None = None
+    measured: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

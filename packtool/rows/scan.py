@@ -176,6 +176,11 @@ class _Finder(NamedTuple):
 
             digest, rows = find_documents(source)
             return cls(source, rows, lambda: digest, bytes, lambda: None)
+        if source.kind == "tar":
+            from packtool.rows.tars import find_packs
+
+            digest, rows = find_packs(source)
+            return cls(source, rows, lambda: digest, bytes, lambda: None)
         if source.kind in ("parquet", "arrow"):
             from packtool.rows.tables import find_table_rows  # here, because text needs no pyarrow
 

@@ -19,7 +19,7 @@ from packtool.constants import TRAIN_SPLIT
 from packtool.rows.rights import MediaRights, rights_of_rows
 from packtool.rows.sample import Dropped
 
-FileFormat = Literal["json", "jsonl", "csv", "tsv", "txt", "parquet", "arrow", "megatron"]
+FileFormat = Literal["json", "jsonl", "csv", "tsv", "txt", "parquet", "arrow", "megatron", "tar"]
 Compression = Literal["gzip", "zstd"]
 Pairs = tuple[tuple[str, str], ...]
 NumberedRow = tuple[int, dict[str, Any] | Dropped]
@@ -156,7 +156,8 @@ class RowBlock(NamedTuple):
     """Neighbouring rows of one source.
 
     Args:
-        start, stop: [start, stop) in bytes of the (decompressed) text, or in rows of a parquet, Arrow or Megatron file.
+        start, stop: [start, stop) in bytes of the (decompressed) text or of a tar file, or in rows of a parquet, Arrow
+            or Megatron file.
         first_row: number of the first row, 0-based: the line of a .jsonl or .txt file, the element of a .json array,
             the record behind a .csv file's header.
         num_rows: rows that come out of it; blank lines are none.

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from packtool import storage
 from packtool.config.export import ExportConfig
 from packtool.config.mixture import amount_behind, parse_amount
-from packtool.constants import MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT
+from packtool.constants import MANIFEST_NAME, PACKS_MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT
 from packtool.errors import ConfigError, DataError, did_you_mean
 from packtool.rows.dataset_info import DatasetInfo, Entry
 from packtool.rows.file_formats import KNOWN_FORMATS, format_of
@@ -23,7 +24,9 @@ from packtool.rows.source import Pairs, SourceSpec
 _MAGIC = re.compile(r"[*?[]")
 _HIDDEN = re.compile(r"(?:^|[/\\])\.")
 # Files beside the rows that datasets and its like write about them.
-_ABOUT = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json")
+_ABOUT = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", PACKS_MANIFEST_NAME)
+# By which a cache, finished or not, and the directory of a training run are known.
+_OUTPUT_MARKERS = (MANIFEST_NAME, ".tasks/export.json", "history/run.json")
 _STATE_NAME, _DICT_NAME = "state.json", "dataset_dict.json"
 
 
@@ -32,7 +35,7 @@ def sources_of(config: ExportConfig) -> list[SourceSpec]:
 
     An argument is, in this order, a name in ``--dataset-info``, a file or folder, a pattern, or an id of the hub;
     ``#1000``, ``#20%`` or ``#2.5x`` at its end draws so many rows of it, a share of them, or each so often, unless
-    there is a file of that very name.
+    there is a file of that very name. Folders and patterns leave out ``config.output_dir``, caches and training runs.
 
     Raises:
         ConfigError: if ``--dataset-info`` or ``--columns`` cannot be understood.
@@ -58,6 +61,7 @@ def sources_of(config: ExportConfig) -> list[SourceSpec]:
         paths, own = _paths(name, option, info, plain)
         if not config.per_dataset_loss_scale:
             own["loss_scale"] = None
+        paths = _outside(paths, config.output_dir)
         specs += map(replace(plain, name=name, split=split, group=group, **own).at, paths)
     return specs
 
@@ -136,8 +140,11 @@ def _files(name: str, option: str, info: DatasetInfo | None) -> list[str]:
         name = storage.normalize(name)
         return _folder(name, option) if storage.is_directory(name) else [name]
     shown = storage.masked(name)
-    if _MAGIC.search(name) and not name.startswith("http"):
-        found = [path for match in storage.glob(name) for path in _matched(match, option)]
+    if (magic := _MAGIC.search(name)) and not name.startswith("http"):
+        is_output = _output_finder(storage.parent(name[: magic.start()]))
+        matches = (match for match in storage.glob(name) if not is_output(match))
+        # A pattern with ** names directories and the files in them.
+        found = list(dict.fromkeys(path for match in matches for path in _matched(match, option)))
         if not found:
             raise DataError(f"{option} {shown}: no file of rows fits", f"Known are {KNOWN_FORMATS}.")
         return found
@@ -151,7 +158,25 @@ def _files(name: str, option: str, info: DatasetInfo | None) -> list[str]:
 def _matched(path: str, option: str) -> list[str]:
     if storage.is_directory(path):
         return _folder(path, option)
-    return [path] if format_of(path) and not storage.name(path).startswith(".") else []
+    return [path] if format_of(path) and not storage.name(path).startswith(".") and not _is_about(path) else []
+
+
+def _output_finder(folder: str) -> Callable[[str], bool]:
+    """Whether a path is, or lies in, a cache or a training run that is in a folder or is the folder."""
+
+    @cache
+    def is_output(path: str) -> bool:
+        if any(storage.exists(storage.join(path, marker)) for marker in _OUTPUT_MARKERS):
+            return True
+        return path.startswith(folder) and path != folder and is_output(storage.parent(path))
+
+    return is_output
+
+
+def _outside(paths: list[str], output_dir: str) -> list[str]:
+    """The paths that lie outside of the output directory; all of them if none does."""
+    inside = f"{storage.absolute(storage.normalize(output_dir)).rstrip('/')}/" if output_dir else None
+    return [path for path in paths if inside is None or not storage.absolute(path).startswith(inside)] or paths
 
 
 def _folder(folder: str, option: str) -> list[str]:
@@ -166,8 +191,15 @@ def _folder(folder: str, option: str) -> list[str]:
         return _folder(storage.join(folder, _split_of(folder, option)), option)
     if _STATE_NAME in names and _ABOUT[0] in names:
         return _saved(folder, option)
+    if PACKS_MANIFEST_NAME in names:
+        return _packs(folder, option)
     paths = list(storage.walk(folder))
-    files = [path for path in paths if format_of(path) and not _is_hidden(folder, path) and not _is_about(path)]
+    outputs = tuple(path[: -len(marker)] for path in paths for marker in _OUTPUT_MARKERS if path.endswith(f"/{marker}"))
+    files = [
+        path
+        for path in paths
+        if format_of(path) and not _is_hidden(folder, path) and not _is_about(path) and not path.startswith(outputs)
+    ]
     if not files:
         seen = ", ".join(path[len(folder) :].lstrip("/\\") for path in paths[:8]) or "nothing"
         raise DataError(f"{option} {shown}: no files of rows in it, but {seen}", f"Known are {KNOWN_FORMATS}.")
@@ -204,6 +236,16 @@ def _saved(folder: str, option: str) -> list[str]:
     if not files:
         raise DataError(f"{option} {storage.masked(folder)}: its {_STATE_NAME} names no data files", "Save it again.")
     return files
+
+
+def _packs(folder: str, option: str) -> list[str]:
+    manifest = _json(storage.join(folder, PACKS_MANIFEST_NAME), option)
+    files = [file.get("file") for file in manifest.get("files") or [] if isinstance(file, dict)]
+    names = [name for name in files if isinstance(name, str)]
+    if not names:
+        problem = f"{option} {storage.masked(folder)}: its {PACKS_MANIFEST_NAME} names no files of packs"
+        raise DataError(problem, "Write the packs again, or name their files.")
+    return [storage.join(folder, storage.name(name)) for name in names]
 
 
 def _json(path: str, option: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from packtool import storage
 from packtool.errors import DataError
 from packtool.rows.boundary import held
-from packtool.rows.forms.columns import TOKEN_COLUMNS
+from packtool.rows.forms.columns import NUMBER_COLUMNS
 from packtool.rows.lines import too_large
 from packtool.rows.opened import Hashed, changed, open_text, opened
 from packtool.rows.sample import Dropped
@@ -69,7 +69,9 @@ def _rows(batch: pa.RecordBatch) -> list[dict[str, Any]] | None:
 
 
 def _as_python(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    tokens = [name for name in TOKEN_COLUMNS if name in batch.schema.names and _holds_numbers(batch.schema.field(name))]
+    tokens = [
+        name for name in NUMBER_COLUMNS if name in batch.schema.names and _holds_numbers(batch.schema.field(name))
+    ]
     if tokens:
         others = batch.select([name for name in batch.schema.names if name not in tokens])
         rows = _as_python(others) if others.num_columns else [{} for _ in range(batch.num_rows)]
@@ -81,18 +83,28 @@ def _as_python(batch: pa.RecordBatch) -> list[dict[str, Any]]:
 
 
 def _holds_numbers(field: pa.Field) -> bool:
-    """Whether a column is of lists of numbers, which Python would take a hundred times as long to hold."""
-    kind = field.type
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
+    """Whether a column is of (lists of) lists of numbers, which Python would take a hundred times as long to hold."""
+    if not _is_list(field.type):
         return False
-    inner = kind.value_type
+    inner = field.type.value_type
+    if _is_list(inner):
+        inner = inner.value_type
     return pa.types.is_integer(inner) or pa.types.is_floating(inner) or pa.types.is_boolean(inner)
 
 
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
 def _array(value: pa.Scalar) -> Any:
-    """A list of numbers as an array; as a list if a number in it is missing, None if all of it is."""
+    """A list of numbers as an array; as a list if a number in it is missing, None if all of it is.
+
+    A list of lists becomes a list of these.
+    """
     if not value.is_valid:
         return None
+    if _is_list(value.type.value_type):
+        return [_array(item) for item in value.values]
     return value.as_py() if value.values.null_count else value.values.to_numpy(zero_copy_only=False)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -23,6 +23,7 @@ from packtool.cli.main import run
 from packtool.config.imported import ImportConfig
 from packtool.encode.encoded import EncodedSample
 from packtool.plan.packing import pack_best_fit
+from packtool.rows.forms import RowProblem
 from tests.cache.conftest import Told
 from tests.rows.megatron import megatron
 
@@ -135,31 +136,92 @@ def test_truncation_of_tokens_is_that_of_rows(
     assert any(sample.num_truncated and sample.images for sample in expected)
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+BOUNDARIES = ("seq_lengths", "seq_lens", "cu_seqlens", "cu_seq_lens_q", "seq_start_id", "attention_mask")
+POSITIONS = ("flat", "nested", "text_and_mrope", "mrope", "batched")
+DOCUMENTS = st.lists(
+    st.lists(st.tuples(st.integers(0, 255), st.booleans()), min_size=2, max_size=12), min_size=1, max_size=6
+)
+
+
+def positions_of(lengths: list[int], padding: int, layout: str) -> Any:
+    """Positions that begin anew in each sample, in the ways that trainers have them."""
+    text = [at for length in lengths for at in range(length)] + [0] * padding
+    moved = [at + (at > 2) for at in text]  # as behind a picture
+    layouts: dict[str, Any] = {
+        "flat": text,
+        "nested": [text],
+        "text_and_mrope": [text, moved, text, [float(at) for at in moved]],
+        "mrope": [moved, text, moved],
+        "batched": [[text], [moved], [text], [moved]],
+    }
+    return layouts[layout]
+
+
+def boundary_column(name: str, lengths: list[int], padding: int) -> list[int]:
+    """Where samples begin, as a column of that name tells it; padding is one more sample where it has no other way."""
+    padded = lengths + [padding] * (padding > 0)
+    edges = np.cumsum([0, *padded]).tolist()
+    if name in ("seq_lengths", "seq_lens"):
+        return padded
+    if name == "attention_mask":
+        return [n for n, length in enumerate(lengths, 1) for _ in range(length)] + [0] * padding
+    return edges[:-1] if name == "seq_start_id" else edges
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    st.lists(st.lists(st.tuples(st.integers(0, 255), st.booleans()), min_size=2, max_size=12), min_size=1, max_size=6),
+    DOCUMENTS,
     st.integers(0, 5),
-    st.sampled_from(["seq_lengths", "attention_mask", "position_ids"]),
+    st.sets(st.sampled_from(BOUNDARIES), max_size=3),
+    st.sampled_from((*POSITIONS, None)),
+    st.booleans(),
 )
 def test_a_pack_is_its_samples(
-    make_encoder: Any, documents: list[list[tuple[int, bool]]], padding: int, told_by: str
+    make_encoder: Any,
+    documents: list[list[tuple[int, bool]]],
+    padding: int,
+    names: set[str],
+    positions: str | None,
+    as_arrays: bool,
 ) -> None:
     """Whatever says where samples begin, a packed row gives what its samples give as rows."""
+    if not names and positions is None:
+        names = {"cu_seqlens"}
     ids = [[token for token, _ in document] for document in documents]
     labels = [[token if trained else IGNORED for token, trained in document] for document in documents]
     alone = [make_encoder({"input_ids": a, "labels": b}) for a, b in zip(ids, labels, strict=True)]
     row: dict[str, Any] = {"input_ids": list(chain(*ids)), "labels": list(chain(*labels))}
     lengths = [len(document) for document in documents]
-    if told_by == "seq_lengths":
-        row["seq_lengths"], padding = lengths, 0
-    elif told_by == "attention_mask":
-        row["attention_mask"] = [n for n, length in enumerate(lengths, 1) for _ in range(length)] + [0] * padding
-    else:
-        row["position_ids"] = [at for length in lengths for at in range(length)] + [0] * padding
+    row |= {name: boundary_column(name, lengths, padding) for name in names}
+    if positions is not None:
+        row["position_ids"] = positions_of(lengths, padding, positions)
     row["input_ids"] += [0] * padding
     row["labels"] += [IGNORED] * padding
+    if as_arrays:
+        row = {name: np.array(value) for name, value in row.items()}
     packed = make_encoder(row)
     assert (packed or []) == [sample for found in alone for sample in found or ()]
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(DOCUMENTS, st.sampled_from(BOUNDARIES), st.data())
+def test_columns_that_disagree_about_a_pack_are_refused(
+    make_encoder: Any, documents: list[list[tuple[int, bool]]], name: str, data: st.DataObject
+) -> None:
+    lengths = [len(document) for document in documents]
+    total = sum(lengths)
+    others = data.draw(st.sets(st.integers(2, total - 2)) if total > 3 else st.just(set()))
+    moved = np.diff([0, *sorted(others), total]).tolist()
+    row = {
+        "input_ids": [token for document in documents for token, _ in document],
+        name: boundary_column(name, lengths, 0),
+        "position_ids": positions_of(moved, 0, "flat"),
+    }
+    # Positions without a second beginning, and a mask of ones alone, say nothing.
+    is_silent = len(moved) == 1 or (name == "attention_mask" and len(lengths) == 1)
+    assume(moved != lengths and not is_silent and min(moved) > 1)
+    with pytest.raises(RowProblem, match="disagree on whether a sample begins at token"):
+        make_encoder(row)
 
 
 @pytest.fixture(scope="module")
@@ -346,6 +408,25 @@ def test_a_broken_megatron_file_says_what_is_wrong(
         ({"input_ids": [[1, 2]]}, "invalid_tokens", "not a list of integers"),
         ({"input_ids": [1.5, 2]}, "invalid_tokens", "not a list of integers"),
         ({"input_ids": [1, 2, 3], "seq_lengths": [1, 1]}, "invalid_tokens", "tells of 2 tokens, and the row has 3"),
+        ({"input_ids": [1, 2, 3], "cu_seqlens": [0, 2]}, "invalid_tokens", "must lead from 0 up to the 3 tokens"),
+        ({"input_ids": [1, 2, 3], "cu_seqlens": [0, 2, 1, 3]}, "invalid_tokens", "must lead from 0 up to the 3"),
+        ({"input_ids": [1, 2, 3], "seq_start_id": [1]}, "invalid_tokens", "must lead from 0 up to the 3 tokens"),
+        ({"input_ids": [1, 2, 3], "position_ids": [0, 1]}, "invalid_tokens", "not a number for each of 3 tokens"),
+        ({"input_ids": [1, 2], "position_ids": [[0, 1], [0, 1]]}, "invalid_tokens", "or 3 or 4 such lists"),
+        ({"input_ids": [1, 2], "position_ids": [[0, 1], [0]]}, "invalid_tokens", "or 3 or 4 such lists"),
+        ({"input_ids": [1, 2, 3], "position_ids": [0, 1, 5]}, "unknown_boundaries", "go from 1 to 5 at token 2"),
+        ({"input_ids": [1, 2, 3], "segment_ids": [1, 1, 2]}, "unknown_boundaries", "'segment_ids' may say where"),
+        ({"input_ids": [1, 2], "packing_params": {"a": [0], "b": 1}}, "unknown_boundaries", "'packing_params'"),
+        ({"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}, "unknown_loss_mask", "--columns completion_mask=loss_mask"),
+        ({"input_ids": [1, 2, 3, 4], "attention_mask": [1, 1, 0, 1]}, "invalid_tokens", "0 at token 2, in the middle"),
+        ({"input_ids": [1, 2], "attention_mask": [1, -1]}, "invalid_tokens", "'attention_mask' has -1"),
+        ({"input_ids": [1, True, 3]}, "invalid_tokens", "not a list of integers"),
+        ({"input_ids": [1, 2], "labels": [True, 2]}, "invalid_tokens", "'labels' is [True, 2], not a list of integers"),
+        ({"input_ids": [1, 2], "completion_mask": [1, 2]}, "invalid_tokens", "2 at token 1; it must be 0 or 1"),
+        ({"input_ids": [1, 2], "loss_scale": [1, 1e30]}, "invalid_tokens", "a number from 0 to 10,000"),
+        ({"input_ids": [1, 2], "loss_scale": [1, True]}, "invalid_tokens", "a number from 0 to 10,000"),
+        ({"input_ids": [1, 2], "loss_scale": 3}, "invalid_tokens", "a number from 0 to 10,000"),
+        ({"input_ids": [1, 2, 3], "channel": ["a", "b"]}, "invalid_tokens", "'channel' has 2 values for 1 samples"),
         ({"input_ids": [1, START, PAD, END, 3]}, "media_tokens", "and the row has no images"),
         ({"input_ids": [1, START, PAD, END, 3], "images": ["0.png"]}, "media_tokens", "need 2 here (2)"),
         ({"input_ids": [1, PAD, 2, PAD, 3], "images": ["0.png"]}, "media_tokens", "in number or order"),
@@ -379,6 +460,27 @@ def test_weights_come_with_the_tokens(imported: Imported, tmp_path: Path) -> Non
     (sample,), _, _ = imported(saved(rows, tmp_path / "prepared"))
     assert sample.loss_scale is not None
     assert sample.loss_scale.tolist() == [0, 0.5, 1]
+
+
+def test_nemos_packs_have_masks_before_their_targets(imported: Imported, tmp_path: Path) -> None:
+    """A mask of 1 stands where the next token is a target; that of a sample's last token means nothing."""
+    row = {"input_ids": [1, 2, 3, 4, 5, 6, 7], "loss_mask": [0, 1, 1, 0, 0, 1, 1], "seq_start_id": [0, 3]}
+    path = tmp_path / "packed.idx.parquet"
+    datasets.Dataset.from_list([row]).to_parquet(str(path))
+    samples, dropped, notes = imported(path)
+    assert not dropped
+    assert [sample.input_ids.tolist() for sample in samples] == [[1, 2, 3], [4, 5, 6, 7]]
+    assert [sample.labels.tolist() for sample in samples] == [[IGNORED, IGNORED, 3], [IGNORED, IGNORED, IGNORED, 7]]
+    assert any("as NeMo and Megatron Bridge pack them" in note for note in notes)
+
+
+def test_a_loss_mask_is_what_the_user_says(imported: Imported, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"input_ids": [1, 2, 3], "loss_mask": [0, 1, 0]}) + "\n")
+    (sample,), _, _ = imported(path, name="named", columns=("completion_mask=loss_mask",))
+    assert sample.labels.tolist() == [IGNORED, 2, IGNORED]
+    (sample,), _, _ = imported(path, name="left-out", columns=("loss_mask=",))
+    assert sample.labels.tolist() == [1, 2, 3]
 
 
 def test_padding_on_either_side_is_taken_off(imported: Imported, tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ import datasets
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from packtool import storage
 from packtool.batch.collate import collate_packs
@@ -142,6 +144,69 @@ def test_tar_files_hold_media_and_say_where_packs_begin(fixed: Path) -> None:
     assert [file["sha256"] for file in manifest["files"]] == [
         sha256((folder / file["file"]).read_bytes()).hexdigest() for file in manifest["files"]
     ]
+
+
+def samples_of(cache: Path) -> list[tuple[object, ...]]:
+    """What each sample of a cache trains, sorted; labels of first tokens are never trained, and packs lack them."""
+    reader = CacheReader.open([str(cache)])
+    found = []
+    for sample in map(reader.sample, range(len(reader))):
+        weights = sample.loss_scale if sample.loss_scale is not None else np.ones(sample.length)
+        trained = np.where(sample.labels == -100, 0, weights)[1:].tolist()
+        grids = [(image.height, image.width, image.grid, image.num_tokens) for image in sample.images]
+        found.append((sample.input_ids.tolist(), sample.labels[1:].tolist(), trained, grids, sample.channel or ""))
+    return sorted(found)
+
+
+ROWS = st.lists(
+    st.tuples(
+        st.lists(st.sampled_from(["wide", "tall"]), max_size=2),
+        st.integers(0, 30),
+        st.sampled_from([None, "a", "b"]),
+        st.sampled_from([None, 0.5, 2]),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=ROWS)
+def test_importing_packs_gives_the_samples_that_were_packed(
+    rows: list[tuple[list[str], int, str | None, float | None, bool]],
+    fixed: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Of every format: the directory by its name, and its files by a pattern."""
+    folder = tmp_path_factory.mktemp("round-trip")
+    is_plain = True
+    lines: list[dict[str, Any]] = []
+    for pictures, words, channel, weight, is_text in rows:
+        if is_text:
+            lines.append({"text": "word " * words + "ab", "channel": channel})
+            continue
+        turns = [{"role": "user", "content": "<image>" * len(pictures) + "why?"}]
+        turns.append({"role": "assistant", "content": "because " * words, "loss_scale": weight})
+        lines.append({"messages": turns, "images": [f"{fixed}/{name}.png" for name in pictures], "channel": channel})
+        is_plain &= not pictures and weight is None
+    for name in ("text", "messages"):
+        own = [json.dumps(line) + "\n" for line in lines if name in line]
+        (folder / f"{name}.jsonl").write_text("".join(own or ['{"text": "ab"}\n']))
+    model = ["--model", str(fixed / "model"), "--max-length", "400", "--media-root", str(fixed)]
+    data = [str(folder / f"{name}.jsonl") for name in ("text", "messages")]
+    assert run(["export", *model, "--dataset", *data, "--output-dir", str(folder / "cache")]) == 0
+    expected = samples_of(folder / "cache")
+    for layout in conformance.FORMATS:
+        if layout == "megatron" and not is_plain:
+            continue
+        packs, cache = folder / layout, folder / f"{layout}-cache"
+        packing = ["--format", layout, "--packing-length", "400", "--packs-per-file", "2"]
+        assert run(["pack", str(folder / "cache"), "--output-dir", str(packs), *packing]) == 0
+        named = str(packs) if len(rows) % 2 else str(packs / "packs-*")
+        assert run(["import", named, *model, "--output-dir", str(cache)]) == 0
+        has_channels = layout != "megatron"
+        assert samples_of(cache) == [(*sample[:-1], sample[-1] if has_channels else "") for sample in expected], layout
 
 
 def test_any_number_of_processes_writes_the_same(fixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:

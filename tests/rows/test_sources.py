@@ -19,7 +19,8 @@ from tests.rows.conftest import rows_of
 
 
 def specs_of(*names: Any, **settings: Any) -> list[SourceSpec]:
-    config = ExportConfig(model="m", max_length=10, output_dir="o", dataset=tuple(map(str, names)), **settings)
+    settings = {"output_dir": "o", **settings}
+    config = ExportConfig(model="m", max_length=10, dataset=tuple(map(str, names)), **settings)
     return sources_of(config)
 
 
@@ -46,6 +47,37 @@ def test_files_folders_and_patterns(folder: Path) -> None:
     assert paths_of(folder / "*/*.jsonl") == [f"{folder}/b/1.jsonl"]
     assert paths_of(folder / "?") == [f"{folder}/b/1.jsonl", f"{folder}/b/2.csv.gz"]
     assert paths_of(f"file://{folder}/a.txt") == [f"{folder}/a.txt"]
+
+
+def test_what_packtool_wrote_is_no_rows(folder: Path) -> None:
+    """Output directories in a folder of rows, finished or not, neither by the folder nor by a pattern."""
+    names = (folder, f"{folder}/**/*.*", f"{folder}/*", f"{folder}/*/*", f"{folder}/**")
+    rows = {name: paths_of(name) for name in names}
+    assert sorted(rows[f"{folder}/**"]) == sorted(rows[folder]), "each file once"
+    written = {
+        "here": ("dropped.jsonl", "train/data-00000-of-00001.arrow"),
+        "finished": ("packtool.json", "dropped.jsonl", "val/index.arrow"),
+        "b/unfinished": (".tasks/export.json", "train/data-00000-of-00001.arrow"),
+        "b/run": ("history/run.json", "metrics.jsonl", "checkpoint-1/config.json"),
+    }
+    for directory, files in written.items():
+        for name in files:
+            path = folder / directory / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("{}")
+    assert {name: paths_of(name, output_dir=str(folder / "here")) for name in names} == rows
+    assert paths_of(folder / "finished" / "dropped.jsonl"), "a file that is named is read"
+
+
+def test_a_directory_of_packs_is_its_files(tmp_path: Path) -> None:
+    files = [{"file": "packs-00000-of-00001.tar"}, {"file": "../../etc/rows.jsonl"}]
+    (tmp_path / "packs.json").write_text(json.dumps({"files": files}))
+    assert paths_of(tmp_path) == [str(tmp_path / "packs-00000-of-00001.tar"), str(tmp_path / "rows.jsonl")]
+    (tmp_path / "packs-00000-of-00001.tar").touch()
+    assert paths_of(f"{tmp_path}/pack*") == [str(tmp_path / "packs-00000-of-00001.tar")]
+    (tmp_path / "packs.json").write_text("{}")
+    with pytest.raises(DataError, match="names no files of packs"):
+        paths_of(tmp_path)
 
 
 def test_samples_and_files_with_a_number_sign(folder: Path) -> None:

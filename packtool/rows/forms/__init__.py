@@ -82,7 +82,7 @@ def _prepared(tokens: PreparedTokens, fields: Fields, found: Found, number: int)
         images=media["image"],
         source=found.source.label,
         row=number,
-        channel=_channel(fields),
+        channel=_channel(fields) if tokens.channels is None else None,
         videos=media["video"],
         audios=media["audio"],
         is_text=tokens.trained is None,

@@ -15,8 +15,8 @@ from packtool.rows.parsing import JsonProblem, is_text, parse_json
 from packtool.rows.source import Pairs
 
 TOKEN_COLUMNS = (
-    *("input_ids", "labels", "attention_mask", "position_ids", "seq_lengths"),
-    *("completion_mask", "assistant_masks", "loss_scale"),
+    *("input_ids", "labels", "attention_mask", "position_ids", "seq_lengths", "cu_seqlens", "seq_start_id"),
+    *("completion_mask", "assistant_masks", "loss_mask", "loss_scale"),
 )
 """Columns of rows that another tool has tokenized."""
 
@@ -45,7 +45,11 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "responses": ("responses",),
     "response_weights": ("response_weights", "weights"),
     **{name: (name,) for name in TOKEN_COLUMNS},
+    "seq_lengths": ("seq_lengths", "seq_lens"),
+    "cu_seqlens": ("cu_seqlens", "cu_seq_lens", "cu_seqlens_q", "cu_seq_lens_q"),
 }
+NUMBER_COLUMNS = frozenset(column for name in TOKEN_COLUMNS for column in NAMES[name])
+"""Names of the columns of such rows in files: lists of numbers."""
 # Read under any of their names, row by row: a file's first rows may lack them.
 _OPTIONAL = (
     *("history", "input", "system", "tools", "images", "videos", "audios"),
@@ -66,6 +70,10 @@ class Fields:
     def row(self) -> Mapping[str, Any]:
         """The row as it was read."""
         return self._row
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """The columns of the file that are looked up for one of this project's names."""
+        return self._names[name]
 
     def has(self, name: str) -> bool:
         """Whether the row has such a column, with anything or nothing in it."""

@@ -137,13 +137,19 @@ def _limits(kind: str, name: str, value: Mapping[str, Any], *, has_frames: bool)
         raise RowProblem("media_limits", f"{name} has {refused[0]}, which is not done here; known are {known}")
     found = []
     for key in LIMITS[kind]:
-        if (given := value.get(key)) is None or (key == "fps" and has_frames):
+        # Of a video that packtool has measured, fps is the file's rate.
+        if (given := value.get(key)) is None or (key == "fps" and (has_frames or is_measured(value))):
             continue
         number = finite(given)
         if number is None or number <= 0:
             raise RowProblem("media_limits", f"{name} has {shown(given)} as {key}, which is no number above 0")
         found.append((key, number))
     return found
+
+
+def is_measured(value: Mapping[str, Any]) -> bool:
+    """Whether an object has the sizes that packtool's caches and packs keep of a medium."""
+    return "tokens" in value and ("grid" in value or "features" in value)
 
 
 def _in_mapping(kind: str, name: str, value: Mapping[str, Any], source: Source, depth: int) -> MediaRef:

@@ -1,22 +1,25 @@
 """Rows that another tool has tokenized: ``input_ids``, and what these tools write beside them.
 
-Labels are ``labels`` (the token itself, or -100), or ``completion_mask`` and ``assistant_masks``; without any of them
-every token is a target, as in pretraining. Padding is where ``attention_mask`` is 0. A row may be a pack of several
-samples; where each begins is said by ``seq_lengths``, by an ``attention_mask`` that numbers them from 1 on, or by
-``position_ids`` that begin anew.
+Labels are ``labels`` (the token itself, or -100), ``completion_mask`` and ``assistant_masks``, or the ``loss_mask`` of
+NeMo and Megatron; without any of them every token is a target, as in pretraining. Padding is where ``attention_mask``
+is 0. A row may be a pack of several samples; where each begins is told by the columns of ``_boundaries``.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sized
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from packtool.constants import IGNORE_INDEX
-from packtool.rows.forms.columns import Columns, Fields
+from packtool.rows.forms.columns import TOKEN_COLUMNS, Columns, Fields
 from packtool.rows.forms.form import RowForm
-from packtool.rows.forms.media import Found
+from packtool.rows.forms.media import MEDIA_KINDS, Found, is_measured
+from packtool.rows.forms.messages import MOST_LOSS_SCALE
 from packtool.rows.forms.problem import RowProblem
 from packtool.rows.forms.values import shown
 from packtool.rows.sample import PreparedTokens, Turn
@@ -25,7 +28,13 @@ TOKENS = "tokens"
 """The ``formatting`` that takes tokens also where a row still has what they were made of."""
 
 _Ints = npt.NDArray[np.int64]
+_Bools = npt.NDArray[np.bool_]
 _MASKS = ("completion_mask", "assistant_masks")
+# Columns by which other tools tell where the samples of a pack begin, in ways that are not read.
+_UNREAD_BOUNDARIES = re.compile(
+    r"cu_?seq|seq(uence)?_?len|seq_?(start|idx)|segment|boundar|packing|(doc|sequence)\w*_ids?$"
+)
+_READ_BOUNDARIES = "seq_lengths, cu_seqlens, seq_start_id, a numbered attention_mask, position_ids"
 
 
 def _fits(columns: Columns, formatting: str | None) -> bool:
@@ -40,51 +49,175 @@ def _tokens(fields: Fields) -> PreparedTokens:
     ids = _column(fields, "input_ids", None)
     if ids is None or not len(ids):
         raise RowProblem("empty_tokens", "there is no token in 'input_ids'")
-    mask = _column(fields, "attention_mask", len(ids))
-    trained = _trained(fields, ids)
-    weights = _weights(fields, len(ids))
+    mask = _column(fields, "attention_mask", len(ids), takes_bools=True)
+    if mask is not None and mask.min() < 0:
+        raise RowProblem(
+            "invalid_tokens", f"'attention_mask' has {mask.min()}; it must be 0 for padding, else 1 or more"
+        )
     kept = np.ones(len(ids), bool) if mask is None else mask != 0
-    begins = _begins(fields, mask, len(ids))
-    # A sample of one token has nothing to predict: such are what some tools pad packs with.
-    alone = begins & np.append(begins[1:], True)
-    if not alone.all():
-        kept &= ~alone
     if not kept.any():
         raise RowProblem("empty_tokens", "all of its tokens are padding: 'attention_mask' is 0 everywhere")
+    begins, kept = _split(_boundaries(fields, mask, kept), kept)
+    trained, weights = _trained(fields, ids, begins), _weights(fields, len(ids))
     # Where padding stands before a sample, the first token behind it is the sample's first.
     number = np.cumsum(begins)[kept]
+    starts = np.flatnonzero(np.diff(number, prepend=number[0] - 1))
+    holes = np.flatnonzero(np.diff(np.flatnonzero(kept)) > 1) + 1
+    if len(inside := np.setdiff1d(holes, starts)):
+        at = int(np.flatnonzero(kept)[inside[0] - 1]) + 1
+        raise RowProblem("invalid_tokens", f"'attention_mask' is 0 at token {at:,}, in the middle of a sample")
     return PreparedTokens(
         ids=ids[kept],
         trained=None if trained is None else trained[kept],
         weights=None if weights is None else weights[kept],
-        starts=np.flatnonzero(np.diff(number, prepend=number[0] - 1)),
+        starts=starts,
+        channels=_channels(fields, number[starts] - 1, int(begins.sum())),
+        measured=_measured(fields),
     )
 
 
-def _begins(fields: Fields, mask: _Ints | None, length: int) -> npt.NDArray[np.bool_]:
-    """Where the samples of a row begin, bool (length,)."""
-    begins = np.zeros(length, bool)
-    begins[0] = True
-    counts = _column(fields, "seq_lengths", None)
-    if counts is not None and len(counts):
-        if counts.sum() != length or counts.min() < 0:
-            detail = f"'seq_lengths' tells of {int(counts.sum()):,} tokens, and the row has {length:,}"
+def _boundaries(fields: Fields, mask: _Ints | None, kept: _Bools) -> dict[str, _Bools]:
+    """Where the samples of a row begin, bool (L,), by each column that tells it.
+
+    Args:
+        mask: the row's ``attention_mask``, int64 (L,).
+        kept: bool (L,), False where it is 0.
+    """
+    length = len(kept)
+    found: dict[str, _Bools] = {}
+    for name in ("seq_lengths", "cu_seqlens", "seq_start_id"):
+        values = _column(fields, name, None)
+        if values is None or not len(values):
+            continue
+        edges = np.cumsum([0, *values]) if name == "seq_lengths" else values
+        edges = np.append(edges, length) if name == "seq_start_id" else edges
+        if edges[0] != 0 or edges[-1] != length or (np.diff(edges) < 0).any():
+            detail = f"{name!r} must lead from 0 up to the {length:,} tokens of the row"
+            if name == "seq_lengths":
+                detail = f"{name!r} tells of {int(edges[-1]):,} tokens, and the row has {length:,}"
             raise RowProblem("invalid_tokens", detail)
-        begins[(np.cumsum(counts) - counts)[counts > 0]] = True
-    elif mask is not None and mask.max() > 1:
-        begins[1:] = mask[1:] != mask[:-1]
-    elif (positions := _column(fields, "position_ids", length)) is not None:
-        begins[1:] = positions[1:] != positions[:-1] + 1
-        if mask is not None:
-            begins &= mask != 0  # positions of padding say nothing
-            begins[np.flatnonzero(mask)[:1]] = True
-    return begins
+        found[name] = np.isin(np.arange(length), edges)
+    places = np.flatnonzero(kept)
+    if mask is not None and mask.max() > 1:
+        found["attention_mask"] = _at(places[np.diff(mask[kept], prepend=-1) != 0], length)
+    starts = _restarts(fields, places, length)
+    if len(starts) > 1:
+        found["position_ids"] = _at(starts, length)
+    if not found:
+        _refuse_unread(fields)
+    return found
 
 
-def _trained(fields: Fields, ids: _Ints) -> npt.NDArray[np.bool_] | None:
+def _restarts(fields: Fields, places: _Ints, length: int) -> _Ints:
+    """The tokens at which ``position_ids`` begin anew, int64.
+
+    They are (L,), or (axes, L) with 1 axis, 4 (text, t, h, w) or 3 (t, h, w): only a sample's first token has 0 in all.
+
+    Args:
+        places: of the tokens that are no padding, ascending.
+    """
+    value: Any = fields.parsed("position_ids")
+    if value is None:
+        return places[:1]
+    try:
+        axes = np.atleast_2d(np.squeeze(np.asarray(value)))
+    except ValueError:  # lists of different lengths in it
+        axes = np.zeros((0, 0), object)
+    if axes.dtype.kind not in "iuf" or axes.ndim != 2 or len(axes) not in (1, 3, 4) or axes.shape[1] != length:
+        detail = f"'position_ids' is {shown(value)}, not a number for each of {length:,} tokens, or 3 or 4 such lists"
+        raise RowProblem("invalid_tokens", detail)
+    axes = axes[:, places]
+    if len(axes) == 3:
+        restarts = (axes == 0).all(0)
+    else:
+        steps = np.diff(axes[0].astype(np.float64))
+        restarts = np.append(True, axes[0, 1:] == 0)
+        if len(jumps := np.flatnonzero(~restarts[1:] & (steps != 1))):
+            at = int(jumps[0])
+            detail = f"'position_ids' go from {axes[0, at]:g} to {axes[0, at + 1]:g} at token {places[at + 1]:,}"
+            raise RowProblem("unknown_boundaries", f"{detail}: samples begin at 0, and go on by 1")
+    restarts[0] = True
+    return places[restarts]
+
+
+def _at(places: _Ints, length: int) -> _Bools:
+    marks = np.zeros(length, bool)
+    marks[places] = True
+    return marks
+
+
+def _split(boundaries: Mapping[str, _Bools], kept: _Bools) -> tuple[_Bools, _Bools]:
+    """Where samples begin and which tokens are theirs, bool (L,) each.
+
+    Args:
+        boundaries: as every column tells them; all must agree.
+    """
+    if not boundaries:
+        return _at(np.flatnonzero(kept)[:1], len(kept)), kept
+    # A sample of one token has nothing to predict: such are what some tools pad packs with.
+    alone = np.any([begins & np.append(begins[1:], True) for begins in boundaries.values()], axis=0)
+    kept = kept & ~alone if (kept & ~alone).any() else kept
+    (first, begins), *others = boundaries.items()
+    changes = np.diff(np.cumsum(begins)[kept]) != 0
+    for name, other in others:
+        if len(wrong := np.flatnonzero(changes != (np.diff(np.cumsum(other)[kept]) != 0))):
+            at = int(np.flatnonzero(kept)[wrong[0] + 1])
+            detail = f"{first!r} and {name!r} disagree on whether a sample begins at token {at:,}"
+            raise RowProblem("unknown_boundaries", detail)
+    return begins, kept
+
+
+def _refuse_unread(fields: Fields) -> None:
+    """Refuse a row that may be a pack, and says where its samples begin in a way that is not read."""
+    read = set(chain.from_iterable(map(fields.names, TOKEN_COLUMNS)))
+    for key, value in fields.row.items():
+        is_many = isinstance(value, Sized) and not isinstance(value, (str, bytes)) and len(value) > 1
+        if is_many and key not in read and _UNREAD_BOUNDARIES.search(key.lower()):
+            detail = (
+                f"{key!r} may say where the samples of a pack begin, and is not read: name it as one of "
+                f"{_READ_BOUNDARIES} with --columns, or take it out of the rows"
+            )
+            raise RowProblem("unknown_boundaries", detail)
+
+
+def _channels(fields: Fields, numbers: _Ints, count: int) -> tuple[str | None, ...] | None:
+    """The channel of each sample of a pack that has a list of them, else None.
+
+    Args:
+        numbers: of the samples that are kept, among all ``count`` of the pack.
+    """
+    channels = fields.get("channel")
+    if not isinstance(channels, list):
+        return None
+    if len(channels) != count:
+        raise RowProblem("invalid_tokens", f"'channel' has {len(channels):,} values for {count:,} samples")
+    return tuple(None if channels[i] is None else str(channels[i]) for i in numbers)
+
+
+def _measured(fields: Fields) -> dict[str, list[Mapping[str, Any]]]:
+    """What the row says of media that packtool had measured when it wrote them, by kind; empty objects for others."""
+    columns = {kind: fields.get(f"{kind}s") for kind in MEDIA_KINDS}
+    return {
+        kind: [medium if isinstance(medium, Mapping) and is_measured(medium) else {} for medium in media]
+        for kind, media in columns.items()
+        if isinstance(media, list)
+    }
+
+
+def _trained(fields: Fields, ids: _Ints, begins: _Bools) -> _Bools | None:
     """Which tokens are targets; None if no column says it."""
     labels = _column(fields, "labels", len(ids))
-    masks = [mask for name in _MASKS if (mask := _column(fields, name, len(ids))) is not None]
+    masks = [mask for name in _MASKS if (mask := _mask(fields, name, len(ids))) is not None]
+    if "loss_mask" not in chain.from_iterable(map(fields.names, _MASKS)):
+        next_tokens = _mask(fields, "loss_mask", len(ids))
+        if next_tokens is not None and fields.get("seq_start_id") is None:
+            detail = (
+                "'loss_mask' may stand at a target or, as NeMo's, before it: name it with --columns "
+                "completion_mask=loss_mask if it stands at the target, or leave it out with --columns loss_mask="
+            )
+            raise RowProblem("unknown_loss_mask", detail)
+        if next_tokens is not None:
+            masks.append(np.append(0, next_tokens[:-1]) * ~begins)
     if labels is None and not masks:
         return None
     trained = np.ones(len(ids), bool)
@@ -94,6 +227,14 @@ def _trained(fields: Fields, ids: _Ints) -> npt.NDArray[np.bool_] | None:
     for mask in masks:
         trained &= mask != 0
     return trained
+
+
+def _mask(fields: Fields, name: str, length: int) -> _Ints | None:
+    mask = _column(fields, name, length, takes_bools=True)
+    if mask is not None and len(wrong := np.flatnonzero((mask != 0) & (mask != 1))):
+        at = int(wrong[0])
+        raise RowProblem("invalid_tokens", f"{name!r} is {mask[at]} at token {at:,}; it must be 0 or 1")
+    return mask
 
 
 def _check_labels(ids: _Ints, labels: _Ints, trained: npt.NDArray[np.bool_]) -> None:
@@ -113,21 +254,22 @@ def _check_labels(ids: _Ints, labels: _Ints, trained: npt.NDArray[np.bool_]) -> 
 
 
 def _weights(fields: Fields, length: int) -> npt.NDArray[np.float32] | None:
-    value = fields.get("loss_scale")
+    value = fields.parsed("loss_scale")
     if value is None:
         return None
     try:
-        weights = np.asarray(value, np.float32)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise RowProblem("invalid_tokens", f"'loss_scale' is {shown(value)}, not a list of numbers") from error
-    if weights.shape != (length,) or not np.isfinite(weights).all() or (weights < 0).any():
-        detail = f"'loss_scale' must be a number from 0 on for each of {length:,} tokens, and is {shown(value)}"
-        raise RowProblem("invalid_tokens", detail)
-    return None if (weights == 1).all() else weights
+        weights = np.asarray(value)
+    except ValueError:  # lists of different lengths in it
+        weights = np.zeros(0, object)
+    is_numbers = weights.shape == (length,) and weights.dtype.kind in "iuf" and not _has_bools(value)
+    if not is_numbers or not ((weights >= 0) & (weights <= MOST_LOSS_SCALE)).all():
+        known = f"a number from 0 to {MOST_LOSS_SCALE:,} for each of {length:,} tokens"
+        raise RowProblem("invalid_tokens", f"'loss_scale' must be {known}, and is {shown(value)}")
+    return None if (weights == 1).all() else weights.astype(np.float32)
 
 
-def _column(fields: Fields, name: str, length: int | None) -> _Ints | None:
-    """A column of integers, int64; None if the row has none, or positions of several axes.
+def _column(fields: Fields, name: str, length: int | None, *, takes_bools: bool = False) -> _Ints | None:
+    """A column of integers, int64; None if the row has none.
 
     Args:
         length: that it must have.
@@ -136,18 +278,21 @@ def _column(fields: Fields, name: str, length: int | None) -> _Ints | None:
     if value is None:
         return None
     try:
-        found = np.asarray(value)
+        column = np.asarray(value)
     except ValueError:  # lists of different lengths in it
-        found = np.zeros(0, object)
-    if name == "position_ids" and found.ndim > 1:
-        return None
-    if found.ndim == 1 and not len(found):
-        found = found.astype(np.int64)
-    if found.ndim != 1 or found.dtype.kind not in "iub":
+        column = np.zeros(0, object)
+    if column.ndim == 1 and not len(column):
+        column = column.astype(np.int64)
+    if column.ndim != 1 or column.dtype.kind not in "iub" or not (takes_bools or not _has_bools(value)):
         raise RowProblem("invalid_tokens", f"{name!r} is {shown(value)}, not a list of integers")
-    if length is not None and len(found) != length:
-        raise RowProblem("invalid_tokens", f"{name!r} has {len(found):,} values for {length:,} tokens")
-    return found.astype(np.int64)
+    if length is not None and len(column) != length:
+        raise RowProblem("invalid_tokens", f"{name!r} has {len(column):,} values for {length:,} tokens")
+    return column.astype(np.int64)
+
+
+def _has_bools(values: Any) -> bool:
+    """Whether true or false stands among numbers, which numpy would take for 1 and 0."""
+    return values.dtype.kind == "b" if isinstance(values, np.ndarray) else bool in set(map(type, values))
 
 
 PREPARED = RowForm(
