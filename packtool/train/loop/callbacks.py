@@ -26,6 +26,7 @@ from packtool.train.loop.loader import StepLoader
 from packtool.train.loop.log_line import OBJECTIVE_LINE, heading_lines, shown_figures
 from packtool.train.loop.unusual import WINDOW, Outliers, sentence
 from packtool.train.loop.watch import StepWatch
+from packtool.train.model.unloaded import add_unloaded
 from packtool.train.prepare.checkpoint import (
     PREFIX,
     copy_processor,
@@ -86,10 +87,13 @@ class CheckpointCallback(TrainerCallback):
     Args:
         watch: knows since when weights may be no numbers.
         lock: of the output directory, on the first rank.
+        unloaded: tensors of the base model, and their files, that each saved model takes over unchanged.
     """
 
-    def __init__(self, run: PreparedRun, watch: StepWatch, lock: DirectoryLock | None) -> None:
-        self.run, self.watch, self.lock = run, watch, lock
+    def __init__(
+        self, run: PreparedRun, watch: StepWatch, lock: DirectoryLock | None, unloaded: Mapping[str, str]
+    ) -> None:
+        self.run, self.watch, self.lock, self.unloaded = run, watch, lock, unloaded
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """A checkpoint may be about to be written over one of an earlier run.
@@ -108,6 +112,7 @@ class CheckpointCallback(TrainerCallback):
         if state.is_world_process_zero:
             checkpoint = os.path.join(str(args.output_dir), f"{PREFIX}{state.global_step}")
             with saving(checkpoint):
+                add_unloaded(checkpoint, self.unloaded)
                 copy_processor(self.run.files.directory, checkpoint, self.run.files.template_file)
                 epoch, step_in_epoch = self.run.schedule.locate(state.global_step)
                 write_run_state(

@@ -65,6 +65,7 @@ from packtool.train.model.sharding import (
     shard_layers_that_are_there,
     shard_on_cpus,
 )
+from packtool.train.model.unloaded import unloaded_line, unloaded_tensors
 from packtool.train.prepare.checkpoint import PREFIX
 from packtool.train.prepare.place import make_place
 from packtool.train.prepare.prepared import PreparedRun, Validation
@@ -312,10 +313,10 @@ def make_training(
         others = tuple(SequenceParallel.on_mesh(axes, device_type) for size, axes in run.ways.items() if size > 1)
         parallel = dataclasses.replace(SequenceParallel.on_mesh(run.axes, device_type), others=others)
     meet_on_cpus(config)
-    model, saved = _make_model(run, spec, dtype, parallel)
+    model, saved, unloaded = _make_model(run, spec, dtype, parallel)
     if run.beginning.weights is not None:
         progress.note(f"weights are those of {run.beginning.weights}; optimizer, schedule and data begin anew")
-    told = precision_lines(model, dtype, config, saved.dtype)
+    told = (*precision_lines(model, dtype, config, saved.dtype), *unloaded_line(unloaded, config.model))
     for line in (*told, *quantization_line(model, spec.config.model_type, config)):
         progress.note(line)
     if config.torch_compile:
@@ -346,7 +347,7 @@ def make_training(
         watch.is_evaluated = evaluation.is_due
     if (record := run.record()) is not None:
         trainer.add_callback(RecordCallback(record, trainer, watch))
-    trainer.add_callback(CheckpointCallback(run, watch, lock))
+    trainer.add_callback(CheckpointCallback(run, watch, lock, unloaded))
     return Training(trainer, report, watch, parallel, evaluation)
 
 
@@ -368,7 +369,8 @@ def _evaluate(
 
 def _make_model(
     run: PreparedRun, spec: InputSpec, dtype: torch.dtype, parallel: SequenceParallel | None
-) -> tuple[PreTrainedModel | PeftModel, SavedPrecision]:
+) -> tuple[PreTrainedModel | PeftModel, SavedPrecision, dict[str, str]]:
+    """The model, how it is saved, and the base model's tensors that a saved model takes over, with their files."""
     # Adapters are drawn at random: alike on every rank, and in every run with this seed.
     set_seed(run.config.seed)
     weights = run.beginning.weights
@@ -390,9 +392,10 @@ def _make_model(
         experts=experts,
     )
     saved = SavedPrecision.of(spec.config, model)
+    unloaded = {} if is_adapter else unloaded_tensors(model, run.files.directory)
     trained = make_trainable(model, run.config)
     if weights is not None and isinstance(trained, PeftModel):
         take_adapter(trained, weights)
     elif weights is not None:
         load_masters(trained, weights)
-    return trained, saved
+    return trained, saved, unloaded

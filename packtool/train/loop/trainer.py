@@ -183,6 +183,9 @@ class PackTrainer(Trainer):
                 assert whole is not None
                 load_masters(whole, resume_from_checkpoint)
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """No warning: tied and converted weights have other names in a checkpoint, and ``load_masters`` checks it."""
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with loading(str(checkpoint), "the optimizer's states or the schedule"):
             if self.shares_experts and checkpoint is not None:

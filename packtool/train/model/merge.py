@@ -17,8 +17,9 @@ from packtool.errors import ConfigError
 from packtool.progress import Progress
 from packtool.train.model.adapters import attach_adapter
 from packtool.train.model.load import load_model
-from packtool.train.model.precision import checkpoint_dtype
+from packtool.train.model.precision import SavedPrecision, checkpoint_dtype
 from packtool.train.model.quiet import quiet_transformers
+from packtool.train.model.unloaded import add_unloaded, unloaded_line, unloaded_tensors
 from packtool.train.prepare.checkpoint import copy_processor
 from packtool.train.prepare.trained import TrainedModel, instead_of_adapter
 from packtool.train.prepare.whole import saving
@@ -66,16 +67,23 @@ def merge_adapter(config: MergeConfig, progress: Progress) -> MergeResult:
         progress.note(f"base model: {trained.base}")
         # Read as it is saved: rounding comes after the sum.
         model: Any = load_model(directory, settings, dtype=kept, packing=False)
+        saved, unloaded = SavedPrecision.of(settings, model), unloaded_tensors(model, directory)
         adapted: Any = attach_adapter(model, trained.adapter)
         num_merged = _merge_in_float32(adapted)
-        merged = adapted.unload().to(dtype)
+        merged = adapted.unload()
+        for name, parameter in merged.named_parameters():
+            if config.torch_dtype != "auto" or name not in saved.long:
+                parameter.data = parameter.data.to(dtype)
         part = f"{output}.part"
         shutil.rmtree(part, ignore_errors=True)
         with saving(part, "Make room, or give another --output; the adapter is as it was."):
             merged.save_pretrained(part)
+            add_unloaded(part, unloaded)
             copy_processor(directory, part)
             copy_processor(trained.adapter, part)  # which has the template that was trained
             os.replace(part, output)
+        for line in unloaded_line(unloaded, trained.base):
+            progress.note(line)
     return MergeResult(output, trained.base, trained.adapter, num_merged, str(dtype).removeprefix("torch."))
 
 
