@@ -102,7 +102,8 @@ class PlanSummary:
     Args:
         num_cached: samples in the cache.
         num_filtered: those longer than ``max_length``, left out; of a saved plan those that it lacks.
-        num_samples: those in the plan, one length each.
+        num_distinct: those in the plan, a repeated one once.
+        num_samples: those in the plan, a repeated one each time.
         num_tokens: tokens of the samples in the plan; those of shared prefixes count once.
         num_target_tokens: labels that carry loss among them.
         longest: tokens of the longest sample in the plan, with what it shares.
@@ -126,6 +127,7 @@ class PlanSummary:
 
     num_cached: int
     num_filtered: int
+    num_distinct: int
     num_samples: int
     num_tokens: int
     num_target_tokens: int
@@ -144,6 +146,11 @@ class PlanSummary:
     efficient_attn_ratio: float
     balance: BalanceFigures | None
     skrull: SkrullFigures | None = None
+
+    @property
+    def num_not_drawn(self) -> int:
+        """Samples of the cache that a mixture may take, and does not in this epoch."""
+        return self.num_cached - self.num_distinct - self.num_filtered
 
     @property
     def samples_per_pack(self) -> float:
@@ -186,9 +193,13 @@ def summarize(
 ) -> PlanSummary:
     """Figures of packs and steps; arguments as in ``PlanSummary``. With Skrull the packs are those taken apart."""
     tokens = packs.tokens_per_pack().astype(np.float64)
+    is_taken = np.zeros(num_cached, np.bool_)
+    is_taken[packs.samples] = True
+    num_distinct = int(np.count_nonzero(is_taken))
     return PlanSummary(
         num_cached=num_cached,
-        num_filtered=max(num_cached - packs.num_samples, 0),  # plans of mixtures may repeat samples
+        num_filtered=num_cached - num_distinct,
+        num_distinct=num_distinct,
         num_samples=packs.num_samples,
         num_tokens=packs.num_tokens,
         num_target_tokens=int(steps.target_tokens_per_step.sum()),

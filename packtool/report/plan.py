@@ -28,8 +28,7 @@ def plan_lines(figures: Mapping[str, Any]) -> list[Line]:
     """What ``packtool plan`` prints."""
     balance = figures["balance"]
     lines = [
-        ("samples", f"{figures['samples']:,}"),
-        ("  filtered by length", f"{figures['filtered']:,}"),
+        *_sample_lines(figures),
         ("tokens", f"{figures['tokens']:,}"),
         *_shared_lines(figures),
         *_use_lines(figures),
@@ -46,6 +45,18 @@ def plan_lines(figures: Mapping[str, Any]) -> list[Line]:
     if "hours" in figures:
         lines.append(("training time, all epochs", f"{figures['hours']:,.2f} h"))
     return [*lines, ("planning time", f"{figures['plan_seconds']:.2f} s")]
+
+
+def _sample_lines(figures: Mapping[str, Any]) -> list[Line]:
+    """Samples of the plan; with repeats taken off and those left out added, they are all samples of the caches."""
+    lines = [("samples", f"{figures['samples']:,}")]
+    if figures["sources"] is not None:
+        lines.append(("  of them repeats", f"{figures['samples'] - figures['num_distinct_samples']:,}"))
+        lines.append(("  not drawn", f"{figures['not_drawn']:,}"))
+    lines.append(("  filtered by length", f"{figures['filtered']:,}"))
+    if figures["sources"] is not None:
+        lines.append(("  in the caches", f"{figures['num_samples_in_caches']:,}"))
+    return lines
 
 
 def _target_lines(figures: Mapping[str, Any]) -> list[Line]:
@@ -168,7 +179,8 @@ def page_content(found: Preview, figures: Mapping[str, Any], command: str, title
     return PageContent(
         title=title,
         headline=_headline(figures),
-        rows=_rows(found, figures),
+        parts=sample_parts(figures),
+        dropped=_dropped(found),
         lengths=Histogram(np.linspace(0, most, len(counts) + 1).tolist(), counts),
         capacity=packs.capacity,
         fills=Histogram(np.linspace(0, 100, 51).tolist(), fills.tolist()),
@@ -222,13 +234,15 @@ def _headline(figures: Mapping[str, Any]) -> tuple[tuple[str, str, str], ...]:
         use,
         (f"{figures['packs']:,}", *packs),
         (f"{steps:,}", "optimizer steps", f"per epoch, {figures['samples'] / max(steps, 1):,.1f} samples each"),
-        (f"{figures['samples']:,}", "samples", f"{figures['filtered']:,} were {_unfit(figures)}"),
+        (f"{figures['samples']:,}", "samples", _left_out(figures)),
     )
 
 
-def _unfit(figures: Mapping[str, Any]) -> str:
-    """Why samples were left out: of a mixture also short ones."""
-    return "too long" if figures["sources"] is None else "too long or short"
+def _left_out(figures: Mapping[str, Any]) -> str:
+    """Which samples of the caches are left out."""
+    if figures["sources"] is None:
+        return f"{figures['filtered']:,} were too long"
+    return f"{figures['not_drawn']:,} were not drawn, {figures['filtered']:,} were too long or short"
 
 
 def _shared(packs: PackPlan, figures: Mapping[str, Any]) -> SharedFigures | None:
@@ -274,17 +288,24 @@ def _worst_of_each(steps: npt.NDArray[np.float64]) -> list[float]:
     return [float(value) for value in np.maximum.reduceat(steps, np.arange(0, len(steps), every))] if len(steps) else []
 
 
-def _rows(found: Preview, figures: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """Kept first, then drops by reason."""
-    rows = [("in the plan", int(figures["samples"]))]
-    if figures["filtered"]:
-        reason = "longer than --max-length" if found.mixture is None else "of another length than is taken"
-        rows.append((reason, int(figures["filtered"])))
+def sample_parts(figures: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """Where the samples of the caches are: (what, how many), which add up to all of them."""
+    is_mixture = figures["sources"] is not None
+    parts = [
+        ("in the plan", figures["num_distinct_samples"]),
+        ("not drawn in this epoch", figures["not_drawn"]),
+        ("of another length than is taken" if is_mixture else "longer than --max-length", figures["filtered"]),
+    ]
+    return [(what, count) for what, count in parts if count]
+
+
+def _dropped(found: Preview) -> list[tuple[str, int]]:
+    """Rows, and turns and responses of others, that the exports left out, by reason."""
     lost = Counter[str]()
     for manifest in found.reader.manifests if found.reader is not None else ():
         lost.update({f"dropped at export: {reason}": count for reason, count in manifest.dropped.items()})
-        lost.update({f"turns left out at export: {reason}": n for reason, n in manifest.parts_left_out.items()})
-    return [*rows, *lost.items()]
+        lost.update({f"turns left out at export: {reason}": count for reason, count in manifest.parts_left_out.items()})
+    return list(lost.items())
 
 
 def _fingerprints(figures: Mapping[str, Any]) -> list[Line]:

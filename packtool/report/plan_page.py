@@ -116,7 +116,8 @@ class PageContent:
     Args:
         title: what was planned.
         headline: (number, what it counts, remark) of the large figures.
-        rows: (what, how many) of what became of the rows: kept first, then drops by reason.
+        parts: (what, how many) of the samples of the caches, in the plan first, which add up to all of them.
+        dropped: (what, how many) of what the exports left out.
         lengths: of samples.
         capacity: tokens of a pack.
         fills: of packs, in percent.
@@ -132,7 +133,7 @@ class PageContent:
 
     title: str
     headline: Sequence[tuple[str, str, str]]
-    rows: Sequence[tuple[str, int]]
+    parts: Sequence[tuple[str, int]]
     lengths: Histogram
     capacity: int
     fills: Histogram
@@ -144,6 +145,7 @@ class PageContent:
     processes_per_rank: int = 1
     shared: SharedFigures | None = None
     mixture: MixtureFigures | None = None
+    dropped: Sequence[tuple[str, int]] = ()
 
     @property
     def shares_packs(self) -> bool:
@@ -156,12 +158,13 @@ def page(content: PageContent) -> str:
     prints = [(f"Fingerprint of the {what}", value) for what, value in content.figures if _FINGERPRINT.fullmatch(value)]
     stretches = plain_batches(content.packs, content.plain.rows) if content.plain is not None else []
     marks = ((float(content.capacity), f"pack: {content.capacity:,}"),) if content.shares_packs else ()
-    total = sum(count for _, count in content.rows) or 1
+    total = sum(count for _, count in content.parts) or 1
     return render(
         "plan.html",
         plan=content,
-        rows=[(_look(i), name, count, percent(count / total)) for i, (name, count) in enumerate(content.rows)],
-        share=share_drawing([count for _, count in content.rows]),
+        num_cached=total,
+        samples=[(_look(i), name, count, percent(count / total)) for i, (name, count) in enumerate(content.parts)],
+        share=share_drawing([count for _, count in content.parts]),
         mixture=[(_look(i), row) for i, row in enumerate(content.mixture.rows)] if content.mixture else [],
         shares=shares_chart(content.mixture) if content.mixture else None,
         lengths=histogram(content.lengths, "samples", "tokens of a sample", marks=marks),
@@ -259,7 +262,7 @@ def share_drawing(counts: Sequence[int]) -> Drawing:
     wide = [max(SIZE * count / total, 9) if count else 0.0 for count in counts]
     scale = SIZE / (sum(wide) or 1)
     boxes = [Box(sum(wide[:i]) * scale, 0, width * scale, 1, f"s {_look(i)}") for i, width in enumerate(wide) if width]
-    return Drawing("share", "shares of the rows", boxes, height=1)
+    return Drawing("share", "shares of the samples", boxes, height=1)
 
 
 def packs_drawing(packs: Sequence[Sequence[Branch]], capacity: int) -> Drawing:

@@ -53,7 +53,7 @@ def sweep_page(rows: Figures, title: str, command: str) -> str:
         (f"{len(rows)}", "packing lengths", f"{least:,} to {largest:,} tokens"),
         (percent(best["fill"]), "is the best fill", f"with packs of {best['capacity']:,} tokens"),
         (f"{fewest:,}" if fewest == most else f"{fewest:,} to {most:,}", "optimizer steps", "per epoch"),
-        (f"{rows[0]['samples'] + rows[0]['filtered']:,}", "samples", "including those that are too long"),
+        (f"{rows[0]['num_samples_in_caches']:,}", "samples", "including those that are left out"),
     ]
     return render(
         "sweep.html",

@@ -165,6 +165,32 @@ def test_filters_and_what_they_leave() -> None:
         made([300, 50], [replace(sources[0], min_length=MAX - 1, max_length=MAX - 1), sources[1]])
 
 
+@settings(max_examples=30)
+@given(
+    sources=st.lists(
+        st.builds(
+            SourceRecipe,
+            path=st.just("c"),
+            amount=st.sampled_from([None, "30", "40%", "1.5x", "3x"]).map(lambda text: text and parse_amount(text)),
+            min_length=st.sampled_from([None, 20]),
+            max_length=st.sampled_from([None, 200]),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    epoch=st.integers(0, 2),
+    packing=st.booleans(),
+)
+def test_parts_of_the_caches_add_up(sources: list[SourceRecipe], epoch: int, packing: bool) -> None:
+    mixture = made([150] * len(sources), sources)
+    summary = planned(mixture, epoch, packing=packing).summary
+    assert summary.num_cached == 150 * len(sources)
+    assert summary.num_distinct == len(np.unique(mixture.drawn(epoch)))
+    assert summary.num_samples == mixture.num_drawn
+    assert summary.num_not_drawn == sum(map(len, mixture.candidates)) - summary.num_distinct >= 0
+    assert summary.num_distinct + summary.num_filtered + summary.num_not_drawn == summary.num_cached
+
+
 def test_other_ranks_see_the_same_epoch_and_a_resumed_one_its_rest() -> None:
     mixture = made([500, 200], of("1.5x", "50%"))
     one, four = (planned(mixture, 1, world_size=size) for size in (1, 4))

@@ -18,7 +18,7 @@ def content(
     packs: Sequence[Sequence[int]] = ((600, 400, 24), (1000,), (300, 300, 300, 4)),
     lengths: Sequence[int] = (2, 3, 2, 0, 1),
     fills: Sequence[int] = (0, 0, 0, 1, 2),
-    rows: Sequence[tuple[str, int]] | None = None,
+    parts: Sequence[tuple[str, int]] | None = None,
     steps: int = 3,
     scale: int = 1,
 ) -> PageContent:
@@ -34,7 +34,8 @@ def content(
     return PageContent(
         title=title,
         headline=[("99.1%", "fill of the packs", "68% padding without"), (f"{3 * scale:,}", "packs", "of 1,024")],
-        rows=rows or [("in the plan", 8 * scale), (f"dropped at export: {reason}", 5 * scale), ("longer", 1)],
+        parts=parts or [("in the plan", 8 * scale), ("not drawn in this epoch", 5 * scale), ("longer", 1)],
+        dropped=[(f"dropped at export: {reason}", 5 * scale)],
         lengths=Histogram(range(0, 200 * len(lengths) + 1, 200), [count * scale for count in lengths]),
         capacity=1024,
         fills=Histogram(range(0, 20 * len(fills) + 1, 20), [count * scale for count in fills]),

@@ -105,7 +105,7 @@ def test_a_plan_is_drawn(width: int, planned: Path, browser: Browser, shown: Cal
 CONTENTS = {
     "dropped": content(),
     "not packed": content(packs=[[900], [40], [700]], fills=[0, 1, 0, 0, 2], lengths=[1, 0, 0, 2, 0]),
-    "one sample": content(packs=[[7]], fills=[1], lengths=[1], rows=[("in the plan", 1)], steps=0),
+    "one sample": content(packs=[[7]], fills=[1], lengths=[1], parts=[("in the plan", 1)], steps=0),
     "long words": content(title="/a/very/long/path" * 12, reason="x" * 80, command="packtool " + "y" * 300),
     "large numbers": content(scale=40_000_000),
     "hundreds of steps": content(steps=300),
@@ -174,7 +174,7 @@ def test_hostile_names_run_no_script(browser: Browser, shown: Callable[..., dict
     """Whatever rows, caches and manifests call themselves: the page shows it as text, and asks for nothing."""
     parts = content(title=EVIL, reason=EVIL, command=f"packtool plan {EVIL}")
     parts = dataclasses.replace(parts, figures=[(EVIL, EVIL), *parts.figures], headline=[(EVIL, EVIL, EVIL)])
-    rows = [{name: 1 for name, *_ in _COLUMNS} | {"samples": 1, "shared_prefixes": None}]
+    rows = [{name: 1 for name, *_ in _COLUMNS} | {"num_samples_in_caches": 1, "shared_prefixes": None}]
     for text in (page(parts), sweep_page(rows, EVIL, EVIL)):
         text = text.replace("<head>", "<head><script>window.hits = 0; window.hit = () => { hits += 1; };</script>")
         found = shown(text, DESK)
@@ -187,8 +187,8 @@ def test_hostile_names_run_no_script(browser: Browser, shown: Callable[..., dict
 
 def test_words_are_not_torn(browser: Browser, shown: Callable[..., dict[str, Any]]) -> None:
     reasons = ["over_max_length", "media_over_limit", "no_target_tokens", "turns_not_found", "media_unsupported"]
-    rows = [("in the plan", 123_456), *((f"dropped at export: {reason}", 23_456) for reason in reasons)]
-    shown(page(content(rows=rows)), PHONE)
+    dropped = [(f"dropped at export: {reason}", 23_456) for reason in reasons]
+    shown(page(dataclasses.replace(content(), dropped=dropped)), PHONE)
     heights = browser.evaluate("[...document.querySelectorAll('.rows .word')].map(e => e.clientHeight)")
     assert len(heights) == len(reasons)
     assert len(set(heights)) == 1, "each on one line"

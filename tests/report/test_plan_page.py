@@ -110,13 +110,13 @@ def test_words_of_others_are_no_markup() -> None:
     evil = "<b>'\"&\u202e\x1b]0;t\x07_<i onload=hit()>"
     parts = content(title=evil, reason=evil, command=f"packtool {evil}")
     parts = dataclasses.replace(parts, figures=[(evil, evil)], headline=[(evil, evil, evil)])
-    row = {name: 1 for name, *_ in _COLUMNS} | {"samples": 1, "shared_prefixes": None}
+    row = {name: 1 for name, *_ in _COLUMNS} | {"num_samples_in_caches": 1, "shared_prefixes": None}
     for text in (page(parts), sweep_page([row], evil, evil)):
         assert [part for part in HOSTILE if part in text] == []
         assert "&lt;b&gt;&#39;&#34;&amp;\\u202e\\x1b]0;t\\x07_" in text.replace("<wbr>", "")
 
 
 def test_shares_are_never_rounded_to_all_or_nothing() -> None:
-    text = page(content(rows=[("in the plan", 10_000_000), ("dropped", 1)]))
+    text = page(content(parts=[("in the plan", 10_000_000), ("longer", 1)]))
     assert "> 99.99%" in text.replace("&gt;", ">")
     assert "< 0.01%" in text.replace("&lt;", "<")

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 import re
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import packtool
 from packtool.cli.main import run
@@ -267,7 +271,46 @@ def test_plan_prints_draws_and_saves_the_shares(
     again = prepared(tiny.config(tmp_path, cached_dataset=caches, plan=saved, gradient_accumulation_steps=1))
     trained = again.schedule.first.packs.samples
     assert len(trained) == sum(each["num_samples"] for each in sources.values())
-    assert again.schedule.first.summary.num_filtered >= 0
+    summary = again.schedule.first.summary
+    assert (summary.num_filtered, summary.num_not_drawn) == (summary.num_cached - len(np.unique(trained)), 0)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    weights=st.lists(st.integers(1, 5), min_size=2, max_size=2),
+    first=st.fixed_dictionaries(
+        {}, optional={"min_length": st.just(60), "max_length": st.just(110), "loss_weight": st.just(0.5)}
+    ),
+    stop=st.sampled_from(["first", "all"]),
+    stages=st.booleans(),
+)
+def test_parts_of_the_samples_add_up_everywhere(
+    caches: tuple[str, str], weights: list[int], first: dict[str, Any], stop: str, stages: bool
+) -> None:
+    sources = [{"path": path, "samples": weight} for path, weight in zip(caches, weights, strict=True)]
+    sources[0] |= first
+    recipe: dict[str, Any] = {"sources": sources}
+    if stages:
+        recipe = {"stages": [{"until": "50%", "sources": sources}, {"sources": sources[::-1]}]}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "mix.yaml")
+        path.write_text(json.dumps(recipe))
+        plan = packtool.plan(mix=str(path), packing_length=256, mix_stop=stop, **({"max_steps": 9} if stages else {}))
+        plan.page(Path(folder, "plan.html"))
+        page = re.sub(r"<[^>]*>", "|", Path(folder, "plan.html").read_text())
+    found, cached = plan.summary, len(plan.preview.lengths)
+    for figures in (found, *(found["stages"] or ())):
+        assert figures["num_samples_in_caches"] == cached
+        assert figures["num_distinct_samples"] + figures["not_drawn"] + figures["filtered"] == cached
+        assert min(figures["not_drawn"], figures["filtered"]) >= 0
+    told = {what.strip(): figure for what, figure in plan.lines}
+    names = ("samples", "of them repeats", "not drawn", "filtered by length", "in the caches")
+    samples, repeats, not_drawn, filtered, in_caches = (int(told[name].replace(",", "")) for name in names)
+    assert samples - repeats + not_drawn + filtered == in_caches == cached
+    section = page[page.index("What became of the samples") : page.index("What the ")]
+    assert f"{cached:,} samples in all" in section
+    parts = re.findall(r"\|([\d,]+)\|+[<>]? ?[\d.]+%", html.unescape(section))
+    assert sum(int(part.replace(",", "")) for part in parts) == cached
 
 
 def test_rows_that_are_mixed_become_a_cache_each(tiny: TinyWorld, tmp_path: Path) -> None:

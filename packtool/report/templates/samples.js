@@ -279,7 +279,7 @@ const packtool = (() => {
       ["tokens", `${sample.tokens.toLocaleString("en")}, of them ${sample.trained.toLocaleString("en")} trained`]];
     if (cache.packs) {
       const [pack, ...at] = sample.place ?? [];
-      facts.push(["in the plan", !sample.place ? "in no pack: it is too long" :
+      facts.push(["in the plan", !sample.place ? "in no pack: too long, or not drawn" :
         `${at.length ? `${trainedAt(...at)}, ` : ""}pack ${pack.toLocaleString("en")}`]);
     }
     if (sample.truncated) facts.push(["truncated", `${count(sample.truncated, "token")} left out`]);

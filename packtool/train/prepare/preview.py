@@ -110,6 +110,9 @@ class Preview:
         over = summary.num_packs / summary.lower_bound - 1 if summary.lower_bound else 0.0
         found: dict[str, Any] = {
             "samples": summary.num_samples,
+            "num_samples_in_caches": summary.num_cached,
+            "num_distinct_samples": summary.num_distinct,
+            "not_drawn": summary.num_not_drawn,
             "filtered": summary.num_filtered,
             "tokens": summary.num_tokens,
             "target_tokens": summary.num_target_tokens,

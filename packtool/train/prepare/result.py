@@ -28,6 +28,7 @@ class TrainResult:
     Args:
         num_samples: in the plan of an epoch.
         filtered: samples of the caches that are longer than ``max_length``, or that ``--plan`` does not hold.
+        not_drawn: samples of the caches that a mixture leaves to other epochs.
         num_packs: of an epoch; padded rows without packing.
         samples_per_pack: mean.
         fill: true tokens over computed tokens, 0 to 1.
@@ -67,6 +68,7 @@ class TrainResult:
     target_tokens: int
     output_dir: str
     seconds: float = 0.0
+    not_drawn: int = 0
     target_tokens_per_second: float | None = None
     first_loss: float | None = None
     last_loss: float | None = None
@@ -148,10 +150,12 @@ def schedule_lines(config: TrainConfig, schedule: PlannedSchedule, result: Train
         reason += ", or outside what their source takes,"
     if config.plan is not None:
         reason = f"that --plan {config.plan} does not hold"
-    left_out = f"; {summary.num_filtered:,} {reason} are left out"
-    yield f"samples in the caches: {summary.num_cached:,}{left_out if summary.num_filtered else ''}"
-    num = f"{summary.num_samples:,}"
-    yield f"samples to train on: {num}, lengths known: {num}, longest {summary.longest:,}"
+    left_out = f"; {summary.num_filtered:,} {reason} are left out" if summary.num_filtered else ""
+    left_out += f"; {summary.num_not_drawn:,} are not drawn in this epoch" if summary.num_not_drawn else ""
+    yield f"samples in the caches: {summary.num_cached:,}{left_out}"
+    num, repeats = f"{summary.num_samples:,}", summary.num_samples - summary.num_distinct
+    again = f", {repeats:,} of them repeats" if repeats else ""
+    yield f"samples to train on: {num}{again}, lengths known: {num}, longest {summary.longest:,}"
     processes = f"{result.num_processes} process{'es' if result.num_processes > 1 else ''}"
     if summary.skrull is not None:
         yield _skrull_line(summary.skrull, summary.num_tokens, summary.num_empty_micro_batches)

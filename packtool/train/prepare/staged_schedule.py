@@ -118,6 +118,8 @@ class StagePart:
         options = self.planner.options
         shares = share_figures(by_name(self.counts(), self.mixture))
         sources = {name: each for name, each in shares.items() if each["num_samples"]}
+        trained, filtered = self.trained(), self.mixture.num_filtered
+        num_distinct = int(np.count_nonzero(trained))
         return {
             "first_step": self.first + 1,
             "last_step": self.stop,
@@ -125,7 +127,10 @@ class StagePart:
             "sequence_parallel_size": self.sequence_parallel_size,
             "max_length": options.max_length,
             "samples": sum(each["num_samples"] for each in sources.values()),
-            "filtered": self.mixture.num_filtered,
+            "num_samples_in_caches": len(trained),
+            "num_distinct_samples": num_distinct,
+            "not_drawn": len(trained) - num_distinct - filtered,
+            "filtered": filtered,
             "sources": sources,
         }
 
