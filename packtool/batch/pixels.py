@@ -145,7 +145,10 @@ def _video(video: EncodedVideo, sample: EncodedSample, spec: InputSpec) -> dict[
 
 def _decoded_video(video: EncodedVideo, sample: EncodedSample, spec: InputSpec, **settings: Any) -> dict[str, Tensor]:
     """Patches and grid of a video, read and decoded; as ``_decoded_pictures``."""
-    frames = load_video(video.path, video.data, video.frames, video.indices, spec.media_rights)
+    frames = load_video(
+        *(video.path, video.data, video.frames, video.indices, spec.media_rights),
+        (video.num_frames, video.height, video.width),
+    )
     if not spec.family.keeps_bounds:
         assert spec.limits.video is not None, "a sample with videos for a model without limits"
         least, most = video_bounds(video.height, video.width, len(frames), video.grid, spec.limits.video)

@@ -71,7 +71,10 @@ def _frames(samples: Sequence[EncodedSample], spec: InputSpec) -> list[dict[str,
     pad = str(processor.tokenizer.convert_ids_to_tokens(spec.pad_ids["video"]))
     found = []
     for video, sample in [(video, of) for of in samples for video in of.videos]:
-        frames = load_video(video.path, video.data, video.frames, video.indices, spec.media_rights)
+        frames = load_video(
+            *(video.path, video.data, video.frames, video.indices, spec.media_rights),
+            (video.num_frames, video.height, video.width),
+        )
         pixels = torch.from_numpy(frames).permute(0, 3, 1, 2)
         spelled, made = video_processed(processor, pixels, video.num_frames, video.fps, video.indices)
         if spelled.count(pad) != video.num_tokens:

@@ -9,7 +9,7 @@ import av
 import numpy as np
 import numpy.typing as npt
 
-from packtool.media.container import check_end, is_counted, open_container
+from packtool.media.container import check_end, index_of, is_counted, num_hidden, open_container
 from packtool.media.load import ANY, media_error, unlike_the_export
 from packtool.media.opening import MediaProblem, label
 from packtool.rows.rights import MediaRights
@@ -27,7 +27,7 @@ def measure_audio(ref: MediaRef, sampling_rate: int) -> int:
     Raises:
         MediaProblem: if it is missing, holds no sound, or cannot be decoded.
     """
-    with open_container(ref) as container:
+    with open_container(ref, check_length=True) as container:
         stream = _stream(container, ref)
         declared = _declared_seconds(container, stream)
         if declared is not None:
@@ -90,7 +90,9 @@ def _declared_seconds(container: Any, stream: Any) -> float | None:
         return None
     if not stream.duration or not stream.time_base or not is_counted(container, stream):
         return None
-    return float(stream.duration * stream.time_base)
+    seconds = float(stream.duration * stream.time_base)
+    hidden = seconds * num_hidden(stream) / max(len(index_of(stream)), 1)
+    return seconds if hidden < _TOLERANCE_SECONDS / 2 else None  # an edit list begins later than an encoder's delay
 
 
 def _decoded(container: Any, stream: Any, sampling_rate: int) -> Iterator[npt.NDArray[np.float32]]:

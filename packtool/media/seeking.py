@@ -14,8 +14,9 @@ Times are not asked, so frames may be as unevenly spaced as they like.
 
 Of H.264, what no other frame is decoded from (most B-frames) is left out on the way to a frame, too.
 
-That each packet is one frame is not taken on trust: wherever decoding goes, the frames have to be those of the packets,
-one by one. Where they are not, and for other formats, ``Unnumbered`` says that only decoding from the beginning tells.
+That each packet is one frame, and that what is marked as a keyframe is one, is not taken on trust: at the beginning and
+wherever decoding goes, the frames have to be those of the packets, one by one. Where they are not, and for other
+formats, ``Unnumbered`` says that only decoding from the beginning tells.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Unnumbered(Exception):
     """The frames of a file cannot be numbered but by decoding it from the beginning."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Keyframes:
     """Where decoding may begin.
 
@@ -56,11 +57,13 @@ class _Keyframes:
             its frame can have.
         times: to go to, in the stream's time base: the last before the next keyframe.
         at: number by the position in the file.
+        num_packets: packets that are shown, as far as they were counted.
     """
 
     numbers: list[int]
     times: list[int]
     at: dict[int, int]
+    num_packets: int = 0
 
 
 @dataclass
@@ -78,12 +81,15 @@ class _Run:
     needed: int = 0
 
 
-def needed_frames(container: Any, stream: Any, numbers: Sequence[int]) -> Iterator[tuple[int, Any]]:
+def needed_frames(
+    container: Any, stream: Any, numbers: Sequence[int], num_frames: int | None = None
+) -> Iterator[tuple[int, Any]]:
     """(number, frame) of the frames that are needed, as far as they are there.
 
     Args:
         container: at its beginning.
         numbers: ascending, each once.
+        num_frames: frames of the file by the export; where packets are not as many, these do not number the frames.
 
     Raises:
         Unnumbered: at any time; the container is spent then.
@@ -91,10 +97,15 @@ def needed_frames(container: Any, stream: Any, numbers: Sequence[int]) -> Iterat
     if not any(after - before > LEAST_SKIPPED for before, after in zip((0, *numbers), numbers, strict=False)):
         yield from all_frames(container, stream, numbers)
         return
-    keys = _keyframes(container, stream, numbers[-1])
+    keys = _keyframes(container, stream, numbers[-1] if num_frames is None else _ALL)
+    if num_frames not in (None, keys.num_packets):
+        raise Unnumbered
     run = _run(container, stream, keys)
     if run.start != 0:  # a decoder does not show what leads the first keyframe
         raise Unnumbered
+    if (first := next(run.frames, None)) is None:
+        raise Unnumbered
+    run.frames = chain([first], run.frames)
     position = 0
     for number in numbers:
         place = bisect_right(keys.numbers, number) - 1
@@ -106,6 +117,23 @@ def needed_frames(container: Any, stream: Any, numbers: Sequence[int]) -> Iterat
             if found == number:
                 yield number, frame
                 break
+
+
+def decode_all(container: Any, stream: Any) -> tuple[Any, Iterator[Any], bool]:
+    """Decode a container from its beginning.
+
+    Returns:
+        the first frame (None if there is none), an iterator over the others, and whether the first one is that of the
+        first packet to be shown, and a keyframe if nothing comes before it: not where a file begins within a group.
+    """
+    packets = container.demux(stream)
+    ahead = list(islice(packets, _MOST_REORDERED))
+    times = [packet.pts for packet in ahead if packet.size and not packet.is_discard]
+    frames = (frame for packet in chain(ahead, packets) for frame in packet.decode())
+    first = next(frames, None)
+    if first is None or not times or None in times or first.pts != min(times):
+        return first, frames, False
+    return first, frames, bool(first.key_frame or ahead[0].is_discard)
 
 
 def count_frames(container: Any, stream: Any) -> int:
@@ -136,7 +164,7 @@ def count_frames(container: Any, stream: Any) -> int:
     return num_frames
 
 
-def all_frames(container: Any, stream: Any, numbers: Sequence[int]) -> Iterator[tuple[int, Any]]:
+def all_frames(container: Any, stream: Any, numbers: Sequence[int], _: int | None = None) -> Iterator[tuple[int, Any]]:
     """What ``needed_frames`` gives, by decoding from the beginning to the last one."""
     wanted = set(numbers)
     for number, frame in enumerate(container.decode(stream)):
@@ -192,6 +220,7 @@ def _counted(packets: Iterable[tuple[int | None, int | None, bool, bool]], last:
         if shown > last + _MOST_REORDERED and is_key:
             break
     keys.times.append(latest)
+    keys.num_packets = shown
     if not keys.numbers:
         raise Unnumbered
     return keys
@@ -258,6 +287,8 @@ def _frames(packets: Iterable[Any], first: int, run: _Run, prefix: int) -> Itera
                 heappop(awaited)
                 number += 1
             if not awaited or frame.pts != heappop(awaited)[0] or frame.is_corrupt:
+                raise Unnumbered
+            if frame.pts == first and not frame.key_frame:
                 raise Unnumbered
             yield number, frame
             number += 1

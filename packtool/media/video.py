@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 from av.video.reformatter import VideoReformatter
 
-from packtool.media.container import check_end, is_counted, is_indexed, open_container
+from packtool.media.container import check_end, index_of, is_indexed, num_hidden, open_container
 from packtool.media.load import ANY, load_image, media_error, unlike_the_export
 from packtool.media.measure import measure_image
 from packtool.media.opening import MediaProblem, label
-from packtool.media.seeking import Unnumbered, all_frames, count_frames, needed_frames
+from packtool.media.seeking import Unnumbered, all_frames, count_frames, decode_all, needed_frames
 from packtool.rows.rights import MediaRights
 from packtool.rows.sample import MediaRef
 
@@ -60,23 +60,20 @@ def measure_video(ref: MediaRef) -> VideoSize:
             raise MediaProblem("media_size", f"{label(ref)}: the frames have different sizes: {sorted(sizes)}")
         height, width = sizes.pop()
         return VideoSize(height, width, len(ref.frames), ref.fps or FRAMES_A_SECOND, has_sound=False)
-    with open_container(ref) as container:
+    with open_container(ref, check_length=True) as container:
         stream = _stream(container, ref)
         rate = float(stream.average_rate or 0)
-        num_frames = _declared_frames(container, stream)
-        first = next(container.decode(stream), None)
+        first, others, is_numbered = decode_all(container, stream)
         if first is None:
             raise MediaProblem("media_unreadable", f"{label(ref)}: no frame can be decoded")
+        num_frames = _declared_frames(container, stream) if is_numbered else None
         if num_frames is not None:
             check_end(container, stream, ref)
         else:
-            num_frames = _counted_frames(ref) or 1 + sum(1 for _ in container.decode(stream))
+            num_frames = _counted_frames(ref) or 1 + sum(1 for _ in others)
         seconds = float(stream.duration * stream.time_base) if stream.duration and stream.time_base else 0.0
         rate = rate or (num_frames / seconds if seconds else _FALLBACK_RATE)
-        height, width = first.height, first.width
-        if first.rotation % 180:
-            height, width = width, height
-        return VideoSize(height, width, num_frames, rate, has_sound=bool(container.streams.audio))
+        return VideoSize(*_shown_size(first), num_frames, rate, has_sound=bool(container.streams.audio))
 
 
 def load_video(
@@ -85,58 +82,92 @@ def load_video(
     frames: Sequence[tuple[str | None, bytes | None]],
     indices: Sequence[int],
     rights: MediaRights = ANY,
+    shape: tuple[int, int, int] | None = None,
 ) -> npt.NDArray[np.uint8]:
     """The frames that a training step sees, uint8 (T, H, W, 3), turned as they are shown.
+
+    Frames are sought first, and decoded from the beginning where that fails or misses one.
 
     Args:
         path, data, frames: where the video lies, as in ``EncodedVideo``.
         indices: numbers of the frames, ascending.
+        shape: frames (those of the clip, where only that is meant), H and W as measured. Frames that have another size
+            than the file's first one are scaled to that; without a shape, to the first one that is needed.
 
     Raises:
         MediaError: if the file is gone, cannot be decoded, or has fewer frames, naming it.
     """
     if frames:
-        return np.stack([np.asarray(load_image(*frames[i], rights)) for i in indices])
-    ref = MediaRef(path, data, rights=rights)
-    numbers = sorted(set(indices))
-    try:
-        found, missing = _decoded(ref, numbers, needed_frames) or _decoded(ref, numbers, all_frames) or (None, numbers)
-    except MediaProblem as problem:
-        raise media_error(problem) from problem
-    if found is None or missing:
-        raise unlike_the_export(ref, f"a frame {numbers[-1]}", f"no frame {missing[-1]}")
-    return found if len(numbers) == len(indices) else found[np.searchsorted(numbers, indices)]
+        pictures = [np.asarray(load_image(*frames[i], rights)) for i in indices]
+        for number, picture in zip(indices, pictures, strict=True):
+            if picture.shape != pictures[0].shape:
+                before, now = (f"{each.shape[1]}x{each.shape[0]} pixels" for each in (pictures[0], picture))
+                raise unlike_the_export(MediaRef(*frames[number]), before, now)
+        return np.stack(pictures)
+    ref, numbers = MediaRef(path, data, rights=rights), sorted(set(indices))
+    pixels, missing = None, numbers
+    for way in (needed_frames, all_frames):
+        try:
+            pixels, missing = _decoded(ref, numbers, way, shape)
+        except MediaProblem as problem:
+            if way is all_frames or problem.reason != "media_unreadable":
+                raise media_error(problem) from problem
+        if pixels is not None and not missing:
+            return pixels if len(numbers) == len(indices) else pixels[np.searchsorted(numbers, indices)]
+    raise unlike_the_export(ref, f"a frame {numbers[-1]}", f"no frame {missing[-1]}")
 
 
 def _decoded(
-    ref: MediaRef, numbers: Sequence[int], way: Callable[..., Iterator[tuple[int, Any]]]
-) -> tuple[npt.NDArray[np.uint8] | None, list[int]] | None:
+    ref: MediaRef,
+    numbers: Sequence[int],
+    way: Callable[..., Iterator[tuple[int, Any]]],
+    shape: tuple[int, int, int] | None,
+) -> tuple[npt.NDArray[np.uint8] | None, list[int]]:
     """Frames by their numbers, found in one of the ways of ``seeking``, and the numbers that are not there.
 
     Returns:
-        None if the way does not number them; no frames if none is there.
+        no frames if none is there, or if the way does not number them.
     """
-    found: npt.NDArray[np.uint8] | None = None
+    pixels: npt.NDArray[np.uint8] | None = None
     missing, places = set(numbers), {number: place for place, number in enumerate(numbers)}
+    # A clip has frames of its own number, and mostly begins later.
+    num_frames, size = (None, None) if shape is None else (None if numbers[0] else shape[0], shape[1:])
     # One for all frames: to set it up takes longer than to convert a frame.
     converter = VideoReformatter()
     with open_container(ref) as container:
         stream = _stream(container, ref)
         try:
-            for number, frame in way(container, stream, numbers):
-                picture = converter.reformat(frame, format="rgb24", **_BY_ONE_THREAD).to_ndarray()
-                if frame.rotation:
-                    picture = np.rot90(picture, round(frame.rotation / 90))
-                if found is None:
-                    found = np.empty((len(numbers), *picture.shape), np.uint8)
-                if found.shape[1:] != picture.shape:
-                    detail = f"frame {number} has another size than those before it"
-                    raise MediaProblem("media_size", f"{label(ref)}: {detail}")
-                found[places[number]] = picture
+            for number, frame in way(container, stream, numbers, num_frames):
+                if pixels is None:
+                    size = _shown_size(frame) if size in (None, _shown_size(frame)) else _first_size(ref)
+                    pixels = np.empty((len(numbers), *size, 3), np.uint8)
+                pixels[places[number]] = _converted(frame, pixels.shape[1:3], converter)
                 missing.remove(number)
         except Unnumbered:
-            return None
-    return found, sorted(missing)
+            return None, list(numbers)
+    return pixels, sorted(missing)
+
+
+def _converted(frame: Any, size: tuple[int, ...], converter: VideoReformatter) -> npt.NDArray[np.uint8]:
+    """A frame's colours, uint8 (H, W, 3) of this size, turned as it is shown."""
+    turns = _quarter_turns(frame)
+    height, width = size[::-1] if turns % 2 else size
+    return np.rot90(converter.reformat(frame, width, height, "rgb24", **_BY_ONE_THREAD).to_ndarray(), turns)
+
+
+def _quarter_turns(frame: Any) -> int:
+    """How often a frame is turned by 90 degrees, counterclockwise, to be shown: other angles are rounded."""
+    return round(frame.rotation / 90) % 4
+
+
+def _shown_size(frame: Any) -> tuple[int, int]:
+    """(H, W) of a frame as it is shown."""
+    return (frame.width, frame.height) if _quarter_turns(frame) % 2 else (frame.height, frame.width)
+
+
+def _first_size(ref: MediaRef) -> tuple[int, int]:
+    with open_container(ref) as container:
+        return _shown_size(next(container.decode(_stream(container, ref))))
 
 
 def _counted_frames(ref: MediaRef) -> int | None:
@@ -160,11 +191,15 @@ def _stream(container: Any, ref: MediaRef) -> Any:
 
 
 def _declared_frames(container: Any, stream: Any) -> int | None:
-    """Number of frames by the header, None if it says nothing or nothing that can be true."""
+    """Number of frames by the table of contents, None if there is none or the header says otherwise.
+
+    What an edit list leaves out is in the table, and not shown.
+    """
     count, rate = int(stream.frames or 0), float(stream.average_rate or 0)
-    if not count or not is_indexed(container) or not is_counted(container, stream):
+    if not is_indexed(container) or not count or len(index_of(stream)) not in (0, count):
         return None
     if not stream.duration or not rate:
         return None
     expected = float(stream.duration * stream.time_base) * rate
-    return count if abs(count - expected) <= max(2.0, 0.05 * expected) else None
+    is_plausible = abs(count - expected) <= max(2.0, 0.05 * expected)
+    return count - num_hidden(stream) if is_plausible else None

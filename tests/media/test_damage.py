@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -144,6 +145,39 @@ def test_cut_files_are_found_at_export(files: dict[str, bytes], kind: str, share
     with pytest.raises(MediaProblem, match=r"truncated|cut off|Invalid data|broken") as caught:
         USE[kind](files[kind][: int(share * len(files[kind]))])
     assert caught.value.reason == "media_unreadable"
+
+
+@settings(max_examples=120)
+@given(st.sampled_from((*VIDEOS, *SOUNDS)), st.floats(0, 1))
+def test_every_cut_is_found_where_a_file_declares_its_length(files: dict[str, bytes], kind: str, share: float) -> None:
+    data = files[kind]
+    cut = data[: round(share * (len(data) - 257))]  # 256 bytes may be those of a tag behind an mp3
+    # Nothing says that more follows an Ogg page or a fragment.
+    is_between = any(
+        data[len(cut) - k :][:12][4 * (kind != "ogg") :][:4] in (b"OggS", b"moof", b"mfra") for k in range(8)
+    )
+    if cut and not is_between:
+        with pytest.raises(MediaProblem):
+            USE[kind](cut)
+
+
+def test_files_that_declare_no_length_or_have_tags_behind_them(files: dict[str, bytes]) -> None:
+    live = files["wav"][:4] + b"\xff" * 4 + files["wav"][8:]
+    for data in (live, files["mp3"] + b"TAG" + b"x" * 125, files["m4a"] + b"TAG" + b"x" * 125, files["ogg"] + b"tag"):
+        use_sound(data)
+    use_sound(live[:-40_000])
+    frame = files["mp3"].index(b"\xff\xfb")
+    without = files["mp3"].replace(b"Xing", b"none").replace(b"Info", b"none")
+    use_sound(without[: frame + 10_000])
+
+
+@settings(max_examples=30)
+@given(st.floats(0, 1.5), st.floats(0.3, 1))
+def test_edit_lists_of_sounds(files: dict[str, bytes], skipped_seconds: float, share: float) -> None:
+    at = files["m4a"].index(b"elst") + 12
+    duration, start = struct.unpack_from(">Ii", files["m4a"], at)
+    edit = struct.pack(">Ii", round(duration * share), start + round(skipped_seconds * 44100))
+    use_sound(files["m4a"][:at] + edit + files["m4a"][at + 8 :])
 
 
 def test_large_cut_pictures_are_not_decoded(files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+import math
+import struct
+from collections.abc import Callable, Collection, Iterator
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -11,7 +13,7 @@ import av
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from packtool.errors import MediaError
@@ -134,7 +136,9 @@ def test_what_cannot_be_numbered_is_said(name: str) -> None:
 def test_frames_are_counted_as_a_decoder_counts_them(name: str, share: float, damage: bytes) -> None:
     """Of whole files, of what is left of those that were cut off, and of those with other bytes in the middle: where
     these cost frames, and that is not found at once, it is told when they are loaded."""
-    data, middle = video(name)[: round(len(video(name)) * share)], round(len(video(name)) * share / 2)
+    whole, size = video(name), video(name).index(b"\x18S\x80g") + 4
+    whole = whole[:size] + b"\x01" + b"\xff" * 7 + whole[size + 8 :]  # a segment of unknown size, as of a live stream
+    data, middle = whole[: round(len(whole) * share)], round(len(whole) * share / 2)
     data = data[:middle] + damage + data[middle + len(damage) :]
     try:
         expected: int | None = len(decoded(data))
@@ -158,6 +162,131 @@ def test_counting_decodes_few_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert count() <= 32 + int(VIDEOS[name][2]["g"])
 
 
+EDITED: dict[str, tuple[str, str, dict[str, str]]] = {
+    "H.264": ("mp4", "libx264", {"g": "15", "x264-params": "scenecut=0:bframes=3"}),
+    "H.264, open groups": ("mp4", "libx264", {"g": "15", "x264-params": "scenecut=0:bframes=3:open-gop=1"}),
+    "H.264, Matroska": ("matroska", "libx264", {"g": "15", "x264-params": "scenecut=0:bframes=3"}),
+    "HEVC": ("mp4", "libx265", {"x265-params": "keyint=15:scenecut=0:log-level=none:open-gop=0"}),
+    "HEVC, open groups": ("mp4", "libx265", {"x265-params": "keyint=15:min-keyint=15:scenecut=0:log-level=none"}),
+    "HEVC, Matroska": ("matroska", "libx265", {"x265-params": "keyint=15:scenecut=0:log-level=none"}),
+    "MPEG-4": ("mp4", "mpeg4", {"g": "15", "bf": "2"}),
+    "MPEG-2": ("mov", "mpeg2video", {"g": "15", "bf": "2"}),
+    "VP9": ("mp4", "libvpx-vp9", {"g": "15", "deadline": "realtime", "cpu-used": "8"}),
+    "VP9, WebM": ("webm", "libvpx-vp9", {"g": "15", "deadline": "good", "cpu-used": "5", "lag-in-frames": "16"}),
+    "MJPEG": ("mov", "mjpeg", {}),
+}
+NUM_EDITED = 60
+
+
+def edited(name: str, packets: Collection[int], keyframes: set[int] | None) -> bytes:
+    """Packets of a clip in a file of their own.
+
+    Args:
+        packets: those that are kept.
+        keyframes: packets that are marked as keyframes; None leaves the marks.
+    """
+    file = io.BytesIO()
+    with av.open(io.BytesIO(clip(name))) as read, av.open(file, "w", format=EDITED[name][0]) as written:
+        stream = written.add_stream_from_template(read.streams.video[0], opaque=True)
+        for number, packet in enumerate(packet for packet in read.demux(video=0) if packet.size):
+            if number in packets:
+                packet.is_keyframe = packet.is_keyframe if keyframes is None else number in keyframes
+                packet.stream = stream
+                try:
+                    written.mux(packet)
+                except av.ArgumentError:  # FFmpeg writes no Matroska file that begins without a decoding time
+                    reject()
+    return file.getvalue()
+
+
+@cache
+def clip(name: str) -> bytes:
+    form, codec, options = EDITED[name]
+    noise, file = np.random.default_rng(0), io.BytesIO()
+    picture = np.zeros((64, 96, 3), np.uint8)
+    with av.open(file, "w", format=form) as made:
+        stream = made.add_stream(codec, rate=25, options={"preset": "ultrafast", **options})
+        stream.height, stream.width = picture.shape[:2]
+        stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
+        for _ in range(NUM_EDITED):
+            picture = np.roll(picture, 3, 1)
+            picture[:, :3] = noise.integers(0, 256, (64, 3, 3))
+            made.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        made.mux(stream.encode(None))
+    return file.getvalue()
+
+
+def with_edit_list(data: bytes, skipped_seconds: float, share: float) -> bytes:
+    """An mp4 or mov file that shows a share of what follows a time, as trimming programs write it."""
+    if (at := data.find(b"elst")) < 0:
+        return data
+    with av.open(io.BytesIO(data)) as container:
+        ticks = round(skipped_seconds / container.streams.video[0].time_base)
+    duration, start = struct.unpack_from(">Ii", data, at + 12)
+    return data[: at + 12] + struct.pack(">Ii", round(duration * share), start + ticks) + data[at + 20 :]
+
+
+def turned(data: bytes, degrees: float) -> bytes:
+    """An mp4 or mov file whose track is turned by its matrix."""
+    cosine, sine = (round(of(math.radians(degrees)) * 65536) for of in (math.cos, math.sin))
+    plain = struct.pack(">9i", 65536, 0, 0, 0, 65536, 0, 0, 0, 1 << 30)
+    at = data.find(plain, data.find(b"tkhd"))
+    return data[:at] + struct.pack(">9i", cosine, sine, 0, -sine, cosine, 0, 0, 0, 1 << 30) + data[at + 36 :]
+
+
+def shown(data: bytes) -> list[npt.NDArray[np.uint8]] | None:
+    """All frames as FFmpeg decodes and packtool turns them; None where FFmpeg fails."""
+    try:
+        with av.open(io.BytesIO(data)) as container:
+            container.streams.video[0].codec_context.thread_count = 1
+            frames = list(container.decode(video=0))
+            return [np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90)) for frame in frames]
+    except av.FFmpegError:
+        return None
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_edited_videos_are_counted_and_loaded_as_a_decoder_shows_them(drawn: st.DataObject) -> None:
+    """Cut within groups, wrongly marked keyframes, edit lists and any angle, together."""
+    name = drawn.draw(st.sampled_from(sorted(EDITED)))
+    start = drawn.draw(st.integers(0, 20))
+    packets = range(start, drawn.draw(st.sampled_from([start + 1, start + 2]) | st.integers(start + 3, NUM_EDITED)))
+    marks = drawn.draw(st.sampled_from(["true", "all", "first", "some"]))
+    some = drawn.draw(st.sets(st.integers(packets.start, packets.stop - 1), max_size=6)) if marks == "some" else set()
+    keyframes = {"true": None, "all": set(packets), "first": {packets.start}, "some": {packets.start, *some}}[marks]
+    data = edited(name, packets, keyframes)
+    if EDITED[name][0] in ("mp4", "mov"):
+        data = with_edit_list(data, *drawn.draw(st.tuples(st.sampled_from([0, 0.1, 0.5, 0.9]), st.floats(0.5, 1))))
+        data = turned(data, drawn.draw(st.sampled_from([0, 0, 30, 44, 46, 90, 135, 180, 250, 271, -40])))
+    expected = shown(data)
+    try:
+        size = measure_video(MediaRef(None, data))
+    except MediaProblem:
+        assert not expected
+        return
+    assert expected is not None
+    assert (size.num_frames, size.height, size.width) == (len(expected), *expected[0].shape[:2])
+    count = size.num_frames
+    indices = sorted({0, count - 1, *drawn.draw(st.sets(st.integers(0, count - 1), max_size=4))})
+    indices = indices[drawn.draw(st.integers(0, 1)) :] or indices  # clips do not begin at 0
+    loaded = load_video(None, data, (), indices, shape=(count, size.height, size.width))
+    assert np.array_equal(loaded, np.stack([expected[number] for number in indices]))
+
+
+@settings(max_examples=30)
+@given(st.sampled_from(sorted(EDITED)), st.integers(1, 40), st.integers(1, 15))
+def test_packets_missing_in_the_middle_are_an_error_or_not_counted(name: str, start: int, num_missing: int) -> None:
+    data = edited(name, {*range(NUM_EDITED)} - {*range(start, start + num_missing)}, None)
+    count = measure_video(MediaRef(None, data)).num_frames
+    expected = shown(data)
+    if expected is not None and len(expected) == count:
+        assert np.array_equal(load_video(None, data, (), range(count)), np.stack(expected))
+    else:
+        with pytest.raises(MediaError, match=r"no frame|Invalid data"):
+            load_video(None, data, (), range(count))
+
+
 def test_real_videos(realdata: Path) -> None:
     paths = [*(realdata / "raw/qwen3-vl/qwen-vl-finetune/demo/videos").glob("*.mp4")]
     paths += [realdata / "raw/llama-factory/data/mllm_demo_data" / name for name in ("1.mp4", "2.avi")]
@@ -176,11 +305,19 @@ def test_a_frame_that_is_taken_twice() -> None:
     assert np.array_equal(load_video(None, data, (), numbers), np.stack([decoded(data)[number] for number in numbers]))
 
 
-def test_frames_of_another_size_are_told() -> None:
+def test_frames_of_another_size_are_scaled_to_the_first() -> None:
     """A transport stream goes on as another one does."""
     data = video("stream") + video("stream", (64, 80))
-    with pytest.raises(MediaError, match="frame 130 has another size than those before it"):
-        load_video(None, data, (), [5, 100, 130])
+    size = measure_video(MediaRef(None, data))
+    assert (size.num_frames, size.height, size.width) == (2 * NUM_FRAMES, *SIZE)
+    shape = (2 * NUM_FRAMES, *SIZE)
+    for indices in ([5, 100, 130], [130, 200]):
+        loaded = load_video(None, data, (), indices, shape=shape)
+        assert all(np.array_equal(loaded[i], decoded(data)[n]) for i, n in enumerate(indices) if n < NUM_FRAMES)
+        later = decoded(data)[130][::2, :, :].mean(), loaded[indices.index(130)].mean()
+        assert abs(later[0] - later[1]) < 8
+    # Whose file has another size than was measured sees that.
+    assert load_video(None, data, (), [5, 130], shape=(2 * NUM_FRAMES, 64, 80)).shape[1:3] == SIZE
 
 
 @pytest.mark.parametrize("name", ["H.264, uneven", "H.264, Matroska"])
