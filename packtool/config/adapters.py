@@ -8,11 +8,26 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
 from packtool.config.panels import Panel
-from packtool.config.settings import YES_OR_NO, flag, option
+from packtool.config.settings import YES_OR_NO, Synonyms, flag, option
 
 ModelPart = Literal["vision tower", "aligner", "language model"]
 """The parts of a model that are frozen, adapted and given learning rates as one."""
-TrainType = Literal["lora", "full"]
+_ONLY_LORA = "of adapters, packtool trains LoRA: give lora, perhaps with --use-dora, --use-rslora or --init-weights"
+TrainType = Annotated[
+    Literal["lora", "full"],
+    Synonyms(
+        {},
+        {
+            "qlora": "give lora and --quant-bits 4",
+            "freeze": "give full and --freeze-parameters or --trainable-parameters",
+            "lora_llm": "towers that are trained in full beside adapters are not done here: give lora with "
+            "--freeze-vit false, which puts adapters on them too",
+            **dict.fromkeys(
+                ("adalora", "adapter", "boft", "fourierft", "llamapro", "longlora", "oft", "reft", "vera"), _ONLY_LORA
+            ),
+        },
+    ),
+]
 InitWeights = Annotated[
     Literal["true", "false", "gaussian", "orthogonal", "pissa", "olora"],
     YES_OR_NO,

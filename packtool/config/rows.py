@@ -74,7 +74,7 @@ class RowOptions(AccessOptions):
     dataset: tuple[str, ...] = option((), DATASET_HELP, panel="Rows")
     val_dataset: tuple[str, ...] = option((), "Rows for the val split, named like --dataset.", panel="Rows")
     dataset_info: str | None = option(
-        None, "JSON file that names sets of rows, in LLaMA-Factory's style.", panel="Rows"
+        None, "LLaMA-Factory's dataset_info.json, or its directory: names of datasets for --dataset.", panel="Rows"
     )
     columns: tuple[str, ...] = option(
         (),

@@ -65,7 +65,7 @@ class DatasetInfo:
     """The sets that a file names.
 
     Args:
-        path: the file; paths in it are relative to its folder.
+        path: the file, or a directory with ``dataset_info.json``; paths in it are relative to its folder.
         prefers_modelscope: takes ``ms_hub_url`` of entries that name the Hugging Face hub, too.
 
     Raises:
@@ -75,6 +75,8 @@ class DatasetInfo:
 
     def __init__(self, path: str, prefers_modelscope: bool = False) -> None:
         self._prefers_modelscope = prefers_modelscope
+        if storage.is_directory(path):
+            path = storage.join(path, "dataset_info.json")
         self._path, self._shown = path, f"--dataset-info {storage.masked(path)}"
         try:
             entries = json.loads(storage.read_bytes(path))

@@ -151,8 +151,16 @@ def _files(name: str, option: str, info: DatasetInfo | None) -> list[str]:
     identifier = None if storage.is_remote(name) and not name.startswith(HUB_PREFIX) else hub_id(name)
     if identifier is not None and (name.startswith(HUB_PREFIX) or format_of(name) is None):
         return hub_files(identifier)
-    hint = did_you_mean(name, info.names) if info else ""
-    raise DataError(f"{option} {shown}: there is no such file{hint}", "Check the path.")
+    if info is not None:
+        raise DataError(
+            f"{option} {shown}: there is no such file, and --dataset-info has no such name"
+            f"{did_you_mean(name, info.names)}",
+            "Check the path or the name.",
+        )
+    remedy = "Check the path."
+    if format_of(name) is None and "/" not in name:
+        remedy = "Check the path; for a name in LLaMA-Factory's dataset_info.json, add --dataset-info DIR."
+    raise DataError(f"{option} {shown}: there is no such file", remedy)
 
 
 def _matched(path: str, option: str) -> list[str]:

@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 
 from packtool.cli.main import _SETTINGS
 from packtool.config.peers import EVERY_COMMAND, SET_TOO, Status, find_peer, peer_names, reason_against
-from packtool.config.settings import option_names
+from packtool.config.settings import option_names, resolve
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
 from packtool.train.loop.arguments import training_arguments
@@ -105,3 +105,53 @@ def test_what_is_said_of_one_command_comes_first() -> None:
     assert of_export is not None
     assert "training" in of_export.why or "packtool train" in of_export.why
     assert of_plan is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "explanation"),
+    [
+        ("image_size", 512, "image_size (axolotl) is --max-pixels 262144 here"),
+        ("image_size", [640, 480], "image_size (axolotl) is --max-pixels 307200 here"),
+        ("image_size", None, "image_size (axolotl) is --max-pixels WIDTH*HEIGHT here"),
+        ("evals_per_epoch", 4, "evals_per_epoch (axolotl) is --eval-steps STEPS_PER_EPOCH/4 here"),
+        ("saves_per_epoch", "2", "saves_per_epoch (axolotl) is --save-steps STEPS_PER_EPOCH/2 here"),
+        ("disable_shuffling", True, "disable_shuffling (LLaMA-Factory) is --shuffle false here"),
+        ("disable_shuffling", "no", "disable_shuffling (LLaMA-Factory) is --shuffle true here"),
+        ("disable_gradient_checkpointing", "true", "is --gradient-checkpointing false here"),
+        ("sample_packing_bin_size", 200, "is --max-samples-per-pack here: a number of samples, not of tokens"),
+        ("early_stopping_steps", 3, "is --early-stop-interval here: evaluations in a row"),
+        ("trust_remote_code", True, "(LLaMA-Factory, axolotl, TRL) has no effect here: code that a model brings along"),
+        ("plugins", "x", "CutCrossEntropy"),
+    ],
+)
+def test_values_are_given_in_this_tools_unit(name: str, value: object, explanation: str) -> None:
+    entry = find_peer(name, "train")
+    assert entry is not None
+    assert explanation in entry.sentence(name, value)
+
+
+def test_a_name_of_several_tools_is_explained_for_each() -> None:
+    entry = find_peer("optimizer", "train")
+    assert entry is not None
+    assert entry.status == "renamed"
+    for part in ("optimizer (axolotl) is --optim here", "optimizer (ms-swift) is not done here"):
+        assert part in entry.sentence("optimizer", "adamw")
+
+
+def test_every_name_of_every_tool_is_explained() -> None:
+    """Whichever tool a user comes from, the explanation names that tool."""
+    for entry in ENTRIES:
+        if entry.status == "same" or entry.is_variable:
+            continue
+        command = "train" if entry.command == EVERY_COMMAND else entry.command
+        found = find_peer(entry.name, command)
+        assert found is not None
+        tools = {tool for each in (found, *found.others) for tool in each.tool.split(", ")}
+        assert entry.tool in tools, entry
+
+
+@pytest.mark.parametrize("other", ["lora_llm", "qlora", "adalora", "freeze", "oft"])
+def test_other_train_types_are_answered_with_the_nearest_one(other: str) -> None:
+    with pytest.raises(ConfigError, match=f"--train-type: {other}: .*(lora|full)") as error:
+        resolve(TrainConfig, {"train_type": other, "cached_dataset": "c"})
+    assert "did you mean" not in error.value.message

@@ -286,9 +286,22 @@ def test_named_sets_that_cannot_be_understood(tmp_path: Path, entry: Any, told: 
         specs_of("s", dataset_info=info_file(tmp_path, s=entry))
 
 
+def test_the_directory_of_a_dataset_info_stands_for_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n")
+    info_file(tmp_path, texts={"file_name": "a.txt"})
+    (spec,) = specs_of("texts", dataset_info=str(tmp_path))
+    assert spec.path == str(tmp_path / "a.txt")
+
+
+def test_a_bare_name_is_answered_with_dataset_info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"there is no such file\n.*add --dataset-info DIR"):
+        specs_of("identity")
+
+
 def test_a_name_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match="--dataset txts: there is no such file; did you mean 'texts'"):
+    with pytest.raises(DataError, match=r"--dataset txts: there is no such file.*did you mean 'texts'"):
         specs_of("txts", dataset_info=info_file(tmp_path, texts={"file_name": "a.txt"}))
     (tmp_path / "dataset_info.json").write_text("[")
     with pytest.raises(ConfigError, match="not JSON"):
