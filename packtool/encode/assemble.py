@@ -45,17 +45,28 @@ class MediaLayout(NamedTuple):
         units: pieces, none of which stands for a medium any more.
         firsts: the unit that each of the original pieces begins at.
         borders: (kind, index, begin, end) of each medium.
+        num_omitted: control tokens of media that are not in ``units``.
     """
 
     units: list[Piece]
     firsts: list[int]
     borders: list[tuple[str, int, _Place, _Place]]
+    num_omitted: int
 
 
 def lay_out(
-    pieces: Sequence[Piece], media: Mapping[str, Sequence[Medium]], parts_of: Callable[[Medium, int], Sequence[Part]]
+    pieces: Sequence[Piece],
+    media: Mapping[str, Sequence[Medium]],
+    parts_of: Callable[[Medium, int], Sequence[Part]],
+    max_length: int,
 ) -> MediaLayout:
-    """Write the media's tokens out where pieces stand for them."""
+    """Write the media's tokens out where pieces stand for them.
+
+    Args:
+        max_length: of a sample. Of a medium with more control tokens, which no sample can hold, ``max_length + 1`` are
+            written: memory must not depend on a limit that the row sets.
+    """
+    num_omitted = 0
     units: list[Piece] = []
     firsts: list[int] = []
     borders: list[tuple[str, int, _Place, _Place]] = []
@@ -68,18 +79,22 @@ def lay_out(
         index = counts[piece.media]
         counts[piece.media] += 1
         begin: _Place | None = None
+        room = max_length + 1
         for part in parts_of(media[piece.media][index], index):
             if isinstance(part, str):
                 last = units[-1]
                 begin = begin or _Place(len(units) - 1, len(last.text))
                 units[-1] = last._replace(text=last.text + part)
             elif part[1]:
+                times = min(part[1], room)
+                room -= times
+                num_omitted += part[1] - times
                 begin = begin or _Place(len(units), None)
-                units.append(Piece(part[0], "", "", part[1]))
+                units.append(Piece(part[0], "", "", times))
         last = units[-1]
         borders.append((piece.media, index, begin or _Place(len(units), None), _Place(len(units) - 1, len(last.text))))
         units[-1] = last._replace(text=last.text + piece.text)
-    return MediaLayout(units, firsts, borders)
+    return MediaLayout(units, firsts, borders, num_omitted)
 
 
 class TokenizedLayout(NamedTuple):

@@ -206,7 +206,8 @@ class Encoder:
         if len(turns) < num_answers or (speaks and len(turns) != num_answers):
             detail = f"{len(turns)} of {num_answers} assistant turns can be told apart in the rendered conversation"
             return Dropped(sample.source, sample.row, "turns_not_found", detail)
-        rendered = _Rendered(sample, pieces, turns, media, lay_out(pieces, media, self._media.parts))
+        layout = lay_out(pieces, media, self._media.parts, self.spec.max_length)
+        rendered = _Rendered(sample, pieces, turns, media, layout)
         return self._hopeless(rendered) or rendered
 
     def _hopeless(self, item: _Rendered) -> Dropped | None:
@@ -288,6 +289,7 @@ class Encoder:
             videos=media["video"],
             audios=media["audio"],
             weights=self._weights(item, tokens, turns),
+            num_removed=item.layout.num_omitted,
             borders=_borders(turns) if item.sample.part is not None else None,
         )
 

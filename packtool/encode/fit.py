@@ -18,6 +18,7 @@ from packtool.errors import RowError
 from packtool.rows.sample import Dropped, Sample
 
 _NO_TARGET = "no_target_tokens"
+_MAX_REMOVED = np.iinfo(np.int32).max  # what the cache's column can hold
 
 Positions = npt.NDArray[np.int64]
 
@@ -32,7 +33,8 @@ class Tokenized:
         spans: of the media, ascending.
         images, videos, audios: in the order of their spans.
         weights: float32 (L,), of each token as a target, 0 for none; None if the tokens of ``turns`` weigh 1.
-        num_removed: tokens that went before the sample is held to a length: with media, or the middle of a long text.
+        num_removed: tokens that went before the sample is held to a length: with media, the middle of a long text, or
+            of a medium that no sample can hold.
         borders: as those of ``EncodedSample``.
     """
 
@@ -92,8 +94,8 @@ def fit(item: Tokenized, spec: EncodeSpec) -> list[EncodedSample] | Dropped:
         return _split(item, limit)
     if len(item.ids) > limit:
         if spec.truncation_strategy == "raise":
-            over_long(sample, spec, str(len(item.ids)))
-        num_media_tokens = int(item.in_media().sum())
+            over_long(sample, spec, str(len(item.ids) + item.num_removed))
+        num_media_tokens = int(item.in_media().sum()) + (item.num_removed if item.spans else 0)
         if num_media_tokens >= limit:
             detail = f"{num_media_tokens} tokens of media leave no room for text in {limit}"
             if spec.media_overflow == "raise":
@@ -207,7 +209,7 @@ def _labelled(item: Tokenized) -> EncodedSample | None:
         channel=sample.channel,
         source=sample.source,
         row=sample.row,
-        num_truncated=item.num_removed,
+        num_truncated=min(item.num_removed, _MAX_REMOVED),
         videos=item.videos,
         audios=item.audios,
         loss_scale=loss_scale,

@@ -21,6 +21,7 @@ from packtool.encode.families import MediaEncoding, MediaKind, Medium, Part
 from packtool.encode.fit import Tokenized
 from packtool.encode.loss_scale import Base, parse_loss_scale
 from packtool.encode.placed_media import MediaTokens, PlacedMedium, placed_media
+from packtool.rows.forms.values import shown
 from packtool.rows.sample import Dropped, PreparedTokens, Sample
 
 _KINDS: tuple[MediaKind, ...] = ("image", "video", "audio")
@@ -165,7 +166,7 @@ def _changed(tokens: PreparedTokens, media: Mapping[str, Sequence[Medium]]) -> s
                 size, old = getattr(medium, name, None), expected.get(key)
                 if old is not None and size is not None and list(np.ravel(size)) != list(np.ravel(old)):
                     remedy = "give the limits on media that the rows were prepared with"
-                    return f"{kind} {number} has {key} {size} here, and {old} where the row was made: {remedy}"
+                    return f"{kind} {number} has {key} {size} here, and {shown(old)} where the row was made: {remedy}"
     return ""
 
 

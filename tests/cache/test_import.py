@@ -427,6 +427,11 @@ def test_a_broken_megatron_file_says_what_is_wrong(
         ({"input_ids": [1, 2], "loss_scale": [1, True]}, "invalid_tokens", "a number from 0 to 10,000"),
         ({"input_ids": [1, 2], "loss_scale": 3}, "invalid_tokens", "a number from 0 to 10,000"),
         ({"input_ids": [1, 2, 3], "channel": ["a", "b"]}, "invalid_tokens", "'channel' has 2 values for 1 samples"),
+        (
+            {"input_ids": [1], "seq_lengths": [2**62] * 3 + [2**62 + 1]},
+            "invalid_tokens",
+            "tells of 18,446,744,073,709,551,617",
+        ),
         ({"input_ids": [1, START, PAD, END, 3]}, "media_tokens", "and the row has no images"),
         ({"input_ids": [1, START, PAD, END, 3], "images": ["0.png"]}, "media_tokens", "need 2 here (2)"),
         ({"input_ids": [1, PAD, 2, PAD, 3], "images": ["0.png"]}, "media_tokens", "in number or order"),

@@ -21,6 +21,8 @@ from packtool.rows.scan import scan
 from packtool.rows.source import SourceSpec
 from tests.encode.conftest import encoder_for
 from tests.encode.test_encoder import CHATML, CONTROL, QWEN_CONFIG
+from tests.forked import started
+from tests.media.clips import write_clip
 
 NASTY = st.sampled_from(
     [
@@ -174,6 +176,79 @@ def test_numbers_that_are_none_are_not_trained(encoder: Encoder, tmp_path: Path)
         (tmp_path / "rows.jsonl").write_text("\n".join([*lines, calls(value)]))
         found = encoded(encoder, tmp_path / "rows.jsonl")
         assert [item.reason if isinstance(item, Dropped) else item for item in found] == ["invalid_content"] * 3
+
+
+NUMBERS = st.one_of(
+    st.integers(1, 5000),
+    *(st.integers(-most, most).map(lambda exponent: 10.0**exponent) for most in (14, 300)),
+    st.sampled_from([0, -1, 0.3, 2**31, 2**32, 10**12, 2**53, 2**63, 2**64, 10**400]),
+)
+SMALL = st.integers(0, 3) | NUMBERS
+PIXELS = dict.fromkeys(("min_pixels", "max_pixels"), NUMBERS)
+TIMES = dict.fromkeys(("fps", "min_frames", "max_frames", "total_pixels", "video_start", "video_end"), NUMBERS) | PIXELS
+MARKS = {"picture": "<image>", "video": "<video>", "frames": "<video>", "boxes": "<image><bbox>"}
+BOX = {"bbox": st.tuples(st.tuples(SMALL, SMALL, NUMBERS, NUMBERS)), "bbox_type": st.sampled_from(["real", "norm1000"])}
+COLUMNS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
+    "picture": {"images": st.tuples(st.fixed_dictionaries({"image": st.just("a.png")}, optional=PIXELS))},
+    "video": {"videos": st.tuples(st.fixed_dictionaries({"video": st.just("a.mp4")}, optional=TIMES))},
+    "frames": {"videos": st.tuples(st.fixed_dictionaries({"frames": st.just(["a.png"] * 5)}, optional=TIMES))},
+    "boxes": {
+        "images": st.just(["a.png"]),
+        "objects": st.fixed_dictionaries(BOX, optional={"image_id": st.tuples(SMALL)}),
+    },
+    "weights": {"responses": st.just(["a", "b"]), "response_weights": st.tuples(SMALL, SMALL)},
+    "tokens": {"input_ids": st.tuples(*[st.integers(1, 200)] * 3) | st.tuples(SMALL)},
+}
+LISTS = ("seq_lengths", "cu_seqlens", "position_ids", "attention_mask", "labels", "loss_scale")
+
+
+def numeric_rows(kind: str) -> st.SearchStrategy[dict[str, Any]]:
+    """Rows whose form is right, and any of whose numbers may be anything."""
+    if kind == "tokens":
+        return st.fixed_dictionaries(COLUMNS[kind], optional=dict.fromkeys(LISTS, st.tuples(*[SMALL] * 3)))
+    asked, answer = {"role": "user", "content": MARKS.get(kind, "q")}, {"role": "assistant", "content": "a"}
+    answered = st.just([asked, answer])
+    if kind == "weights":
+        answered = SMALL.map(lambda weight: [asked, {**answer, "loss_scale": weight}]) | st.just([asked])
+    return st.fixed_dictionaries({"messages": answered, **COLUMNS[kind]})
+
+
+def check_numbers(encoders: list[Encoder], folder: Path) -> None:
+    """In a process of its own: no number in a row costs a gigabyte, or is unforeseen."""
+    import resource
+
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + 2**30, resource.RLIM_INFINITY))
+
+    @settings(max_examples=80, database=None, deadline=None)
+    @given(data=st.data(), encoder=st.sampled_from(encoders))
+    def check_one(kind: str, data: st.DataObject, encoder: Encoder) -> None:
+        good = {"input_ids": [1, 2]} if kind == "tokens" else PLAIN["messages"]
+        (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, [good, data.draw(numeric_rows(kind)), good])))
+        first, row, last = encoded(encoder, folder / "rows.jsonl")
+        assert isinstance(first, list)
+        assert isinstance(last, list)
+        if isinstance(row, Dropped):
+            assert row.reason != "unexpected", row
+            assert len(row.detail) < 400, row
+        else:
+            assert all(sample.length <= 2000 for sample in row)
+
+    for kind in COLUMNS:
+        check_one(kind)
+
+
+def test_no_number_costs_memory(small_model: Any, tmp_path: Path) -> None:
+    Image.new("RGB", (8, 12)).save(tmp_path / "a.png")
+    write_clip(tmp_path / "a.mp4", size=(16, 16))
+    encoders = []
+    for config, strategy in ((QWEN_CONFIG, "delete"), ({**QWEN_CONFIG, "model_type": "qwen2_5_vl"}, "left")):
+        model = small_model(CHATML, [*CONTROL, "<|video_pad|>"], config)
+        settings = {"truncation_strategy": strategy, "media_overflow": "drop" if strategy == "delete" else "trim"}
+        encoders.append(encoder_for(model, max_length=2000, **settings))
+    with started(check_numbers, encoders, tmp_path, told=tmp_path / "told.txt") as process:
+        process.join()
+        assert process.exitcode == 0, (tmp_path / "told.txt").read_text()
 
 
 def test_what_breaks_the_tokenizer_costs_its_row(

@@ -9,6 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from packtool.encode import encoder as encoder_module
+from packtool.encode.assemble import lay_out
 from packtool.encode.encoded import EncodedSample
 from packtool.encode.encoder import Encoder
 from packtool.errors import ConfigError, RowError
@@ -26,13 +28,15 @@ QWEN_CONFIG = {"model_type": "qwen3_vl", "vision_config": {}}
 
 
 def encode(encoder: Encoder, *turns: str, images: list[str] | None = None) -> EncodedSample | Dropped:
-    roles = ("user", "assistant")
-    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
-    row = {"messages": messages, **({"images": images} if images else {})}
+    row = {"messages": conversation(*turns), **({"images": images} if images else {})}
     (found,) = encoder.encode([to_sample(row, Source("rows.jsonl", media_access="any"), 0)])
     if isinstance(found, list):
         (found,) = found
     return found
+
+
+def conversation(*turns: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
 
 
 def kept(encoder: Encoder, *turns: str, images: list[str] | None = None) -> EncodedSample:
@@ -282,3 +286,50 @@ def test_left_truncation(
     for start, end in found.turns.reshape(-1, 2):
         inside[start:end] = True
     np.testing.assert_array_equal(inside & ~protected[keep], found.labels != -100)
+
+
+@given(
+    max_length=st.integers(2, 80),
+    pixels=st.lists(st.integers(1, 700), min_size=1, max_size=3),
+    settings_=st.sampled_from([("delete", "drop"), ("left", "trim"), ("right", "trim"), ("delete", "trim")]),
+    is_text=st.booleans(),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+def test_tokens_of_a_medium_that_are_not_written_are_counted(
+    small_model: Any, picture: str, max_length: int, pixels: list[int], settings_: tuple[str, str], is_text: bool
+) -> None:
+    """Results equal those of writing all of them, whatever the row's own limits make of its pictures."""
+    strategy, overflow = settings_
+    model = small_model(CHATML, CONTROL, QWEN_CONFIG)
+    encoder = encoder_for(model, max_length=max_length, truncation_strategy=strategy, media_overflow=overflow)
+    text = "<image>a" * len(pixels)
+    row: dict[str, Any] = {"images": [{"image": picture, "min_pixels": number} for number in pixels]}
+    row |= {"text": text} if is_text else {"messages": conversation(text, "b")}
+    sample = to_sample(row, Source("rows.jsonl", media_access="any"), 0)
+    (found,) = encoder.encode([sample])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoder_module, "lay_out", lambda *layout: lay_out(*layout[:3], 10_000))
+        (whole,) = encoder.encode([sample])
+    if isinstance(whole, Dropped):
+        assert found == whole
+    else:
+        assert isinstance(found, list)
+        assert found[0].num_truncated == whole[0].num_truncated
+        assert found[0].images == whole[0].images
+        np.testing.assert_array_equal(found[0].input_ids, whole[0].input_ids)
+        np.testing.assert_array_equal(found[0].labels, whole[0].labels)
+
+
+def test_a_picture_of_more_tokens_than_a_sample_is_counted_not_written(small_model: Any, picture: str) -> None:
+    row = {"messages": conversation("<image>a", "b"), "images": [{"image": picture, "min_pixels": 10**13}]}
+    sample = to_sample(row, Source("rows.jsonl", media_access="any"), 0)
+    model = small_model(CHATML, CONTROL, QWEN_CONFIG)
+    (dropped,) = encoder_for(model, max_length=50).encode([sample])
+    assert dropped == Dropped(
+        "rows.jsonl", 0, "media_over_limit", "625000856510 tokens of media leave no room for text in 50"
+    )
+    with pytest.raises(RowError, match=r"6250008565\d\d tokens, at most 50 are allowed"):
+        encoder_for(model, max_length=50, truncation_strategy="raise").encode([sample])
+    (trimmed,) = encoder_for(model, max_length=50, media_overflow="trim").encode([sample])
+    assert isinstance(trimmed, list)
+    assert trimmed[0].num_truncated == 2**31 - 1  # the most that a cache can hold

@@ -73,7 +73,7 @@ def test_limits_that_a_row_gives_a_medium() -> None:
     assert [ref.limits for ref in found.images] == [limits, (("max_pixels", 5),), ()]
     assert found.videos[0].limits == (("fps", 1), ("max_frames", 8))
     fixed = "is not done here"
-    for key, value, told in (("max_pixels", -1, "above 0"), ("resized_height", 28, fixed), ("video_end", 2, fixed)):
+    for key, value, told in (("max_pixels", -1, "from 1 on"), ("resized_height", 28, fixed), ("video_end", 2, fixed)):
         with pytest.raises(RowProblem, match=told):
             read({"images": [{"image": "a.png", key: value}]})
 
@@ -146,6 +146,17 @@ def test_media_that_cannot_be_understood(row: dict[str, Any], told: str) -> None
     with pytest.raises(RowProblem, match=told) as caught:
         read(row)
     assert caught.value.reason == "invalid_media"
+
+
+@pytest.mark.parametrize("fps", [1e-300, 9e-7, 1e7, 1e300])
+def test_a_frame_rate_that_no_video_has(fps: float) -> None:
+    for videos, reason in (
+        ([{"frames": ["a"], "fps": fps}], "invalid_media"),
+        ([{"video": "a.mp4", "fps": fps}], "media_limits"),
+    ):
+        with pytest.raises(RowProblem, match=r"frames a second; it must be a number from 1e-06 to 1,000,000") as caught:
+            read({"videos": videos})
+        assert caught.value.reason == reason
 
 
 def test_the_media_root_comes_first_where_it_has_the_file(tmp_path: Path) -> None:

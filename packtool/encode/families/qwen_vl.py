@@ -148,12 +148,12 @@ class QwenVL:
         size = measure_video(ref)
         try:
             limits = of_video(self._videos, ref)
-            num_frames, indices = size.num_frames, tuple(range(size.num_frames))
+            num_frames = size.num_frames
             if ref.clip is not None:
                 start, num_frames = clip_frames(ref.clip, num_frames, size.fps)
                 indices = sample_clip(start, num_frames, size.fps, limits)
-            elif not ref.frames:
-                indices = sample_frames(num_frames, size.fps, limits)
+            else:
+                indices = tuple(range(num_frames)) if ref.frames else sample_frames(num_frames, size.fps, limits)
             grid = video_grid(size.height, size.width, len(indices), limits)
         except ValueError as error:
             raise MediaProblem("media_size", f"{label(ref)}: {error}") from error

@@ -36,6 +36,8 @@ LIMITS: dict[str, tuple[str, ...]] = {
     "audio": (),
 }
 """Limits that a row may give a medium of its own, by kind, under the names of Qwen's tools."""
+_MIN_FPS, _MAX_FPS = 1e-6, 1e6
+_MAX_MINIMUM = 2**53  # of min_pixels and min_frames; maximums may be any number
 FIXED = ("resized_height", "resized_width", "nframes")
 """What Qwen's tools know besides, and is not done here."""
 _DEEPEST = 8
@@ -140,16 +142,32 @@ def _limits(kind: str, name: str, value: Mapping[str, Any], *, has_frames: bool)
         # Of a video that packtool has measured, fps is the file's rate.
         if (given := value.get(key)) is None or (key == "fps" and (has_frames or is_measured(value))):
             continue
-        number = finite(given)
-        if number is None or number <= 0:
-            raise RowProblem("media_limits", f"{name} has {shown(given)} as {key}, which is no number above 0")
-        found.append((key, number))
+        found.append((key, _limit(name, key, given)))
     return found
 
 
 def is_measured(value: Mapping[str, Any]) -> bool:
     """Whether an object has the sizes that packtool's caches and packs keep of a medium."""
     return "tokens" in value and ("grid" in value or "features" in value)
+
+
+def _limit(name: str, key: str, value: Any) -> float:
+    if key == "fps":
+        return _frame_rate(name, value, "media_limits")
+    number = finite(value)
+    if number is None or number < 1:
+        raise RowProblem("media_limits", f"{name} has {shown(value)} as {key}, which is no number from 1 on")
+    if key.startswith("min_") and number > _MAX_MINIMUM:
+        raise RowProblem("media_limits", f"{name} has {shown(value)} as {key}; at most {_MAX_MINIMUM:,} is possible")
+    return number
+
+
+def _frame_rate(name: str, value: Any, reason: str) -> float:
+    rate = finite(value)
+    if rate is None or not _MIN_FPS <= rate <= _MAX_FPS:
+        detail = f"{name} has {shown(value)} frames a second; it must be a number from {_MIN_FPS:g} to {_MAX_FPS:,.0f}"
+        raise RowProblem(reason, detail)
+    return rate
 
 
 def _in_mapping(kind: str, name: str, value: Mapping[str, Any], source: Source, depth: int) -> MediaRef:
@@ -165,10 +183,7 @@ def _in_mapping(kind: str, name: str, value: Mapping[str, Any], source: Source, 
     fps = value.get("fps", value.get("sample_fps"))
     if fps is None or not ref.frames:
         return ref
-    rate = finite(fps)
-    if rate is None or rate <= 0:
-        raise RowProblem("invalid_media", f"{name} has {shown(fps)} frames a second")
-    return replace(ref, fps=rate)
+    return replace(ref, fps=_frame_rate(name, fps, "invalid_media"))
 
 
 def _clipped(ref: MediaRef, name: str, value: Mapping[str, Any]) -> MediaRef:

@@ -167,7 +167,7 @@ def _check_image(image: Any, who: str, num_images: int) -> None:
         raise RowProblem("invalid_objects", f"{who} is {shown(image)}, not the number of a picture, from 0 on")
     if image >= num_images:
         have = "no picture" if not num_images else f"{num_images} picture{'s' * (num_images > 1)}, numbered from 0 on"
-        raise RowProblem("object_image", f"{who} is picture {image}, and the row has {have}")
+        raise RowProblem("object_image", f"{who} is picture {shown(image)}, and the row has {have}")
 
 
 def _listed(given: Mapping[str, Any], key: str) -> list[Any]:
