@@ -67,19 +67,23 @@ class LocalCopies:
         directory = options.cache_dir or cls.default().directory
         return cls(directory, options.cache_dir_size, verify=options.verify_cache)
 
-    def check(self, path: str, fingerprint: str, sha256: str) -> None:
-        """Hold a file of this machine against its checksum, if that is wanted and was not done yet.
+    def check(self, path: str, fingerprint: str, sha256: str) -> bytes | None:
+        """Compare a file of this machine with its checksum, if that is wanted and was not done yet.
 
         Args:
             fingerprint: of its cache.
+
+        Returns:
+            checksums of its blocks; None with ``--verify-cache never``.
 
         Raises:
             MismatchError: if it is damaged.
             StorageError: if it cannot be read.
         """
-        if self.verify != "never":
-            since = self.begun if self.verify == "always" else None
-            check_file(path, sha256, os.path.join(self.directory, fingerprint), since)
+        if self.verify == "never":
+            return None
+        since = self.begun if self.verify == "always" else None
+        return check_file(path, sha256, os.path.join(self.directory, fingerprint), since)
 
     def keeping(self, manifests: Sequence[Manifest]) -> LocalCopies:
         """Copies for a run that reads these remote caches, whose shards are not removed to make room.
@@ -96,25 +100,27 @@ class LocalCopies:
             )
         return replace(self, kept=frozenset(manifest.fingerprint for manifest in manifests))
 
-    def shard(self, path: str, fingerprint: str, info: ShardInfo) -> str:
+    def shard(self, path: str, fingerprint: str, info: ShardInfo) -> tuple[str, bytes | None]:
         """The copy of a shard, fetched and checked against the manifest if it is not there yet.
 
         Args:
             path: of the shard itself.
             fingerprint: of its cache.
 
+        Returns:
+            the path of the copy; what ``check`` returns for it.
+
         Raises:
             StorageError: if it cannot be fetched, is not what the manifest says, or finds no room.
         """
         place = os.path.join(self.directory, fingerprint, info.sha256 + _SHARD)
         copy = self._copy(path, place, info.bytes, info.sha256)
-        if self.verify == "always":
-            try:
-                self.check(copy, fingerprint, info.sha256)
-            except MismatchError:  # damaged here since it was fetched
-                _remove(copy)
-                self._copy(path, place, info.bytes, info.sha256)
-        return copy
+        try:
+            return copy, self.check(copy, fingerprint, info.sha256)
+        except MismatchError:  # damaged here since it was fetched
+            _remove(copy)
+            self._copy(path, place, info.bytes, info.sha256)
+            return copy, self.check(copy, fingerprint, info.sha256)
 
     def index(self, directory: str, split: str, fingerprint: str, name: str = INDEX_NAME) -> str:
         """The copy of a split's index, or of another file that planning reads.

@@ -6,7 +6,7 @@ import hashlib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from packtool.cache.index import read_index
 from packtool.cache.local import LocalCopies
 from packtool.cache.manifest import Manifest
 from packtool.cache.prefixes import SplitPrefixes, read_prefixes
+from packtool.cache.verified import MappedBlocks
 from packtool.constants import INDEX_NAME, PREFIXES_NAME, TRAIN_SPLIT
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray
 from packtool.errors import MismatchError, PacktoolError
@@ -27,6 +28,7 @@ from packtool.rows.sample import RowPart
 
 # Each mapped shard holds a file descriptor.
 _OPEN_SHARDS = 128
+_FETCH_AGAIN = "It is a copy of a remote cache's shard: run again with --verify-cache always, which fetches it again."
 
 
 @dataclass(frozen=True)
@@ -132,9 +134,19 @@ class CacheReader:
         return int(self.offsets[-1])
 
     def sample(self, position: int) -> EncodedSample:
-        """One sample; its arrays are views of the mapped file and must not be written to."""
+        """One sample; its arrays are views of the mapped file and must not be written to.
+
+        Raises:
+            MismatchError: if its shard is damaged, naming the shard and the sample's row there.
+            StorageError: if a shard of a remote cache cannot be fetched.
+        """
         cache, shard = self._shard_of(position)
-        return self._shard_file(cache, shard).sample(int(self._row_in_shard[position]))
+        row = int(self._row_in_shard[position])
+        try:
+            file = self._shard_file(cache, shard)
+        except MismatchError as error:
+            raise MismatchError(f"{error.message} (when row {row} of it was read)", error.remedy) from error
+        return file.sample(row)
 
     def describe(self, position: int) -> str:
         """Where a sample came from, for messages."""
@@ -169,20 +181,19 @@ class CacheReader:
         return self._open[key]
 
     def _open_shard(self, cache: int, shard: int) -> ShardFile:
-        path = self._local_shard(cache, shard)
+        path, sums = self._local_shard(cache, shard)
         if storage.is_remote(self.directories[cache]) and not os.path.exists(path):
-            path = self._local_shard(cache, shard)  # another run has just made room
-        return ShardFile(path)
+            path, sums = self._local_shard(cache, shard)  # another run has just made room
+        return ShardFile(path, sums, _FETCH_AGAIN if storage.is_remote(self.directories[cache]) else None)
 
-    def _local_shard(self, cache: int, shard: int) -> str:
-        """The shard's path on this machine."""
+    def _local_shard(self, cache: int, shard: int) -> tuple[str, bytes | None]:
+        """The shard's path on this machine, and the checksums of its blocks unless nothing is verified."""
         info = self.manifests[cache].splits[self.split].shards[shard]
         path = storage.join(self.directories[cache], self.split, info.file)
         fingerprint = self.manifests[cache].fingerprint
         if storage.is_remote(path):
             return self.copies.shard(path, fingerprint, info)
-        self.copies.check(path, fingerprint, info.sha256)
-        return path
+        return path, self.copies.check(path, fingerprint, info.sha256)
 
     def _index_of(self, cache: int) -> dict[str, IntArray]:
         directory, manifest = self.directories[cache], self.manifests[cache]
@@ -243,16 +254,35 @@ class CacheReader:
 
 
 class ShardFile:
-    """A mapped data file."""
+    """A mapped data file.
 
-    def __init__(self, path: str) -> None:
+    Args:
+        path: of the file.
+        sums: checksums of its blocks, which are compared when they are first read; None compares nothing.
+        remedy: against damage, where it is not the usual one.
+
+    Raises:
+        MismatchError: if it cannot be read; from the methods, if what they read is damaged, with the row.
+    """
+
+    def __init__(self, path: str, sums: bytes | None = None, remedy: str | None = None) -> None:
+        self._blocks: MappedBlocks | None = None
         try:
-            data = pa.BufferReader(storage.read_bytes(path)) if storage.is_remote(path) else pa.memory_map(path)
-            self._batches = list(pa.ipc.open_stream(data))
+            is_remote = storage.is_remote(path)
+            data = pa.py_buffer(storage.read_bytes(path)) if is_remote else pa.memory_map(path).read_buffer()
+            self._blocks = None if sums is None else MappedBlocks(path, data, sums, remedy)
+            head, *messages = pa.ipc.MessageReader.open_stream(data)
+            headers = [message.metadata for message in (head, *messages)]
+            if self._blocks and not all(self._blocks.are_right(each.address, each.size) for each in headers):
+                raise self._blocks.damaged("the description of its rows changed after it was verified")
+            self._batches = [pa.ipc.read_record_batch(message, pa.ipc.read_schema(head)) for message in messages]
             for batch in self._batches:
                 batch.validate()
-        except (OSError, pa.ArrowException) as error:
+        except (OSError, ValueError, pa.ArrowException) as error:
+            if self._blocks:
+                raise self._blocks.damaged(f"it cannot be read ({error})") from error
             raise MismatchError(f"{path} cannot be read: {error}", "Export the cache again.") from error
+        self._bodies = [(message.body.address, message.body.size) for message in messages]
         self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
 
     def __len__(self) -> int:
@@ -261,12 +291,31 @@ class ShardFile:
     def table(self, names: Sequence[str]) -> pa.Table:
         """Some columns, those of them that it has."""
         batches = [batch.select([name for name in names if name in batch.schema.names]) for batch in self._batches]
+        for number, batch in enumerate(batches):
+            self._check(number, batch, 0, batch.num_rows)
         return pa.Table.from_batches(batches)
+
+    def _check(self, number: int, columns: pa.RecordBatch, start: int, stop: int) -> None:
+        """Compare the blocks that hold some rows of a batch with their checksums, where that was not done yet.
+
+        Args:
+            number: of the batch, of which ``columns`` may be some.
+        """
+        if self._blocks is None:
+            return
+        self._blocks.note_changes()
+        if not self._blocks.were_right(*self._bodies[number]):
+            ranges = (each for column in columns.columns for each in _ranges(column, start, stop))
+            if not all(self._blocks.are_right(*each) for each in ranges):
+                first, last = (int(self._starts[number]) + row for row in (start, stop - 1))
+                rows = f"row {first}" if first == last else f"rows {first} to {last}"
+                raise self._blocks.damaged(f"{rows} changed after it was verified")
 
     def sample(self, row: int) -> EncodedSample:
         """The sample in a row."""
         number = int(np.searchsorted(self._starts, row, side="right")) - 1
         batch, i = self._batches[number], row - int(self._starts[number])
+        self._check(number, batch, i, i + 1)
         return EncodedSample(
             input_ids=_ints(batch.column("input_ids"), i),
             labels=_ints(batch.column("labels"), i),
@@ -281,6 +330,33 @@ class ShardFile:
             num_truncated=batch.column("truncated")[i].as_py(),
             **_part(batch, i),
         )
+
+
+def _ranges(array: pa.Array, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Address and size of the memory that holds some elements of an array, nested ones included.
+
+    Offsets come before what they lead to: they are read only after the caller has checked them.
+    """
+    if start == stop:
+        return
+    validity, *values = array.buffers()
+    if validity is not None:
+        yield validity.address + start // 8, (stop + 7) // 8 - start // 8
+    kind = array.type
+    if pa.types.is_struct(kind):
+        for number in range(kind.num_fields):
+            yield from _ranges(array.field(number), start, stop)
+    elif pa.types.is_primitive(kind):
+        width = kind.bit_width // 8
+        yield values[0].address + start * width, (stop - start) * width
+    else:  # lists, strings and bytes
+        yield values[0].address + 4 * start, 4 * (stop - start + 1)
+        offsets = np.frombuffer(values[0], np.int32)
+        first, last = int(offsets[start]), int(offsets[stop])
+        if pa.types.is_list(kind):
+            yield from _ranges(array.values, first, last)
+        elif first < last:
+            yield values[1].address + first, last - first
 
 
 def _part(batch: pa.RecordBatch, i: int) -> dict[str, Any]:

@@ -6,17 +6,23 @@ import json
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from packtool import storage
 from packtool.cache import verified
 from packtool.cache.local import LocalCopies
-from packtool.cache.reader import CacheReader
+from packtool.cache.reader import CacheReader, ShardFile
 from packtool.cache.summary import ExportSummary
+from packtool.config.caches import VerifyCache
+from packtool.encode.encoded import EncodedSample
 from packtool.errors import ConfigError, MismatchError
 from packtool.progress import SilentProgress
 from packtool.report import damage
@@ -35,8 +41,8 @@ def cache(run_export: Export, tmp_path: Path) -> Path:
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that were read for their checksum."""
     names: list[str] = []
-    real = verified.sha256_of
-    monkeypatch.setattr(verified, "sha256_of", lambda path: (names.append(Path(path).name), real(path))[1])
+    real = verified.digests_of
+    monkeypatch.setattr(verified, "digests_of", lambda path: (names.append(Path(path).name), real(path))[1])
     return names
 
 
@@ -71,6 +77,88 @@ def test_any_flipped_bit_is_found(cache: Path, tmp_path: Path, data: st.DataObje
         assert "--repair" in found["mend"]
     finally:
         path.write_bytes(whole)
+
+
+@pytest.fixture
+def shard(run_export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """All rows in one shard, with blocks smaller than a row."""
+    monkeypatch.setattr(verified, "BLOCK_BYTES", 64)
+    run_export(rows_per_shard=1000, media="embed")
+    (path,) = (tmp_path / "cache" / "train").glob("data-*")
+    return path
+
+
+def _values(sample: EncodedSample) -> list[object]:
+    return [value.tobytes() if isinstance(value, np.ndarray) else value for value in vars(sample).values()]
+
+
+def _outcome(mapped: ShardFile, row: int) -> tuple[list[object], str | None]:
+    """Values of a row, or the message of the error."""
+    try:
+        return _values(mapped.sample(row)), None
+    except MismatchError as error:
+        return [], error.message
+
+
+def test_damage_of_a_mapped_shard_is_found_when_a_row_of_it_is_read(shard: Path) -> None:
+    """A changed file is compared again. A fault of the disk, which changes no time, is found on the first read."""
+    whole, (_, sums) = shard.read_bytes(), verified.digests_of(str(shard))
+    reference = ShardFile(str(shard))
+    expected = [_values(reference.sample(row)) for row in range(len(reference))]
+    columns = reference.table(("input_ids", "source"))
+    table = pa.Table.from_pydict(columns.to_pydict(), columns.schema)
+    copy = shard.with_name("copy")
+
+    @settings(max_examples=60)
+    @given(
+        start=st.integers(0, len(whole) - 1),
+        damage=st.builds(lambda piece, times: piece * times, st.binary(min_size=1, max_size=4), st.integers(1, 5000)),
+        rows_before=st.none() | st.integers(0, len(expected)),
+    )
+    def check(start: int, damage: bytes, rows_before: int | None) -> None:
+        copy.write_bytes(whole)
+        os.utime(copy, (1, 1))
+        mapped = None if rows_before is None else ShardFile(str(copy), sums)
+        for row in range(rows_before or 0):
+            assert mapped is not None
+            assert _values(mapped.sample(row)) == expected[row]
+        with copy.open("r+b") as file:
+            file.seek(start)
+            file.write(damage[: len(whole) - start])
+        os.utime(copy, (1, 1 if mapped is None else 2))
+        is_whole = copy.read_bytes() == whole
+        try:
+            mapped = mapped or ShardFile(str(copy), sums)
+        except MismatchError:
+            assert not is_whole
+            return
+        for row in range(len(mapped)):
+            values, problem = _outcome(mapped, row)
+            assert values == expected[row] if problem is None else f"{copy} is damaged: row {row} changed" in problem
+            assert problem is None or not is_whole
+        with suppress(MismatchError):
+            assert mapped.table(table.schema.names).equals(table)
+
+    check()
+
+
+def test_a_shard_that_is_cut_off_while_it_is_mapped_is_an_error_and_no_crash(shard: Path) -> None:
+    """Reading mapped memory behind the end of its file is a bus error, which ends a process."""
+    mapped = ShardFile(str(shard), verified.digests_of(str(shard))[1])
+    mapped.sample(0)
+    os.truncate(shard, shard.stat().st_size // 2)
+    with pytest.raises(MismatchError, match="is damaged: it was cut from"):
+        mapped.sample(0)
+
+
+def test_a_replaced_or_removed_shard_stays_mapped_as_it_was(shard: Path, tmp_path: Path) -> None:
+    mapped = ShardFile(str(shard), verified.digests_of(str(shard))[1])
+    expected = _values(mapped.sample(3))
+    (tmp_path / "other").write_bytes(b"other")
+    os.replace(tmp_path / "other", shard)
+    assert _values(mapped.sample(3)) == expected
+    shard.unlink()
+    assert _values(mapped.sample(3)) == expected
 
 
 def test_a_shard_is_read_once_and_again_when_it_has_changed(cache: Path, tmp_path: Path, hashed: list[str]) -> None:
@@ -118,20 +206,19 @@ def test_without_a_place_for_notes_each_looks_for_itself(cache: Path, tmp_path: 
     assert len(hashed) == 2 * len(list((cache / "train").glob("data-*")))
 
 
+@pytest.mark.parametrize("verify", ["once", "always"])
 def test_a_copy_that_was_damaged_here_is_fetched_again(
-    cache: Path, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    verify: VerifyCache, cache: Path, bucket: str, tmp_path: Path
 ) -> None:
-    from packtool import storage
-
     for path in sorted(cache.rglob("*")):
         if path.is_file():
             storage.publish(storage.join(bucket, "cache", *path.relative_to(cache).parts), path.read_bytes())
-    copies = LocalCopies(str(tmp_path / "copies"), verify="always")
+    copies = LocalCopies(str(tmp_path / "copies"), verify=verify)
     CacheReader.open([f"{bucket}/cache"], copies=copies).sample(0)
     (copy,) = (tmp_path / "copies").rglob("*.arrow")
     whole = copy.read_bytes()
     _flip(copy, 8 * 1000)
-    CacheReader.open([f"{bucket}/cache"], copies=LocalCopies(str(tmp_path / "copies"), verify="always")).sample(0)
+    CacheReader.open([f"{bucket}/cache"], copies=LocalCopies(str(tmp_path / "copies"), verify=verify)).sample(0)
     assert copy.read_bytes() == whole
 
 
