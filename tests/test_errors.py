@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import ast
 import inspect
 import pickle
 import re
+from collections.abc import Iterator
+from pathlib import Path
 
+import packtool
 from packtool import errors
 
 
@@ -23,6 +27,27 @@ def test_errors_cross_process_borders_whole() -> None:
     assert type(copy) is errors.RowError
     assert str(copy) == str(error)
     assert (copy.source, copy.row, copy.reason, copy.detail) == ("rows.jsonl", 3, "media_missing", "a.png")
+
+
+def _messages() -> Iterator[tuple[str, str]]:
+    """Place and text of every call and list in the package that has texts, but for the options' declarations."""
+    folder = Path(packtool.__file__).parent
+    for path in sorted(folder.rglob("*.py")):
+        if path.parent.name == "config":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            items = node.args if isinstance(node, ast.Call) else node.elts if isinstance(node, ast.List) else []
+            parts = [part for item in items for part in ast.walk(item) if isinstance(part, ast.Constant)]
+            yield (
+                f"{path.relative_to(folder)}:{getattr(node, 'lineno', 0)}",
+                " ".join(str(part.value) for part in parts),
+            )
+
+
+def test_no_message_suggests_what_deletes_without_saying_so() -> None:
+    found = [(place, text) for place, text in _messages() if "--overwrite" in text]
+    assert len(found) > 3
+    assert [place for place, text in found if not re.search("delete|remove|replace", text)] == []
 
 
 def test_several_problems_become_one_error() -> None:

@@ -20,7 +20,7 @@ from packtool.batch.spec import InputSpec
 from packtool.encode.encoded import EncodedImage, EncodedSample, EncodedVideo
 from packtool.encode.families.fitted import Bounds, image_bounds, video_bounds
 from packtool.errors import MediaError
-from packtool.media.load import load_image
+from packtool.media.load import EXPORT_AGAIN, load_image
 from packtool.media.video import load_video
 
 _ALL_FRAMES = {"do_sample_frames": False}
@@ -172,7 +172,7 @@ def _changed(medium: EncodedImage | EncodedVideo, sample: EncodedSample, now: st
     return MediaError(
         f"{name} (row {sample.row} of {sample.source}) has changed since the export: it was "
         f"{medium.width}x{medium.height} pixels in patches of {medium.grid}, now it is {now}",
-        "Put the file back, or run packtool export again with --overwrite.",
+        f"Put the file back, or {EXPORT_AGAIN}",
     )
 
 

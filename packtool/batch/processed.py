@@ -21,7 +21,7 @@ from packtool.encode.encoded import EncodedImage, EncodedSample, EncodedVideo
 from packtool.encode.families.asked_videos import video_processed
 from packtool.encode.families.processor import load_processor, processed
 from packtool.errors import ConfigError, MediaError
-from packtool.media.load import blank_image, load_image
+from packtool.media.load import EXPORT_AGAIN, blank_image, load_image
 from packtool.media.video import load_video
 
 _BLANK_SIDE = 32
@@ -123,5 +123,5 @@ def _changed(medium: EncodedImage | EncodedVideo, sample: EncodedSample, now: st
     return MediaError(
         f"{name} (row {sample.row} of {sample.source}) has changed since the export: it was "
         f"{medium.width}x{medium.height} pixels in {medium.num_tokens} tokens, now it is {now}",
-        "Put the file back, or run packtool export again with --overwrite.",
+        f"Put the file back, or {EXPORT_AGAIN}",
     )

@@ -15,6 +15,7 @@ from packtool.encode.encoded import EncodedAudio, EncodedSample
 from packtool.encode.placed_media import sounds_in_order
 from packtool.errors import MediaError
 from packtool.media.audio import load_audio
+from packtool.media.load import EXPORT_AGAIN
 
 
 def load_sounds(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Tensor]:
@@ -62,7 +63,7 @@ def _features(
         raise MediaError(
             f"{path or 'an embedded sound'} (row {sample.row} of {sample.source}) has changed since the export: "
             f"it had {sound.num_features} mel frames, now it has {count}",
-            "Put the file back, or run packtool export again with --overwrite.",
+            f"Put the file back, or {EXPORT_AGAIN}",
         )
     features: Tensor = made["input_features"][0, :, :count]
     return features

@@ -251,7 +251,7 @@ def _part(path: str, sha256: str) -> bytes:
     if hashlib.sha256(data).hexdigest() != sha256:
         raise MismatchError(
             f"{path} is not what this export wrote: another process writes there too, and nothing was published",
-            "Give each export an --output-dir of its own, and make this one anew with --overwrite.",
+            "Give each export an --output-dir of its own; --overwrite would delete what both wrote here.",
         )
     return data
 

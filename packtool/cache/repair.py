@@ -87,7 +87,7 @@ def _not_the_same(directory: str, file: str) -> MismatchError:
     return MismatchError(
         f"{storage.join(directory, file)}: what is made of the rows now is not what was there, perhaps since another "
         "version of a library makes other tokens",
-        "Make the whole cache anew with --overwrite instead of --repair.",
+        "Export into another --output-dir; --overwrite instead of --repair would delete this cache first.",
     )
 
 
@@ -135,8 +135,8 @@ def _rebuild_prefixes(directory: str, manifest: Manifest, split: str, media_toke
         f"{storage.join(directory, split, PREFIXES_NAME)} cannot be made as it was: packtool {made_by} wrote it, and "
         "older versions hashed what rows with a channel or a long system prompt begin with in another way; or files of "
         "media have changed since",
-        "The samples themselves are sound: train with --share-prefix false, which does not read this file; or make the "
-        "whole cache anew with --overwrite instead of --repair.",
+        "The samples themselves are sound: train with --share-prefix false, which does not read this file; or "
+        "export into another --output-dir. --overwrite instead of --repair would delete this cache first.",
     )
 
 

@@ -34,7 +34,7 @@ def check_is_cache(directory: str) -> None:
     if names and MANIFEST_NAME not in names and TASKS_DIR not in names and names != [DROPPED_NAME]:
         raise ConfigError(
             f"--output-dir {directory} holds {', '.join(names[:3])} and no cache: --overwrite replaces caches only",
-            "Give another directory, or empty this one yourself.",
+            "Give another directory.",
         )
 
 
@@ -107,7 +107,7 @@ def find_same(directory: str, identity: Identity, specs: Sequence[SourceSpec]) -
         lines = "\n".join(f"  - {line}" for line in different)
         raise MismatchError(
             f"{directory} holds a finished cache of other settings:\n{lines}",
-            "Give another --output-dir, or --overwrite to replace it.",
+            "Give another --output-dir; --overwrite would delete what is there.",
         )
     return manifest
 
@@ -190,7 +190,7 @@ def begin(directory: str, claim: Claim, splits: Set[str], *, is_part: bool) -> d
 def _other_export(directory: str, num_finished: int) -> MismatchError:
     return MismatchError(
         f"{directory} holds {num_finished} finished shards of an export of other settings or other rows",
-        "Give another --output-dir, or --overwrite to replace it.",
+        "Give another --output-dir; --overwrite would delete what is there.",
     )
 
 
@@ -205,7 +205,7 @@ def check_is_ours(directory: str) -> None:
     if names and TASKS_DIR not in names and names != [DROPPED_NAME]:
         raise ConfigError(
             f"--output-dir {directory} is not empty and holds no cache: {', '.join(names[:3])}",
-            "Give another directory, or empty this one.",
+            "Give another directory.",
         )
 
 

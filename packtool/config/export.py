@@ -100,7 +100,7 @@ class ExportConfig(RowOptions, EncodeSpec):
     to_cached_dataset: bool = option(
         True, "Accepted for ms-swift's sake: export always writes a cached dataset.", panel="Scale"
     )
-    overwrite: bool = option(False, "Replace what is in the output directory.")
+    overwrite: bool = option(False, "Delete the cache in the output directory first.")
     repair: bool = option(False, "Make again only those files of a finished cache that are damaged.")
     executor: Executor = option("local", "Where the work is done: this machine, or a Ray cluster.", panel="Scale")
     ray_address: str | None = option(

@@ -66,6 +66,10 @@ def media_error(problem: MediaProblem) -> MediaError:
     )
 
 
+EXPORT_AGAIN = "export the rows again into another directory."
+"""How messages about changed media end."""
+
+
 def unlike_the_export(ref: MediaRef, before: str, now: str) -> MediaError:
     """What training says of a medium that holds something else than the export measured.
 
@@ -74,5 +78,5 @@ def unlike_the_export(ref: MediaRef, before: str, now: str) -> MediaError:
     what = "is damaged" if ref.path is None else "is damaged, or has changed since the export"
     return MediaError(
         f"{label(ref)} {what}: the export counted {before}, and there is {now}",
-        "Put the whole file back, or run packtool export again with --overwrite.",
+        f"Put the whole file back, or {EXPORT_AGAIN}",
     )

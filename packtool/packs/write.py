@@ -186,7 +186,7 @@ def _spec(config: PackConfig, manifest: Manifest) -> InputSpec:
 def _check_empty(directory: str) -> None:
     names = storage.list_names(directory)
     if PACKS_MANIFEST_NAME in names:
-        raise MismatchError(f"{directory} holds finished packs already.", "Name another directory, or remove this one.")
+        raise MismatchError(f"{directory} holds finished packs already.", "Name another directory.")
     if strange := [name for name in names if not name.startswith("packs-") and name != ".nv-meta"]:
         raise ConfigError(f"--output-dir {directory} is not empty: it has {strange[0]}.", "Name a new directory.")
     for name in names:  # of a run that was interrupted

@@ -9,7 +9,7 @@ from packtool import storage
 from packtool.cache.manifest import Manifest
 from packtool.cache.verified import check_all
 from packtool.progress import Progress
-from packtool.train.prepare.check import export_command
+from packtool.train.prepare.check import repair_command
 
 
 def find_damage(directory: str, progress: Progress) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def find_damage(directory: str, progress: Progress) -> dict[str, Any]:
         "seconds": round(time.perf_counter() - begin, 3),
         "without_checksum": [f"{name}/index.arrow" for name, info in manifest.splits.items() if not info.index_sha256],
         "damaged": damaged,
-        "mend": export_command(directory, manifest).replace("--overwrite", "--repair") if damaged else None,
+        "mend": repair_command(directory, manifest) if damaged else None,
     }
 
 

@@ -6,8 +6,9 @@ import dataclasses
 import json
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from itertools import count
 from typing import Any
 
 from packtool import storage
@@ -93,7 +94,7 @@ def check_model(directory: str, manifest: Manifest, files: ModelFiles, config: T
         lines = "\n".join(different)
         raise MismatchError(
             f"{directory} was exported for another model than {config.model}:\n{lines}",
-            f"Take the model it was exported for, or export it for this one:\n"
+            "Take the model it was exported for, or export for this one, into another directory:\n"
             f"  {export_command(directory, manifest, model=config.model)}",
         )
 
@@ -112,7 +113,7 @@ def check_limits(directory: str, manifest: Manifest, config: MediaOptions) -> No
                 f"{directory} was exported with pictures of at {word} {there} pixels; this run asks for {here} "
                 f"(--{bound}-pixels or --image-{bound}-token-num, the same of a source in --mix, or "
                 f"{bound.upper()}_PIXELS or IMAGE_{bound.upper()}_TOKEN_NUM in the environment)",
-                "Leave that setting out, for the cache's is taken, or export again:\n"
+                "Leave that setting out, for the cache's is taken, or export into another directory:\n"
                 f"  {export_command(directory, manifest, **{f'{bound}_pixels': here})}",
             )
 
@@ -130,7 +131,7 @@ def check_video_and_audio(directory: str, manifest: Manifest, config: MediaOptio
     told = ", ".join(f"{name.upper()} {spec.get(name) or 'unset'} there, {value} here" for name, value in given.items())
     raise MismatchError(
         f"{directory} was exported with other limits on videos or sounds: {told}",
-        "Leave that setting out, for the cache's is taken, or export again:\n"
+        "Leave that setting out, for the cache's is taken, or export into another directory:\n"
         f"  {export_command(directory, manifest, **given)}",
     )
 
@@ -142,7 +143,7 @@ def check_length(directory: str, manifest: Manifest, config: TrainConfig) -> Non
     raise MismatchError(
         f"--max-length {config.max_length} is larger than the {manifest.max_length} that {directory} was exported "
         f"with, and that export cut or left out {manifest.num_shortened:,} rows for their length",
-        f"Use --max-length {manifest.max_length}, or export again:\n"
+        f"Use --max-length {manifest.max_length}, or export into another directory:\n"
         f"  {export_command(directory, manifest, max_length=config.max_length)}",
     )
 
@@ -160,7 +161,8 @@ def check_policies(directory: str, manifest: Manifest, config: TrainConfig, file
             raise MismatchError(
                 f"{directory} was exported with{'out' if there is None else ''} {flag(name)}"
                 f"{'' if there is None else f' {there}'}, and this run asks for {here}",
-                f"Leave it out, or export again:\n  {export_command(directory, manifest, **{name: here})}",
+                "Leave it out, or export into another directory:\n"
+                f"  {export_command(directory, manifest, **{name: here})}",
             )
 
 
@@ -199,7 +201,7 @@ def check_plan(saved: SavedPlan, config: TrainConfig, reader: CacheReader) -> No
         ]
         raise MismatchError(
             f"--plan {path} belongs to another run:\n{lines}",
-            f"Leave --plan out, or make the plan again:\n  {shlex.join(command)} --save {shlex.quote(str(path))}",
+            f"Leave --plan out, or make another plan:\n  {shlex.join([*command, '--save', _unused(str(path))])}",
         )
     if saved.shared is not None and config.not_shared_with:
         raise MismatchError(
@@ -208,8 +210,20 @@ def check_plan(saved: SavedPlan, config: TrainConfig, reader: CacheReader) -> No
         )
 
 
+def repair_command(directory: str, manifest: Manifest) -> str:
+    """The command that repairs a cache, from any folder."""
+    return shlex.join([*_export_words(manifest, {}), "--output-dir", storage.absolute(directory), "--repair"])
+
+
 def export_command(directory: str, manifest: Manifest, **changes: object) -> str:
-    """The command that makes a cache anew with some settings changed, from any folder."""
+    """The command that exports the rows of a cache with some settings changed, from any folder.
+
+    It writes into a directory that does not exist yet: the cache may be of use to others.
+    """
+    return shlex.join([*_export_words(manifest, changes), "--output-dir", _unused(storage.absolute(directory))])
+
+
+def _export_words(manifest: Manifest, changes: Mapping[str, object]) -> list[str]:
     spec = {**manifest.identity.spec, **changes}
     # Pixels and tokens set the same limit; the change wins.
     for bound in ("max", "min"):
@@ -224,8 +238,13 @@ def export_command(directory: str, manifest: Manifest, **changes: object) -> str
         words += ["--split-dataset-ratio", str(manifest.identity.split_dataset_ratio)]
     if manifest.identity.rows_per_shard:
         words += ["--rows-per-shard", str(manifest.identity.rows_per_shard)]
-    words += ["--seed", str(manifest.identity.seed), "--output-dir", storage.absolute(directory), "--overwrite"]
-    return shlex.join(words)
+    return [*words, "--seed", str(manifest.identity.seed)]
+
+
+def _unused(path: str) -> str:
+    """A path like this one that does not exist yet: ``cache-2``, ``a-2.plan``."""
+    stem, suffix = os.path.splitext(path.rstrip("/"))
+    return next(name for number in count(2) if not storage.exists(name := f"{stem}-{number}{suffix}"))
 
 
 def _dataset_words(manifest: Manifest) -> list[str]:

@@ -107,8 +107,8 @@ def checkpoint_of(config: TrainConfig) -> FoundCheckpoint:
         on = "--resume-from-checkpoint true goes on with it, " if finished_checkpoints(config.output_dir) else ""
         raise ConfigError(
             f"--output-dir {config.output_dir} holds another run: {shown}",
-            f"Give another directory; or {on}--overwrite-output-dir true replaces it, and --add-version true makes a "
-            "numbered folder inside for each run.",
+            f"Give another directory; or {on}--overwrite-output-dir true deletes it first, and --add-version true "
+            "makes a numbered folder inside for each run.",
         )
     return found
 

@@ -320,7 +320,7 @@ def _prefixes(reader: CacheReader, *, asked: bool) -> SplitPrefixes | None:
     raise MismatchError(
         f"--share-prefix true: {directory} was exported by an older packtool, and does not tell what its samples begin "
         "with",
-        f"Leave --share-prefix out, or export again:\n  {export_command(directory, manifest)}",
+        f"Leave --share-prefix out, or export into another directory:\n  {export_command(directory, manifest)}",
     )
 
 

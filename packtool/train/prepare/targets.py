@@ -112,7 +112,7 @@ def _choice(directory: str, manifest: Manifest, files: ModelFiles, asked: str, s
         changes["expand_turns"] = None  # no export of turns has that loss scale; one of whole rows has
     raise MismatchError(
         f"{directory} {problem}",
-        f"Leave {said} out, or export again:\n  {export_command(directory, manifest, **changes)}",
+        f"Leave {said} out, or export into another directory:\n  {export_command(directory, manifest, **changes)}",
     )
 
 

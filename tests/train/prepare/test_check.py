@@ -109,8 +109,12 @@ def test_the_command_that_mends_it_makes_the_same_cache_with_the_change(tiny: Ti
     assert options["--max-length"] == "256"
     assert options["--model"] == tiny.model
     assert options["--dataset"] == tiny.rows
-    assert options["--output-dir"] == tiny.cache
-    assert words[-1] == "--overwrite"
+    assert options["--output-dir"] == f"{tiny.cache}-2", "nothing is replaced"
+    assert "--overwrite" not in words
+    Path(f"{tiny.cache}-2").mkdir()
+    again = shlex.split(export_command(tiny.cache, Manifest.read(tiny.cache)))
+    Path(f"{tiny.cache}-2").rmdir()
+    assert again[-1] == f"{tiny.cache}-3"
 
 
 def test_the_command_works_from_any_folder(tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
