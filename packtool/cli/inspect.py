@@ -66,7 +66,9 @@ def run_inspect(config: InspectConfig, invocation: Invocation) -> None:
     for name, split in figures["splits"].items():
         show(f"\nsamples of {name} by tokens, up to")
         width = min(shutil.get_terminal_size().columns, 100)
-        show("\n".join(histogram_lines(split["length_histogram"], figures["max_length"], width)))
+        counts = split["length_histogram"]
+        ends = [figures["max_length"] * number / len(counts) for number in range(1, len(counts) + 1)]
+        show("\n".join(histogram_lines(counts, ends, width)))
 
 
 def _leaf_through(config: InspectConfig, as_json: bool) -> None:

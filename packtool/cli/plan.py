@@ -158,11 +158,12 @@ def _media(config: PlanConfig, found: Preview) -> LoadingTimes:
 def _print_histograms(found: Preview) -> None:
     import shutil
 
-    from packtool.report.plan import fill_counts, length_bins
+    from packtool.report.plan import fill_histogram, length_histogram
     from packtool.report.tables import histogram_lines
 
     width = min(shutil.get_terminal_size().columns, 100)
     show("\nsamples by tokens, up to")
-    show("\n".join(histogram_lines(*length_bins(found), width)))
+    lengths, fills = length_histogram(found.plan.packs.whole_lengths), fill_histogram(found.plan.whole_packs, 10)
+    show("\n".join(histogram_lines(lengths.counts, lengths.edges[1:], width)))
     show("\npacks by fill in percent, up to")
-    show("\n".join(histogram_lines(*fill_counts(found), width, rows=10)))
+    show("\n".join(histogram_lines(fills.counts, fills.edges[1:], width, rows=10)))

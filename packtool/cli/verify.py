@@ -12,7 +12,7 @@ from packtool.config.verify import VerifyConfig
 from packtool.errors import EXIT_MISMATCH, EXIT_OK
 from packtool.launch.importing import imported_at_once
 from packtool.launch.launcher import find_place
-from packtool.visible import show_json
+from packtool.visible import show, show_json
 
 if TYPE_CHECKING:
     from packtool.launch.world import World
@@ -27,7 +27,7 @@ def run_verify(config: VerifyConfig, invocation: Invocation) -> None:
     world = find_place(invocation.arguments, ranks, partial(_prepare, config), starts_none=ranks == 1)
     from packtool.report.names import named
     from packtool.report.terminal import TerminalProgress
-    from packtool.report.verify import print_report, verify_json
+    from packtool.report.verify import print_report, verify_json, write_page
 
     with imported_at_once():
         from packtool.train.verify.run import verify
@@ -37,10 +37,14 @@ def run_verify(config: VerifyConfig, invocation: Invocation) -> None:
     if not world.is_first:
         # The first one says what is wrong.
         raise typer.Exit(EXIT_OK if report.passed else EXIT_MISMATCH)
+    if config.html is not None:
+        write_page(report, config.html, invocation.command)
     if invocation.as_json:
         show_json(named(verify_json(report)))
     else:
         print_report(report)
+        if config.html is not None:
+            show(f"written: {config.html}")
     report.raise_if_failed()
 
 

@@ -37,6 +37,7 @@ class VerifyConfig(CacheOptions, AccessOptions, ParallelOptions, SharingOptions)
     )
     samples_per_step: int | None = option(None, "Samples of a step of --trajectory; by default 16.", minimum=1)
     seed: int = option(42, "Seed of the packing.", minimum=0)
+    html: str | None = option(None, "Write the report as a page to this file, also if a check fails.")
 
     @property
     def named_places(self) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Unpack
 
 from packtool.config.evaluate import EvalConfig
@@ -55,7 +56,14 @@ def verify(*, progress: Progress | None = None, **options: Unpack[VerifyKeywords
     """
     from packtool.train.verify.run import verify as verify_caches
 
-    return verify_caches(settings_of(VerifyConfig, options), progress)
+    config = settings_of(VerifyConfig, options)
+    report = verify_caches(config, progress)
+    if config.html is not None:
+        from packtool.report.verify import write_page
+        from packtool.train.prepare.result import option_words
+
+        write_page(report, config.html, shlex.join(["packtool", "verify", *option_words(config)]))
+    return report
 
 
 def evaluate(*, progress: Progress | None = None, **options: Unpack[EvalKeywords]) -> EvalResult:

@@ -183,6 +183,7 @@ class VerifyKeywords(TypedDict, total=False):
     trajectory: int | None
     samples_per_step: int | None
     seed: int | None
+    html: Text | None
 
 
 class EvalKeywords(TypedDict, total=False):

@@ -5,25 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 SIZE = 1000
 """Units that an axis is long, whatever it measures."""
+_LETTER = 36  # units that a letter of a label takes on a narrow phone
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A linear scale.
+    """A linear or logarithmic scale.
 
     Args:
         name: what it measures, and in which unit.
         low, high: values at its ends.
         ticks: (value, label) of numbers along it.
+        is_log: whether it is logarithmic; all values are above 0 then.
     """
 
     name: str
     low: float
     high: float
     ticks: Sequence[tuple[float, str]]
+    is_log: bool = False
 
     @classmethod
     def over(
@@ -48,8 +52,26 @@ class Axis:
         values = round_numbers(low, high, most, whole=whole, cover=cover)
         return cls(name, low, values[-1] if cover else high, list(zip(values, labels(values, suffix), strict=True)))
 
+    @classmethod
+    def logarithmic(cls, name: str, low: float, high: float) -> Axis:
+        """A logarithmic axis with round numbers that do not touch on a phone; it spans at least one power of ten."""
+        powers = [10.0**power for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
+        for factors, every in (((1, 2, 5), 1), ((1, 3), 1), ((1,), 1), ((1,), 2), ((1,), 3)):
+            values = [factor * power for power in powers for factor in factors if low <= factor * power <= high][
+                ::every
+            ]
+            axis = cls(name, low, high, [(value, _label(value, 1, 0)) for value in values], is_log=True)
+            if all(
+                there - here > _LETTER * (len(left + right) / 2 + 1)
+                for (here, left), (there, right) in pairwise(axis.places)
+            ):
+                break
+        return axis
+
     def at(self, value: float) -> float:
         """Units from the axis's beginning to a value."""
+        if self.is_log:
+            return math.log(value / self.low) / math.log(self.high / self.low) * SIZE
         return (value - self.low) / ((self.high - self.low) or 1) * SIZE
 
     @property

@@ -21,6 +21,7 @@ _DRAWN_PACKS = 20
 _DRAWN_STEPS = 300
 _DRAWN_SAMPLES = 40  # of a tree
 _BINS = 48
+_LOG_SPAN = 100  # the longest sample over the shortest, from which on lengths have a logarithmic axis
 _DRAWN_STRETCHES = 60
 
 
@@ -146,22 +147,28 @@ def _times(figures: Mapping[str, Any]) -> str:
     return f"{figures['tokens_of_plain_batches'] / figures['tokens']:.2f}×"
 
 
-def length_bins(found: Preview) -> tuple[list[int], int]:
-    """Samples in equal bins of tokens, and where the last one ends."""
-    lengths = found.plan.packs.whole_lengths
+def length_histogram(lengths: npt.NDArray[np.integer[Any]]) -> Histogram:
+    """Samples by tokens, from their lengths (S,); each bin includes its upper edge.
+
+    Bins are equal, or on a logarithmic axis where lengths span two orders of magnitude.
+    """
     longest = max(int(lengths.max(initial=1)), 1)
-    # Whole tokens: bins of unequal size would look like lengths that are rare.
-    width = -(-longest // _BINS)
-    num_bins = -(-longest // width)
-    counts, _ = np.histogram(lengths - 1, bins=num_bins, range=(0, num_bins * width))
-    return counts.tolist(), num_bins * width
+    shortest = max(int(lengths.min(initial=longest)), 1)
+    if is_log := longest >= _LOG_SPAN * shortest:
+        ends = np.minimum(np.ceil(np.geomspace(shortest, longest, _BINS + 1)[1:]), longest)
+        edges = np.concatenate(([shortest - 0.5], np.unique(ends)))
+    else:
+        # Whole tokens: bins of unequal size would look like lengths that are rare.
+        width = -(-longest // _BINS)
+        edges = np.arange(-(-longest // width) + 1) * width
+    counts, _ = np.histogram(lengths, edges + 0.5)
+    return Histogram(edges.tolist(), counts.tolist(), is_log)
 
 
-def fill_counts(found: Preview) -> tuple[list[int], int]:
-    """Packs in bins of ten percent."""
-    packs = found.plan.whole_packs
-    counts, _ = np.histogram(packs.tokens_per_pack() / packs.capacity * 100, bins=10, range=(0, 100))
-    return counts.tolist(), 100
+def fill_histogram(packs: PackPlan, num_bins: int) -> Histogram:
+    """Packs by the share of their tokens that is filled, in percent."""
+    counts, edges = np.histogram(packs.tokens_per_pack() / packs.capacity * 100, bins=num_bins, range=(0, 100))
+    return Histogram(edges.tolist(), counts.tolist())
 
 
 def page_content(found: Preview, figures: Mapping[str, Any], command: str, title: str) -> PageContent:
@@ -171,8 +178,6 @@ def page_content(found: Preview, figures: Mapping[str, Any], command: str, title
         title: what was planned for.
     """
     packs = found.plan.whole_packs
-    counts, most = length_bins(found)
-    fills, _ = np.histogram(packs.tokens_per_pack() / packs.capacity * 100, bins=50, range=(0, 100))
     drawn = [_branches(packs, *packs.offsets[i : i + 2]) for i in range(min(packs.num_packs, _DRAWN_PACKS))]
     before, after = (_worst_of_each(steps) for steps in found.step_balance())
     padding = figures["padding_of_plain_batches"]
@@ -181,9 +186,9 @@ def page_content(found: Preview, figures: Mapping[str, Any], command: str, title
         headline=_headline(figures),
         parts=sample_parts(figures),
         dropped=_dropped(found),
-        lengths=Histogram(np.linspace(0, most, len(counts) + 1).tolist(), counts),
+        lengths=length_histogram(packs.whole_lengths),
         capacity=packs.capacity,
-        fills=Histogram(np.linspace(0, 100, 51).tolist(), fills.tolist()),
+        fills=fill_histogram(packs, 50),
         packs=drawn,
         plain=PlainFigures(figures["rows_of_plain_batches"], percent(padding), _times(figures), padding > 0.05),
         balance=(before, after) if found.options.world_size > 1 else None,

@@ -49,10 +49,12 @@ class Histogram:
     Args:
         edges: B + 1, rising.
         counts: B.
+        is_log: whether edges are about evenly spaced on a logarithmic axis.
     """
 
     edges: Sequence[float]
     counts: Sequence[int]
+    is_log: bool = False
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,7 @@ def page(content: PageContent) -> str:
         num_cached=total,
         samples=[(_look(i), name, count, percent(count / total)) for i, (name, count) in enumerate(content.parts)],
         share=share_drawing([count for _, count in content.parts]),
-        mixture=[(_look(i), row) for i, row in enumerate(content.mixture.rows)] if content.mixture else [],
+        looks=[_look(i) for i in range(len(content.mixture.rows))] if content.mixture else [],
         shares=shares_chart(content.mixture) if content.mixture else None,
         lengths=histogram(content.lengths, "samples", "tokens of a sample", marks=marks),
         fills=histogram(content.fills, "packs", "share of a pack's tokens that samples fill", suffix="%"),
@@ -195,7 +197,8 @@ def histogram(
     """
     low, high = found.edges[0], found.edges[-1]
     marks = [(place, name) for place, name in marks if low <= place <= low + 1.5 * (high - low)]
-    x = Axis.over(unit, low, max([high, *(place for place, _ in marks)]), 6, suffix=suffix)
+    end = max([high, *(place for place, _ in marks)])
+    x = Axis.logarithmic(unit, low, end) if found.is_log else Axis.over(unit, low, end, 6, suffix=suffix)
     y = Axis.over(what, 0, max(found.counts, default=0) or 1, 4, whole=True, cover=True)
     shapes: list[Box | Path] = []
     for count, (start, stop) in zip(found.counts, pairwise(found.edges), strict=True):

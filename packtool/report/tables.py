@@ -47,21 +47,22 @@ def print_table(title: str, rows: Sequence[Sequence[str]], sides: str = "lr") ->
         show("\n".join(aligned(rows, sides)))
 
 
-def histogram_lines(counts: Sequence[int], max_length: int, width: int, rows: int = 16) -> list[str]:
+def histogram_lines(counts: Sequence[int], ends: Sequence[float], width: int, rows: int = 16) -> list[str]:
     """Bars of how many there are up to each length.
 
     Args:
-        counts: in equal bins up to ``max_length``.
+        counts: of each bin.
+        ends: where each bin ends.
         width: columns of the terminal.
         rows: most bars.
     """
     each = -(-len(counts) // rows)
     grouped = np.add.reduceat(counts, np.arange(0, len(counts), each))
     grouped = grouped[: int(np.flatnonzero(grouped).max(initial=0)) + 1]
-    step, most = max_length / len(counts) * each, int(grouped.max())
-    room = max(width - len(f"{max_length:,}{most:,}") - 4, 10)
+    most = int(grouped.max())
+    room = max(width - len(f"{ends[-1]:,.0f}{most:,}") - 4, 10)
     lines = []
     for i, count in enumerate(grouped.tolist()):
         bar = "█" * max(round(room * count / most), 1) + " " if count else ""
-        lines.append((f"{round(min((i + 1) * step, max_length)):,}", f"{bar}{count:,}"))
+        lines.append((f"{ends[min((i + 1) * each, len(ends)) - 1]:,.0f}", f"{bar}{count:,}"))
     return aligned(lines, "rl")

@@ -6,6 +6,8 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
+from packtool import storage
+from packtool.report.markup import render
 from packtool.report.tables import print_table
 from packtool.visible import show
 
@@ -33,6 +35,9 @@ def verify_json(report: VerifyReport) -> dict[str, Any]:
     return {**dataclasses.asdict(report), "checks": checks, "passed": report.passed}
 
 
+_STEP_HEADS = ("step", "samples", "target tokens", "packs", "loss packed", "loss unpacked", "difference")
+
+
 def _step_row(step: TrainedStep) -> tuple[str, ...]:
     return (
         f"{step.step:,}",
@@ -45,22 +50,64 @@ def _step_row(step: TrainedStep) -> tuple[str, ...]:
     )
 
 
-def print_report(report: VerifyReport) -> None:
-    """Print each check with its largest error and what rounding would explain, on stdout."""
+def _verdict(report: VerifyReport) -> str:
     no = "" if report.passed else "NOT "
-    verdict = f"packed samples are {no}what they are alone"
     if report.trajectory:
-        verdict = f"packed steps train {no}what unpacked steps do"
-        heads = ("step", "samples", "target tokens", "packs", "loss packed", "loss unpacked", "difference")
-        print_table("AdamW, packed and unpacked:", [heads, *map(_step_row, report.trajectory)], "r")
-    show(f"{report.model}: {verdict}")
-    rows = [
+        return f"packed steps train {no}what unpacked steps do"
+    return f"packed samples are {no}what they are alone"
+
+
+def _check_rows(report: VerifyReport) -> list[tuple[str, ...]]:
+    """Each check with its largest error and what rounding would explain."""
+    return [
         (_WHAT[check.name], f"{check.error:.1e}", f"{check.allowed:.1e}", "ok" if check.passed else "FAILED")
         for check in report.checks
     ]
+
+
+def write_page(report: VerifyReport, path: str, command: str) -> None:
+    """Write the report as a page that loads nothing from elsewhere.
+
+    Args:
+        command: that the page says it was made by.
+
+    Raises:
+        StorageError: if it cannot be written.
+    """
+    num_failed = sum(not check.passed for check in report.checks)
+    shared = f"{report.num_shared_tokens:,} of them saved by shared prefixes" if report.num_shared_tokens else ""
+    page = render(
+        "verify.html",
+        title=f"{storage.name(report.model)}: {_verdict(report)}",
+        command=command,
+        cards=[
+            (f"{len(report.checks) - num_failed} of {len(report.checks)}", "checks passed", ""),
+            (f"{report.num_packs:,}", "packs", ""),
+            (f"{report.num_samples:,}", "samples", ""),
+            (f"{report.num_tokens:,}", "tokens", shared),
+        ],
+        checks=[("", "largest error", "allowed", "result"), *_check_rows(report)],
+        failures=[check.sentence() for check in report.checks if not check.passed],
+        steps=[_STEP_HEADS, *map(_step_row, report.trajectory)] if report.trajectory else [],
+        figures=[
+            ("model", storage.masked(report.model)),
+            ("device", report.device),
+            ("precision", report.dtype),
+            ("attention", report.attention),
+            ("time", f"{report.seconds:.1f} s"),
+        ],
+    )
+    storage.publish(path, page.encode())
+
+
+def print_report(report: VerifyReport) -> None:
+    """Print each check with its largest error and what rounding would explain, on stdout."""
+    if report.trajectory:
+        print_table("AdamW, packed and unpacked:", [_STEP_HEADS, *map(_step_row, report.trajectory)], "r")
+    show(f"{report.model}: {_verdict(report)}")
     shared = f", {report.num_shared_tokens:,} of them saved by shared prefixes" if report.num_shared_tokens else ""
     facts = (
         f"{report.num_packs:,} packs, {report.num_samples:,} samples, {report.num_tokens:,} tokens{shared}; on "
         f"{report.device} in {report.dtype}, attention by {report.attention}; {report.seconds:.1f} s"
     )
-    print_table(facts, [("", "largest error", "allowed", ""), *rows], "lrrl")
+    print_table(facts, [("", "largest error", "allowed", ""), *_check_rows(report)], "lrrl")

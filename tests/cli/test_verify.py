@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import Qwen3NextForCausalLM, Qwen3VLConfig
 
+import packtool
 from packtool.attention.choose import KERNELS
 from packtool.attention.varlen import Varlen
 from packtool.cli.main import run
@@ -30,6 +31,29 @@ def test_the_report(tiny: TinyWorld, capsys: pytest.CaptureFixture[str]) -> None
     assert "packed samples are what they are alone" in told
     for word in ("moves no other", "logits", "loss", "gradients", "allowed", "float32", "sdpa", "ok"):
         assert word in told
+
+
+def test_a_page_of_the_report(
+    tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, trained = str(tmp_path / "page.html"), str(tmp_path / "trained.html")
+    assert run(words(tiny, "--html", page)) == EXIT_OK
+    assert f"written: {page}" in capsys.readouterr().out
+    text = Path(page).read_text()
+    for word in ("packed samples are what they are alone", "4 of 4", "largest error", "This page was made by"):
+        assert word in text
+    assert text.count(">ok<") == 4
+    packtool.verify(model=tiny.model, cached_dataset=tiny.cache, trajectory=2, samples_per_step=4, html=trained)
+    text = Path(trained).read_text()
+    assert "packed steps train what unpacked steps do" in text
+    assert text.count('data-name="loss packed"') == 2
+    # A leak is on the page, too.
+    attend = KERNELS["sdpa"].attend
+    leak = lambda q, k, v, varlen, **kwargs: attend(q, k, v, Varlen.of_lengths([len(q)]), **kwargs)  # noqa: E731
+    monkeypatch.setattr(KERNELS["sdpa"], "attend", leak)
+    assert run(words(tiny, "--html", page, "--json")) == EXIT_MISMATCH
+    assert "0 of 4" in Path(page).read_text()
+    assert "packed samples leak: a change of sample 0 (" in Path(page).read_text()
 
 
 def test_one_json_document(tiny: TinyWorld, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,9 @@ import pytest
 from PIL import Image
 
 from packtool.cli.main import run
-from packtool.report.plan_page import page
+from packtool.report.plan import length_histogram
+from packtool.report.plan_page import MixtureFigures, page
+from packtool.report.statistics import source_rows
 from packtool.report.sweep import _COLUMNS, sweep_page
 from tests.report.browser import Browser, find, started
 from tests.report.contents import content, content_with_trees
@@ -33,7 +35,8 @@ LOOK = """(() => {
         height: document.documentElement.scrollHeight,
         drawings: all('svg').map(e => ({kind: e.getAttribute('class'), box: box(e),
             shapes: all('rect, path', e).map(s => s.getBBox()).filter(b => b.width + b.height > 0).length})),
-        boxes: all('body *:not(wbr)').filter(e => !e.closest('svg'))
+        // A phone has no headings of tables.
+        boxes: all('body *:not(wbr)').filter(e => !e.closest('svg, .wide tr:first-child'))
             .map(e => [e.tagName + ' ' + e.textContent, ...box(e)]),
         labels: all('.plot').map(e => all('.x', e).map(box)),
         text: document.body.innerText,
@@ -110,18 +113,31 @@ CONTENTS = {
     "large numbers": content(scale=40_000_000),
     "hundreds of steps": content(steps=300),
     "trees": content_with_trees(),
+    "logarithmic": dataclasses.replace(content(), lengths=length_histogram(np.array([13, *[60] * 900, 700, 200_000]))),
+    "mixture": dataclasses.replace(
+        content(),
+        mixture=MixtureFigures(
+            source_rows({})[0],
+            [("a/long/name", *["1,000,000"] * 7), ("b", *["> 99.99%"] * 7)],
+            [[0.5, 0.5]],
+            "tokens",
+            1,
+            1,
+        ),
+    ),
 }
 
 
 @pytest.mark.parametrize("width", [DESK, PHONE, SMALL_PHONE])
 @pytest.mark.parametrize("name", CONTENTS)
-def test_nothing_sticks_out(name: str, width: int, shown: Callable[..., dict[str, Any]]) -> None:
+def test_nothing_sticks_out(name: str, width: int, browser: Browser, shown: Callable[..., dict[str, Any]]) -> None:
     found = shown(page(CONTENTS[name]), width)
     assert found["width"] <= width
     for words, left, right, wide, _ in found["boxes"]:
         assert left >= -0.5, words
         assert right <= width + 0.5, words
         assert wide > 0, words
+    assert browser.evaluate("[...document.querySelectorAll('.wide')].every(e => e.scrollWidth <= e.clientWidth)")
     for labels in found["labels"]:
         for (_, end, *_), (start, *_) in pairwise(labels):
             assert end < start, "labels of an axis do not touch"
@@ -132,7 +148,12 @@ def test_nothing_sticks_out(name: str, width: int, shown: Callable[..., dict[str
     "words", ["plan --lengths lengths.npy --sweep 2048,16384", "simulate --lengths lengths.npy --steps 1"]
 )
 def test_other_pages_fit(
-    words: str, width: int, planned: Path, monkeypatch: pytest.MonkeyPatch, shown: Callable[..., dict[str, Any]]
+    words: str,
+    width: int,
+    planned: Path,
+    browser: Browser,
+    monkeypatch: pytest.MonkeyPatch,
+    shown: Callable[..., dict[str, Any]],
 ) -> None:
     monkeypatch.chdir(planned.parent)
     path = planned.parent / "other.html"
@@ -142,6 +163,9 @@ def test_other_pages_fit(
     for drawing in found["drawings"]:
         assert drawing["shapes"] >= 2, drawing
     assert "This page was made by" in found["text"]
+    assert browser.evaluate("[...document.querySelectorAll('.wide')].every(e => e.scrollWidth <= e.clientWidth)")
+    cells = browser.evaluate("[...document.querySelectorAll('.wide td')].map(e => e.getBoundingClientRect().right)")
+    assert 0 < max(cells) <= width, "no cell is cut off"
 
 
 def test_light_and_dark(planned: Path, shown: Callable[..., dict[str, Any]]) -> None:

@@ -1,16 +1,20 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from packtool.report.drawing import Box, Drawing, Note
+from packtool.report.plan import length_histogram
 from packtool.report.plan_page import (
     MixtureFigures,
     Stretch,
     balance_chart,
+    histogram,
     num_lines,
     packs_drawing,
     page,
@@ -42,6 +46,27 @@ def test_plain_batches_have_the_same_samples(packs: list[list[int]], each: int) 
         for start in range(0, len(samples), each)
     )
     assert sum(stretch.tokens for stretch in found) == padded
+
+
+@given(st.lists(st.integers(1, 400_000), min_size=1, max_size=80))
+def test_every_length_is_in_its_bin(lengths: list[int]) -> None:
+    found = length_histogram(np.array(lengths))
+    assert found.is_log == (max(lengths) >= 100 * min(lengths))
+    assert len(found.counts) <= 48
+    counted = [
+        sum(low < length <= high for length in lengths) for low, high in itertools.pairwise(map(float, found.edges))
+    ]
+    assert list(found.counts) == counted
+    assert sum(counted) == len(lengths)
+    boxes = [shape for shape in histogram(found, "samples", "tokens").shapes if isinstance(shape, Box)]
+    assert len(boxes) == sum(map(bool, counted))
+    assert all(box.x >= 0 and box.width > 0 and box.x + box.width <= 1000 * (1 + 1e-9) for box in boxes)
+
+
+def test_lengths_of_a_few_orders_of_magnitude_are_told_apart() -> None:
+    lengths = np.random.default_rng(0).lognormal(np.log(60), 0.5, 5000).astype(int) + 1
+    counts = length_histogram(np.append(lengths, 100_000)).counts
+    assert sum(count > 0.02 * len(lengths) for count in counts) >= 8, "not a single bar"
 
 
 def test_packs_are_to_scale() -> None:

@@ -277,8 +277,21 @@ def test_as_a_reader_sees_it(cache: str, browser: Browser, tmp_path: Path) -> No
         lengths = "[...document.querySelectorAll('.entry > :last-child')].map(e => parseInt(e.textContent))"
         found = settled(browser, f"document.querySelectorAll('.entry').length === 25 && {lengths}")
         assert found == sorted(found, reverse=True)
-        browser.evaluate("document.querySelector('.entry').click()")
+        settled(browser, "document.querySelectorAll('.entry .thumb img').length === 25")
+        settled(browser, "document.querySelector('.entry .thumb img').naturalWidth > 0")
+        browser.evaluate("document.querySelectorAll('.entry')[20].click()")
         settled(browser, "document.querySelector('#text img')?.naturalWidth > 0")
+        assert browser.evaluate("document.querySelectorAll('.entry')[20].nextElementSibling.id") == "detail"
+        top = "document.querySelector('#detail').getBoundingClientRect().top"
+        assert 0 <= browser.evaluate(top) < 400, "what was opened is in sight, below its line"
+        browser.evaluate("document.querySelectorAll('.entry')[20].click()")
+        settled(browser, "document.getElementById('detail').hidden")
+        buttons = "[...document.querySelectorAll('#pager button')]"
+        assert browser.evaluate(f"{buttons}.map(e => e.textContent)") == ["Previous", "Next"]
+        browser.evaluate(f"{buttons}[1].click()")
+        settled(browser, "document.getElementById('pager').textContent.includes('page 2 of')")
+        browser.evaluate("document.querySelector('.entry').click()")
+        settled(browser, "!document.getElementById('detail').hidden")
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
         browser.evaluate("document.querySelector('#views [value=dropped]').click()")
         settled(browser, f"{told}.includes('rows were dropped')")
@@ -291,10 +304,16 @@ def test_as_a_reader_sees_it(cache: str, browser: Browser, tmp_path: Path) -> No
         assert browser.evaluate("document.querySelector('h4').textContent").startswith("rank 1, micro-batch 0, pack ")
         browser.evaluate("document.querySelector('.pack button').click()")
         settled(browser, "!document.getElementById('detail').hidden")
+        assert browser.evaluate("document.querySelector('.pack').nextElementSibling.id") == "detail"
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
         assert browser.errors() == []
         assert all(address.startswith("file:") for address in browser.requests())
         assert browser.evaluate("location.hash").startswith("#sample=")
+        last = pages.numbers.tolist()[-1]
+        browser.open("about:blank", width)
+        browser.open((site / "index.html").as_uri() + f"#sample={last}", width)
+        settled(browser, f"document.querySelector('#detail h2')?.textContent === 'Sample {last}'")
+        assert browser.evaluate("document.querySelectorAll('#list > #detail').length") == 1, "on its page of the list"
 
 
 @pytest.mark.parametrize("width", [DESK, PHONE])

@@ -5,7 +5,7 @@ const packtool = (() => {
   const blocks = new Map();
   const find = (id) => document.getElementById(id);
   const state = { view: "samples", page: 0, query: "", searching: 0 };
-  let cache, dropped, entries = [];
+  let cache, dropped, detail, entries = [];
 
   function make(tag, properties = {}, ...children) {
     const element = Object.assign(document.createElement(tag), properties);
@@ -154,10 +154,13 @@ const packtool = (() => {
   const SHOWN = {
     async samples(place) {
       const sample = await inBlock("samples", place);
-      const entry = make("button", { type: "button", className: "entry", onclick: () => open(place) },
+      const entry = make("button", { type: "button", className: "entry", ariaExpanded: "false",
+        onclick: () => entry.ariaExpanded === "true" ? close() : open(place, entry) },
+        make("span", { className: "thumb" }, ...thumbnail(sample)),
         make("b", { textContent: `sample ${sample.number.toLocaleString("en")}` }),
         make("span", { className: "said", textContent: saidBy(sample).replace(/<\|[^|>]*\|>/g, " ").slice(0, 300) }),
         make("span", { textContent: count(sample.tokens, "token") }));
+      entry.dataset.place = place;
       return entry;
     },
     async dropped(row) {
@@ -179,7 +182,7 @@ const packtool = (() => {
         const told = `sample ${number}, ${count(length, "token")}`;
         const at = placeOf(number);
         const part = make("button", { type: "button", className: `c${i % 5}`, title: told, ariaLabel: told, disabled: at < 0,
-          onclick: () => open(at) });
+          onclick: () => open(at, bar) });
         part.style.width = `${100 * length / capacity}%`;
         return part;
       }));
@@ -210,11 +213,14 @@ const packtool = (() => {
     const drawing = ++drawn, start = state.page * ON_A_PAGE, last = Math.max(Math.ceil(entries.length / ON_A_PAGE) - 1, 0);
     const lines = await Promise.all(entries.slice(start, start + ON_A_PAGE).map(SHOWN[state.view]));
     if (drawing !== drawn) return;
+    const line = detail.hidden ? undefined : lines.find((each) => each.dataset.place === detail.dataset.place);
+    if (!line) close();
     find("list").replaceChildren(...lines);
+    if (line) attach(line);
     const turn = (text, page) => make("button", { type: "button", textContent: text, disabled: page < 0 || page > last,
       onclick: () => { state.page = page; show().catch(fail); } });
-    find("pager").replaceChildren(turn("Back", state.page - 1),
-      `page ${(state.page + 1).toLocaleString("en")} of ${(last + 1).toLocaleString("en")}`, turn("On", state.page + 1));
+    find("pager").replaceChildren(turn("Previous", state.page - 1),
+      `page ${(state.page + 1).toLocaleString("en")} of ${(last + 1).toLocaleString("en")}`, turn("Next", state.page + 1));
   }
 
   const SVG = "http://www.w3.org/2000/svg";
@@ -260,6 +266,24 @@ const packtool = (() => {
     return figure;
   }
 
+  // The first picture of a sample, small, for its line in the list.
+  function thumbnail(sample) {
+    const part = sample.parts.find((each) => each.seen);
+    return part ? [make("img", { src: part.seen, alt: "", loading: "lazy", onerror: (event) => event.target.remove() })] : [];
+  }
+
+  // Put the open sample below its line.
+  function attach(line) {
+    line.after(detail);
+    line.ariaExpanded = "true";
+  }
+
+  function close() {
+    if (detail.previousElementSibling?.ariaExpanded) detail.previousElementSibling.ariaExpanded = "false";
+    detail.hidden = true;
+    find("list").after(detail);
+  }
+
   // The text, with what was searched for marked.
   function marked(text) {
     if (!state.query) return [text];
@@ -272,9 +296,9 @@ const packtool = (() => {
     return [...found, text.slice(at)];
   }
 
-  async function open(place) {
+  async function open(place, line) {
     const sample = await inBlock("samples", place);
-    const detail = find("detail");
+    close();
     const facts = [["row", `${sample.source}, row ${sample.row}${sample.part}`], ["channel", sample.channel ?? "none"],
       ["tokens", `${sample.tokens.toLocaleString("en")}, of them ${sample.trained.toLocaleString("en")} trained`]];
     if (cache.packs) {
@@ -295,17 +319,19 @@ const packtool = (() => {
         make("div", {}, make("dt", { textContent: what }), make("dd", { textContent: told })))),
       make("p", { className: "note", textContent: "Coloured text is trained; grey text is not." + (sample.truncated ?
         " What was cut off is not in the cache: a mark with its number of tokens is on the side where it was." : "") }), text);
+    detail.dataset.place = place;
     detail.hidden = false;
+    attach(line);
     history.replaceState(null, "", `#sample=${sample.number}`);
-    detail.scrollIntoView({ block: "start" });
+    line.scrollIntoView({ block: "start" });
   }
 
   function view(name) {
     state.view = name;
     for (const button of find("views").children) button.ariaPressed = String(button.value === name);
     find("filters").replaceChildren(...FILTERS[name]());
-    find("detail").hidden = true;
-    filter().catch(fail);
+    close();
+    return filter().catch(fail);
   }
 
   const fail = (error) => tell(`${error.message}.`);
@@ -313,6 +339,7 @@ const packtool = (() => {
   let typed;
   async function start() {
     cache = await load("cache");
+    detail = find("detail");
     for (const name of ["numbers", "lengths", "channel", "kinds"]) cache[name] = numbers(cache[name]);
     if (cache.packs) {
       cache.packs.places = cache.packs.places.map(numbers);
@@ -325,10 +352,14 @@ const packtool = (() => {
       make("button", { type: "button", value: name, textContent, onclick: () => view(name) })));
     find("filters").onsubmit = (event) => event.preventDefault();
     find("filters").oninput = () => { clearTimeout(typed); typed = setTimeout(() => filter().catch(fail), 200); };
-    view("samples");
+    find("list").className = cache.kinds.some((kinds) => kinds & 3) ? "pictures" : "";
+    await view("samples");
     const asked = /^#sample=(\d+)$/.exec(location.hash);
     const place = asked ? placeOf(Number(asked[1])) : -1;
-    if (place >= 0) await open(place);
+    if (place < 0) return;
+    state.page = Math.floor(entries.indexOf(place) / ON_A_PAGE);
+    await show();
+    await open(place, find("list").querySelector(`[data-place="${place}"]`));
   }
 
   addEventListener("DOMContentLoaded", () => start().catch(fail));

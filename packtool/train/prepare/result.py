@@ -14,6 +14,7 @@ from packtool.cache.evaluation_file import plain_json
 from packtool.config.plan import PlanConfig
 from packtool.config.settings import flag
 from packtool.config.train import TrainConfig
+from packtool.config.verify import VerifyConfig
 from packtool.plan.batch_growth import BatchGrowth, own_steps_line
 from packtool.plan.summary import SkrullFigures
 from packtool.train.prepare.mixtures import named_sources
@@ -96,18 +97,18 @@ def settings_lines(config: TrainConfig) -> Iterator[str]:
     yield f"settings: {shlex.join(option_words(config))}"
 
 
-def options_given(config: TrainConfig | PlanConfig) -> dict[str, Any]:
+def options_given(config: TrainConfig | PlanConfig | VerifyConfig) -> dict[str, Any]:
     """The settings that are not their defaults; caches that a recipe names are not among them."""
     given: dict[str, Any] = {}
     for setting in dataclasses.fields(config):
         value = getattr(config, setting.name)
         default = setting.default_factory() if callable(setting.default_factory) else setting.default
-        if value != default and not (setting.name == "cached_dataset" and config.mix is not None):
+        if value != default and not (setting.name == "cached_dataset" and getattr(config, "mix", None) is not None):
             given[setting.name] = value
     return given
 
 
-def option_words(config: TrainConfig | PlanConfig) -> list[str]:
+def option_words(config: TrainConfig | PlanConfig | VerifyConfig) -> list[str]:
     """The settings that are not their defaults as words of a command line."""
     words: list[str] = []
     has_flag = {setting.name: setting.metadata["flag"] for setting in dataclasses.fields(config)}
