@@ -1,4 +1,4 @@
-"""What to say of an export that dropped every row: the commonest reason, and what mends it."""
+"""Remedies for dropped rows, by reason, and the messages about them: at the end of an export, and if none is left."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from packtool.cache.manifest import Manifest
 from packtool.cache.task import TaskResult
+from packtool.constants import MEDIA_MARKS
 from packtool.errors import DataError
 from packtool.rows.rights import ALLOWED_BY, NOT_ALLOWED
 
-_REMEDIES = {
+REMEDIES = {
     NOT_ALLOWED: f"{ALLOWED_BY[0].upper()}{ALLOWED_BY[1:]}.",
     "media_missing": "The files that the rows name are not where they were looked for: give the folder that their "
     "paths begin in with --media-root.",
@@ -17,8 +18,8 @@ _REMEDIES = {
     "media_unsupported": "Take a model that reads such media, or rows without them.",
     "media_over_limit": "Give a larger --max-length, smaller pictures with --max-pixels, or --media-overflow.",
     "over_max_length": "Give a larger --max-length, or shorten rows with --truncation-strategy.",
-    "no_target_tokens": "Nothing of the rows would be trained: look at --loss-scale, at the roles of the turns, and at "
-    "what --truncation-strategy cut off.",
+    "no_target_tokens": "No token of the rows would be trained. --truncation-strategy right cuts off the answers "
+    "behind long questions: take left, or a larger --max-length. Else check --loss-scale and the roles of the turns.",
     "turns_not_found": "The chat template writes the turns so that they cannot be found again: give another model or "
     "template.",
     "media_unreadable": "The files are there, and are not what the rows say: look at one of them.",
@@ -56,10 +57,43 @@ _REMEDIES = {
     "invalid_tokens": "The columns of such rows are lists of integers, as many of each as there are tokens.",
     "invalid_json": "Is it a .jsonl file, with one JSON object a line?",
     "null_field": "Say which columns hold what with --columns, as in --columns messages=dialog.",
+    "object_marks": "The texts have more or fewer <bbox> and <ref-object> than 'objects' has. If they are plain text, "
+    "add --columns objects= to say so.",
+    "object_image": "Give 'image_id' the number of a picture in the row, from 0 on.",
+    "objects_unsupported": "Take a model whose boxes docs/rows.md describes, or write them into the texts yourself.",
+    "box_outside": "Check 'bbox_type' (real, norm1 or norm1000), and that 'objects' fits the pictures' present sizes.",
+    "invalid_objects": "Write 'objects' as docs/rows.md describes it.",
+    "invalid_media": "Give each medium as a path, a URL, a data URI, base64 text or {bytes, path}.",
+    "invalid_row": "Give the columns values of the types that docs/rows.md describes.",
+    "invalid_tool_call": "Write tool calls as {name, arguments}.",
+    "invalid_csv": "Give each record as many fields as the header has, and quote fields that hold separators.",
+    "empty_text": "Leave out rows without text.",
+    "empty_tokens": "Leave out rows without tokens, or check 'attention_mask'.",
+    "private_characters": "Remove characters of Unicode's planes 15 and 16 from the texts.",
+    "media_budget": "Give a larger --max-media-tokens-per-pack, or smaller pictures with --max-pixels.",
+    **{
+        f"{kind}_marks": f"The texts have more or fewer {mark} marks than the rows have {kind}s. If a column holds "
+        f"them, name it, as in --columns {kind}s=NAME; if {mark} is plain text, add --columns {kind}s= to say so."
+        for kind, mark in MEDIA_MARKS.items()
+    },
 }
-_MARKS = (
-    "The texts have more or fewer marks (<image>, <video>, <audio>) than the rows have media: look at their columns."
-)
+"""What a user can do about each reason in ``dropped.jsonl``, but for ``unexpected``."""
+_MAX_SHARE, _MAX_REMEDIES = 0.25, 3
+
+
+def drop_notes(dropped: Mapping[str, int], num_rows: int | None = None) -> list[str]:
+    """What to print about dropped rows: a warning if they are many, and remedies for the most common reasons.
+
+    Args:
+        dropped: rows by reason.
+        num_rows: rows that were read, None if it is not known.
+    """
+    num_dropped = sum(dropped.values())
+    notes = []
+    if num_rows and num_dropped > _MAX_SHARE * num_rows:
+        notes.append(f"warning: {num_dropped:,} of {num_rows:,} rows ({num_dropped / num_rows:.0%}) were dropped")
+    common = sorted((-count, reason) for reason, count in dropped.items() if reason in REMEDIES)[:_MAX_REMEDIES]
+    return notes + [f"{reason} ({-count:,}): {REMEDIES[reason]}" for count, reason in common]
 
 
 def nothing_left(manifest: Manifest, results: Sequence[TaskResult], where: str) -> DataError:
@@ -86,6 +120,6 @@ def all_dropped(what: str, dropped: Mapping[str, int], firsts: Mapping[str, str]
     common = sorted(dropped.items(), key=lambda item: -item[1])
     told = ", ".join(f"{count:,} {reason}" for reason, count in common)
     reason = common[0][0] if common else ""
-    remedy = _REMEDIES.get(reason, _MARKS if reason.endswith("_marks") else "")
+    remedy = REMEDIES.get(reason, "")
     first = f"\nThe first: {firsts[reason]}" if reason in firsts else ""
     return DataError(f"{what}: {told or 'there were none'}{first}", f"{remedy} {where}".strip())

@@ -17,6 +17,7 @@ from packtool.visible import show_json
 def run_export(config: ExportConfig, invocation: Invocation) -> None:
     """Export and print the summary."""
     from packtool.cache.export import export
+    from packtool.cache.nothing_left import drop_notes
     from packtool.report.names import named
     from packtool.report.statistics import export_json, export_lines
     from packtool.report.tables import print_table
@@ -41,8 +42,10 @@ def run_export(config: ExportConfig, invocation: Invocation) -> None:
         )
     if invocation.as_json:
         show_json(named(export_json(summary)))
-        return
-    print_table(_title(config, summary.already_finished), export_lines(summary))
+    else:
+        print_table(_title(config, summary.already_finished), export_lines(summary))
+    for note in drop_notes(summary.dropped, summary.rows):
+        progress.note(note)
 
 
 class _Terminated(BaseException):

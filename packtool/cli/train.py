@@ -40,6 +40,7 @@ def run_train(config: TrainConfig, invocation: Invocation) -> None:
         even_one=config.deepspeed is not None,
         starts_none=config.dry_run,
     )
+    from packtool.cache.nothing_left import drop_notes
     from packtool.report.statistics import source_rows, train_lines
     from packtool.report.tables import print_table
     from packtool.report.terminal import TerminalProgress
@@ -59,6 +60,8 @@ def run_train(config: TrainConfig, invocation: Invocation) -> None:
     curves = None if config.dry_run else _draw_curves(result.output_dir)
     if note := unforeseen_note(result.dropped or {}, os.path.join(result.output_dir, "dropped-*.jsonl")):
         show(f"packtool: {note}", error=True)
+    for note in drop_notes(result.dropped):
+        show(note, error=True)
     if invocation.as_json:
         from packtool.cache.evaluation_file import plain_json
 

@@ -17,7 +17,8 @@ from packtool.config.mixture import Amount
 from packtool.errors import ConfigError, DataError
 from packtool.rows.file_formats import KNOWN_FORMATS, format_of
 from packtool.rows.forms import check_first_rows
-from packtool.rows.forms.known import RowLayout, detect
+from packtool.rows.forms.known import detect
+from packtool.rows.forms.marks import could_hold_media
 from packtool.rows.json_array import find_elements
 from packtool.rows.lines import CHUNK_BYTES, find_lines
 from packtool.rows.opened import Hashed, close_readers, open_text
@@ -81,8 +82,7 @@ def follow(spec: SourceSpec) -> tuple[Source, Iterator[RowBlock]]:
     source = finder.source
     try:
         first = list(islice(finder.blocks, _FIRST_BLOCKS))
-        if (form := _form(spec, source, first, finder.take_head())) is not None:
-            source = source.read_as(form=form.form, columns=form.columns)
+        source = _with_form(spec, source, first, finder.take_head())
     except BaseException:
         finder.close()
         raise
@@ -108,8 +108,7 @@ def _scan(spec: SourceSpec) -> ScannedSource:
     with closing(finder):
         blocks, source = RowBlocks.of(finder.blocks), finder.source
         digest = finder.digest()
-    if (form := _form(spec, source, blocks, finder.take_head())) is not None:
-        source = source.read_as(form=form.form, columns=form.columns)
+    source = _with_form(spec, source, blocks, finder.take_head())
     return ScannedSource(spec, source, source.size, source.modified, digest, blocks)
 
 
@@ -212,24 +211,27 @@ class _Finder(NamedTuple):
             self.close()
 
 
-def _form(spec: SourceSpec, source: Source, blocks: Iterable[RowBlock], head: bytes) -> RowLayout | None:
-    """The form of the first rows that can be parsed; None if none can.
+def _with_form(spec: SourceSpec, source: Source, blocks: Iterable[RowBlock], head: bytes) -> Source:
+    """The source with what its first rows that can be parsed tell; as it is if none can.
 
     Args:
         head: the text that the file begins with: what lies in it is not read again.
     """
     if source.kind == "txt":
-        return detect([{"text": ""}], (), None, source.label)
+        form = detect([{"text": ""}], (), None, source.label)
+        return source.read_as(form=form.form, columns=form.columns)
     for block in blocks:
         text = head[block.start : block.stop] if block.stop <= len(head) else None
         found = _read_apart(source, block) if text is None else parse_block(source, block, text)
         rows = [row for _, row in found if isinstance(row, dict)]
         if rows:
             form = detect(rows, spec.columns, spec.formatting, source.label)
+            holds_media = any(could_hold_media(row, form.columns) for row in rows)
+            source = source.read_as(form=form.form, columns=form.columns, holds_media=holds_media)
             if text is None or any(part in text for part in _OF_MARKS):
-                check_first_rows(rows, source.read_as(form=form.form, columns=form.columns))
-            return form
-    return None
+                check_first_rows(rows, source)
+            return source
+    return source
 
 
 def _read_apart(source: Source, block: RowBlock) -> list[NumberedRow]:

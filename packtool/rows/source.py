@@ -107,6 +107,7 @@ class Source:
         form: of its rows (``packtool.rows.forms``); None tells it from each row alone.
         columns: (this project's name, the file's name) of columns that are not found by their usual names.
         tags: as in ``SourceSpec``.
+        holds_media: a column of its first rows could hold media; if none could, marks of media in questions are text.
         header: column names of a csv file.
         media_access, max_media_bytes, max_media_failures: what media may be: ``rows.rights``.
         max_row_bytes: as in ``SourceSpec``.
@@ -120,6 +121,7 @@ class Source:
     split: str = TRAIN_SPLIT
     form: str | None = None
     columns: Pairs = ()
+    holds_media: bool = True
     tags: Pairs = ()
     header: tuple[str, ...] = ()
     media_root: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 from collections.abc import Callable
@@ -10,8 +11,13 @@ from typing import Any
 
 import pytest
 
+import packtool
+from packtool.cache.nothing_left import REMEDIES, drop_notes
 from packtool.cache.summary import ExportSummary
+from packtool.cli.main import run
+from packtool.constants import MEDIA_MARKS
 from packtool.errors import DataError
+from packtool.rows.rights import NOT_ALLOWED
 
 Export = Callable[..., ExportSummary]
 
@@ -58,3 +64,45 @@ def test_a_template_that_leaves_turns_out_is_named(run_export: Export, tmp_path:
     file.write_text(json.dumps({"messages": _LEFT}) + "\n")
     with pytest.raises(DataError, match=r"turn_left_out\nThe first: .*turn 0(.|\n)*--chat-template"):
         run_export(dataset=(str(file),), chat_template=str(template))
+
+
+def test_every_reason_has_a_remedy() -> None:
+    """But for what nobody foresaw, which has a note of its own."""
+    places = {"RowProblem": 0, "MediaProblem": 0, "CannotRender": 0, "Dropped": 2}
+    reasons = {NOT_ALLOWED, "no_target_tokens", "invalid_json", "invalid_text", "duplicate_keys"}
+    for path in Path(packtool.__file__).parent.rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            name = getattr(getattr(call, "func", None), "id", "")
+            if name in places and len(args := getattr(call, "args", [])) > places[name]:
+                reason = args[places[name]]
+                if isinstance(reason, ast.Constant):
+                    reasons.add(reason.value)
+                elif isinstance(reason, ast.JoinedStr):  # f"{kind}_marks"
+                    reasons |= {f"{kind}{part.value}" for kind in MEDIA_MARKS for part in reason.values[1:]}  # type: ignore[attr-defined]
+    assert len(reasons) > 40
+    assert reasons - {"unexpected"} <= REMEDIES.keys()
+
+
+def test_notes_about_dropped_rows() -> None:
+    dropped = {"media_missing": 2, "unexpected": 9, "over_max_length": 3, "image_marks": 4, "role_order": 1}
+    warning, *remedies = drop_notes(dropped, 70)
+    assert warning == "warning: 19 of 70 rows (27%) were dropped"
+    names = [note.partition(":")[0] for note in remedies]
+    assert names == ["image_marks (4)", "over_max_length (3)", "media_missing (2)"]
+    assert "--columns images=" in remedies[0]
+    assert drop_notes(dropped, 76) == drop_notes(dropped) == remedies
+    assert drop_notes({}, 5) == []
+
+
+@pytest.mark.parametrize("as_json", [[], ["--json"]])
+def test_an_export_prints_remedies(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], as_json: list[str]
+) -> None:
+    lost = {"messages": [{"role": "user", "content": "<image>?"}, _LEFT[2]], "images": []}
+    kept = {"messages": [_ASKS, _LEFT[2]]}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (kept, lost)))
+    words = ["--model", str(model), "--dataset", str(tmp_path / "rows.jsonl"), "--max-length", "200"]
+    assert run(["export", *words, "--output-dir", str(tmp_path / "cache"), "--dry-run", *as_json]) == 0
+    printed = capsys.readouterr().err
+    assert "warning: 1 of 2 rows (50%) were dropped\nimage_marks (1): " in printed
+    assert "--columns images= to say so" in printed

@@ -280,10 +280,15 @@ def test_a_pipe_is_no_file(encoder: Encoder, tmp_path: Path) -> None:
 
 
 def test_marks_of_media_that_the_model_reads(small_model: Any, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_bytes(GOOD.replace(b'"q"', b'"<image> or <audio>?"'))
-    (text,) = encoded(encoder_for(small_model(CHATML, CONTROL)), tmp_path / "rows.jsonl")
-    assert isinstance(text, list)
-    (seen,) = encoded(encoder_for(small_model(CHATML, CONTROL, QWEN_CONFIG)), tmp_path / "rows.jsonl")
-    assert isinstance(seen, Dropped)
-    assert seen.reason == "image_marks"
-    assert "--columns images=" in seen.detail
+    asked = json.loads(GOOD.replace(b'"q"', b'"<image> or <audio>?"'))
+    (tmp_path / "rows.jsonl").write_text(json.dumps(asked))
+    model = small_model(CHATML, CONTROL, QWEN_CONFIG)
+    (kept,) = encoded(encoder_for(model), tmp_path / "rows.jsonl")
+    assert isinstance(kept, list)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(asked) + "\n" + json.dumps({**asked, "file": None}))
+    for seen in encoded(encoder_for(model), tmp_path / "rows.jsonl"):
+        assert isinstance(seen, Dropped)
+        assert seen.reason == "image_marks"
+        assert "--columns images=" in seen.detail
+    text = encoded(encoder_for(small_model(CHATML, CONTROL)), tmp_path / "rows.jsonl")
+    assert all(isinstance(row, list) for row in text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from packtool.errors import DataError
 from packtool.rows.forms import RowProblem, to_sample
-from packtool.rows.forms.marks import likely_column
+from packtool.rows.forms.marks import could_hold_media, likely_column
 from packtool.rows.scan import follow, scan
 from packtool.rows.source import Source, SourceSpec
 
@@ -83,4 +84,46 @@ def test_a_column_of_another_name_is_told_for_the_file(tmp_path: Path, look: Any
 def test_likely_columns() -> None:
     assert likely_column({"img": "", "file": "a.webp", "photo_id": 3}, "image") == "file"
     assert likely_column({"photo_id": 3, "messages": ["a.png"], "images": "b.png"}, "image") == "photo_id"
-    assert likely_column({"id": 3, "notes": "text"}, "image") == ""
+    assert likely_column({"id": 3, "notes": "text", "topic": "art", "profile": "x", "configured": 1}, "image") == ""
+
+
+TEXT_COLUMNS: list[dict[str, Any]] = [
+    {},
+    {"id": "17", "source": "forum/html", "topic": "a/b", "configured": True, "invoice": None, "score": 0.5},
+    {"notes": "see a.html and /etc", "tags": ["x/y", "z"], "extra": {"lang": "en"}, "channel": "a/b"},
+    {"system": "You know <image>.", "tools": [{"type": "function", "function": {"name": "f"}}]},
+]
+NAMES = ("images", "Image", "image_id", "img", "photoUrl", "file_name", "mediaRef", "picture2", "myimage")
+VALUES: tuple[Any, ...] = ("/data/1", "https://h/1", "s3://b/1", "./1", "C:\\1", "data:;base64,AA", "1.JPG", "A" * 2000)
+VALUES += ({"y": "/data/1"}, ["a", "b.mp4"], [{"y": ["~/1"]}])
+MEDIA_COLUMNS: list[dict[str, Any]] = [
+    *({name: None} for name in NAMES),
+    *({"x": value} for value in VALUES),
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "1"}}]}]},
+    {"messages": '[{"role": "user", "content": [{"type": "image"}]}]'},
+]
+
+
+@pytest.mark.parametrize("look", [lambda spec: scan(spec).source, lambda spec: follow(spec)[0]], ids=["scan", "follow"])
+@pytest.mark.parametrize("columns", [*TEXT_COLUMNS, *MEDIA_COLUMNS], ids=str)
+def test_a_mark_is_text_where_no_column_of_the_file_could_hold_media(
+    tmp_path: Path, columns: dict[str, Any], look: Any
+) -> None:
+    """By the names and values of the file's first rows, and of the row itself."""
+    path, asked = tmp_path / "rows.jsonl", "image" if columns in MEDIA_COLUMNS else ""
+    path.write_text("".join(json.dumps(row) + "\n" for row in ({**talk(), **columns}, talk("<image>q"))))
+    source = look(SourceSpec(str(path)))
+    assert source.holds_media is bool(asked)
+    assert to_sample(talk("<image>q"), source, 1).lone_mark == asked
+    path.write_text(json.dumps(talk()) + "\n")
+    source = look(SourceSpec(str(path)))
+    assert not source.holds_media
+    if asked and columns.keys() <= {"x"}:  # and the row alone has such a column
+        with suppress(RowProblem):
+            assert to_sample(talk("<image>q", **columns), source, 1).lone_mark == asked
+
+
+def test_bytes_and_columns_that_the_user_named_could_hold_media() -> None:
+    assert could_hold_media({"x": {"y": b"1"}})
+    assert could_hold_media({"x": "1"}, (("images", "x"),))
+    assert not could_hold_media({"x": "1"}, (("messages", "x"), ("images", "")))

@@ -53,7 +53,7 @@ def to_sample(row: Mapping[str, Any], source: Source, number: int) -> Sample:
     responses = () if is_text else responses_of(fields, turns, source)
     media = media_of(fields, found)
     turns, num_added = with_marks(turns, media)
-    asked = lone_mark(turns, media, fields, is_text)
+    asked = lone_mark(turns, media, fields, is_text=is_text, holds_media=source.holds_media)
     said = [*turns, *(turn for response in responses for turn in response.turns)]
     objects = objects_of(fields, said, len(media["image"]))
     return Sample(

@@ -5,14 +5,16 @@ text: ``<video>`` is an HTML tag that people ask about. A lost picture must not 
 
 - a row that has a column for such media, with nothing in it, is left out;
 - so is one whose picture lies under a name that packtool does not know (``image_path``);
-- where no column could hold a medium, marks in answers, in tools' results and in texts for pretraining are text. One in
-  a question is text for a model that reads no such media, and for all others the row is left out;
+- where the row has no column for it, marks in answers, in tools' results and in texts for pretraining are text. One in
+  a question is text if no column of the row or of the file's first rows could hold media (``could_hold_media``), or if
+  the model reads no such media; else the row is left out;
 - ``--columns images=`` (or ``videos=``, ``audios=``) says that there are none: then all these marks are text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from packtool.constants import MEDIA_MARKS
@@ -21,6 +23,7 @@ from packtool.rows.forms.columns import NAMES, Fields
 from packtool.rows.forms.media import MEDIA_KINDS
 from packtool.rows.forms.problem import RowProblem
 from packtool.rows.sample import MediaRef, Turn
+from packtool.rows.source import Pairs
 
 _KNOWN = frozenset(column for columns in NAMES.values() for column in columns)
 _WORDS = {
@@ -33,6 +36,15 @@ _SUFFIXES = {
     "video": (".mp4", ".mkv", ".mov", ".avi", ".webm"),
     "audio": (".wav", ".mp3", ".flac", ".ogg", ".m4a"),
 }
+
+
+_MEDIA_COLUMNS = frozenset(column for kind in MEDIA_MARKS for column in NAMES[f"{kind}s"])
+_MEDIA_WORDS = (*(word for words in _WORDS.values() for word in words), "media", "file", "path", "frames")
+_MEDIA_SUFFIXES = tuple(suffix for suffixes in _SUFFIXES.values() for suffix in suffixes)
+_PATH = re.compile(r"[a-z][a-z0-9+.-]*://\S+|data:\S+|(~|\.{1,2})?/\S+|[A-Za-z]:\\\S+")
+_CAMEL_CASE = re.compile("(?<=[a-z])(?=[A-Z])")
+_MIN_ENCODED = 1024
+"""Characters from which on a text without blanks may be a file in base64."""
 
 
 class LoneMark(RowProblem):
@@ -79,8 +91,68 @@ def with_marks(turns: list[Turn], media: Mapping[str, Sequence[MediaRef]]) -> tu
     return [*turns[:first], marked, *turns[first + 1 :]], added.count("<")
 
 
-def lone_mark(turns: Sequence[Turn], media: Mapping[str, Sequence[MediaRef]], fields: Fields, is_text: bool) -> str:
+def could_hold_media(row: Mapping[str, Any], columns: Pairs = ()) -> bool:
+    """Whether a column of a row could hold media, by its name, or by values that look like paths, URLs or bytes.
+
+    Args:
+        columns: (this project's name, the file's name) of columns that the user named.
+    """
+    named = {column for name, column in columns if name[:-1] in MEDIA_MARKS}
+    return any(_could_hold(key, value, named) for key, value in row.items() if isinstance(key, str))
+
+
+def _could_hold(key: str, value: Any, named: Container[str]) -> bool:
+    name = key.lower()
+    if key in named or name in _MEDIA_COLUMNS:
+        return True
+    if name in _KNOWN:
+        return _has_parts(value)
+    return _is_named(key, _MEDIA_WORDS) or _looks_like_media(value)
+
+
+def _is_named(key: str, words: Sequence[str]) -> bool:
+    """Whether a word of a column's name begins with one of some ("topic" has no "pic"), or a kind of media is in it."""
+    spaced = _CAMEL_CASE.sub("_", key).lower()
+    kinds = [kind for kind in MEDIA_KINDS if kind in words]
+    return any(kind in spaced for kind in kinds) or any(
+        part.startswith(tuple(words)) for part in re.split("[^a-z]+", spaced)
+    )
+
+
+def _has_parts(value: Any) -> bool:
+    """Whether messages, or their JSON, have parts that are not text."""
+    if isinstance(value, str):
+        return value.lstrip().startswith("[") and any(f'"{kind}' in value for kind in MEDIA_MARKS)
+    messages = value if isinstance(value, (list, tuple)) else ()
+    contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
+    parts = [part for content in contents if isinstance(content, (list, tuple)) for part in content]
+    return any(isinstance(part, Mapping) and part.get("type") != "text" for part in parts)
+
+
+def _looks_like_media(value: Any, depth: int = 3) -> bool:
+    if isinstance(value, (bytes, bytearray)):
+        return True
+    if isinstance(value, str):
+        is_encoded = len(value) >= _MIN_ENCODED and not any(map(str.isspace, value[:_MIN_ENCODED]))
+        return is_encoded or _PATH.fullmatch(value) is not None or value[-8:].lower().endswith(_MEDIA_SUFFIXES)
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return depth > 0 and isinstance(value, (list, tuple)) and any(_looks_like_media(v, depth - 1) for v in value[:8])
+
+
+def lone_mark(
+    turns: Sequence[Turn],
+    media: Mapping[str, Sequence[MediaRef]],
+    fields: Fields,
+    *,
+    is_text: bool,
+    holds_media: bool = True,
+) -> str:
     """The kind of a mark without a medium that a model with such media must not be trained on; "" if there is none.
+
+    Args:
+        is_text: the row is a text for pretraining.
+        holds_media: a column of the row's file could hold media.
 
     Raises:
         LoneMark: if the row had a place for the medium, so that no model should be trained on it.
@@ -100,7 +172,8 @@ def lone_mark(turns: Sequence[Turn], media: Mapping[str, Sequence[MediaRef]], fi
             continue
         if column := likely_column(fields.row, kind):
             raise LoneMark(kind, column, _asked(kind) + _remedy(fields.row, kind))
-        asked = asked or kind
+        if holds_media or could_hold_media(fields.row):
+            asked = asked or kind
     return asked
 
 
@@ -112,7 +185,7 @@ def lone_mark_detail(kind: str) -> str:
 def likely_column(row: Mapping[str, Any], kind: str) -> str:
     """A column of no known name that may hold media of a kind, by its own name or by what it names; "" for none."""
     unknown = [key for key, value in row.items() if isinstance(key, str) and key.lower() not in _KNOWN and value]
-    by_name = [key for key in unknown if any(word in key.lower() for word in _WORDS[kind])]
+    by_name = [key for key in unknown if _is_named(key, _WORDS[kind])]
     by_value = [key for key in unknown if _names_a_file(row[key], _SUFFIXES[kind])]
     return next((key for key in by_name if key in by_value), next(iter([*by_value, *by_name]), ""))
 

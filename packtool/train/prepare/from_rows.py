@@ -18,6 +18,7 @@ from packtool.cache.files import locked
 from packtool.cache.identity import identity_of
 from packtool.cache.local import LocalCopies
 from packtool.cache.manifest import PATH_SETTINGS
+from packtool.cache.nothing_left import drop_notes
 from packtool.config.export import ExportConfig
 from packtool.config.rows import AccessOptions, RowOptions
 from packtool.config.train import TrainConfig
@@ -64,6 +65,8 @@ def _cache_of(config: TrainConfig, asked: ExportConfig, files: ModelFiles, progr
     os.makedirs(root, exist_ok=True)
     with locked(directory + ".lock"):
         summary = export(dataclasses.replace(asked, output_dir=directory), progress)
+    for note in drop_notes(summary.dropped, summary.rows):
+        progress.note(note)
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(summary.dropped.items(), key=_commonest))
     dropped = f"{sum(summary.dropped.values()):,} dropped" + (f": {reasons}" if reasons else "")
     found = "found" if summary.already_finished else "made"
