@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-FAULTS = ("500 InternalError", "drop request", "503 SlowDown", "drop answer", "lose answer", "stall")
+FAULTS = ("500 InternalError", "drop request", "503 SlowDown", "drop answer", "lose answer", "stall", "short answer")
 KEYS = {"AWS_ACCESS_KEY_ID": "test-key-id", "AWS_SECRET_ACCESS_KEY": "test-secret-key"}
 ENVIRONMENT = {**KEYS, "AWS_REGION": "us-east-1"}
 
@@ -69,7 +69,8 @@ class Proxy:
         port: of the server.
         share: of the requests that go wrong.
         faults: what may happen to them, in turn: an HTTP status with S3's word for it, a connection that is closed in
-            the middle of the request or of the answer or before the answer, one that falls silent, or a changed byte.
+            the middle of the request or of the answer or before the answer, one that falls silent, a changed byte, or a
+            body that was cut, with a length to match.
         once: (pattern of a request line, fault) that befalls the first such request.
         stall_s: how long a stalled connection stays silent before it is closed.
     """
@@ -144,6 +145,8 @@ class Proxy:
             writer.write(answer[: len(answer) * 3 // 4])
             await writer.drain()
             return False
+        if fault == "short answer":
+            answer = _shortened(answer)
         writer.write(answer[:-1] + bytes([answer[-1] ^ 1]) if fault == "change byte" else answer)
         await writer.drain()
         return False  # the server closes after each answer, and says so
@@ -174,6 +177,13 @@ class Proxy:
         answer = await reader.read()
         writer.close()
         return answer
+
+
+def _shortened(answer: bytes) -> bytes:
+    head, end, body = answer.partition(b"\r\n\r\n")
+    body = body[: len(body) * 3 // 4]
+    length = rb"\g<1>%d" % len(body)
+    return (re.sub(rb"(?i)(\r\ncontent-length: )\d+", length, head) if body else head) + end + body
 
 
 def _path_style(head: bytes) -> bytes:

@@ -144,7 +144,7 @@ def _told(ref: MediaRef, error: RemoteError) -> PacktoolError | MediaProblem:
             if ref.rights.max_failures == 1:
                 return error
             return StoreDownError(
-                f"{place}: {count} media in a row could not be had; the last: {error.message}",
+                f"{storage.origin(ref.path)}: {count} media in a row could not be had; the last: {error.message}",
                 f"{error.remedy or 'Look at the store.'} --max-media-failures 0 drops such rows without end.",
             )
     else:

@@ -49,7 +49,7 @@ class MediaRights:
         if place:
             if self.places is None or place in self.places or place.partition("//")[0] in self.places:
                 return None
-            return f"{place} is no store that the command line names: --media-access any allows it"
+            return f"{storage.origin(path)} is no store that the command line names: --media-access any allows it"
         if self.roots is None:
             return None
         real = os.path.realpath(storage.normalize(path))

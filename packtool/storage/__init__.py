@@ -25,7 +25,18 @@ from packtool.storage.health import failed, forget_failures, retries_for, worked
 from packtool.storage.local import LocalStore, final_name
 from packtool.storage.options import StorageOptions, set_options
 from packtool.storage.options import options as options
-from packtool.storage.paths import absolute, is_remote, join, masked, name, normalize, parent, scheme_of, scrubbed
+from packtool.storage.paths import (
+    absolute,
+    is_remote,
+    join,
+    masked,
+    name,
+    normalize,
+    origin,
+    parent,
+    scheme_of,
+    scrubbed,
+)
 from packtool.storage.store import Bounds, FileState, LedElsewhere, Store, TooLarge
 
 __all__ = [
@@ -56,6 +67,7 @@ __all__ = [
     "normalize",
     "open_read",
     "options",
+    "origin",
     "parent",
     "place",
     "publish",
@@ -173,7 +185,7 @@ def stat(path: str) -> FileState:
 def place(path: str) -> str:
     """The store of a remote path: ``s3://bucket``, ``http://host`` or ``http://host:port``; "" for this machine.
 
-    Two addresses of one web server have the same, whether by http or https.
+    Two addresses of one web server have the same, whether by http or https: messages name the ``origin``.
 
     Raises:
         StorageError: if the path is nothing that can be reached.

@@ -15,8 +15,8 @@ from typing import Any, BinaryIO, NoReturn, cast
 from packtool.errors import RemoteError, StorageError
 from packtool.storage.faults import HttpStatus, is_missing
 from packtool.storage.options import options
-from packtool.storage.paths import masked
-from packtool.storage.remote import Range, answer, open_ranges, patiently
+from packtool.storage.paths import masked, origin
+from packtool.storage.remote import Range, answer, check_complete, open_ranges, patiently
 from packtool.storage.store import Bounds, FileState, LedElsewhere, TooLarge
 
 _IN_MEMORY = 16 * 2**20
@@ -89,7 +89,7 @@ class _PublicNames:
         found = await self._names.resolve(host, *settings, **more)
         private = [one["host"] for one in found if not ipaddress.ip_address(one["host"].partition("%")[0]).is_global]
         if private and host != "localhost":
-            raise LedElsewhere(f"http://{host}: the name leads to {private[0]}, an address of a private network")
+            raise LedElsewhere(f"{host}: the name leads to {private[0]}, an address of a private network")
         return found
 
     async def close(self) -> None:
@@ -131,7 +131,7 @@ async def _on_redirect(session: Any, context: Any, asked: Any) -> None:
     target = asked.url.join(yarl.URL(asked.response.headers.get("Location", ""), encoded=True))
     if _place(target) not in bounds.places:
         asked.response.close()
-        raise LedElsewhere(f"{masked(str(asked.url))}: redirects to another server, {_place(target)}")
+        raise LedElsewhere(f"{masked(str(asked.url))}: redirects to another server, {origin(str(target))}")
 
 
 class _NoRanges(StorageError):
@@ -180,7 +180,9 @@ class HttpStore:
                     size = _size(response)
                     if response.status != 206 or size is None:
                         raise _NoRanges(f"{masked(path)}: the server sends whole files only")
-                    return Range(await _body(path, response, stop - begin), size, _tag(response))
+                    data = await _body(path, response, stop - begin)
+                    check_complete(data, begin, response.headers.get("Content-Range", ""))
+                    return Range(data, size, _tag(response))
 
             return await patiently(once, stop - begin, bounds.retries if bounds else None)
 

@@ -110,6 +110,12 @@ def name(path: str) -> str:
     return _without_query(normalize(path)).rstrip("/").rpartition("/")[2]
 
 
+def origin(path: str) -> str:
+    """Scheme and server or bucket of a URL, for messages: ``https://host:8443``, ``s3://bucket``."""
+    scheme, _, rest = masked(normalize(path)).partition("://")
+    return f"{scheme}://{re.split(r'[/?#]', rest, maxsplit=1)[0]}"
+
+
 def _without_query(url: str) -> str:
     return re.split(r"[?#]", url, maxsplit=1)[0] if url.startswith("http") else url
 

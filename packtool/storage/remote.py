@@ -6,6 +6,7 @@ import asyncio
 import io
 import os
 import random
+import re
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from concurrent.futures import wait as futures_wait
@@ -92,6 +93,20 @@ class Range:
     data: bytes
     size: int
     tag: str
+
+
+def check_complete(data: bytes, begin: int, content_range: str) -> None:
+    """Compare an answer's body with its ``Content-Range``: proxies may cut it and set a length to match.
+
+    Args:
+        begin: first byte that was requested.
+
+    Raises:
+        ConnectionError: which counts as passing.
+    """
+    found = re.match(r"bytes (\d+)-(\d+)/", content_range)
+    if found and (int(found[1]), int(found[2]) + 1) != (begin, begin + len(data)):
+        raise ConnectionError(f"the server sent {len(data):,} bytes and announced {content_range}")
 
 
 class RemoteReader(io.RawIOBase):

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from packtool.errors import RemoteError, StorageError
 from packtool.storage.faults import code_of, is_missing, status_of
 from packtool.storage.options import StorageOptions, options
-from packtool.storage.remote import Range, answer, open_ranges, patiently
+from packtool.storage.remote import Range, answer, check_complete, open_ranges, patiently
 from packtool.storage.store import Bounds, FileState
 from packtool.storage.upload import S3Writer
 
@@ -169,22 +169,25 @@ class S3Store:
         bucket, key = split(path)
 
         async def fetch(begin: int, stop: int) -> Range:
-            async def once() -> Range:
-                try:
-                    wanted = f"bytes={begin}-{stop - 1}"
-                    found = await self.request_once("get_object", Bucket=bucket, Key=key, Range=wanted)
-                except Exception as error:
-                    if begin == 0 and (code_of(error) == "InvalidRange" or status_of(error) == 416):
-                        return Range(b"", 0, "")  # an empty object has no first byte
-                    raise
-                async with found["Body"] as body:
-                    data = await body.read()
-                size = int(found.get("ContentRange", "").rpartition("/")[2] or found["ContentLength"])
-                return Range(data, size, _tag(found))
-
-            return await patiently(once, stop - begin, bounds.retries if bounds else None)
+            retries = bounds.retries if bounds else None
+            return await patiently(lambda: self._range(bucket, key, begin, stop), stop - begin, retries)
 
         return open_ranges(path, fetch, first_block)
+
+    async def _range(self, bucket: str, key: str, begin: int, stop: int) -> Range:
+        """Bytes [begin, stop) of an object, fewer at its end, by one request."""
+        try:
+            wanted = f"bytes={begin}-{stop - 1}"
+            found = await self.request_once("get_object", Bucket=bucket, Key=key, Range=wanted)
+        except Exception as error:
+            if begin == 0 and (code_of(error) == "InvalidRange" or status_of(error) == 416):
+                return Range(b"", 0, "")  # an empty object has no first byte
+            raise
+        async with found["Body"] as body:
+            data = await body.read()
+        content_range = found.get("ContentRange", "")
+        check_complete(data, begin, content_range)
+        return Range(data, int(content_range.rpartition("/")[2] or found["ContentLength"]), _tag(found))
 
     def entries(self, path: str) -> dict[str, FileState | None]:
         """Names in a directory, sorted, with None for directories."""
@@ -239,28 +242,24 @@ class S3Store:
             await self.request("put_object", len(data), **place, Body=data, IfNoneMatch="*")
         except Exception as error:
             if code_of(error) in _THERE:
-                return await self._holds(place, data)
+                return await self._holds(bucket, key, data)
             if code_of(error) != "NotImplemented" and status_of(error) != 501:
                 raise
             # A server without conditional writes: the next best.
             if await self._find(bucket, key) is not None:
-                return await self._holds(place, data)
+                return await self._holds(bucket, key, data)
             await self.request("put_object", len(data), **place, Body=data)
         # A server may have ignored the condition, and another process written behind this one.
-        return await self._holds(place, data)
+        return await self._holds(bucket, key, data)
 
-    async def _holds(self, place: dict[str, str], data: bytes) -> bool:
-        async def once() -> bool:
-            try:
-                found = await self.request_once("get_object", **place)
-            except Exception as error:
-                if is_missing(error):
-                    return False  # gone again
-                raise
-            async with found["Body"] as body:
-                return bool(await body.read() == data)
-
-        return await patiently(once, len(data))
+    async def _holds(self, bucket: str, key: str, data: bytes) -> bool:
+        try:
+            found = await patiently(lambda: self._range(bucket, key, 0, len(data) + 1), len(data))
+        except Exception as error:
+            if is_missing(error):
+                return False  # gone again
+            raise
+        return found.data == data
 
     def writer(self, path: str) -> S3Writer:
         """Begin an object that is uploaded while it is written."""

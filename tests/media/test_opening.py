@@ -315,3 +315,9 @@ def test_names_of_stores() -> None:
     assert storage.place("s3a://bucket/a/b") == "s3://bucket"
     assert storage.place("/a/b") == storage.place("file:///a") == ""
     assert json.dumps(Source("s3://b/r.jsonl", media_root="/m").media_rights.roots) == '["/m"]'
+
+
+@pytest.mark.parametrize("scheme", ["http", "https", "s3"])
+def test_a_refusal_names_the_scheme_of_the_row(scheme: str) -> None:
+    with pytest.raises(MediaProblem, match=f": {scheme}://place is no store that the command line names"):
+        measure_image(MediaRef(f"{scheme}://place/a.png", rights=MediaRights(places=frozenset())))

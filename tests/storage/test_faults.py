@@ -56,10 +56,22 @@ def test_everything_completes_and_bytes_are_equal(bucket: str, s3_server: S3Serv
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_cannot_be_repaired_is_told_within_the_bound(bucket: str, through_proxy: Through, fault: str) -> None:
+    storage.publish(f"{bucket}/x", bytes(100))
     proxy = through_proxy(retries=2, timeout=1.0, share=1.0, faults=(fault,))
     with pytest.raises(StorageError, match="opening failed: given up after 3 tries"):
         storage.read_bytes(f"{bucket}/x")
     assert 3 <= proxy.counts["requests"] <= 6  # aiohttp asks again by itself when a connection it kept turns out closed
+
+
+def test_cut_bodies_are_requested_again_and_never_taken_for_another_file(bucket: str, through_proxy: Through) -> None:
+    proxy = through_proxy(retries=2, once=[("GET .*claim", "short answer")])
+    assert storage.publish_new(f"{bucket}/claim", b"who this is")
+    assert not storage.publish_new(f"{bucket}/claim", b"who that is")
+    assert proxy.counts["short answer"] == 1
+    storage.publish(f"{bucket}/rows", bytes(1000))
+    through_proxy(retries=2, share=1.0, faults=("short answer",))
+    with pytest.raises(StorageError, match=r"given up after 3 tries: the server sent 750 bytes and announced .*/1000"):
+        storage.read_bytes(f"{bucket}/rows")
 
 
 def test_every_operation_is_told(bucket: str, through_proxy: Through) -> None:

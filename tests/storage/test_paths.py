@@ -9,7 +9,7 @@ import pytest
 
 from packtool import storage
 from packtool.errors import ConfigError, StorageError
-from packtool.storage.paths import scrubbed
+from packtool.storage.paths import origin, scrubbed
 
 
 @pytest.mark.parametrize(
@@ -99,6 +99,19 @@ def test_parents_and_names(path: str, parent: str, name: str) -> None:
 )
 def test_paths_are_shown_without_secrets(path: str, shown: str) -> None:
     assert storage.masked(path) == shown
+
+
+@pytest.mark.parametrize(
+    ("path", "shown"),
+    [
+        ("https://host/a/b?signature=1", "https://host"),
+        ("https://user:password@host:8443?x", "https://***@host:8443"),
+        ("http:/host/a", "http://host"),
+        ("s3://bucket/a/b", "s3://bucket"),
+    ],
+)
+def test_origins_keep_their_scheme(path: str, shown: str) -> None:
+    assert origin(path) == shown
 
 
 def test_messages_are_shown_without_secrets() -> None:
