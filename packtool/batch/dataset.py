@@ -20,6 +20,7 @@ from packtool.batch.spec import InputSpec
 from packtool.batch.worker import RESUME, deaths_told
 from packtool.cache.shard import num_targets
 from packtool.encode.encoded import EncodedSample
+from packtool.encode.prefix_hashes import changed_files
 from packtool.errors import MediaError, PacktoolError
 from packtool.launch.worker import begin_worker
 
@@ -73,6 +74,7 @@ class MicroBatches(Dataset["Batch | PacktoolError"]):
     def _batch(self, samples: Sequence[EncodedSample], wanted: MicroBatch, towers: frozenset[Tower]) -> Batch:
         size = next(iter(self.cuts), 1) if wanted.shared_by is None else wanted.shared_by
         if size > 1:
+            check_unchanged(samples, self.spec)
             places = None if wanted.places is None else list(wanted.places)
             return collate_shard(samples, self.spec, self.cuts[size], places, towers, multiple_of=self.multiple_of)
         collate = partial(self._collate, towers=towers)
@@ -129,6 +131,7 @@ def _collated(
     skip_bad_media: bool,
 ) -> Batch:
     try:
+        check_unchanged(samples, spec)
         return collate(samples, spec)
     except MediaError:
         if not skip_bad_media:
@@ -136,11 +139,29 @@ def _collated(
     good, skipped = [], []
     for sample, number in zip(samples, numbers, strict=True):
         try:
+            check_unchanged([sample], spec)
             load_media([sample], spec)
             good.append(sample)
         except MediaError as error:
             skipped.append(SkippedSample(sample.source, sample.row, error.message, num_targets(sample), number))
     return dataclasses.replace(collate(good, spec), skipped=tuple(skipped))
+
+
+def check_unchanged(samples: Sequence[EncodedSample], spec: InputSpec) -> None:
+    """Compare media in files with the hashes that the export kept. Price: four short reads of a file.
+
+    Raises:
+        MediaError: if one was replaced.
+    """
+    for sample in samples:
+        files = changed_files(sample, spec.media_tokens, sample.prefix_hashes) if sample.prefix_hashes else []
+        if files:
+            which = files[0] + (f", or another of {len(files)} files," if len(files) > 1 else "")
+            raise MediaError(
+                f"{which} (row {sample.row} of {sample.source}) has changed since the export: it holds other bytes",
+                "Put the file back, or run packtool export again with --overwrite; "
+                "packtool train --on-bad-media skip trains without its sample.",
+            )
 
 
 def with_reads(batch: B, spec: InputSpec) -> B:
@@ -151,6 +172,7 @@ def with_reads(batch: B, spec: InputSpec) -> B:
 def is_bad(sample: EncodedSample, spec: InputSpec) -> bool:
     """Whether a sample's media cannot be loaded."""
     try:
+        check_unchanged([sample], spec)
         load_media([sample], spec)
     except MediaError:
         return True

@@ -96,11 +96,9 @@ def _decoded_pictures(
     )
     process = partial(_image_processor(spec.model), return_tensors="pt", **settings)
     patches, grids = _of_bounds(pictures, bounds, process, pixels, places)
-    expected = torch.tensor([image.grid for image, _ in images])
-    if not torch.equal(grids, expected):
-        first = int((grids != expected).any(dim=1).nonzero()[0])
-        width, height = pictures[first].size
-        raise _changed(*images[first], f"{width}x{height} pixels in {tuple(grids[first].tolist())}")
+    for (image, sample), picture, grid in zip(images, pictures, grids.tolist(), strict=True):
+        if (image.width, image.height) != picture.size or image.grid != tuple(grid):
+            raise _changed(image, sample, f"{picture.width}x{picture.height} pixels in {tuple(grid)}")
     return {pixels: patches, places: grids}
 
 
@@ -160,8 +158,8 @@ def _decoded_video(video: EncodedVideo, sample: EncodedSample, spec: InputSpec, 
         **settings,
     )
     grid = tuple(made[spec.family.video_inputs[1]][0].tolist())
-    if grid != video.grid:
-        height, width = frames.shape[1:3]
+    height, width = frames.shape[1:3]
+    if (height, width, grid) != (video.height, video.width, video.grid):
         raise _changed(video, sample, f"{width}x{height} pixels in {grid}")
     return made
 

@@ -60,7 +60,7 @@ def _pictures(samples: Sequence[EncodedSample], spec: InputSpec) -> dict[str, Te
     pictures = [load_image(image.path, image.data, spec.media_rights) for image, _ in images]
     counts, made = _looked_at(pictures, spec)
     for (image, sample), picture, count in zip(images, pictures, counts, strict=True):
-        if count != image.num_tokens:
+        if (*picture.size, count) != (image.width, image.height, image.num_tokens):
             raise _changed(image, sample, f"{picture.size[0]}x{picture.size[1]} pixels in {count} tokens")
     return made
 
@@ -77,8 +77,8 @@ def _frames(samples: Sequence[EncodedSample], spec: InputSpec) -> list[dict[str,
         )
         pixels = torch.from_numpy(frames).permute(0, 3, 1, 2)
         spelled, made = video_processed(processor, pixels, video.num_frames, video.fps, video.indices)
-        if spelled.count(pad) != video.num_tokens:
-            height, width = frames.shape[1:3]
+        height, width = frames.shape[1:3]
+        if (height, width, spelled.count(pad)) != (video.height, video.width, video.num_tokens):
             raise _changed(video, sample, f"{width}x{height} pixels in {spelled.count(pad)} tokens")
         found.append({name: made[name] for name in spec.family.processor_inputs if name in made})
     return found

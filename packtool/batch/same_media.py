@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedVideo
+from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedVideo, files_of
 from packtool.media.content import content_digest, content_name
 from packtool.rows.rights import MediaRights
 
 Medium = EncodedImage | EncodedVideo | EncodedAudio
-_File = tuple[str | None, bytes | None]
 
 
 class MediaNumbers:
@@ -44,7 +43,7 @@ class MediaNumbers:
     def _are_same(self, one: Medium, other: Medium) -> bool:
         if self._names_of(one) != self._names_of(other):
             return False
-        for mine, its in zip(_files(one), _files(other), strict=True):
+        for mine, its in zip(files_of(one), files_of(other), strict=True):
             digest = None if mine == its else content_digest(*mine, self._rights)
             if mine != its and (digest is None or digest != content_digest(*its, self._rights)):
                 return False
@@ -52,12 +51,8 @@ class MediaNumbers:
 
     def _names_of(self, medium: Medium) -> tuple[str, ...]:
         if medium not in self._names:
-            self._names[medium] = tuple(content_name(*file) for file in _files(medium))
+            self._names[medium] = tuple(content_name(*file) for file in files_of(medium))
         return self._names[medium]
-
-
-def _files(medium: Medium) -> list[_File]:
-    return [(medium.path, medium.data), *(medium.frames if isinstance(medium, EncodedVideo) else ())]
 
 
 def _without_files(medium: Medium) -> Medium:

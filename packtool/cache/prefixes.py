@@ -128,3 +128,21 @@ def _problem(found: SplitPrefixes, lengths: IntArray) -> str:
     if ((np.diff(ends) <= 0) & (np.diff(owners) == 0)).any():
         return "the prefixes of a sample do not rise"
     return ""
+
+
+class MappedPrefixes:
+    """The prefixes of a split, read one sample at a time.
+
+    Args:
+        path: of the file, on this machine.
+
+    Raises:
+        OSError, pa.ArrowException: if it cannot be read.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._lines = pa.ipc.open_file(pa.memory_map(path)).read_all().column("prefixes")
+
+    def hashes(self, line: int) -> dict[int, int]:
+        """Hashes of a sample's prefixes, by their lengths."""
+        return {prefix["length"]: prefix["hash"] for prefix in self._lines[line].as_py()}

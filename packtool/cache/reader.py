@@ -19,10 +19,10 @@ from packtool.cache.guessed import with_guesses
 from packtool.cache.index import read_index
 from packtool.cache.local import LocalCopies
 from packtool.cache.manifest import Manifest
-from packtool.cache.prefixes import SplitPrefixes, read_prefixes
+from packtool.cache.prefixes import MappedPrefixes, SplitPrefixes, read_prefixes
 from packtool.cache.verified import MappedBlocks
 from packtool.constants import INDEX_NAME, PREFIXES_NAME, TRAIN_SPLIT
-from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray
+from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray, files_of
 from packtool.errors import MismatchError, PacktoolError
 from packtool.rows.sample import RowPart
 
@@ -97,6 +97,7 @@ class CacheReader:
         self._row_in_shard = np.concatenate([part["row_in_shard"] for part in parts])
         self.index = _join(parts, manifests)
         self._open: OrderedDict[tuple[int, int], ShardFile] = OrderedDict()
+        self._prefixes: dict[int, MappedPrefixes | None] = {}
 
     @classmethod
     def open(
@@ -146,7 +147,14 @@ class CacheReader:
             file = self._shard_file(cache, shard)
         except MismatchError as error:
             raise MismatchError(f"{error.message} (when row {row} of it was read)", error.remedy) from error
-        return file.sample(row)
+        sample = file.sample(row)
+        if not has_media_files(sample):
+            return sample
+        if cache not in self._prefixes:
+            self._prefixes[cache] = self._mapped_prefixes(cache)
+        if (prefixes := self._prefixes[cache]) is None:
+            return sample
+        return replace(sample, prefix_hashes=prefixes.hashes(position - int(self.offsets[cache])))
 
     def describe(self, position: int) -> str:
         """Where a sample came from, for messages."""
@@ -225,6 +233,19 @@ class CacheReader:
         place = storage.join(directory, self.split, PREFIXES_NAME)
         return read_prefixes(place, None if self.copies.verify == "never" else sha256, lengths, copy)
 
+    def _mapped_prefixes(self, cache: int) -> MappedPrefixes | None:
+        """The prefixes of a cache on this machine; None where they cannot be read, for samples can do without."""
+        directory, manifest = self.directories[cache], self.manifests[cache]
+        sha256 = manifest.splits[self.split].prefixes_sha256
+        path = storage.join(directory, self.split, PREFIXES_NAME)
+        try:
+            if storage.is_remote(directory):
+                path = self.copies.index(directory, self.split, manifest.fingerprint, PREFIXES_NAME)
+            self.copies.check(path, manifest.fingerprint, sha256)
+            return MappedPrefixes(storage.normalize(path)) if sha256 else None
+        except (PacktoolError, OSError, pa.ArrowException):
+            return None
+
     def prefetch(self) -> threading.Thread | None:
         """Copy the shards of remote caches in the background, for one process of a machine to call.
 
@@ -250,7 +271,14 @@ class CacheReader:
         return thread
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": OrderedDict()}
+        return {**self.__dict__, "_open": OrderedDict(), "_prefixes": {}}
+
+
+def has_media_files(sample: EncodedSample) -> bool:
+    """Whether a file of this machine holds a medium of a sample."""
+    media: list[EncodedImage | EncodedVideo | EncodedAudio] = [*sample.images, *sample.videos, *sample.audios]
+    files = (file for medium in media for file in files_of(medium))
+    return any(path is not None and data is None and not storage.is_remote(path) for path, data in files)
 
 
 class ShardFile:

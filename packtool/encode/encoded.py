@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,6 +107,7 @@ class EncodedSample:
         borders: int32 (B,), ascending: where the turns of such a sample begin and end, those that are not trained in it
             too, since other samples of the row go on from there.
         is_read_again: whether the plan's next epoch has it, too, as far as anybody knows.
+        prefix_hashes: hashes of its prefixes by their lengths, of samples of a cache with media in files.
     """
 
     input_ids: IntArray
@@ -123,6 +124,7 @@ class EncodedSample:
     part: RowPart | None = None
     borders: IntArray | None = None
     is_read_again: bool = True
+    prefix_hashes: Mapping[int, int] | None = None
 
     @property
     def place(self) -> str:
@@ -172,6 +174,11 @@ class EncodedRow(list[EncodedSample]):
 def left_out_of(samples: list[EncodedSample]) -> tuple[Dropped, ...]:
     """Turns or responses that were left out of a row, where that became these samples."""
     return samples.left_out if isinstance(samples, EncodedRow) else ()
+
+
+def files_of(medium: EncodedImage | EncodedVideo | EncodedAudio) -> list[tuple[str | None, bytes | None]]:
+    """(path, data) of a medium, and of each picture of a video that is given as pictures."""
+    return [(medium.path, medium.data), *(medium.frames if isinstance(medium, EncodedVideo) else ())]
 
 
 def patch_squares(grid: tuple[int, ...]) -> int:

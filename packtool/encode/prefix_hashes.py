@@ -10,14 +10,24 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from packtool.constants import IGNORE_INDEX, LEAST_PROMPT
-from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo, IntArray, patch_squares
+from packtool.encode.encoded import (
+    EncodedAudio,
+    EncodedImage,
+    EncodedSample,
+    EncodedVideo,
+    IntArray,
+    files_of,
+    patch_squares,
+)
 from packtool.encode.placed_media import MediaTokens, PlacedMedium, placed_media
 from packtool.media.content import content_name
 
@@ -83,6 +93,7 @@ def prefix_hashes(
     return np.array([len(of_sample) for of_sample in found], np.int64), prefixes
 
 
+_Medium = EncodedImage | EncodedVideo | EncodedAudio
 _Prefix = tuple[int, bytes, int, int, int, int]
 
 
@@ -91,26 +102,78 @@ def _prefixes(sample: EncodedSample, tokens: MediaTokens, longer_than: int, told
     media = placed_media(sample, tokens)
     if len(media) < len(sample.images) + len(sample.videos) + len(sample.audios):
         media, sample = [], dataclasses.replace(sample, turns=sample.turns[:0], borders=None)
-    inside = {end for placed in media for end in range(placed.start + 1, placed.stop + 1)}
-    turns = {*sample.turns.tolist(), *(() if sample.borders is None else sample.borders.tolist())}
-    told_at = {placed.stop + 1 for placed in media} | ((turns | _ends_before(sample)) - inside)
     found: list[_Prefix] = []
     targets = np.cumsum(sample.labels != IGNORE_INDEX)
     sums = 0, 0, 0
-    state, done = hashlib.blake2b(_BEGINNING, digest_size=_BYTES), 0
-    ids = np.ascontiguousarray(sample.input_ids, "<i4")
-    for end in sorted(end for end in told_at if 0 < end <= sample.length):
-        while media and media[0].stop <= end:
-            placed = media.pop(0)
-            state.update(_identity(placed, told))
-            own = _figures(placed.medium)
+    ends = _ends(sample, media, _ends_before(sample))
+    for end, passed, digest in _digests(sample, media, ends, told, _BEGINNING):
+        for own in map(_figures, passed):
             sums = sums[0] + own[0], sums[1] + own[1], sums[2] + own[2]
-        state.update(ids[done:end].data)
-        done = end
         if end > longer_than:
-            # Of what came so far: more may follow.
-            found.append((end, state.digest(), *sums, int(targets[end - 1])))
+            found.append((end, digest, *sums, int(targets[end - 1])))
     return found
+
+
+def _ends(sample: EncodedSample, media: Sequence[PlacedMedium], ends_before: set[int]) -> list[int]:
+    """Where prefixes of a sample end, ascending; ``ends_before`` as the function of that name gives them."""
+    inside = {end for placed in media for end in range(placed.start + 1, placed.stop + 1)}
+    turns = {*sample.turns.tolist(), *(() if sample.borders is None else sample.borders.tolist())}
+    ends = {placed.stop + 1 for placed in media} | ((turns | ends_before) - inside)
+    return sorted(end for end in ends if 0 < end <= sample.length)
+
+
+def changed_files(sample: EncodedSample, tokens: MediaTokens, hashes: Mapping[int, int]) -> list[str]:
+    """Files of media, at least one of which holds other bytes than when a sample's prefixes were hashed.
+
+    Compared are the size of a file and four pieces of it (``content_name``). Files on other machines are not, nor files
+    that cannot be read, nor those of samples that have no prefix behind their media.
+
+    Args:
+        hashes: of the sample's prefixes, by their lengths.
+    """
+    media = placed_media(sample, tokens)
+    if len(media) < len(sample.images) + len(sample.videos) + len(sample.audios):
+        return []
+    changed: list[_Medium] | None = None
+    # Older caches began with the channel, named media by their addresses, or knew no ends of system prompts.
+    beginnings, ends_before = (_BEGINNING, repr(sample.channel).encode()), (_ends_before(sample), set[int]())
+    for told, beginning, before in product((by_content, by_address), beginnings, ends_before):
+        unproven: list[_Medium] = []
+        ends = sorted({*hashes, *_ends(sample, media, before)})
+        for end, passed, digest in _digests(sample, media, ends, told, beginning):
+            unproven += passed
+            if end in hashes:
+                if int.from_bytes(digest, "little") != hashes[end]:
+                    break
+                unproven = []
+        else:
+            return []
+        changed = unproven if changed is None else changed
+    paths = dict.fromkeys(path for medium in changed or () for path, data in files_of(medium) if path and data is None)
+    return [path for path in paths if content_name(path, None) != f"at {path}"]
+
+
+def _digests(
+    sample: EncodedSample, media: Sequence[PlacedMedium], ends: Sequence[int], told: MediumTold, beginning: bytes
+) -> Iterator[tuple[int, list[_Medium], bytes]]:
+    """(length, media since the one before, digest) of a sample's prefixes.
+
+    Args:
+        media: of the sample, in order.
+        ends: lengths of the prefixes in tokens, ascending.
+        beginning: what is hashed first.
+    """
+    state, start, coming = hashlib.blake2b(beginning, digest_size=_BYTES), 0, deque(media)
+    ids = np.ascontiguousarray(sample.input_ids, "<i4")
+    for end in ends:
+        passed = []
+        while coming and coming[0].stop <= end:
+            placed = coming.popleft()
+            state.update(_identity(placed, told))
+            passed.append(placed.medium)
+        state.update(ids[start:end].data)
+        start = end
+        yield end, passed, state.digest()
 
 
 def _ends_before(sample: EncodedSample) -> set[int]:

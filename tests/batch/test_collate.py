@@ -167,6 +167,16 @@ def test_a_changed_picture_is_named(vision: InputSpec, tmp_path: Path) -> None:
         collate_packs([dataclasses.replace(sample, images=(moved,))], vision)
 
 
+def test_a_picture_of_another_size_and_the_same_grid_is_named(vision: InputSpec, tmp_path: Path) -> None:
+    file = tmp_path / "photo.png"
+    file.write_bytes(make_picture(39, 32, seed=0))
+    sample = make_sample(4, ((40, 32),), seed=3, limits=vision.limits.image)
+    moved = dataclasses.replace(sample.images[0], path=str(file), data=None)
+    assert make_sample(4, ((39, 32),), seed=3, limits=vision.limits.image).images[0].grid == moved.grid
+    with pytest.raises(DataError, match=r"photo\.png \(row 3 of reduced\.jsonl\) has changed .* 40x32 .* 39x32"):
+        collate_packs([dataclasses.replace(sample, images=(moved,))], vision)
+
+
 def test_a_missing_picture_is_named(vision: InputSpec, tmp_path: Path) -> None:
     sample = make_sample(4, ((40, 32),), seed=3, limits=vision.limits.image)
     gone = dataclasses.replace(sample.images[0], path=str(tmp_path / "gone.png"), data=None)

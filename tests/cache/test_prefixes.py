@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from packtool import storage
 from packtool.cache import repair as repair_module
 from packtool.cache import task as task_module
 from packtool.cache.prefixes import SplitPrefixes, prefix_batch, with_fields
@@ -88,6 +90,23 @@ def test_each_sample_has_the_hashes_of_its_own_prefixes(ask: Export, tmp_path: P
     assert sorted(np.unique(pictures, return_counts=True)[1].tolist()) == [8] * 3
     assert (found.prefixes.media_tokens == np.repeat(reader.index.media_tokens, 3)).all()
     assert (found.prefixes.patch_squares == np.repeat(reader.index.patch_squares, 3)).all()
+
+
+def test_samples_with_media_in_files_come_with_their_hashes(ask: Export, tmp_path: Path, bucket: str) -> None:
+    ask("first", media="reference")
+    ask("second", media="reference", max_length=500)
+    ask("embedded", media="embed")
+    for file in (tmp_path / "second").rglob("*.*"):
+        storage.publish(f"{bucket}/{file.relative_to(tmp_path)}", file.read_bytes())
+    reader = CacheReader.open([str(tmp_path / "first"), f"{bucket}/second", str(tmp_path / "embedded")])
+    found = reader.prefixes()
+    assert found is not None
+    for number, (start, stop) in enumerate(itertools.pairwise(found.offsets)):
+        here = slice(start, stop)
+        hashes = dict(zip(found.prefixes.lengths[here].tolist(), found.prefixes.hashes[here].tolist(), strict=True))
+        assert reader.sample(number).prefix_hashes == (hashes if reader.cache_of(number)[0] < 2 else None)
+    (tmp_path / "first" / PLACE).write_bytes(b"damaged")
+    assert CacheReader.open([str(tmp_path / "first")]).sample(0).prefix_hashes is None
 
 
 def test_the_same_for_any_number_of_shards(ask: Export, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from packtool.constants import IGNORE_INDEX
 from packtool.encode import prefix_hashes as module
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
 from packtool.encode.placed_media import MediaTokens, placed_media
-from packtool.encode.prefix_hashes import prefix_hashes
+from packtool.encode.prefix_hashes import by_address, changed_files, prefix_hashes
 
 PADS = {"image": 90, "video": 91, "audio": 92}
 SEES, SOUNDS = 80, 81
@@ -36,7 +37,7 @@ def sample(ids: list[int], turns: tuple[int, ...] = (), **changes: Any) -> Encod
     return dataclasses.replace(made, **changes)
 
 
-def told(made: EncodedSample, **options: int) -> dict[int, int]:
+def told(made: EncodedSample, **options: Any) -> dict[int, int]:
     counts, found = prefix_hashes([made], TOKENS, **options)
     assert counts.tolist() == [len(found.lengths)]
     assert found.lengths.dtype == np.int32
@@ -148,3 +149,89 @@ def test_hashes_are_equal_exactly_where_prefixes_are(one: list[int], other: list
     for end, value in found[0].items():
         if end in found[1]:
             assert (found[1][end] == value) == (one[:end] == other[:end])
+
+
+KINDS, ENDS = ("image", "video", "frames", "audio"), (4, 8, 12, 16)
+"""Of the media of ``media_files``, and behind their last tokens."""
+
+
+def media_files(folder: Path) -> tuple[EncodedSample, dict[str, list[Path]]]:
+    """A sample with a picture, a video, one of two pictures and a sound, and their files by kind."""
+    names = {"image": ["a.png"], "video": ["a.mp4"], "frames": ["0.png", "1.png"], "audio": ["a.wav"]}
+    files = {kind: [folder / name for name in each] for kind, each in names.items()}
+    for number, file in enumerate(file for each in files.values() for file in each):
+        file.write_bytes(bytes([number]) * (40_000 if number % 2 else 300))
+    clip = video(path=str(files["video"][0]))
+    frames = video(path=None, frames=tuple((str(file), None) for file in files["frames"]))
+    sound = EncodedAudio(str(files["audio"][0]), None, 10, 4, 2)
+    ids = [*PICTURE, *(SEES, 91, 91, 82) * 2, SOUNDS, 92, 92, 83, 4, 5]
+    picture = image(path=str(files["image"][0]))
+    return sample(ids, images=(picture,), videos=(clip, frames), audios=(sound,), channel="c"), files
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_a_file_that_was_replaced_is_found(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """By its first, middle or last bytes or its size, whichever medium it is of."""
+    made, files = media_files(tmp_path_factory.mktemp("files"))
+    least = data.draw(st.integers(0, made.length))
+    hashes = told(made, longer_than=least)
+    assert changed_files(made, TOKENS, hashes) == []
+    kind = data.draw(st.sampled_from(sorted(files)))
+    file = data.draw(st.sampled_from(files[kind]))
+    content = bytearray(file.read_bytes())
+    place = data.draw(st.sampled_from([0, len(content) - 1, None]))
+    content = content + b"x" if place is None else content[:place] + b"x" + content[place + 1 :]
+    file.unlink()
+    assert str(file) not in changed_files(made, TOKENS, hashes), "which loading it tells"
+    file.write_bytes(content)
+    found = changed_files(made, TOKENS, hashes)
+    assert not found or {str(each) for each in files[kind]} <= set(found)
+    assert bool(found) == any(end > dict(zip(KINDS, ENDS, strict=True))[kind] for end in hashes)
+    if least < ENDS[0]:
+        assert found == [str(each) for each in files[kind]]
+
+
+SEGMENTS: dict[str, tuple[list[int], str]] = {
+    "text": ([4, 5, 6], ""),
+    "picture": (PICTURE, "images"),
+    "bare picture": ([90, 90], "images"),
+    "video": ([SEES, 91, 91, 82], "videos"),
+    "sound": ([SOUNDS, 92, 92, 83], "audios"),
+}
+
+
+@settings(max_examples=150)
+@given(st.lists(st.sampled_from(sorted(SEGMENTS)), min_size=1, max_size=8), st.integers(0, 20), st.data())
+def test_unchanged_files_are_never_reported(
+    tmp_path_factory: pytest.TempPathFactory, kinds: list[str], longer_than: int, data: st.DataObject
+) -> None:
+    """Whatever media, turns and borders come next to each other, and whichever prefixes are kept."""
+    file = str(tmp_path_factory.getbasetemp() / "medium")
+    Path(file).write_bytes(b"medium")
+    of = {
+        "images": image(path=file),
+        "videos": video(path=file),
+        "audios": EncodedAudio(file, None, 10, 4, 2),
+        "": None,
+    }
+    ids = [token for kind in kinds for token in SEGMENTS[kind][0]]
+    media: dict[str, Any] = {
+        name: tuple(of[name] for kind in kinds if SEGMENTS[kind][1] == name) for name in of if name
+    }
+    ends = st.lists(st.integers(0, len(ids)), max_size=6).map(sorted)
+    turns, borders = (tuple(data.draw(ends)) for _ in range(2))
+    made = sample(ids, turns[: len(turns) // 2 * 2], borders=np.array(borders, np.int32), **media)
+    assert changed_files(made, TOKENS, told(made, longer_than=longer_than)) == []
+
+
+@pytest.mark.parametrize("options", [{"told": by_address}, {"_BEGINNING": b"'c'"}])
+def test_hashes_of_older_caches_are_not_taken_for_changes(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _ = media_files(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "_BEGINNING", options.pop("_BEGINNING", module._BEGINNING))
+        hashes = told(made, **options)
+    assert hashes != told(made)
+    assert changed_files(made, TOKENS, hashes) == []

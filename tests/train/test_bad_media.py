@@ -8,19 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
+from packtool import storage
+from packtool.cache import task
+from packtool.cache.reader import CacheReader
 from packtool.errors import MediaError
 from packtool.progress import SilentProgress
 from packtool.train.run import train
+from tests.batch.reduced import make_picture
 from tests.train.test_gradients import DESCENT, check_same_step
 from tests.train.tiny import TinyWorld, export_rows, make_tiny_rows
 
-BAD_ROWS = (1, 10)
+BAD_ROWS = (1, 10, 20)
 
 
 @pytest.fixture(scope="module")
 def broken(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyWorld, TinyWorld]:
-    """A cache of which one picture is gone by now and one was exchanged, and one that never had these two rows."""
+    """A cache of which one picture is gone by now, one was exchanged, and one exchanged by another of its size; and one
+    that never had these three rows."""
     root = tmp_path_factory.mktemp("broken")
     make_tiny_rows(root / "rows")
     rows = json.loads((root / "rows" / "train.json").read_text())
@@ -28,11 +34,16 @@ def broken(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> tuple[T
     worlds = []
     for name in ("train", "rest"):
         world = TinyWorld(tiny.model, str(root / name), str(root / "rows" / f"{name}.json"))
-        export_rows(world, world.cache)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(task, "LEAST_SHARED", 3)
+            export_rows(world, world.cache)
         worlds.append(world)
-    first, second = (root / "rows" / rows[number]["images"][0] for number in BAD_ROWS)
+    first, second, third = (root / "rows" / rows[number]["images"][0] for number in BAD_ROWS)
     os.remove(first)
     second.write_bytes((root / "rows" / rows[2]["images"][0]).read_bytes())
+    with Image.open(third) as picture:
+        size = picture.size
+    third.write_bytes(make_picture(*size, seed=99))
     return worlds[0], worlds[1]
 
 
@@ -40,6 +51,21 @@ def broken(tiny: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> tuple[T
 def test_the_run_stops_and_names_it(broken: tuple[TinyWorld, TinyWorld], packing: bool, tmp_path: Path) -> None:
     with pytest.raises(MediaError, match=r"pictures/\d+\.png"):
         train(broken[0].config(tmp_path, packing=packing), SilentProgress())
+
+
+def test_a_picture_replaced_in_a_bucket(tiny: TinyWorld, bucket: str, tmp_path: Path) -> None:
+    """By one of another size, which is resized to the same grid."""
+    make_tiny_rows(tmp_path / "rows")
+    for file in (tmp_path / "rows").rglob("*.*"):
+        storage.publish(f"{bucket}/rows/{file.relative_to(tmp_path / 'rows')}", file.read_bytes())
+    world = TinyWorld(tiny.model, f"{bucket}/cache", f"{bucket}/rows/train.json")
+    export_rows(world, world.cache)
+    reader = CacheReader.open([world.cache])
+    image = next(sample.images[0] for sample in map(reader.sample, range(len(reader))) if sample.images)
+    assert image.path is not None
+    storage.publish(image.path, make_picture(image.width + 1, image.height, seed=0))
+    with pytest.raises(MediaError, match=rf"{image.path} .* it was {image.width}x{image.height} pixels"):
+        train(world.config(tmp_path / "run"), SilentProgress())
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -58,13 +84,13 @@ def test_skipped_samples_leave_no_trace_in_the_step(
     settings = KINDS[kind]
     whole = {
         "packing": False,
-        "per_device_train_batch_size": 38,
+        "per_device_train_batch_size": 37,
         "loss_reduction": settings.get("loss_reduction", "token"),
     }
     train(without.config(tmp_path / "without", **DESCENT, **whole), SilentProgress())
     given = DESCENT | settings | {"on_bad_media": "skip"}
     result = train(with_bad.config(tmp_path / "skipped", **given), SilentProgress())
-    assert result.num_skipped == 2
+    assert result.num_skipped == 3
     lines = [json.loads(line) for line in (tmp_path / "skipped" / "skipped.jsonl").read_text().splitlines()]
     assert sorted(line["row"] for line in lines) == list(BAD_ROWS)
     assert all("png" in line["message"] for line in lines)
