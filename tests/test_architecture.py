@@ -175,6 +175,19 @@ def test_the_environment_is_read_in_few_places() -> None:
     assert not wrong
 
 
+def test_json_is_read_in_one_place() -> None:
+    """What nests too deeply is a RecursionError to the standard library, which nobody expects of a file."""
+    allowed = {
+        "config/yaml_values.py",
+        "encode/words.py",
+        "report/regions.py",
+        "demo/run.py",
+        "train/model/unloaded.py",
+    }
+    found = {path.relative_to(PACKAGE).as_posix() for path in FILES if re.search(r"json\.loads?\(", path.read_text())}
+    assert found == allowed
+
+
 def test_rooms_are_small() -> None:
     wrong = [
         f"{path.relative_to(PACKAGE)}: more than 600 lines" for path in FILES if path.read_text().count("\n") > 600

@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Self
 
 from packtool import storage
+from packtool.config.yaml_values import load_json
 from packtool.errors import MismatchError, StorageError
 
 _PREFIX, _PART, _SUFFIX = ".lock-", "part-", ".json"
@@ -111,13 +112,18 @@ def is_lock(name: str) -> bool:
     return name.startswith(_PREFIX) and name.endswith(_SUFFIX)
 
 
+def is_of_lock(name: str) -> bool:
+    """Whether a name is a lock's, or that of a lock that is being written at this moment."""
+    return name.startswith(_PREFIX)
+
+
 def holders(directory: str) -> dict[str, Holder]:
     """Locks of a directory by name, of the living and the dead; what cannot be read is nobody's."""
     found = {}
     for name in storage.list_names(directory):
         if is_lock(name):
             with suppress(StorageError, ValueError, TypeError):  # gone again, or broken
-                found[name] = Holder(**json.loads(storage.read_bytes(storage.join(directory, name))))
+                found[name] = Holder(**load_json(storage.read_bytes(storage.join(directory, name))))
     return found
 
 
@@ -289,7 +295,7 @@ def lost(directory: str) -> MismatchError:
 
 def _reads(directory: str, name: str, run: str) -> bool:
     try:
-        return bool(Holder(**json.loads(storage.read_bytes(storage.join(directory, name)))).run == run)
+        return bool(Holder(**load_json(storage.read_bytes(storage.join(directory, name)))).run == run)
     except (ValueError, TypeError):
         return False
 

@@ -14,6 +14,7 @@ from packtool import storage
 from packtool.cache.typed import WrongValue, build, value_of
 from packtool.config.export import EncodeSpec
 from packtool.config.mixture import amount_behind
+from packtool.config.yaml_values import load_json
 from packtool.constants import FORMAT_VERSION, MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT
 from packtool.encode.families import MediaLimits
 from packtool.errors import MismatchError
@@ -175,7 +176,7 @@ class Manifest:
             )
         data = storage.read_bytes(path)
         try:
-            raw = json.loads(data)
+            raw = load_json(data)
             version = raw["identity"]["format_version"]
             if version == FORMAT_VERSION:
                 manifest = build(cls, raw)
@@ -222,7 +223,7 @@ def _check(manifest: Manifest) -> None:
     if len(set(manifest.channels)) < len(manifest.channels):
         raise WrongValue("channels", manifest.channels, "different names")
     for i, source in enumerate(manifest.sources):
-        if source.settings and not isinstance(json.loads(source.settings), dict):
+        if source.settings and not isinstance(load_json(source.settings), dict):
             raise WrongValue(f"sources[{i}].settings", source.settings, "an object as JSON")
     _check_identity(manifest.identity)
 

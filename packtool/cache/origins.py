@@ -16,6 +16,7 @@ import pyarrow as pa
 from packtool import storage
 from packtool.cache.manifest import Manifest, SourceInfo
 from packtool.cache.reader import CacheReader
+from packtool.config.yaml_values import load_json
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
 from packtool.errors import MismatchError
 
@@ -67,7 +68,7 @@ class Origins:
         """
         try:
             with np.load(io.BytesIO(storage.read_bytes(path)), allow_pickle=False) as found:
-                told = json.loads(found["told"].tobytes())
+                told = load_json(found["told"].tobytes())
                 file, row = (np.cumsum(found[name], dtype=np.int64) for name in ("source", "row"))
                 part = np.stack([found[name].astype(np.int32) for name in _PART], 1) if "turn" in found else None
         except (OSError, ValueError, KeyError) as error:

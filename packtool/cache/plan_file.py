@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from packtool import storage
 from packtool.cache.reader import CacheReader
+from packtool.config.yaml_values import load_json
 from packtool.errors import MismatchError
 
 _FORMAT = "packtool plan 1"
@@ -114,7 +115,7 @@ def read_plan(path: str) -> SavedPlan:
         data = file.read()
     try:
         reader = pa.ipc.open_file(pa.py_buffer(data))
-        info = PlanInfo(**json.loads((reader.schema.metadata or {})[_KEY]))
+        info = PlanInfo(**load_json((reader.schema.metadata or {})[_KEY]))
         table = reader.read_all()
         packs = table.column("pack").to_numpy()
         samples = table.column("sample").to_numpy().astype(np.int64)

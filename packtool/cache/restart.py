@@ -11,7 +11,7 @@ from typing import Any
 
 from packtool import __version__, storage
 from packtool.cache.finish import has_parts, is_shard, tidy
-from packtool.cache.lock import is_lock, remove_stale
+from packtool.cache.lock import is_of_lock, remove_stale
 from packtool.cache.manifest import PATH_SETTINGS, Identity, Manifest, SourceInfo, fingerprint_of
 from packtool.cache.reader import check_sizes
 from packtool.cache.task import TASKS_DIR, TaskResult
@@ -30,7 +30,7 @@ def check_is_cache(directory: str) -> None:
     Raises:
         ConfigError: if the directory holds something else.
     """
-    names = [name for name in storage.list_names(directory) if not is_lock(name)]
+    names = [name for name in storage.list_names(directory) if not is_of_lock(name)]
     if names and MANIFEST_NAME not in names and TASKS_DIR not in names and names != [DROPPED_NAME]:
         raise ConfigError(
             f"--output-dir {directory} holds {', '.join(names[:3])} and no cache: --overwrite replaces caches only",
@@ -200,7 +200,7 @@ def check_is_ours(directory: str) -> None:
     Raises:
         ConfigError: if the directory holds something else.
     """
-    names = [name for name in storage.list_names(directory) if not is_lock(name)]
+    names = [name for name in storage.list_names(directory) if not is_of_lock(name)]
     # What is left of an export that dropped every row is its list of reasons.
     if names and TASKS_DIR not in names and names != [DROPPED_NAME]:
         raise ConfigError(

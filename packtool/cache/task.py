@@ -24,6 +24,7 @@ from packtool.cache.prefixes import joined_batches, prefix_batch
 from packtool.cache.schema import INDEX, PREFIXES
 from packtool.cache.shard import IndexPart, ShardWriter, index_batch, index_part
 from packtool.config.export import EncodeSpec
+from packtool.config.yaml_values import load_json
 from packtool.constants import LEAST_SHARED, TRAIN_SPLIT, VAL_SPLIT
 from packtool.encode.blocks import encode_samples, samples_of
 from packtool.encode.encoded import EncodedSample, left_out_of
@@ -150,7 +151,7 @@ class TaskResult:
     @classmethod
     def from_json(cls, data: bytes) -> TaskResult:
         """The result that a marker file holds."""
-        raw = json.loads(data)
+        raw = load_json(data)
         splits = {
             name: SplitCounts(**{**split, "lengths": {int(k): v for k, v in split["lengths"].items()}})
             for name, split in raw.pop("splits").items()

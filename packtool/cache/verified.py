@@ -29,6 +29,7 @@ from packtool import storage
 from packtool.cache.files import locked, sha256_of
 from packtool.cache.index import read_index
 from packtool.cache.manifest import Manifest
+from packtool.config.yaml_values import load_json
 from packtool.constants import INDEX_NAME, PREFIXES_NAME
 from packtool.errors import MismatchError
 
@@ -78,7 +79,7 @@ def _known_sums(file: BinaryIO, path: str, sha256: str, since: float | None) -> 
     """The checksums in a note; None if it does not hold for the file as it is now."""
     file.seek(0)
     try:
-        *state, digest, crc, checked = json.loads(file.readline())
+        *state, digest, crc, checked = load_json(file.readline())
         sums = file.read()
         is_same = [*state, digest, crc] == [*_state(path), sha256, zlib.crc32(sums)]
         return sums if is_same and (since is None or checked >= since) else None

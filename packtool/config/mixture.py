@@ -9,6 +9,7 @@ from typing import Annotated, Literal, get_args
 
 from packtool.config.panels import Panel
 from packtool.config.settings import Synonyms, flag, option
+from packtool.errors import ConfigError
 
 MixUnit = Literal["samples", "tokens", "target_tokens"]
 MixStop = Annotated[Literal["first", "all"], Synonyms({"first_exhausted": "first", "all_exhausted": "all"})]
@@ -19,6 +20,7 @@ MIXTURES = "mixtures (--mix, --interleave-probs, or a # behind a cache)"
 """What ``not_shared_with`` calls them, for they share no prefixes."""
 _PANEL: Panel = "Mixtures"
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)(%|x)?")
+MAX_DRAWN, MAX_AMOUNT = 10_000_000, 10**15
 _NUMBER = re.compile(r"\d[\d.]*[%xX]?")
 _STOPS: dict[str, Literal["first", "all"]] = {"interleave_under": "first", "interleave_over": "all"}
 
@@ -158,6 +160,24 @@ class Amount:
         return f"{self.number:g}x" if self.number >= 1 else f"{100 * self.number:g}%"
 
 
+def check_drawn(count: float, num: int, what: str) -> None:
+    """Refuse to draw so many samples that memory would not hold their numbers.
+
+    Args:
+        count: to draw, repeated ones counted.
+        num: that there are.
+        what: draws them, for the message.
+
+    Raises:
+        ConfigError: if they are more than 10 million and more than 100 times those that there are.
+    """
+    if count > (limit := max(MAX_DRAWN, 100 * num)):
+        raise ConfigError(
+            f"{what} draws {count:,.0f} samples of {num:,}; at most {limit:,} can be drawn",
+            "Give a smaller number behind the #, or weights that differ less.",
+        )
+
+
 def amount_behind(name: str) -> str:
     """What stands behind the last # of a name, if it looks like a number; else nothing."""
     _, mark, text = name.rpartition("#")
@@ -174,6 +194,8 @@ def parse_amount(text: str) -> Amount:
     if found is None or (found[2] is None and "." in found[1]):
         raise ValueError(f"#{text} is no number of samples (#5000), share (#20%) or number of epochs (#2.5x)")
     number = float(found[1])
+    if number > MAX_AMOUNT:
+        raise ValueError(f"#{text[:20]} takes too much: at most {MAX_AMOUNT:,}")
     if not number:
         raise ValueError(f"#{text} takes nothing: leave it out")
     if found[2] is None:

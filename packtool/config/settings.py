@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 import types
 import typing
@@ -22,7 +21,7 @@ from typing import Any, Literal, TypeVar, Union
 
 from packtool.config.panels import FIRST, Panel
 from packtool.config.sizes import Unit
-from packtool.config.yaml_values import parse_yaml
+from packtool.config.yaml_values import load_json, parse_yaml
 from packtool.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
@@ -324,7 +323,7 @@ def _to_mapping(raw: Any) -> dict[str, Any]:
     """A mapping of names to values; text is read as JSON, as other tools take it on the command line."""
     if isinstance(raw, str):
         try:
-            raw = json.loads(raw)
+            raw = load_json(raw)
         except ValueError as error:
             raise ValueError(f"{raw!r} is no JSON object of names to values: {error}") from error
     if not isinstance(raw, Mapping):

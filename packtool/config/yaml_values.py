@@ -1,4 +1,6 @@
-"""YAML as ``--config`` and ``--set`` have it: numbers and booleans as people write them.
+"""YAML and JSON of files and options; whatever they hold, what cannot be read raises the parser's own error.
+
+YAML is as ``--config`` and ``--set`` have it: numbers and booleans as people write them.
 
 PyYAML follows YAML 1.1, which takes ``1e-6`` for a text and ``no`` for a boolean. YAML 1.2 (core schema, section 10.3)
 says what is meant: ``1e-6`` is a number, ``no`` a word (as are ``12:30`` and ``2024-01-01``), and only ``true`` and
@@ -8,9 +10,11 @@ says what is meant: ``1e-6`` is a number, ``no`` a word (as are ``12:30`` and ``
 from __future__ import annotations
 
 import functools
+import json
 import re
 from typing import Any
 
+_DEEP = "lists and objects nest too deeply"
 _BOOL, _INT, _FLOAT, _TIME = (f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "float", "timestamp"))
 _IS_BOOL = re.compile(r"(?:true|True|TRUE|false|False|FALSE)$")
 _IS_INT = re.compile(r"[-+]?(?:0x[0-9a-fA-F]+|[0-9][0-9_]*)$")
@@ -27,7 +31,22 @@ def parse_yaml(text: str) -> Any:
     """
     import yaml  # here, because most runs need none of it
 
-    return yaml.load(text, Loader=_loader())  # a SafeLoader with other resolvers
+    try:
+        return yaml.load(text, Loader=_loader())  # a SafeLoader with other resolvers
+    except (RecursionError, ValueError) as error:  # nested too deeply, or a number of thousands of digits
+        raise yaml.YAMLError(_DEEP if isinstance(error, RecursionError) else str(error)) from error
+
+
+def load_json(text: str | bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: if it is none, or nests too deeply.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError(_DEEP) from error
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
+from packtool.config.yaml_values import load_json
 from packtool.encode.open_template import ended_template
 from packtool.errors import ConfigError
 
@@ -102,7 +103,7 @@ class ModelFiles:
             ConfigError: if ``tokenizer.json`` is broken.
         """
         try:
-            parsed = json.loads(self.tokenizer_json)
+            parsed = load_json(self.tokenizer_json)
             model = parsed["model"]
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{self.directory}: tokenizer.json is broken: {error!r}", _FETCH_AGAIN) from error
@@ -148,7 +149,7 @@ def _stop_tokens(directory: str, tokenizer_json: str) -> tuple[str, ...]:
     stops = (_read_json(directory, "generation_config.json") or {}).get("eos_token_id")
     stops = stops if isinstance(stops, list) else [stops]
     try:
-        added = json.loads(tokenizer_json)["added_tokens"]
+        added = load_json(tokenizer_json)["added_tokens"]
         return tuple(str(token["content"]) for token in added if token["id"] in stops)
     except (ValueError, KeyError, TypeError):  # told where the tokenizer is used
         return ()
@@ -169,7 +170,7 @@ def _read_json(directory: str, name: str) -> dict[str, Any] | None:
         return None
     try:
         with open(path, encoding="utf-8") as file:
-            value = json.load(file)
+            value = load_json(file.read())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):

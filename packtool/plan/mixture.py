@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from packtool.config.mixture import MixUnit
+from packtool.config.mixture import MAX_AMOUNT, MixUnit, check_drawn
 from packtool.config.recipe import Recipe, SourceRecipe
 from packtool.errors import DataError
 from packtool.plan.pack_plan import Int32Array, Int64Array, digest_arrays, offsets_of
@@ -298,6 +298,7 @@ def mixture_of(
     counts = _counts(
         recipe, candidates, {"samples": None, "tokens": lengths, "target_tokens": target_tokens}[recipe.unit]
     )
+    check_drawn(sum(counts), sum(map(len, candidates)), recipe.place or "an epoch")
     return Mixture(
         names=_names(recipe.sources),
         offsets=offsets.astype(np.int64),
@@ -341,7 +342,7 @@ def _counts(recipe: Recipe, candidates: list[Int64Array], values: Lengths | None
     epochs = np.zeros(len(sizes))
     epochs[is_taken] = (each.min() if recipe.stop == "first" else each.max()) / each
     shares = zip(epochs.tolist(), candidates, strict=True)
-    return tuple(max(round(share * len(own)), min(len(own), 1)) for share, own in shares)
+    return tuple(max(round(min(share * len(own), MAX_AMOUNT)), min(len(own), 1)) for share, own in shares)
 
 
 def _names(sources: tuple[SourceRecipe, ...]) -> tuple[str, ...]:

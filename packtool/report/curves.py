@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from packtool.config.yaml_values import load_json
 from packtool.report.axes import SIZE, Axis
 from packtool.report.drawing import Chart, Note, Path, Point
 from packtool.report.picture import DOTS_PER_INCH, MOST_COLOURS, draw_charts
@@ -101,7 +101,7 @@ def _records(path: str) -> Iterator[dict[str, Any]]:
     with open(path, encoding="utf-8") as file:
         for text in file:
             try:
-                record = json.loads(text)
+                record = load_json(text)
             except ValueError:
                 continue
             if isinstance(record, dict) and isinstance(record.get("step"), int):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,6 +15,7 @@ from packtool.cache.reader import CacheReader
 from packtool.cache.restart import num_finished
 from packtool.cache.task import TASKS_DIR
 from packtool.config.export import EncodeSpec
+from packtool.config.yaml_values import load_json
 from packtool.constants import DROPPED_NAME, IGNORE_INDEX, MANIFEST_NAME
 from packtool.encode.boxes import box_form_of
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedSample, EncodedVideo
@@ -80,7 +80,7 @@ def _examples(path: str) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
     with storage.open_read(path) as file:
         for line in file:
-            row = json.loads(line)
+            row = load_json(line)
             if "part" in row:
                 continue  # its row is kept
             examples = found.setdefault(row["reason"], [])

@@ -21,6 +21,7 @@ from packtool import storage
 from packtool.cache.plan_file import read_plan_of
 from packtool.cache.reader import CacheReader
 from packtool.config.inspect import InspectConfig
+from packtool.config.yaml_values import load_json
 from packtool.constants import DROPPED_NAME, IGNORE_INDEX
 from packtool.encode.encoded import EncodedAudio, EncodedImage, EncodedVideo
 from packtool.errors import ConfigError, MediaError
@@ -279,7 +280,7 @@ def _dropped(path: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     with storage.open_read(path) as file:
         for line in file:
-            row = json.loads(line)
+            row = load_json(line)
             if "part" in row:
                 continue  # its row is kept
             found.append({key: row[key] for key in ("source", "row", "reason", "detail")})

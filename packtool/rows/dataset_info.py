@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from packtool import storage
+from packtool.config.yaml_values import load_json
 from packtool.errors import ConfigError, did_you_mean
 from packtool.rows.forms.columns import NAMES
 from packtool.rows.forms.messages import TAG_NAMES
@@ -79,7 +79,7 @@ class DatasetInfo:
             path = storage.join(path, "dataset_info.json")
         self._path, self._shown = path, f"--dataset-info {storage.masked(path)}"
         try:
-            entries = json.loads(storage.read_bytes(path))
+            entries = load_json(storage.read_bytes(path))
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{self._shown}: not JSON: {error}") from error
         if not isinstance(entries, dict):

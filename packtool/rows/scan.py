@@ -13,7 +13,7 @@ from itertools import groupby, islice
 from typing import NamedTuple
 
 from packtool import storage
-from packtool.config.mixture import Amount
+from packtool.config.mixture import Amount, check_drawn
 from packtool.errors import ConfigError, DataError
 from packtool.rows.file_formats import KNOWN_FORMATS, format_of
 from packtool.rows.forms import check_first_rows
@@ -94,10 +94,12 @@ def _sampled(members: list[ScannedSource], seed: int) -> list[ScannedSource]:
     spec = members[0].spec
     if not spec.is_sampled:
         return members
+    num_there = sum(found.num_rows for found in members)
     num_rows = spec.num_sampled
     if num_rows is None:
         assert spec.times_sampled is not None, "one of them says how many"
-        num_rows = Amount(spec.times_sampled, "epochs").of(sum(found.num_rows for found in members))
+        num_rows = Amount(spec.times_sampled, "epochs").of(num_there)
+    check_drawn(num_rows, num_there, f"--dataset {storage.masked(spec.name)}")
     drawn = draw_rows([found.blocks for found in members], num_rows, (seed, spec.group))
     return [replace(found, blocks=blocks) for found, blocks in zip(members, drawn, strict=True)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import Any
 from packtool import storage
 from packtool.config.export import ExportConfig
 from packtool.config.mixture import amount_behind, parse_amount
+from packtool.config.yaml_values import load_json, parse_yaml
 from packtool.constants import MANIFEST_NAME, PACKS_MANIFEST_NAME, TRAIN_SPLIT, VAL_SPLIT
 from packtool.errors import ConfigError, DataError, did_you_mean
 from packtool.rows.dataset_info import DatasetInfo, Entry
@@ -258,7 +258,7 @@ def _packs(folder: str, option: str) -> list[str]:
 
 def _json(path: str, option: str) -> dict[str, Any]:
     try:
-        value = json.loads(storage.read_bytes(path))
+        value = load_json(storage.read_bytes(path))
     except ValueError as error:
         raise DataError(f"{option}: {storage.masked(path)} is broken: {error}", "Save the dataset again.") from error
     return value if isinstance(value, dict) else {}
@@ -284,7 +284,7 @@ def _columns_of_json(text: str) -> list[tuple[str, str]]:
     import yaml  # here, because most runs need none of it; it reads JSON, and what a YAML file's mapping prints as
 
     try:
-        value = yaml.safe_load(text)
+        value = parse_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"--columns {text}: not JSON: {error}") from error
     if not isinstance(value, dict) or not all(isinstance(item, str) for item in (*value, *value.values())):

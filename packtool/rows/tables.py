@@ -14,6 +14,7 @@ from packtool import storage
 from packtool.errors import DataError
 from packtool.rows.boundary import held
 from packtool.rows.forms.columns import NUMBER_COLUMNS
+from packtool.rows.forms.values import shown
 from packtool.rows.lines import too_large
 from packtool.rows.opened import Hashed, changed, open_text, opened
 from packtool.rows.sample import Dropped
@@ -145,6 +146,10 @@ class TableReader:
         self._file = _seekable(source)
         self._table: _Table = self._tried(lambda: (_Parquet if source.kind == "parquet" else _Arrow)(self._file))
         self.schema = self._table.schema
+        names = self.schema.names
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise DataError(f"{source.label} has two columns {shown(twice)}", "Give each column its own name.")
         self._batches: Iterator[pa.RecordBatch] | None = None
         self._batch: pa.RecordBatch | None = None
         self._first = 0  # row of the batch

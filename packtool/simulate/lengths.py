@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 
@@ -10,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool import storage
+from packtool.config.yaml_values import load_json
 from packtool.errors import ConfigError, DataError
 
 
@@ -26,7 +26,7 @@ def read_lengths(path: str) -> npt.NDArray[np.int64]:
             if path.endswith(".npy"):
                 values = np.load(file, allow_pickle=False)
             elif path.endswith(".json"):
-                values = np.array(json.load(file))
+                values = np.array(load_json(file.read()))
             elif path.endswith(".txt"):
                 values = np.array(file.read().split(), dtype=np.int64)
             else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from packtool import storage
 from packtool.cache.reader import CacheReader
 from packtool.config.settings import part_of
 from packtool.config.simulate import BASELINE, SimulateConfig, StrategyName
-from packtool.config.yaml_values import parse_yaml
+from packtool.config.yaml_values import load_json, parse_yaml
 from packtool.errors import ConfigError, DataError
 from packtool.launch.devices import gpu_names
 from packtool.progress import Progress
@@ -206,7 +205,7 @@ def _model_config(model: str) -> Mapping[str, Any]:
         )
     with storage.open_read(path) as file:
         try:
-            config = json.loads(file.read())
+            config = load_json(file.read())
         except ValueError as error:
             raise ConfigError(f"--model {model}: its config.json is no JSON: {error}") from error
     if not isinstance(config, Mapping):
@@ -232,7 +231,7 @@ def read_hardware(name: str | None) -> Hardware:
     import yaml  # here, because most runs need none of it
 
     try:
-        fields = json.loads(text) if name.endswith(".json") else parse_yaml(text.decode())
+        fields = load_json(text) if name.endswith(".json") else parse_yaml(text.decode())
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"--hardware {name}: {error}") from error
     if not isinstance(fields, Mapping):

@@ -165,7 +165,7 @@ class LocalWriter:
             self._finish()
             try:
                 os.link(self._temporary, self._path)
-            except FileExistsError:
+            except (FileExistsError, FileNotFoundError):  # or cleared away by who was quicker
                 return False
             except OSError:  # a file system without links
                 try:

@@ -16,6 +16,7 @@ from typing import Any
 from packtool import storage
 from packtool.cache.reader import ShardFile
 from packtool.cache.shard import ShardWriter
+from packtool.config.yaml_values import load_json
 from packtool.encode.encoded import EncodedSample
 from packtool.errors import MismatchError
 from packtool.stream.reading import Place
@@ -82,7 +83,7 @@ def read_stream_state(directory: str, rank: int) -> StreamState:
     samples, plain = _paths(directory, rank)
     try:
         with open(plain, encoding="utf-8") as file:
-            values = json.load(file)
+            values = load_json(file.read())
         counts = [values.pop(f"num_{name}") for name in _HELD]
         place = Place(**values.pop("place")) if values["place"] is not None else values.pop("place")
         kept = ShardFile(samples)

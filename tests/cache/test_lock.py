@@ -307,6 +307,27 @@ def test_one_of_many_takes_a_directory(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").iterdir())
 
 
+def test_an_export_that_begins_at_the_same_moment_is_no_stranger(base: Path, model: Path, tmp_path: Path) -> None:
+    """Its lock, half written, is neither a reason to refuse the directory nor an error when it is cleared away."""
+    half = tmp_path / "cache" / ".lock-000001.json.4711-0a1b2c3d.partial"
+    half.parent.mkdir()
+    half.touch()
+    _export(model, base, str(half.parent))
+    _export(model, base, str(half.parent), loss_scale="all", overwrite=True)
+
+
+def test_a_new_file_that_is_cleared_away_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = os.link
+
+    def cleared(source: str, target: str) -> None:
+        os.remove(source)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", cleared)
+    assert not storage.publish_new(str(tmp_path / "new"), b"first")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_file_is_made_once(tmp_path: Path, bucket: str) -> None:
     for place in (str(tmp_path), bucket):
         path = storage.join(place, "new")

@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packtool.cli.main import _SETTINGS
+from packtool.cli.main import _SETTINGS, run
 from packtool.cli.options import _read_yaml
 from packtool.config import settings
 from packtool.config.settings import FALSE_WORDS, TRUE_WORDS, Synonyms, resolve, value_type
 from packtool.config.train import TrainConfig
-from packtool.config.yaml_values import parse_yaml
+from packtool.config.yaml_values import load_json, parse_yaml
 
 TRAIN = {"model": "m", "cached_dataset": ("c",), "output_dir": "o"}
 
@@ -80,3 +81,50 @@ def test_words_that_yaml_takes_for_something_else_mean_what_they_mean_on_the_com
     assert found == {"expand_turns", "init_weights", "share_prefix"}
     config = resolve(TrainConfig, TRAIN, file={"init_weights": True, "save_strategy": False, "target_modules": [True]})
     assert (config.init_weights, config.save_strategy, config.target_modules) == ("true", "no", ("true",))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "[" * 5000 + "]" * 5000])
+def test_what_nests_too_deeply_is_no_value(text: str) -> None:
+    with pytest.raises(ValueError, match="nest too deeply"):
+        load_json("[" * 100_000 + text)
+    with pytest.raises(yaml.YAMLError, match="nest too deeply"):
+        parse_yaml(text)
+    with pytest.raises(yaml.YAMLError, match="digits"):
+        parse_yaml("9" * 5000)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "--mix", "DEEP.yaml", "--packing-length", "9"],
+        ["plan", "--config", "DEEP.yaml"],
+        ["plan", "c", "--set", "max_length=DEEP"],
+        [
+            "export",
+            "--model",
+            "DEEP",
+            "--dataset-info",
+            "DEEP.json",
+            "--dataset",
+            "d",
+            "--max-length",
+            "9",
+            "--output-dir",
+            "o",
+        ],
+        ["export", "--model", "DEEP", "--dataset", "d", "--max-length", "9", "--output-dir", "o"],
+        ["simulate", "--distribution", "wikipedia", "--model", "DEEP", "--packing-length", "9"],
+        ["simulate", "--lengths", "DEEP.json", "--packing-length", "9"],
+        ["simulate", "--distribution", "wikipedia", "--hardware", "DEEP.json", "--packing-length", "9"],
+    ],
+)
+def test_deep_files_are_mistakes_of_the_user(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    deep = "[" * 100_000
+    Path("DEEP").mkdir()
+    for name in ("DEEP.yaml", "DEEP.json", "DEEP/config.json"):
+        Path(name).write_text(deep)
+    assert run([word.replace("=DEEP", f"={deep[:5000]}") for word in words]) in (2, 3)
+    assert "nest too deeply" in capsys.readouterr().err

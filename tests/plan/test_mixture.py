@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from packtool.config.mixture import Amount, MixUnit, parse_amount
 from packtool.config.recipe import Recipe, SourceRecipe
-from packtool.errors import DataError
+from packtool.errors import ConfigError, DataError
 from packtool.plan.epoch import EpochPlan, plan_mixture
 from packtool.plan.mixture import Mixture, mixture_of
 from packtool.plan.options import PlanOptions
@@ -50,9 +50,19 @@ def planned(mixture: Mixture, epoch: int = 0, **changes: object) -> EpochPlan:
 def test_amounts(text: str, amount: Amount) -> None:
     assert parse_amount(text) == amount
     assert parse_amount("2.5X") == Amount(2.5, "epochs")
-    for wrong in ("0", "0%", "1.5", "2y", ".5"):
+    for wrong in ("0", "0%", "1.5", "2y", ".5", "9" * 400, "9" * 20):
         with pytest.raises(ValueError, match="#"):
             parse_amount(wrong)
+
+
+def test_an_epoch_that_memory_cannot_hold_is_refused() -> None:
+    with pytest.raises(ConfigError, match="draws 99,999,999,999 samples of 30; at most 10,000,000"):
+        made([30], of("99999999999"))
+    with pytest.raises(ConfigError, match="samples of 30; at most 10,000,000"):
+        made([30], of("99999999999x"))
+    weights = [SourceRecipe(path="a", weight=1.0), SourceRecipe(path="b", weight=1e-300)]
+    with pytest.raises(ConfigError, match="samples of 60; at most 10,000,000"):
+        made([30, 30], weights, stop="all")
 
 
 @settings(max_examples=20)

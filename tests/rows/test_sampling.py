@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from packtool.errors import ConfigError
 from packtool.rows import sampling
 from packtool.rows.sampling import draw_rows
 from packtool.rows.scan import scan, scan_sources
@@ -96,6 +97,13 @@ def test_picked_rows_are_read(tmp_path: Path, name: str) -> None:
     assert set(more) == {number for number, _ in everything}
     assert set(more.values()) == {2, 3}
     assert rows_of(scan(SourceSpec(str(path), num_sampled=100), seed=1)) != some
+
+
+def test_no_number_of_rows_costs_memory(tmp_path: Path) -> None:
+    (tmp_path / "rows.txt").write_text("a\n" * 100)
+    for amount in ({"num_sampled": 10**11}, {"times_sampled": 1e30}, {"num_sampled": 10**30}):
+        with pytest.raises(ConfigError, match="samples of 100; at most 10,000,000 can be drawn"):
+            scan(SourceSpec(str(tmp_path / "rows.txt"), **amount))
 
 
 def test_files_of_one_argument_are_sampled_together(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -107,6 +109,19 @@ def test_what_is_no_file_of_rows(tmp_path: Path) -> None:
     (tmp_path / "rows.xlsx").touch()
     with pytest.raises(DataError, match=r"no kind of rows\nKnown are .json, .*, each also with .gz or .zst"):
         scan(SourceSpec(str(tmp_path / "rows.xlsx")))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_two_columns_of_one_name_are_refused(tmp_path: Path, kind: str) -> None:
+    table = pa.table([pa.array(["a"]), pa.array(["b"]), pa.array(["c"])], names=["query", "response", "query"])
+    path = tmp_path / f"rows.{kind}"
+    if kind == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(str(path), table.schema) as writer:
+            writer.write_table(table)
+    with pytest.raises(DataError, match="has two columns 'query'"):
+        scan(SourceSpec(str(path)))
 
 
 def test_empty_sources_have_no_rows(tmp_path: Path) -> None:

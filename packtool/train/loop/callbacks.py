@@ -20,6 +20,7 @@ from packtool.batch.media_cache import MediaReads
 from packtool.cache.evaluation_file import plain_json
 from packtool.cache.lock import DirectoryLock
 from packtool.config.checkpoints import CheckpointOptions
+from packtool.config.yaml_values import load_json
 from packtool.errors import ConfigError
 from packtool.progress import Progress
 from packtool.train.loop.loader import StepLoader
@@ -306,8 +307,8 @@ class ReportCallback(TrainerCallback):
         if not os.path.exists(self.path):
             return
         with open(self.path, encoding="utf-8") as file:
-            kept = [line for line in file if line.endswith("\n") and json.loads(line)["step"] <= step]
+            kept = [line for line in file if line.endswith("\n") and load_json(line)["step"] <= step]
         with open(self.path, "w", encoding="utf-8") as file:
             file.writelines(kept)
         for line in kept[-WINDOW:]:
-            self._outliers.of(json.loads(line))
+            self._outliers.of(load_json(line))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from packtool.config.train import TrainConfig
+from packtool.config.yaml_values import load_json
 from packtool.errors import ConfigError
 
 
@@ -64,7 +64,7 @@ def deepspeed_settings(given: str) -> dict[str, Any]:
 def _file(path: str) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
-            return dict(json.load(file))
+            return dict(load_json(file.read()))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
             f"--deepspeed {path}: {error}", "Give zero0, zero1, zero2, zero3, or a JSON file of DeepSpeed's settings."

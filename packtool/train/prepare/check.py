@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from packtool.config.recipe import Recipe
 from packtool.config.rows import BOX_SETTINGS, MediaOptions
 from packtool.config.settings import flag
 from packtool.config.train import TrainConfig
+from packtool.config.yaml_values import load_json
 from packtool.constants import VAL_SPLIT
 from packtool.encode.families import ImageLimits, media_encoding
 from packtool.encode.model_files import ModelFiles, given_template
@@ -249,7 +249,7 @@ def _unused(path: str) -> str:
 
 def _dataset_words(manifest: Manifest) -> list[str]:
     """The options that name the rows and say how they were read."""
-    asked = [(source.path, json.loads(source.settings or "{}")) for source in manifest.sources]
+    asked = [(source.path, load_json(source.settings or "{}")) for source in manifest.sources]
     words = []
     for option, is_val in (("--dataset", False), ("--val-dataset", True)):
         paths = [

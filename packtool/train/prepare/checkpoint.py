@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from packtool.config.train import TrainConfig
+from packtool.config.yaml_values import load_json
 from packtool.errors import ConfigError, MismatchError
 from packtool.train.prepare.whole import ONLY_MODEL, Sums, damages, sums_of
 
@@ -192,7 +193,7 @@ def read_whole_state(checkpoint: str) -> tuple[RunState, Sums]:
     path = os.path.join(checkpoint, STATE_NAME)
     try:
         with open(path, encoding="utf-8") as file:
-            values = json.load(file)
+            values = load_json(file.read())
         if (digest := values.pop("digest", None)) is not None and digest != _digest(values):
             raise ValueError("it is not what was written")
         sums = {str(name): (int(size), int(crc)) for name, (size, crc) in values.pop("files", {}).items()}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from dataclasses import dataclass
 
 from packtool.cache.reader import CacheReader
+from packtool.config.yaml_values import load_json
 from packtool.errors import MismatchError
 from packtool.launch.world import World
 from packtool.plan.ledger import Ledger
@@ -144,4 +144,4 @@ def _told_steps(checkpoint: str, step: int, schedule: PlannedSchedule) -> str:
 def steps_planned(checkpoint: str) -> int:
     """How many steps the run of a checkpoint was to have."""
     with open(os.path.join(checkpoint, "trainer_state.json"), encoding="utf-8") as file:
-        return int(json.load(file)["max_steps"])
+        return int(load_json(file.read())["max_steps"])

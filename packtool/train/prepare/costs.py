@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from packtool.cache.reader import SplitIndex
 from packtool.config.adapters import AdapterOptions, LearningOptions
 from packtool.config.parallel import SequenceParallelType
 from packtool.config.train import TrainConfig
+from packtool.config.yaml_values import load_json
 from packtool.plan.balance import Costs
 from packtool.plan.cost import CostModel
 from packtool.plan.options import PlanOptions
@@ -80,7 +80,7 @@ def _of_adapter(options: LearningOptions) -> LearningOptions:
         return options
     try:
         with open(os.path.join(options.adapters[0], ADAPTER_FILE), encoding="utf-8") as file:
-            told = json.load(file)
+            told = load_json(file.read())
         targets = told["target_modules"]
         if not isinstance(targets, str):
             targets = rf"(?:.*\.)?(?:{'|'.join(map(re.escape, targets))})"

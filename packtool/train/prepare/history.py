@@ -21,6 +21,7 @@ from typing import Any
 from packtool import __version__, storage
 from packtool.cache.evaluation_file import plain_json
 from packtool.config.train import TrainConfig
+from packtool.config.yaml_values import load_json
 from packtool.errors import ConfigError, MismatchError
 from packtool.train.prepare.carried import HISTORY
 from packtool.train.prepare.checkpoint import finished_checkpoints
@@ -111,7 +112,7 @@ def read_history(output_dir: str) -> list[Segment]:
         )
     try:
         with open(path, encoding="utf-8") as file:
-            raw = json.load(file)["segments"]
+            raw = load_json(file.read())["segments"]
         for each in raw:
             each |= {name: tuple(map(tuple, each[name])) for name in ("caches", "assignments")}
             if "mix" in each["config"]:

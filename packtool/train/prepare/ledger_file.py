@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from packtool import storage
+from packtool.config.yaml_values import load_json
 from packtool.errors import MismatchError
 from packtool.plan.ledger import DataChange, Ledger, RowCounts, SourceLedger
 
@@ -64,7 +65,7 @@ def read_ledger(directory: str, name: str = LEDGER_NAME) -> Ledger | None:
         return None
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            told = json.loads(arrays["told"].tobytes())
+            told = load_json(arrays["told"].tobytes())
             found = [*told["sources"], *told["retired"]]
             sources = tuple(_take(arrays, number, source) for number, source in enumerate(found))
             num = len(told["sources"])

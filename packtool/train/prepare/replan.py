@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import numpy as np
 from packtool.cache.manifest import Manifest
 from packtool.cache.plan_file import read_plan
 from packtool.cache.reader import CacheReader
+from packtool.config.yaml_values import load_json
 from packtool.errors import ConfigError, MismatchError, PacktoolError
 from packtool.plan.epoch import EpochPlan
 from packtool.train.prepare.basis import Basis
@@ -76,7 +76,7 @@ def steps_done(output_dir: str) -> int:
     path = os.path.join(output_dir, METRICS_NAME)
     if os.path.exists(path):
         with open(path, encoding="utf-8") as file:
-            steps += [json.loads(line)["step"] for line in file if line.endswith("\n")]
+            steps += [load_json(line)["step"] for line in file if line.endswith("\n")]
     return max(steps, default=0)
 
 

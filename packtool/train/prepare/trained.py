@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 
+from packtool.config.yaml_values import load_json
 from packtool.errors import ConfigError, MismatchError
 from packtool.train.prepare.outcome import LAST
 
@@ -48,7 +48,7 @@ class TrainedModel:
             return cls(base_model, model)
         try:
             with open(path, encoding="utf-8") as file:
-                base = json.load(file)["base_model_name_or_path"]
+                base = load_json(file.read())["base_model_name_or_path"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise MismatchError(f"{path} does not name a base model: {error!r}", "Save the adapter again.") from error
         # Adapters of older runs may name a directory as it was typed.
