@@ -91,7 +91,7 @@ def _declared_seconds(container: Any, stream: Any) -> float | None:
     if not stream.duration or not stream.time_base or not is_counted(container, stream):
         return None
     seconds = float(stream.duration * stream.time_base)
-    hidden = seconds * num_hidden(stream) / max(len(index_of(stream)), 1)
+    hidden = seconds * num_hidden(container, stream) / max(len(index_of(stream)), 1)
     return seconds if hidden < _TOLERANCE_SECONDS / 2 else None  # an edit list begins later than an encoder's delay
 
 

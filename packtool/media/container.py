@@ -184,6 +184,9 @@ def index_of(stream: Any) -> Any:
     return getattr(stream, "index_entries", ())  # of PyAV since 18
 
 
-def num_hidden(stream: Any) -> int:
-    """Packets of a stream's table of contents that are not shown, by an edit list, or hold nothing."""
-    return sum(entry.is_discard or not entry.size for entry in index_of(stream))
+def num_hidden(container: Any, stream: Any) -> int:
+    """Packets of a table of contents that an edit list hides, or that hold nothing; 0 for formats without such a table.
+
+    What FFmpeg has for these is made for seeking, without sizes.
+    """
+    return sum(entry.is_discard or not entry.size for entry in index_of(stream)) if is_indexed(container) else 0

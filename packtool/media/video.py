@@ -202,4 +202,4 @@ def _declared_frames(container: Any, stream: Any) -> int | None:
         return None
     expected = float(stream.duration * stream.time_base) * rate
     is_plausible = abs(count - expected) <= max(2.0, 0.05 * expected)
-    return count - num_hidden(stream) if is_plausible else None
+    return count - num_hidden(container, stream) if is_plausible else None

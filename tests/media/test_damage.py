@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from packtool.errors import MediaError
+from packtool.media import audio
 from packtool.media.audio import load_audio, measure_audio
 from packtool.media.load import load_image
 from packtool.media.measure import measure_image
@@ -159,6 +160,14 @@ def test_every_cut_is_found_where_a_file_declares_its_length(files: dict[str, by
     if cut and not is_between:
         with pytest.raises(MediaProblem):
             USE[kind](cut)
+
+
+def test_sounds_that_declare_their_length_are_not_decoded(
+    files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audio, "_decoded", lambda *_: pytest.fail("decoded"))
+    for kind in ("wav", "flac", "m4a", "faststart.m4a", "ogg"):
+        assert abs(measure_audio(MediaRef(None, files[kind]), RATE) / RATE - 2) < 0.03
 
 
 def test_files_that_declare_no_length_or_have_tags_behind_them(files: dict[str, bytes]) -> None:
