@@ -81,6 +81,7 @@ def train_lines(result: TrainResult, *, has_plan: bool = False) -> list[Line]:
         lines += _counted("rows dropped", result.dropped)
         lines += _counted("turns and responses left out", result.parts_left_out) if result.parts_left_out else []
     else:
+        lines += [("  of them repeats", f"{result.num_repeats:,}")] if result.num_repeats else []
         lines += [("  not drawn", f"{result.not_drawn:,}")] if result.not_drawn else []
         lines.append(("  not in the plan" if has_plan else "  filtered by length", f"{result.filtered:,}"))
     lines += [

@@ -313,6 +313,18 @@ def test_parts_of_the_samples_add_up_everywhere(
     assert sum(int(part.replace(",", "")) for part in parts) == cached
 
 
+@pytest.mark.parametrize("stop", ["first", "all"])
+def test_the_table_of_a_run_adds_up(stop: str, tiny: TinyWorld, caches: tuple[str, str], tmp_path: Path) -> None:
+    mix = recipe(tmp_path, caches, min_length=60)
+    result = train(mixed(tiny, tmp_path / "run", mix=mix, mix_stop=stop, dry_run=True), SilentProgress())
+    told = {what.strip(): figure for what, figure in train_lines(result)}
+    names = ("samples", "of them repeats", "not drawn", "filtered by length")
+    samples, repeats, not_drawn, filtered = (int(told.get(name, "0").replace(",", "")) for name in names)
+    assert (repeats if stop == "all" else not_drawn) > 0
+    assert filtered > 0
+    assert samples - repeats + not_drawn + filtered == 80, "what the two caches hold"
+
+
 def test_rows_that_are_mixed_become_a_cache_each(tiny: TinyWorld, tmp_path: Path) -> None:
     rows = {"cached_dataset": (), "dataset": (tiny.rows, f"{tiny.rows}#50%"), "max_length": 128}
     config = mixed(tiny, tmp_path, **rows, interleave_probs=("0.5", "0.5"), cache_dir=str(tmp_path / "caches"))

@@ -86,6 +86,7 @@ class CachedRun(PreparedRun):
         return TrainResult(
             num_samples=summary.num_samples,
             filtered=summary.num_filtered,
+            num_repeats=summary.num_samples - summary.num_distinct,
             not_drawn=summary.num_not_drawn,
             num_packs=summary.num_packs,
             samples_per_pack=summary.samples_per_pack,

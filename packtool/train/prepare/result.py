@@ -29,6 +29,7 @@ class TrainResult:
     Args:
         num_samples: in the plan of an epoch.
         filtered: samples of the caches that are longer than ``max_length``, or that ``--plan`` does not hold.
+        num_repeats: samples of the plan that a mixture takes again.
         not_drawn: samples of the caches that a mixture leaves to other epochs.
         num_packs: of an epoch; padded rows without packing.
         samples_per_pack: mean.
@@ -69,6 +70,7 @@ class TrainResult:
     target_tokens: int
     output_dir: str
     seconds: float = 0.0
+    num_repeats: int = 0
     not_drawn: int = 0
     target_tokens_per_second: float | None = None
     first_loss: float | None = None
