@@ -118,7 +118,8 @@ def command_of(
         file = _read_yaml(common["config"]) if common["config"] else {}
         asked = strangers()
         sets = common["set_"] or ()
-        config = resolve(cls, given, sets=sets, environ=os.environ, file=file, stranger=asked.in_settings)
+        sources: dict[str, Any] = {"sets": sets, "environ": os.environ, "file": file}
+        config = resolve(cls, given, **sources, stranger=asked.in_settings, tell=asked.tell)
         asked.variables(os.environ)
         try:
             run(config, Invocation(ctx.obj, common["json_"]))

@@ -27,7 +27,7 @@ class Strangers:
     def __init__(self, command: str, settings: Mapping[str, type], tell: Callable[[str], None]) -> None:
         self.command = command
         self._settings = settings
-        self._tell = tell
+        self.tell = tell
 
     def on_command_line(self, name: str, value: str | None) -> str | None:
         """See ``cli.arguments.rewrite``.
@@ -51,7 +51,7 @@ class Strangers:
         """Tell of environment variables that another tool would have read and packtool does not."""
         for entry in peer_names():
             if entry.is_variable and entry.status in ("renamed", "unsupported") and environ.get(entry.name):
-                self._tell(entry.sentence(f"environment variable {entry.name}"))
+                self.tell(entry.sentence(f"environment variable {entry.name}"))
 
     def _is_peers(self, name: str) -> bool:
         return find_peer(name.removeprefix("--"), self.command) is not None
@@ -61,7 +61,7 @@ class Strangers:
         if peer is None:
             return shown + self._guess(name)
         if peer.status == "unneeded":
-            self._tell(peer.sentence(shown))
+            self.tell(peer.sentence(shown))
             return None
         if peer.status == "unsupported" and value is not None and str(value).strip().lower() in _NOTHING:
             return None

@@ -33,6 +33,7 @@ InitWeights = Annotated[
     YES_OR_NO,
 ]
 _PANEL: Panel = "Parameters"
+_LORA, _FULL = ("train_type", "lora"), ("train_type", "full")
 _FULL_ONLY = (
     "freeze_parameters",
     "freeze_parameters_regex",
@@ -50,42 +51,56 @@ class LearningOptions:
     train_type: TrainType = option(
         "lora", "Low-rank adapters, or all weights.", panel="Training", aliases=("tuner_type",)
     )
-    lora_rank: int = option(8, "Rank of the adapters.", panel=_PANEL, minimum=1)
+    lora_rank: int = option(8, "Rank of the adapters.", panel=_PANEL, needs=_LORA, minimum=1)
     freeze_vit: bool = option(True, "Keep the vision tower (and an Omni model's audio tower) as it is.", panel=_PANEL)
     freeze_aligner: bool = option(True, "Keep the projection from vision to text as it is.", panel=_PANEL)
     freeze_llm: bool = option(False, "Keep the language model as it is.", panel=_PANEL)
     lora_bias: Literal["none", "all", "lora_only"] = option(
-        "none", "Biases that learn too: none, all of the model, or those of adapted modules.", panel=_PANEL
+        "none", "Biases that learn too: none, all of the model, or those of adapted modules.", panel=_PANEL, needs=_LORA
     )
     target_modules: tuple[str, ...] = option(
-        ("all-linear",), "Modules that get adapters: all-linear or names.", panel=_PANEL
+        ("all-linear",), "Modules that get adapters: all-linear or names.", panel=_PANEL, needs=_LORA
     )
     target_regex: str | None = option(
         None,
         "Modules that get adapters, by a regular expression of their whole names; nothing else counts then.",
         panel=_PANEL,
+        needs=_LORA,
     )
     modules_to_save: tuple[str, ...] = option(
-        (), "Modules that learn whole beside the adapters, and are saved with them: embed_tokens lm_head.", panel=_PANEL
+        (),
+        "Modules that learn whole beside the adapters, and are saved with them: embed_tokens lm_head.",
+        panel=_PANEL,
+        needs=_LORA,
     )
     freeze_parameters: tuple[str, ...] = option(
-        (), "With full: keep parameters as they are whose names begin with one of these.", panel=_PANEL
+        (), "With full: keep parameters as they are whose names begin with one of these.", panel=_PANEL, needs=_FULL
     )
     freeze_parameters_regex: str | None = option(
-        None, "With full: keep parameters as they are in whose names this regular expression is found.", panel=_PANEL
+        None,
+        "With full: keep parameters as they are in whose names this regular expression is found.",
+        panel=_PANEL,
+        needs=_FULL,
     )
     freeze_parameters_ratio: float = option(
         0.0,
         "With full: keep this share of the parameters as it is, from the model's first ones on.",
         panel=_PANEL,
+        needs=_FULL,
         minimum=0.0,
         maximum=1.0,
     )
     trainable_parameters: tuple[str, ...] = option(
-        (), "With full: train parameters whose names begin with one of these, whatever else is frozen.", panel=_PANEL
+        (),
+        "With full: train parameters whose names begin with one of these, whatever else is frozen.",
+        panel=_PANEL,
+        needs=_FULL,
     )
     trainable_parameters_regex: str | None = option(
-        None, "With full: train parameters in whose names this is found, whatever else is frozen.", panel=_PANEL
+        None,
+        "With full: train parameters in whose names this is found, whatever else is frozen.",
+        panel=_PANEL,
+        needs=_FULL,
     )
 
     @property
@@ -140,18 +155,23 @@ def _is_meant(name: str, prefixes: tuple[str, ...], regex: str | None) -> bool:
 class AdapterOptions(LearningOptions):
     """Which weights learn, and through which adapters."""
 
-    adapters: tuple[str, ...] = option((), "Directory of an adapter to go on training from.", panel=_PANEL)
-    lora_alpha: int = option(32, "Scale of the adapters.", panel=_PANEL, minimum=1)
-    lora_dropout: float = option(0.05, "Dropout before the adapters.", panel=_PANEL, minimum=0.0, maximum=1.0)
-    use_rslora: bool = option(
-        False, "Scale adapters by alpha over the root of the rank (rank-stabilized LoRA).", panel=_PANEL
+    adapters: tuple[str, ...] = option((), "Directory of an adapter to go on training from.", panel=_PANEL, needs=_LORA)
+    lora_alpha: int = option(32, "Scale of the adapters.", panel=_PANEL, needs=_LORA, minimum=1)
+    lora_dropout: float = option(
+        0.05, "Dropout before the adapters.", panel=_PANEL, needs=_LORA, minimum=0.0, maximum=1.0
     )
-    use_dora: bool = option(False, "Learn the magnitudes of the weights apart from their directions.", panel=_PANEL)
+    use_rslora: bool = option(
+        False, "Scale adapters by alpha over the root of the rank (rank-stabilized LoRA).", panel=_PANEL, needs=_LORA
+    )
+    use_dora: bool = option(
+        False, "Learn the magnitudes of the weights apart from their directions.", panel=_PANEL, needs=_LORA
+    )
     init_weights: InitWeights = option(
         "true",
         "How adapters begin: true (peft's own, without effect at first), false (at random), gaussian, orthogonal, "
         "pissa or olora.",
         panel=_PANEL,
+        needs=_LORA,
     )
 
 

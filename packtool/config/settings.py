@@ -15,7 +15,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from typing import Any, Literal, TypeVar, Union
 
@@ -62,6 +62,7 @@ def option(
     minimum: float | None = None,
     maximum: float | None = None,
     flag: bool = True,
+    needs: tuple[str, str] | None = None,
 ) -> Any:
     """Declare a setting.
 
@@ -73,6 +74,7 @@ def option(
         aliases: other option names (``--tuner-type`` for ``--train-type``).
         minimum, maximum: inclusive bounds of a number.
         flag: False for settings that only YAML and ``--set`` can give.
+        needs: another setting and its value, without which this one has no effect.
     """
     metadata = {
         "help": help,
@@ -82,6 +84,7 @@ def option(
         "minimum": minimum,
         "maximum": maximum,
         "flag": flag,
+        "needs": needs,
     }
     return (
         dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
@@ -143,6 +146,7 @@ def resolve(
     environ: Mapping[str, str] | None = None,
     file: Mapping[str, Any] | None = None,
     stranger: Callable[[str, Any], str | None] | None = None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> T:
     """Merge all sources into one checked ``cls``.
 
@@ -157,6 +161,7 @@ def resolve(
         file: the parsed YAML file.
         stranger: asked what to say of an unknown name and its value; None where nothing needs to be said. By default
             the most similar name is suggested.
+        tell: takes a warning for each given setting that has no effect.
 
     Raises:
         ConfigError: naming every setting that is wrong, and where it came from.
@@ -182,10 +187,7 @@ def resolve(
             refused.add(name)
             continue
         values[name] = {**values.get(name, {}), **value} if isinstance(value, dict) else value
-    for name, field in fields.items():
-        required = field.default is MISSING and field.default_factory is MISSING
-        if required and name not in values and name not in refused:
-            problems.append(f"{option_names(field)[0]} is missing: {field.metadata['help']}")
+    problems += _missing([field for name, field in fields.items() if name not in values and name not in refused])
     if problems:
         raise ConfigError.from_problems(problems)
     complete: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = getattr(cls, "complete", None)
@@ -193,7 +195,24 @@ def resolve(
     found: list[str] = getattr(config, "problems", list)()
     if found:
         raise ConfigError.from_problems(found)
+    for warning in _unneeded(config, [fields[name] for name in values]):
+        tell(warning)
     return config
+
+
+def _missing(fields: Sequence[dataclasses.Field[Any]]) -> Iterator[str]:
+    """A problem for each required setting among those that nobody gave."""
+    for field in fields:
+        if field.default is MISSING and field.default_factory is MISSING:
+            yield f"{option_names(field)[0]} is missing: {field.metadata['help']}"
+
+
+def _unneeded(config: object, given: Sequence[dataclasses.Field[Any]]) -> Iterator[str]:
+    """A warning for each given setting that has no effect."""
+    for field in given:
+        needed, wanted = field.metadata["needs"] or (field.name, getattr(config, field.name))
+        if (actual := getattr(config, needed)) != wanted:
+            yield f"{flag(field.name)} has no effect with {flag(needed)} {actual}: it goes with {flag(needed)} {wanted}"
 
 
 def _all_given(

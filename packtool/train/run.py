@@ -15,6 +15,7 @@ from packtool.train.prepare.lengths import length_lines
 from packtool.train.prepare.place import locked_place
 from packtool.train.prepare.recompute import recomputing_lines, with_recomputing
 from packtool.train.prepare.result import TrainResult, settings_lines
+from packtool.train.prepare.resumed import resume_lines
 from packtool.train.prepare.run import prepare_run
 from packtool.train.prepare.sequence_parallel import sequence_parallel_lines
 
@@ -55,7 +56,7 @@ def _train(config: TrainConfig, progress: Progress, world: World, lock: Director
     run = prepare_run(config, world)
     result = run.expected()
     lines = (*settings_lines(run.config), *run.lines(result), *notes, *sequence_parallel_lines(run.world, run.axes))
-    for line in (*lines, *length_lines(run), *run.notes):
+    for line in (*lines, *length_lines(run), *run.notes, *resume_lines(run)):
         progress.note(line)
     # From here on torch and transformers are needed; mistakes of the user should have been told by now.
     with imported_at_once():

@@ -202,3 +202,32 @@ def test_bounds_hold_for_objects_made_without_resolve() -> None:
         "--packing-window: 0 is below 1, the least allowed",
         "--look-ahead: -1 is below 0, the least allowed",
     ]
+
+
+def test_given_options_without_effect_are_told() -> None:
+    """All options of what learns are for adapters, for full training, or for both."""
+    panel = {f.name: f for f in dataclasses.fields(TrainConfig) if f.metadata["panel"] == "Parameters"}
+    for_both = {name for name, field in panel.items() if field.metadata["needs"] is None}
+    assert for_both == {"freeze_vit", "freeze_aligner", "freeze_llm"}
+    for name in sorted(set(panel) - for_both):
+        needed, wanted = panel[name].metadata["needs"]
+        for train_type in ("lora", "full"):
+            default, told = panel[name].default, list[str]()
+            # Also a value that is the default's was given for a purpose.
+            value = ("a",) if default == () else str(default).lower() if default is not None else "a"
+            try:
+                resolve(TrainConfig, {**TRAIN, "train_type": train_type, name: value}, tell=told.append)
+            except ConfigError as error:
+                told.append(str(error))
+            message = f"{settings.flag(name)} .*goes with --train-type {wanted}"
+            assert needed == "train_type"
+            assert any(re.search(message, line) for line in told) == (train_type != wanted), (name, train_type, told)
+    assert not list(told_of_training(lora_rank="8"))
+    (line,) = told_of_training(lora_rank="8", train_type="full")
+    assert line == "--lora-rank has no effect with --train-type full: it goes with --train-type lora"
+
+
+def told_of_training(**given: str) -> list[str]:
+    told: list[str] = []
+    resolve(TrainConfig, {**TRAIN, **given}, tell=told.append)
+    return told

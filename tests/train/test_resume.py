@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import Trainer
 
+from packtool.config.settings import flag
 from packtool.errors import ConfigError, MismatchError
+from packtool.launch.world import World
 from packtool.progress import SilentProgress
 from packtool.train.prepare.checkpoint import (
     RunState,
@@ -22,6 +28,9 @@ from packtool.train.prepare.checkpoint import (
     remove_oldest,
     write_run_state,
 )
+from packtool.train.prepare.recompute import with_recomputing
+from packtool.train.prepare.resumed import resume_lines
+from packtool.train.prepare.run import prepare_run
 from packtool.train.run import train
 from tests.forked import started
 from tests.train.tiny import TinyWorld, check_same_rest, read_metrics
@@ -106,6 +115,81 @@ def test_a_checkpoint_of_another_plan_is_refused(whole: tuple[Path, Any], tiny: 
         config = tiny.config(tmp_path, **settings | change, resume_from_checkpoint=checkpoint)
         with pytest.raises(MismatchError, match=message):
             train(config, SilentProgress())
+
+
+def resume_line(tiny: TinyWorld, output_dir: Path, settings: dict[str, Any], **changes: Any) -> str:
+    """What a run that resumes after its second step says of it."""
+    config = tiny.config(
+        output_dir, **settings | changes, resume_from_checkpoint=str(output_dir / "checkpoint-2"), save_total_limit=9
+    )
+    (line,) = resume_lines(prepare_run(with_recomputing(config), World()))
+    return line
+
+
+def test_a_resumed_run_says_where_and_with_what(whole: tuple[Path, Any], tiny: TinyWorld) -> None:
+    output_dir, settings = whole
+    line = resume_line(tiny, output_dir, settings)
+    assert line.startswith(
+        f"resuming from {output_dir / 'checkpoint-2'}: 2 of 6 steps done, 4 left; changed settings: "
+    )
+    assert line.endswith(": --save-total-limit 9 (was default)")
+    line = resume_line(tiny, output_dir, settings, logging_steps=3, report_to=("tensorboard", "wandb"))
+    assert "--logging-steps 3 (was 1)" in line
+    assert "--report-to tensorboard wandb (was " in line
+    # As many steps as before, and schedules without an end, shift nothing.
+    assert "--max-steps 6 (was default)" in resume_line(tiny, output_dir, settings, max_steps=6)
+    line = resume_line(tiny, output_dir, settings, max_steps=4, data_change="allow")
+    assert re.search(r"2 of 4 steps done, 2 left; .*--max-steps 4 \(was default\)", line)
+    new = prepare_run(tiny.config(output_dir / "new", **settings), World())
+    assert not list(resume_lines(new))
+
+
+@hypothesis.settings(max_examples=25)
+@given(num_steps=st.integers(2, 40), epochs=st.sampled_from([None, 1.0, 3.0]))
+def test_a_schedule_is_never_shifted_silently(
+    whole: tuple[Path, Any], tiny: TinyWorld, num_steps: int, epochs: float | None
+) -> None:
+    output_dir, settings = whole
+    changes = {"max_steps": num_steps} if epochs is None else {"num_train_epochs": epochs}
+    if epochs is None and num_steps == 6:
+        assert "2 of 6 steps done" in resume_line(tiny, output_dir, settings, **changes)
+        return
+    with pytest.raises(MismatchError, match=r"the schedule of learning rates would have .* instead of 6") as error:
+        resume_line(tiny, output_dir, settings, **changes)
+    assert "--resume-only-model" in str(error.value)
+
+
+REFUSED: dict[str, Any] = {
+    "learning_rate": 0.5,
+    "weight_decay": 0.3,
+    "warmup_ratio": 0.5,
+    "lr_scheduler_type": "constant",
+}
+REFUSED |= {"lora_alpha": 3, "neftune_noise_alpha": 3.0, "max_grad_norm": 3.0}
+
+
+@pytest.mark.parametrize("change", [{name: value} for name, value in REFUSED.items()])
+def test_settings_that_the_checkpoint_has_are_refused(
+    change: dict[str, Any], whole: tuple[Path, Any], tiny: TinyWorld
+) -> None:
+    output_dir, settings = whole
+    ((name, value),) = change.items()
+    shown = f"{flag(name)}: .* there, {str(value).lower()} now"
+    with pytest.raises(MismatchError, match=f"cannot be resumed with other settings:\n  - {shown}"):
+        resume_line(tiny, output_dir, settings, **change)
+
+
+def test_a_checkpoint_of_an_older_packtool_says_no_settings(
+    whole: tuple[Path, Any], tiny: TinyWorld, tmp_path: Path
+) -> None:
+    output_dir, settings = whole
+    state = Path(shutil.copytree(output_dir / "checkpoint-2", tmp_path / "checkpoint-2")) / "packtool_state.json"
+    values = json.loads(state.read_text())
+    del values["options"], values["digest"]
+    state.write_text(json.dumps(values))
+    assert "changed" not in resume_line(tiny, tmp_path, settings, learning_rate=0.5)
+    with pytest.raises(MismatchError, match="would have 9 steps instead of 6"):
+        resume_line(tiny, tmp_path, settings, max_steps=9)
 
 
 def test_a_finished_run_has_nothing_left(whole: tuple[Path, Any], tiny: TinyWorld) -> None:

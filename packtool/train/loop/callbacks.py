@@ -35,6 +35,7 @@ from packtool.train.prepare.checkpoint import (
     remove_oldest,
     write_run_state,
 )
+from packtool.train.prepare.history import options_kept
 from packtool.train.prepare.outcome import BEST, LAST, best_of, point
 from packtool.train.prepare.place import METRICS_NAME
 from packtool.train.prepare.prepared import PreparedRun, Steps
@@ -125,6 +126,7 @@ class CheckpointCallback(TrainerCallback):
                         step_in_epoch=step_in_epoch,
                         saved_at=time.time(),
                     ),
+                    options_kept(self.run.config),
                 )
             # Not left to the Trainer, which deletes older ones before this one is finished.
             self._name(str(args.output_dir), checkpoint, state)

@@ -194,8 +194,22 @@ class PackTrainer(Trainer):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        with saving(os.path.join(str(self.args.output_dir), f"{PREFIX}{self.state.global_step}")):
+        checkpoint = os.path.join(str(self.args.output_dir), f"{PREFIX}{self.state.global_step}")
+        with saving(checkpoint, num_bytes=self._checkpoint_bytes()):
             super()._save_checkpoint(model, trial)
+
+    def _checkpoint_bytes(self) -> int | None:
+        """About what a checkpoint holds: weights as saved and as kept, optimizer's states; None if they are sharded."""
+        model, optimizer, _ = self._parts()
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled or self.shares_experts:
+            return None
+        is_adapter = isinstance(model, PeftModel)
+        weights = [weight for weight in model.parameters() if weight.requires_grad or not is_adapter]
+        states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+        kept = sum(weight.nbytes for weight in weights)
+        saved = 0 if is_adapter else sum(weight.numel() * self.saved.dtype.itemsize for weight in weights)
+        masters = kept if is_adapter or self.saved.dtype.itemsize < 4 else 0
+        return saved + masters + sum(state.nbytes for state in states)
 
     def get_train_dataloader(self) -> Any:
         """The steps as they are: already this rank's own, so accelerate must neither shard nor move them."""

@@ -196,6 +196,7 @@ def read_whole_state(checkpoint: str) -> tuple[RunState, Sums]:
             values = load_json(file.read())
         if (digest := values.pop("digest", None)) is not None and digest != _digest(values):
             raise ValueError("it is not what was written")
+        values.pop("options", None)
         sums = {str(name): (int(size), int(crc)) for name, (size, crc) in values.pop("files", {}).items()}
         values["assignments"] = tuple(tuple(each) for each in values.pop(_ASSIGNMENTS, ()))
         return RunState(**values), sums
@@ -206,9 +207,20 @@ def read_whole_state(checkpoint: str) -> tuple[RunState, Sums]:
         ) from error
 
 
-def write_run_state(checkpoint: str, state: RunState) -> None:
-    """Declare a checkpoint finished, as it is."""
-    values = {**dataclasses.asdict(state), "files": sums_of(checkpoint)}
+def read_options(checkpoint: str) -> dict[str, Any] | None:
+    """The options of the run that wrote a finished checkpoint; None if an older packtool wrote it."""
+    with open(os.path.join(checkpoint, STATE_NAME), encoding="utf-8") as file:
+        options: dict[str, Any] | None = load_json(file.read()).get("options")
+    return options
+
+
+def write_run_state(checkpoint: str, state: RunState, options: Mapping[str, Any] | None = None) -> None:
+    """Declare a checkpoint finished, as it is.
+
+    Args:
+        options: of the run, without defaults, as JSON has them.
+    """
+    values = {**dataclasses.asdict(state), "files": sums_of(checkpoint), "options": options}
     values[_ASSIGNMENTS] = values.pop("assignments")
     values["digest"] = _digest(values)
     path = os.path.join(checkpoint, STATE_NAME)

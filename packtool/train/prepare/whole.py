@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
@@ -37,6 +38,7 @@ _NEEDED = {
 }
 _PART = 2**26
 _NO_SPACE_WORDS = ("No space left on device", "Disk quota exceeded", "File too large")
+_TORCH_WORDS = ("PytorchStreamWriter", "unexpected pos", "inline_container")  # torch does not say why a write failed
 
 
 def sums_of(checkpoint: str) -> dict[str, tuple[int, int]]:
@@ -97,18 +99,19 @@ def check_resumable(checkpoint: str, rank: int, size: int) -> None:
 
 
 _MAKE_ROOM = (
-    "Older checkpoints are as they were. Make room, or keep fewer of them with --save-total-limit, and go on with "
+    "Older checkpoints are as they were. Make room, or keep fewer of them with --save-total-limit, and resume with "
     "--resume-from-checkpoint true."
 )
 
 
 @contextlib.contextmanager
-def saving(checkpoint: str, remedy: str = _MAKE_ROOM) -> Iterator[None]:
-    """Around the writing of a checkpoint: what the disk refuses is told as such, and what was half written goes.
+def saving(checkpoint: str, remedy: str = _MAKE_ROOM, *, num_bytes: int | None = None) -> Iterator[None]:
+    """Around the writing of a checkpoint: a storage error says what is needed, and the incomplete directory is removed.
 
     Args:
-        checkpoint: or another directory that is made.
+        checkpoint: or another directory that is written.
         remedy: what a user may do.
+        num_bytes: about what it will hold, if that is known.
 
     Raises:
         StorageError: if there is no room, or the directory cannot be written.
@@ -120,18 +123,40 @@ def saving(checkpoint: str, remedy: str = _MAKE_ROOM) -> Iterator[None]:
     except Exception as error:
         if not _is_about_storage(error):
             raise
+        reason = _write_failure(error, checkpoint, num_bytes)
         shutil.rmtree(checkpoint, ignore_errors=True)
-        raise StorageError(f"{checkpoint} could not be written: {error}", remedy) from error
+        raise StorageError(f"{checkpoint} could not be written: {reason}", remedy) from error
 
 
 def _is_about_storage(error: Exception) -> bool:
     """safetensors and torch have errors of their own for what the operating system says."""
-    if isinstance(error, OSError):
-        return True
-    if any(word in str(error) for word in _NO_SPACE_WORDS):
-        return True
-    # torch says "PytorchStreamWriter failed writing file", and not why.
-    return "PytorchStreamWriter" in str(error) or "unexpected pos" in str(error)
+    return isinstance(error, OSError) or any(word in str(error) for word in (*_NO_SPACE_WORDS, *_TORCH_WORDS))
+
+
+def _write_failure(error: Exception, directory: str, num_bytes: int | None) -> str:
+    """Why a directory could not be written, with the room that it needs and had.
+
+    Args:
+        num_bytes: what the directory needs; None if only what was written is known.
+    """
+    reason = next((words for words in _NO_SPACE_WORDS if words in str(error)), None)
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    has_limit = limit != resource.RLIM_INFINITY
+    if reason is None:
+        if isinstance(error, OSError):
+            return str(error)  # not about room
+        reason = "File too large" if has_limit else "No space left on device"
+    if reason == "File too large" and has_limit:
+        return f"{reason}: files may have {_megabytes(limit)} at most; raise the limit with ulimit -f unlimited"
+    written = sum(os.path.getsize(os.path.join(directory, name)) for name in _files(directory))
+    place = os.path.dirname(os.path.abspath(directory))
+    needed = f"more than {_megabytes(written)}" if num_bytes is None else f"about {_megabytes(max(num_bytes, written))}"
+    room = written + shutil.disk_usage(place).free
+    return f"{reason}: it needs {needed}, and {place} had room for {_megabytes(room)} (a quota may allow less)"
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB"
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,7 @@ def test_what_would_not_be_done_is_refused() -> None:
     assert problems(train_type="full") == []
 
 
-def test_experts_that_are_saved_one_by_one_are_resumed_whole(tmp_path: Path) -> None:
+def test_experts_that_are_saved_one_by_one_are_resumed_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """transformers' Trainer would go on with those that training began with: the saved file has other names."""
     (tmp_path / "world").mkdir()
     tiny = make_tiny_text_world(tmp_path / "world")
@@ -154,7 +155,11 @@ def test_experts_that_are_saved_one_by_one_are_resumed_whole(tmp_path: Path) -> 
     given |= {"freeze_vit": True, "freeze_aligner": True, "num_train_epochs": 2.0}
     train(tiny.config(tmp_path / "whole", **given), SilentProgress())
     resumed = {"resume_from_checkpoint": str(tmp_path / "whole" / "checkpoint-1")}
+    logger = logging.getLogger("transformers.trainer")
+    logger.addHandler(caplog.handler)
     train(tiny.config(tmp_path / "resumed", **given, **resumed), SilentProgress())
+    logger.removeHandler(caplog.handler)
+    assert not [record for record in caplog.records if "keys in the checkpoint" in record.getMessage()]
     check_same_rest(tmp_path / "whole", tmp_path / "resumed", 1)
 
 

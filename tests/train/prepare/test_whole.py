@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import re
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from packtool.errors import ConfigError, MismatchError, StorageError
 from packtool.progress import SilentProgress
 from packtool.train.model.precision import MASTER_NAME
 from packtool.train.prepare.checkpoint import STATE_NAME, find_checkpoint, finished_checkpoints
-from packtool.train.prepare.whole import sums_of
+from packtool.train.prepare.whole import saving, sums_of
 from packtool.train.run import train
 from tests.train.tiny import TinyWorld, check_same_rest, read_metrics
 
@@ -161,6 +163,47 @@ def test_a_full_disk_leaves_older_checkpoints_alone(
     assert finished_checkpoints(str(tmp_path)) == [str(tmp_path / "checkpoint-1")]
     assert not (tmp_path / "checkpoint-2").exists()
     assert find_checkpoint("true", str(tmp_path)).directory == str(tmp_path / "checkpoint-1")
+
+
+def test_files_that_may_not_be_as_large_end_the_run_with_the_limit(
+    whole: Path, tiny: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch alone would say ``enforce fail at inline_container.cc``."""
+    save, before = Trainer._save_optimizer_and_scheduler, resource.getrlimit(resource.RLIMIT_FSIZE)
+    limit = (whole / "checkpoint-1" / "optimizer.pt").stat().st_size // 2
+
+    def limited(self: Trainer, output_dir: str) -> None:
+        if output_dir.endswith("checkpoint-2"):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        save(self, output_dir)
+
+    monkeypatch.setattr(Trainer, "_save_optimizer_and_scheduler", limited)
+    try:
+        with pytest.raises(
+            StorageError, match=r"checkpoint-2 could not be written: File too large: .*ulimit"
+        ) as caught:
+            train(tiny.config(tmp_path, **GIVEN), SilentProgress())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "inline_container" not in str(caught.value)
+    assert caught.value.exit_code == 5
+    assert finished_checkpoints(str(tmp_path)) == [str(tmp_path / "checkpoint-1")]
+    assert (tmp_path / "last").resolve().name == "checkpoint-1"
+
+
+@pytest.mark.parametrize("num_bytes", [None, 5_000_000])
+def test_a_full_disk_is_told_with_the_room_that_is_needed(num_bytes: int | None, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoint-1"
+    directory.mkdir()
+    (directory / "model.safetensors").write_bytes(bytes(1_200_000))
+    needed = "more than 1.2 MB" if num_bytes is None else "about 5.0 MB"
+    room = f"it needs {needed}, and {re.escape(str(tmp_path))} had room for [0-9,.]+ MB"
+    with (
+        pytest.raises(StorageError, match=f"checkpoint-1 could not be written: No space left on device: {room}"),
+        saving(str(directory), num_bytes=num_bytes),
+    ):
+        raise RuntimeError("[enforce fail at inline_container.cc:671] . unexpected pos 576000 vs 575892")
+    assert not directory.exists()
 
 
 def test_no_whole_one_is_an_error_that_names_all(whole: Path, tmp_path: Path) -> None:
