@@ -19,7 +19,7 @@ from packtool.train.model.adapters import attach_adapter
 from packtool.train.model.load import load_model
 from packtool.train.model.precision import SavedPrecision, checkpoint_dtype
 from packtool.train.model.quiet import quiet_transformers
-from packtool.train.model.unloaded import add_unloaded, unloaded_line, unloaded_tensors
+from packtool.train.model.unloaded import add_unloaded, restore_long_tensors, unloaded_line, unloaded_tensors
 from packtool.train.prepare.checkpoint import copy_processor
 from packtool.train.prepare.trained import TrainedModel, instead_of_adapter
 from packtool.train.prepare.whole import saving
@@ -67,6 +67,7 @@ def merge_adapter(config: MergeConfig, progress: Progress) -> MergeResult:
         progress.note(f"base model: {trained.base}")
         # Read as it is saved: rounding comes after the sum.
         model: Any = load_model(directory, settings, dtype=kept, packing=False)
+        restore_long_tensors(model, directory)
         saved, unloaded = SavedPrecision.of(settings, model), unloaded_tensors(model, directory)
         adapted: Any = attach_adapter(model, trained.adapter)
         num_merged = _merge_in_float32(adapted)

@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
@@ -31,19 +32,40 @@ def unloaded_tensors(model: PreTrainedModel, directory: str) -> dict[str, str]:
         model: of the checkpoint's class, on any device, without adapters or wrappers.
         directory: of the checkpoint.
     """
-    parameters = model.state_dict()
+    names = _names_in_model(model, directory)
+    return {name: path for name, path in tensor_files(directory).items() if names[name] is None}
+
+
+def restore_long_tensors(model: PreTrainedModel, directory: str) -> None:
+    """Give weights that a checkpoint of 16 bits holds in float32 this precision again: loading has rounded them."""
+    weights, files = model.state_dict(), tensor_files(directory)
+    names = _names_in_model(model, directory, converts=False)
+    for path in sorted({path for path in files.values() if path.endswith(".safetensors")}):
+        with safe_open(path, "pt") as file:
+            for name, tensor in _header(path).items():
+                in_model = names.get(name)
+                if tensor["dtype"] == "F32" and in_model and weights[in_model].dtype in (torch.bfloat16, torch.float16):
+                    model.get_parameter_or_buffer(in_model).data = file.get_tensor(name)
+
+
+def _names_in_model(model: PreTrainedModel, directory: str, *, converts: bool = True) -> dict[str, str | None]:
+    """The weight that each tensor of a checkpoint is loaded into, or is part of; None for tensors that are not loaded.
+
+    Args:
+        converts: with weights that are made of tensors by more than another name.
+    """
+    weights = model.state_dict()
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
-    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter) and converts]
 
-    def is_loaded(name: str) -> bool:
+    def name_in_model(name: str) -> str | None:
         # In the order of from_pretrained: renamed by the class's rules, then by the prefix alone.
-        return any(
-            rename_source_key(name, *rules, model.base_model_prefix, parameters)[0] in parameters
-            for rules in ((renamings, converters), ([], []))
-        )
+        rules: tuple[tuple[list[WeightRenaming], list[WeightConverter]], ...] = ((renamings, converters), ([], []))
+        renamed = (rename_source_key(name, *each, model.base_model_prefix, weights)[0] for each in rules)
+        return next((each for each in renamed if each in weights), None)
 
-    return {name: path for name, path in tensor_files(directory).items() if not is_loaded(name)}
+    return {name: name_in_model(name) for name in tensor_files(directory)}
 
 
 def unloaded_line(unloaded: Mapping[str, str], base: str) -> Iterator[str]:

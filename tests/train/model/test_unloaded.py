@@ -197,6 +197,28 @@ def test_checkpoints_and_merged_models_keep_what_is_not_loaded(
     assert all(torch.equal(resumed[name], last[name]) for name in base)
 
 
+def test_merging_changes_adapted_modules_alone(tiny: TinyWorld, tiny_with_mtp: Path, tmp_path: Path) -> None:
+    """Every other tensor has the bytes of the base, also where its precision is another than the model's."""
+    config = json.loads((tiny_with_mtp / "config.json").read_text())
+    (tiny_with_mtp / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    base = {
+        name: torch.randn_like(tensor) if "norm" in name else tensor.to(torch.bfloat16)
+        for name, tensor in read_tensors(tiny_with_mtp).items()
+    }
+    save_file(base, tiny_with_mtp / "model.safetensors", {"format": "pt"})
+    given: dict[str, Any] = {"model": str(tiny_with_mtp), "train_type": "lora", "max_steps": 2, "learning_rate": 0.1}
+    train(tiny.config(tmp_path / "lora", **given), SilentProgress())
+    adapter = str(tmp_path / "lora" / "last")
+    merge_adapter(MergeConfig(adapter=adapter, output=str(tmp_path / "merged")), SilentProgress())
+    merged, weights = read_tensors(tmp_path / "merged"), tmp_path / "lora" / "last" / "adapter_model.safetensors"
+    changed = {name for name in base if as_bytes(merged[name]) != as_bytes(base[name])}
+    assert set(merged) == set(base)
+    assert changed
+    adapted = {key.removeprefix("base_model.model.").partition(".lora_")[0] for key in load_file(weights)}
+    assert changed <= {f"{name}.weight" for name in adapted}
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
 def test_a_base_in_the_format_of_pytorch(tmp_path: Path) -> None:
     model = reduced_model("qwen3")
     model.save_pretrained(tmp_path / "saved")
