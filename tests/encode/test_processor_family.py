@@ -82,6 +82,24 @@ def test_every_token_is_the_processors(made: tuple[str, Path, Any], realdata: Pa
         np.testing.assert_array_equal(sample.input_ids, expected(processor, two, files[:2]))
 
 
+def test_a_picture_that_the_processor_has_no_memory_for_costs_its_row(
+    made: tuple[str, Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pillow raises MemoryError for pictures of 90 million pixels in a row, which headers may declare."""
+
+    def refuse(height: int, width: int) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr("packtool.media.load.blank_image", refuse)
+    Image.new("RGB", (11, 7)).save(tmp_path / "a.png")
+    dropped = encoded(made[1], [("user", "<image>?"), ("assistant", "!")], [str(tmp_path / "a.png")])
+    assert isinstance(dropped, Dropped)
+    assert (dropped.reason, dropped.detail) == (
+        "media_size",
+        f"{tmp_path / 'a.png'}: the processor refuses 11x7: MemoryError",
+    )
+
+
 def test_it_says_that_it_is_slower_and_refuses_foreign_limits(made: tuple[str, Path, Any]) -> None:
     family, directory, _ = made
     assert "slower" in cached_encoder(directory).remarks[0]

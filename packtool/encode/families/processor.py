@@ -90,10 +90,9 @@ class ProcessorFamily:
         height, width = measure_image(ref)
         try:
             parts = self._parts_of(height, width)
-        except (ValueError, IndexError, ZeroDivisionError) as error:
-            raise MediaProblem(
-                "media_size", f"{label(ref)}: the processor refuses {width}x{height}: {error}"
-            ) from error
+        except (ValueError, IndexError, ZeroDivisionError, MemoryError) as error:  # Pillow's, for wide pictures
+            detail = f"{label(ref)}: the processor refuses {width}x{height}: {str(error) or type(error).__name__}"
+            raise MediaProblem("media_size", detail) from error
         return EncodedImage(ref.path, ref.data, height, width, (), _num_pads(parts, self._pad))
 
     def parts(self, medium: Medium, number: int = 0) -> list[Part]:
