@@ -90,6 +90,7 @@ def test_a_picture_that_the_processor_has_no_memory_for_costs_its_row(
     def refuse(height: int, width: int) -> Any:
         raise MemoryError
 
+    cached_encoder(made[1])  # asks the processor about pictures, too
     monkeypatch.setattr("packtool.media.load.blank_image", refuse)
     Image.new("RGB", (11, 7)).save(tmp_path / "a.png")
     dropped = encoded(made[1], [("user", "<image>?"), ("assistant", "!")], [str(tmp_path / "a.png")])
