@@ -17,10 +17,10 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from packtool import storage
 from packtool.cache.files import locked
@@ -29,6 +29,8 @@ from packtool.cache.verified import check_file
 from packtool.config.caches import CacheOptions, VerifyCache, default_cache_dir
 from packtool.constants import INDEX_NAME
 from packtool.errors import ConfigError, MismatchError, StorageError
+
+T = TypeVar("T")
 
 _SHARD, _INDEX, _UNFINISHED = ".arrow", ".index", ".partial"
 _LOCK_NAME = ".lock"
@@ -122,17 +124,27 @@ class LocalCopies:
             self._copy(path, place, info.bytes, info.sha256)
             return copy, self.check(copy, fingerprint, info.sha256)
 
-    def index(self, directory: str, split: str, fingerprint: str, name: str = INDEX_NAME) -> str:
-        """The copy of a split's index, or of another file that planning reads.
+    def index(
+        self, directory: str, split: str, fingerprint: str, read: Callable[[str], T], name: str = INDEX_NAME
+    ) -> T:
+        """Read the copy of a split's index, or of another file that planning reads; a damaged copy is fetched again.
+
+        Args:
+            read: reads the file at a path.
 
         Raises:
+            MismatchError: if the second copy is damaged, too.
             StorageError: as above.
         """
         path = storage.join(directory, split, name)
         state = storage.stat(path)
         tag = hashlib.sha256(f"{state.size} {state.modified} {path}".encode()).hexdigest()[:16]
         place = os.path.join(self.directory, fingerprint, f"{split}-{tag}{_INDEX}")
-        return self._copy(path, place, state.size, None)
+        try:
+            return read(self._copy(path, place, state.size, None))
+        except MismatchError:
+            _remove(place)
+            return read(self._copy(path, place, state.size, None))
 
     def _copy(self, path: str, place: str, size: int, sha256: str | None) -> str:
         try:

@@ -8,6 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -210,8 +211,8 @@ class CacheReader:
             manifest = replace(manifest, splits=splits)
         if not storage.is_remote(directory):
             return read_index(directory, manifest, self.split)
-        copy = self.copies.index(directory, self.split, manifest.fingerprint)
-        return read_index(directory, manifest, self.split, copy)
+        read = partial(read_index, directory, manifest, self.split)
+        return self.copies.index(directory, self.split, manifest.fingerprint, read)
 
     def prefixes(self) -> SplitPrefixes | None:
         """What the samples begin with; None where a cache does not tell it.
@@ -227,22 +228,26 @@ class CacheReader:
         return SplitPrefixes.joined([self._prefixes_of(cache, *each) for cache, each in of])
 
     def _prefixes_of(self, cache: int, sha256: str, lengths: IntArray) -> SplitPrefixes:
-        directory, copy = self.directories[cache], None
-        if storage.is_remote(directory):
-            copy = self.copies.index(directory, self.split, self.manifests[cache].fingerprint, PREFIXES_NAME)
+        directory = self.directories[cache]
         place = storage.join(directory, self.split, PREFIXES_NAME)
-        return read_prefixes(place, None if self.copies.verify == "never" else sha256, lengths, copy)
+        read = partial(read_prefixes, place, None if self.copies.verify == "never" else sha256, lengths)
+        if not storage.is_remote(directory):
+            return read()
+        return self.copies.index(directory, self.split, self.manifests[cache].fingerprint, read, PREFIXES_NAME)
 
     def _mapped_prefixes(self, cache: int) -> MappedPrefixes | None:
         """The prefixes of a cache on this machine; None where they cannot be read, for samples can do without."""
         directory, manifest = self.directories[cache], self.manifests[cache]
         sha256 = manifest.splits[self.split].prefixes_sha256
-        path = storage.join(directory, self.split, PREFIXES_NAME)
-        try:
-            if storage.is_remote(directory):
-                path = self.copies.index(directory, self.split, manifest.fingerprint, PREFIXES_NAME)
+
+        def mapped(path: str) -> MappedPrefixes | None:
             self.copies.check(path, manifest.fingerprint, sha256)
             return MappedPrefixes(storage.normalize(path)) if sha256 else None
+
+        try:
+            if storage.is_remote(directory):
+                return self.copies.index(directory, self.split, manifest.fingerprint, mapped, PREFIXES_NAME)
+            return mapped(storage.join(directory, self.split, PREFIXES_NAME))
         except (PacktoolError, OSError, pa.ArrowException):
             return None
 

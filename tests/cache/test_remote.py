@@ -176,6 +176,18 @@ def test_a_wrong_download_is_repeated_once(remote: str, copies: LocalCopies, thr
     assert len(proxy.requests("GET .*data-")) == 2
 
 
+def test_a_damaged_copy_of_an_index_is_fetched_again(remote: str, copies: LocalCopies, through_proxy: Through) -> None:
+    """Damaged on the way, and later on the disk."""
+    proxy = through_proxy(once=[("GET .*index.arrow", "change byte"), ("GET .*prefixes.arrow", "change byte")])
+    for _ in range(2):
+        assert CacheReader.open([remote], copies=copies).prefixes() is not None
+        kept = list(Path(copies.directory).rglob("*.index"))
+        assert len(kept) == 2
+        for path in kept:
+            path.write_bytes(bytes(path.stat().st_size))
+    assert proxy.counts["change byte"] == 2
+
+
 def test_a_wrong_shard_is_refused(remote: str, copies: LocalCopies, through_proxy: Through) -> None:
     shard = Manifest.read(remote).splits["train"].shards[0]
     path = f"{remote}/train/{shard.file}"
