@@ -19,7 +19,9 @@ def run_eval(config: EvalConfig, invocation: Invocation) -> None:
 
     What does not fit is told here, once and at once, before any process is started.
     """
-    world = find_place(invocation.arguments, config.sequence_parallel_ranks, partial(_prepare, config))
+    world = find_place(
+        invocation.arguments, config.sequence_parallel_ranks, partial(_prepare, config), max_wait=config.ddp_timeout
+    )
     from packtool.report.evaluation import evaluation_json, print_evaluation
     from packtool.report.names import named
     from packtool.report.terminal import TerminalProgress

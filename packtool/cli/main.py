@@ -46,6 +46,7 @@ from packtool.config.simulate import SimulateConfig
 from packtool.config.train import TrainConfig
 from packtool.config.verify import VerifyConfig
 from packtool.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_UNEXPECTED, EXIT_USAGE, PacktoolError, StoppedError
+from packtool.launch.exchange import LOST_PEER, is_lost_peer
 from packtool.launch.once import is_said_elsewhere
 from packtool.launch.processes import end_with_launcher, is_launched
 from packtool.visible import show
@@ -128,9 +129,6 @@ for _name, (_settings, _run, _help) in _COMMANDS.items():
     _command = type("PanelCommand", (PanelCommand,), {"nameless": _shown})
     app.command(cls=_command, name=_name, help=_help)(command_of(_settings, _run, partial(_strangers, _name)))
 
-# What gloo and NCCL say when a process that they talk to is gone.
-_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
-
 
 def _version(asked: bool) -> None:
     if asked:
@@ -203,8 +201,8 @@ def run(arguments: list[str]) -> int:
     except Exception as error:
         if debug:
             show(traceback.format_exc(), error=True)
-        if is_launched() and any(lost in str(error) for lost in _LOST):
-            _say("another process has ended, and this one with it; what that one says is what went wrong")
+        if is_lost_peer(error):
+            _say(LOST_PEER)
             return EXIT_UNEXPECTED
         _say(f"unexpected error: {type(error).__name__}: {error}\nThis is a bug; --debug shows the traceback.")
         return EXIT_UNEXPECTED

@@ -12,7 +12,8 @@ import typer
 from packtool.cli.interrupts import interrupts_heard
 from packtool.cli.invocation import Invocation
 from packtool.config.train import TrainConfig
-from packtool.errors import EXIT_INTERRUPTED
+from packtool.errors import EXIT_INTERRUPTED, PacktoolError
+from packtool.launch.exchange import LOST_PEER, is_lost_peer
 from packtool.launch.launcher import begins_run, find_place
 from packtool.visible import show, show_json
 
@@ -39,6 +40,7 @@ def run_train(config: TrainConfig, invocation: Invocation) -> None:
         # DeepSpeed asks torchrun's environment where it is, and MPI where there is none.
         even_one=config.deepspeed is not None,
         starts_none=config.dry_run,
+        max_wait=config.ddp_timeout,
     )
     from packtool.cache.nothing_left import drop_notes
     from packtool.report.statistics import source_rows, train_lines
@@ -55,6 +57,10 @@ def run_train(config: TrainConfig, invocation: Invocation) -> None:
         except KeyboardInterrupt:
             progress.note(_after_interrupt(config))
             raise typer.Exit(EXIT_INTERRUPTED) from None
+        except Exception as error:
+            if not is_lost_peer(error):
+                raise
+            raise PacktoolError(LOST_PEER, _resume_lines(config, invocation)) from error
     if not world.is_first:
         return
     curves = None if config.dry_run else _draw_curves(result.output_dir)
@@ -88,6 +94,20 @@ def _after_interrupt(config: TrainConfig) -> str:
     if checkpoint is None:
         return "interrupted; no checkpoint was finished, so there is nothing to go on from"
     return f"interrupted; the same command with --resume-from-checkpoint true goes on from {checkpoint}"
+
+
+def _resume_lines(config: TrainConfig, invocation: Invocation) -> str:
+    """The newest checkpoint, and the command that resumes from it."""
+    from packtool.train.prepare.place import newest_checkpoint
+
+    checkpoint = newest_checkpoint(config)
+    if checkpoint is None:
+        return "No checkpoint was finished: start the run again."
+    command = f"{invocation.command} --resume-from-checkpoint true"
+    command += " --overwrite-output-dir false" if config.overwrite_output_dir else ""
+    return (
+        f"The newest checkpoint is {checkpoint}. To resume, on every machine, with the same environment:\n  {command}"
+    )
 
 
 def _draw_curves(output_dir: str) -> str | None:

@@ -24,7 +24,13 @@ def run_verify(config: VerifyConfig, invocation: Invocation) -> None:
     Several processes are started only where they share sequences: otherwise one computes all.
     """
     ranks = config.sequence_parallel_ranks
-    world = find_place(invocation.arguments, ranks, partial(_prepare, config), starts_none=ranks == 1)
+    world = find_place(
+        invocation.arguments,
+        ranks,
+        partial(_prepare, config),
+        starts_none=ranks == 1,
+        max_wait=config.ddp_timeout,
+    )
     from packtool.report.names import named
     from packtool.report.terminal import TerminalProgress
     from packtool.report.verify import print_report, verify_json, write_page

@@ -9,7 +9,7 @@ from packtool.config.caches import CacheOptions
 from packtool.config.media_cache import MediaCacheOptions, media_cache_problems
 from packtool.config.model import ATTN_IMPL_HELP, AttnImpl, DType
 from packtool.config.packing import SEQUENCE_PARALLELISM, SharingOptions, sharing_problems
-from packtool.config.parallel import ParallelOptions, parallel_problems
+from packtool.config.parallel import LaunchOptions, ParallelOptions, parallel_problems
 from packtool.config.quantization import QuantizationOptions, quantization_problems
 from packtool.config.rows import AccessOptions, access_problems
 from packtool.config.settings import REQUIRED, option
@@ -25,7 +25,9 @@ _SUFFIX = ".parquet"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig(CacheOptions, MediaCacheOptions, AccessOptions, ParallelOptions, SharingOptions, QuantizationOptions):
+class EvalConfig(
+    CacheOptions, MediaCacheOptions, AccessOptions, ParallelOptions, LaunchOptions, SharingOptions, QuantizationOptions
+):
     """What ``packtool eval`` needs to know."""
 
     model: str = option(REQUIRED, "Directory (or hub id) of a model, or of an adapter whose base model is there.")

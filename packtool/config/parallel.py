@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 from packtool.config.settings import option
@@ -47,6 +48,23 @@ class ParallelOptions:
     def sequence_parallel_ranks(self) -> int:
         """Processes that share each packed sequence, P."""
         return self.sequence_parallel_size or (self.ulysses_size or 1) * (self.ring_size or 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """How processes of several machines find each other, besides ``NNODES`` and its like in the environment."""
+
+    ddp_timeout: int | None = option(
+        None,
+        "Seconds that processes and machines wait for each other; by default 1800.",
+        panel="Sequence parallel",
+        minimum=1,
+    )
+
+    @property
+    def group_options(self) -> dict[str, timedelta]:
+        """Keyword arguments of ``torch.distributed.init_process_group``."""
+        return {} if self.ddp_timeout is None else {"timeout": timedelta(seconds=self.ddp_timeout)}
 
 
 def parallel_problems(options: ParallelOptions, *, removes_padding: bool = True, attn_impl: str = "auto") -> list[str]:

@@ -25,7 +25,7 @@ from packtool.config.packing import (
     packing_problems,
     sharing_problems,
 )
-from packtool.config.parallel import ParallelOptions, parallel_problems
+from packtool.config.parallel import LaunchOptions, ParallelOptions, parallel_problems
 from packtool.config.quantization import QuantizationOptions, few_bits_problems, quantization_problems
 from packtool.config.rows import (
     EXPAND_HELP,
@@ -74,6 +74,7 @@ class TrainConfig(
     PackingOptions,
     IntervalOptions,
     ParallelOptions,
+    LaunchOptions,
     OptimizerOptions,
     MemoryOptions,
     ExpertOptions,
@@ -143,9 +144,6 @@ class TrainConfig(
         "ms-swift's word for batches without padding, which --packing and --dynamic-batch-tokens make.",
         panel="Packing",
         aliases=("use_remove_padding",),
-    )
-    ddp_timeout: int | None = option(
-        None, "Seconds that processes wait for each other; by default 1800.", panel="Precision and memory", minimum=1
     )
     use_liger_kernel: bool = option(False, "Liger's kernels for norms, RoPE and SwiGLU.", panel="Precision and memory")
     torch_compile: bool = option(

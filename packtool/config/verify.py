@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from packtool.config.caches import CacheOptions
 from packtool.config.model import ATTN_IMPL_HELP, AttnImpl, DType
 from packtool.config.packing import SEQUENCE_PARALLELISM, SharingOptions, sharing_problems
-from packtool.config.parallel import ParallelOptions, parallel_problems
+from packtool.config.parallel import LaunchOptions, ParallelOptions, parallel_problems
 from packtool.config.rows import AccessOptions, access_problems
 from packtool.config.settings import REQUIRED, option
 from packtool.config.sizes import Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyConfig(CacheOptions, AccessOptions, ParallelOptions, SharingOptions):
+class VerifyConfig(CacheOptions, AccessOptions, ParallelOptions, LaunchOptions, SharingOptions):
     """What ``packtool verify`` needs to know."""
 
     model: str = option(REQUIRED, "Directory (or hub id) of the model.")

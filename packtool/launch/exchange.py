@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+from packtool.launch.processes import is_launched
+
 T = TypeVar("T")
+
+LOST_PEER = "another process has ended, and this one with it; what that one says is what went wrong"
+# What gloo, NCCL and torch's store say when a process that they talk to is gone.
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+
+
+def is_lost_peer(error: Exception) -> bool:
+    """Whether an error says that another process of a run has ended."""
+    return is_launched() and any(lost in str(error) for lost in _LOST)
 
 
 def all_gather_objects(mine: T, num_processes: int, group: Any = None) -> list[T]:

@@ -25,6 +25,7 @@ def find_place(
     *,
     even_one: bool = False,
     starts_none: bool = False,
+    max_wait: int | None = None,
 ) -> World:
     """This process's place in the run; where the environment asks for several, they are started and nothing returns.
 
@@ -35,6 +36,7 @@ def find_place(
             once and at once.
         even_one: a single process needs torchrun's environment, too.
         starts_none: this process stands for all: the run is only looked at, or one process does all of its work.
+        max_wait: seconds to wait for other machines; by default 1800.
 
     Raises:
         ConfigError: if the environment is wrong, or its processes cannot be divided into groups.
@@ -46,5 +48,5 @@ def find_place(
     world = World(0, Processes.from_environment(os.environ).total).shared_by(sequence_parallel_size)
     if (world.size > 1 or even_one) and not starts_none:
         prepare(world)
-        launch_if_asked(arguments, even_one=even_one)
+        launch_if_asked(arguments, even_one=even_one, max_wait=max_wait)
     return world

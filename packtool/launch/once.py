@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 from collections.abc import Mapping
 from datetime import timedelta
 
@@ -28,13 +29,15 @@ def is_said_elsewhere(message: str, environ: Mapping[str, str] | None = None) ->
     attempt = f"{environ.get('TORCHELASTIC_RUN_ID', '')}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     key = f"packtool/said/{attempt}/{hashlib.sha256(message.encode()).hexdigest()}"
     try:
+        place = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+        with socket.create_connection(place, _SECONDS):  # where it fails, torch would print a stack
+            pass
         store = TCPStore(
-            environ["MASTER_ADDR"],
-            int(environ["MASTER_PORT"]),
+            *place,
             is_master=False,
             wait_for_workers=False,
             timeout=timedelta(seconds=_SECONDS),
         )
         return bool(store.compare_set(key, "", rank) != rank.encode())
-    except (DistError, RuntimeError, KeyError, ValueError):
+    except (DistError, RuntimeError, KeyError, ValueError, OSError):
         return False  # rather twice than not at all

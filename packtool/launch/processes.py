@@ -24,6 +24,8 @@ _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 _SECONDS_BETWEEN_LOOKS = 1.0
 _DEFAULT_PORT = 29500
 _MAX_PORT = 65535
+_THIS_MACHINE = "127.0.0.1"
+_DEFAULT_WAIT_SECONDS = 1800
 
 
 @dataclass(frozen=True)
@@ -84,16 +86,23 @@ def environment_of_one_process() -> dict[str, str]:
 
 
 def launch_command(
-    arguments: Sequence[str], environ: Mapping[str, str], python: str = sys.executable, *, even_one: bool = False
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    python: str = sys.executable,
+    *,
+    even_one: bool = False,
+    max_wait: int | None = None,
 ) -> list[str] | None:
     """The command that runs ``packtool ARGUMENTS`` in all processes of this machine; None if this process is enough.
 
-    Without ``MASTER_PORT`` on a single machine a free port is found, so two jobs do not meet by accident.
+    Without ``MASTER_PORT`` on a single machine a free port is found, so two jobs do not meet by accident. Processes of
+    a single machine meet at 127.0.0.1: the machine's own name may not resolve.
 
     Args:
         arguments: of packtool, from the subcommand on.
         environ: the environment; inside torchrun the answer is None.
         even_one: a single process needs torchrun's environment, too.
+        max_wait: seconds to wait for other machines; by default 1800.
 
     Raises:
         ConfigError: see ``Processes.from_environment``.
@@ -104,11 +113,15 @@ def launch_command(
     if processes.total == 1 and not even_one:
         return None
     options = ["--nnodes", str(processes.num_nodes), "--nproc-per-node", str(processes.per_node)]
+    address = processes.address if processes.num_nodes > 1 and processes.address else _THIS_MACHINE
+    if processes.num_nodes == 1:
+        options += ["--local-addr", address]
+    else:
+        options += ["--rdzv-conf", f"timeout={max_wait or _DEFAULT_WAIT_SECONDS}"]
     if processes.num_nodes == 1 and processes.port is None:
         options.append("--standalone")
     else:
-        options += ["--node-rank", str(processes.node_rank)]
-        options += ["--master-addr", processes.address or "127.0.0.1"]
+        options += ["--node-rank", str(processes.node_rank), "--master-addr", address]
         options += ["--master-port", str(processes.port or _DEFAULT_PORT)]
     return [python, "-m", "packtool.launch.torchrun", *options, "--module", "packtool", *arguments]
 
@@ -164,17 +177,18 @@ def _is_there(process: int) -> bool:
     return True
 
 
-def launch_if_asked(arguments: Sequence[str], *, even_one: bool = False) -> None:
+def launch_if_asked(arguments: Sequence[str], *, even_one: bool = False, max_wait: int | None = None) -> None:
     """Become torchrun if the environment asks for more than this process; else return.
 
     Args:
         arguments: of packtool, from the subcommand on.
         even_one: a single process needs torchrun's environment, too.
+        max_wait: seconds to wait for other machines; by default 1800.
 
     Raises:
         ConfigError: if the environment is wrong.
     """
-    command = launch_command(arguments, os.environ, even_one=even_one)
+    command = launch_command(arguments, os.environ, even_one=even_one, max_wait=max_wait)
     if command is None:
         return
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -165,6 +165,7 @@ class VerifyKeywords(TypedDict, total=False):
     """See ``packtool.config.verify.VerifyConfig``."""
 
     share_prefix: Literal["auto", "true", "false"] | None
+    ddp_timeout: int | None
     sequence_parallel_size: int | None
     sequence_parallel_type: Literal["auto", "ulysses", "ring", "allgather"] | None
     ulysses_size: int | None
@@ -194,6 +195,7 @@ class EvalKeywords(TypedDict, total=False):
     bnb_4bit_quant_type: Literal["nf4", "fp4"] | None
     bnb_4bit_use_double_quant: bool | None
     share_prefix: Literal["auto", "true", "false"] | None
+    ddp_timeout: int | None
     sequence_parallel_size: int | None
     sequence_parallel_type: Literal["auto", "ulysses", "ring", "allgather"] | None
     ulysses_size: int | None

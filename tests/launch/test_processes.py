@@ -45,17 +45,17 @@ def test_one_process_is_enough(environ: dict[str, str]) -> None:
 def test_one_machine_finds_a_free_port() -> None:
     assert command(NPROC_PER_NODE="2") == [
         *("python", "-m", "packtool.launch.torchrun"),
-        *("--nnodes", "1", "--nproc-per-node", "2", "--standalone"),
+        *("--nnodes", "1", "--nproc-per-node", "2", "--local-addr", "127.0.0.1", "--standalone"),
         *("--module", "packtool", "train", "--model", "a b", "--packing", "true"),
     ]
 
 
 def test_one_machine_with_a_port() -> None:
-    found = command(NPROC_PER_NODE="2", MASTER_PORT="29501")
+    found = command(NPROC_PER_NODE="2", MASTER_PORT="29501", MASTER_ADDR="a-name-that-need-not-resolve")
     assert found is not None
     assert "--standalone" not in found
-    assert found[5:13] == [
-        *("--nproc-per-node", "2", "--node-rank", "0"),
+    assert found[5:15] == [
+        *("--nproc-per-node", "2", "--local-addr", "127.0.0.1", "--node-rank", "0"),
         *("--master-addr", "127.0.0.1", "--master-port", "29501"),
     ]
 
@@ -63,10 +63,13 @@ def test_one_machine_with_a_port() -> None:
 def test_several_machines() -> None:
     found = command(**ON_TWO_NODES, NPROC_PER_NODE="8", MASTER_PORT="1234")
     assert found is not None
-    assert found[3:13] == [
-        *("--nnodes", "2", "--nproc-per-node", "8", "--node-rank", "1"),
-        *("--master-addr", "10.0.0.1", "--master-port", "1234"),
+    assert found[3:15] == [
+        *("--nnodes", "2", "--nproc-per-node", "8", "--rdzv-conf", "timeout=1800"),
+        *("--node-rank", "1", "--master-addr", "10.0.0.1", "--master-port", "1234"),
     ]
+    patient = launch_command(ARGUMENTS, ON_TWO_NODES, max_wait=60)
+    assert patient is not None
+    assert patient[patient.index("--rdzv-conf") + 1] == "timeout=60"
     one_each = command(**ON_TWO_NODES)
     assert one_each is not None
     assert one_each[one_each.index("--nproc-per-node") + 1] == "1"
@@ -121,7 +124,7 @@ def test_the_process_is_replaced_only_if_asked(monkeypatch: pytest.MonkeyPatch) 
     launch_if_asked(ARGUMENTS)
     assert not calls
     launch_if_asked(ARGUMENTS, even_one=True)
-    assert calls.pop()[1][3:8] == ["--nnodes", "1", "--nproc-per-node", "1", "--standalone"]
+    assert calls.pop()[1][3:8] == ["--nnodes", "1", "--nproc-per-node", "1", "--local-addr"]
     monkeypatch.setenv("NPROC_PER_NODE", "2")
     launch_if_asked(ARGUMENTS)
     ((program, arguments, environ),) = calls

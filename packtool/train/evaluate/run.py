@@ -98,7 +98,7 @@ def _evaluate(prepared: PreparedEvaluation, progress: Progress) -> tuple[Evaluat
     packing = can_be_packed(spec.config)
     if packing:
         choose(config.attn_impl, torch.device("cuda" if on_gpu else "cpu"), dtype)  # says what is missing
-    device = PartialState(cpu=not on_gpu).device  # which starts the process group, too
+    device = PartialState(cpu=not on_gpu, **config.group_options).device  # which starts the process group, too
     parallel = None
     if prepared.world.sequence_parallel_size > 1:
         choose_blocks(config.attn_impl, device, dtype, head_dims=(0, 0))

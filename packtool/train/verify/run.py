@@ -151,7 +151,7 @@ def verify(config: VerifyConfig, progress: Progress | None = None, world: World 
         refuse_leaky_inputs(collate(pack_samples, spec).model_inputs())
     parallel = None
     if world.sequence_parallel_size > 1:
-        device = PartialState(cpu=device.type == "cpu").device  # which starts the process group, too
+        device = PartialState(cpu=device.type == "cpu", **config.group_options).device  # starts the process group
         axes = axes_of(config, world, files, reader.index.length)
         parallel = SequenceParallel.on_mesh(axes, device.type)
         text = spec.config.get_text_config()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import signal
 from pathlib import Path
 from typing import Any
@@ -195,3 +196,39 @@ def test_what_is_said_after_ctrl_c_is_true(tiny: TinyWorld, tmp_path: Path) -> N
     train(tiny.config(tmp_path, max_steps=1), SilentProgress())
     told = _after_interrupt(tiny.config(tmp_path))
     assert f"--resume-from-checkpoint true goes on from {tmp_path}/checkpoint-1" in told
+
+
+@pytest.mark.parametrize("overwrites", [False, True])
+def test_a_lost_process_names_the_newest_checkpoint_and_the_command_that_resumes(
+    tiny: TinyWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str], overwrites: bool
+) -> None:
+    config = tiny.config(tmp_path, max_steps=1)
+    words = [
+        "train",
+        "--model",
+        config.model,
+        "--cached-dataset",
+        *config.cached_dataset,
+        "--output-dir",
+        str(tmp_path),
+    ]
+    words += ["--train-type", config.train_type, "--packing-length", str(config.packing_length), "--max-steps", "1"]
+    words += ["--overwrite-output-dir", "true"] if overwrites else []
+
+    def lose(*_: object) -> None:
+        raise RuntimeError("[gloo] Connection closed by peer [::1]:29500")
+
+    def error_lines() -> list[str]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("LOCAL_RANK", "0")
+            patch.setattr("packtool.train.run.train", lose)
+            assert run(words) == 1
+        return capsys.readouterr().err.splitlines()
+
+    assert error_lines()[-1] == "No checkpoint was finished: start the run again."
+    train(config, SilentProgress())
+    *_, newest, command = error_lines()
+    assert newest.startswith(f"The newest checkpoint is {tmp_path}/checkpoint-1. To resume, on every machine")
+    resuming = shlex.split(command)
+    assert resuming[: len(words) + 1] == ["packtool", *words]
+    assert run([*resuming[1:], "--dry-run"]) == 0

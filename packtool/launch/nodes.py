@@ -1,0 +1,313 @@
+"""Launchers of several machines: they wait for each other, say what they wait for, and notice when one has ended.
+
+Node 0 serves a TCPStore at MASTER_ADDR:MASTER_PORT, which torchrun and the ranks use, too. Every second each launcher
+writes a record of itself, and node 0 publishes what it has read:
+
+    packtool/node/R   by node R: host, process, id, NNODES and NPROC_PER_NODE, a counter, and in the end how it ended
+    packtool/nodes    by node 0: all records with the seconds since the counter last changed, and the ids that have met
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import signal
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+
+from packtool.errors import EXIT_UNEXPECTED, ConfigError
+from packtool.visible import show
+
+_NODE, _NODES = "packtool/node/", "packtool/nodes"
+_BEAT_SECONDS = 1.0
+_SILENT_SECONDS = 5.0
+_STORE_SECONDS = 3.0
+_FIRST_LINE_SECONDS, _MAX_LINE_SECONDS = 5.0, 60.0
+_GRACE_SECONDS = 30.0  # that ranks have to notice that another node has ended
+_LEAVE_SECONDS = 10.0
+_OPTION = "--ddp-timeout"
+
+
+class Nodes:
+    """This machine's launcher among those of all machines.
+
+    Args:
+        num_nodes: machines.
+        rank: 0-based number of this one.
+        per_node: processes on each.
+        address, port: of the store of node 0.
+        limit: seconds to wait for other machines.
+        signal_ranks: sends a signal to this machine's ranks and returns whether there are any.
+    """
+
+    def __init__(
+        self,
+        num_nodes: int,
+        rank: int,
+        per_node: int,
+        address: str,
+        port: int,
+        *,
+        limit: float,
+        signal_ranks: Callable[[int], bool],
+    ) -> None:
+        self.num_nodes, self.rank, self.per_node, self.limit = num_nodes, rank, per_node, limit
+        self.address, self.port = address, port
+        self.place = f"{address}:{port}"
+        self._signal_ranks = signal_ranks
+        self._record: dict[str, Any] = {"id": uuid.uuid4().hex, "host": socket.gethostname(), "process": os.getpid()}
+        self._record |= {"processes": [num_nodes, per_node], "beat": 0, "end": None}
+        self._store: TCPStore | None = None
+        self._trouble: str = "not connected yet"
+        self._fatal: ConfigError | None = None
+        self._state: dict[str, Any] = {"nodes": {}, "met": None}
+        self._seen: dict[str, tuple[tuple[str, int], float]] = {}
+        self._met, self._leaves = threading.Event(), threading.Event()
+        self._printed = ""
+        self._ended_at: float | None = None
+        self._serves = self._had_ranks = False
+        self._begin = time.monotonic()
+        self._waits_since: float | None = self._begin
+        self._line_gap = _FIRST_LINE_SECONDS
+        self._next_line = self._begin + self._line_gap
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    @property
+    def title(self) -> str:
+        """How lines about this machine begin."""
+        return f"packtool: node {self.rank} of {self.num_nodes}"
+
+    def meet(self) -> None:
+        """Wait until the launchers of all machines are there.
+
+        Raises:
+            ConfigError: after the limit, or if their settings contradict each other.
+        """
+        self._thread.start()
+        while not self._met.wait(0.1):
+            if self._fatal:
+                raise self._fatal
+            if time.monotonic() - self._begin > self.limit:
+                raise self.failure()
+        show(f"{self.title}: {_ranks(self.rank, self._record)}, master {self.place}", error=True)
+
+    def failure(self, reason: str = "") -> ConfigError:
+        """The error of a launcher that cannot go on, with what it waits for, or else the reason, and likely causes."""
+        return ConfigError(f"node {self.rank} of {self.num_nodes} gave up: {self._line() or reason}", self._causes())
+
+    def leave(self, code: int, reason: str = "") -> None:
+        """Tell the others how this machine ended, and the user which machine ended first, where it was another.
+
+        Args:
+            code: exit code.
+            reason: what ended this machine, where that is known; it is then not looked for elsewhere.
+        """
+        self._leaves.set()
+        self._thread.join()
+        if not self._met.is_set():
+            return
+        self._record["end"] = {"code": code, "reason": reason}
+        asks = code == EXIT_UNEXPECTED and not reason
+        until = time.monotonic() + _LEAVE_SECONDS
+        while time.monotonic() < until:
+            self._exchange()
+            lost = self._lost()
+            # The store ends with node 0, so that the others must have read it.
+            is_read = self.rank > 0 or len(lost) + len(self._done()) == self.num_nodes - 1
+            if (lost or not asks) and is_read:
+                break
+            time.sleep(_BEAT_SECONDS / 2)
+        for text in self._lost().values() if asks else ():
+            if text not in self._printed:
+                show(f"{self.title}: {text}", error=True)
+        minutes = (time.monotonic() - self._begin) / 60
+        show(f"{self.title}: ended with exit code {code} after {minutes:.1f} min", error=True)
+
+    def _run(self) -> None:
+        while not self._leaves.wait(_BEAT_SECONDS):
+            self._exchange()
+            self._print_line()
+            if self._met.is_set():
+                self._give_up()
+
+    def _exchange(self) -> None:
+        """Write this machine's record and read the others'; connect to the store where that is to be done first."""
+        try:
+            store = self._store or self._connect()
+            self._record["beat"] += 1
+            store.set(f"{_NODE}{self.rank}", json.dumps(self._record))
+            if self.rank == 0:
+                self._gather(store)
+                store.set(_NODES, json.dumps(self._state))
+            elif store.check([_NODES]):
+                self._state = json.loads(store.get(_NODES))
+            self._store = store
+        except (DistError, OSError, RuntimeError) as error:
+            self._store = None
+            self._trouble = (getattr(error, "strerror", None) or str(error)).splitlines()[0]
+            return
+        met = self._state["met"] or {}
+        if met.get(str(self.rank)) == self._record["id"]:
+            self._met.set()
+        elif self._met.is_set():
+            self._store, self._trouble = None, "another run is there now"
+
+    def _connect(self) -> TCPStore:
+        """Connect to the store, which node 0 serves; first in Python, where torch prints no stack if that fails."""
+        with contextlib.ExitStack() as sockets:
+            if self.rank == 0 and not self._serves:
+                try:
+                    sockets.enter_context(socket.create_server(("", self.port)))
+                except OSError as error:
+                    if error.errno == errno.EADDRINUSE:
+                        self._fatal = ConfigError(
+                            f"the processes cannot meet: MASTER_PORT={self.port} is in use on this machine",
+                            "Another job may have the port: give a free MASTER_PORT, the same on every machine.",
+                        )
+                    raise
+            sockets.enter_context(socket.create_connection((self.address, self.port), _STORE_SECONDS))
+        self._serves = self.rank == 0
+        return TCPStore(
+            self.address,
+            self.port,
+            is_master=self.rank == 0,
+            timeout=timedelta(seconds=_STORE_SECONDS),
+            wait_for_workers=False,
+            multi_tenant=True,  # torchrun shares this server
+        )
+
+    def _gather(self, store: TCPStore) -> None:
+        """Read all records on node 0; once all are there and fresh, their ids have met."""
+        nodes, now = {}, time.monotonic()
+        for rank in map(str, range(self.num_nodes)):
+            if not store.check([_NODE + rank]):
+                continue
+            record = json.loads(store.get(_NODE + rank))
+            beat = record["id"], record["beat"]
+            if self._seen.get(rank, (None, 0))[0] != beat:
+                self._seen[rank] = beat, now
+            nodes[rank] = record | {"silent": now - self._seen[rank][1]}
+        self._state["nodes"] = nodes
+        if self._state["met"] is None and not self._missing() and not self._different():
+            self._state["met"] = {rank: record["id"] for rank, record in nodes.items()}
+
+    def _missing(self) -> list[int]:
+        """Machines without a launcher."""
+        nodes = self._state["nodes"]
+        fresh = {rank for rank, record in nodes.items() if record["silent"] < _SILENT_SECONDS and not record["end"]}
+        return [rank for rank in range(self.num_nodes) if str(rank) not in fresh]
+
+    def _different(self) -> str:
+        """Which machine was started with another number of machines or processes."""
+        nodes = self._state["nodes"]
+        for rank, record in nodes.items():
+            first = nodes.get("0", record)
+            if record["processes"] != first["processes"]:
+                here, there = (f"NNODES={n} NPROC_PER_NODE={p}" for n, p in (record["processes"], first["processes"]))
+                return f"node {rank} ({record['host']}) has {here}, node 0 ({first['host']}) has {there}"
+        return ""
+
+    def _others(self) -> list[tuple[str, dict[str, Any]]]:
+        """The records of the other machines of this run."""
+        met = self._state["met"] or {}
+        return [(rank, each) for rank, each in self._state["nodes"].items() if int(rank) != self.rank and rank in met]
+
+    def _done(self) -> list[str]:
+        """The other machines that ended well."""
+        return [rank for rank, record in self._others() if record["end"] and not record["end"]["code"]]
+
+    def _lost(self) -> dict[str, str]:
+        """The other machines that failed or do not answer, and what is known of each."""
+        if self._store is None:
+            return {} if self.rank == 0 else {"0": f"node 0 at {self.place} has ended: {self._trouble}"}
+        found = {}
+        for rank, record in self._others():
+            who = f"node {rank} ({record['host']}, {_ranks(int(rank), record)})"
+            if record["id"] != self._state["met"][rank]:
+                found[rank] = f"{who} was started again"
+            elif record["end"] and record["end"]["code"]:
+                found[rank] = f"{who} failed with exit code {record['end']['code']}"
+                found[rank] += f": {record['end']['reason']}" if record["end"]["reason"] else ""
+            elif not record["end"] and record["silent"] >= _SILENT_SECONDS:
+                found[rank] = f"{who} has not answered for {record['silent']:.0f} s: killed, or cut off"
+        return found
+
+    def _line(self) -> str:
+        """What this launcher waits for; empty for nothing."""
+        met = self._state["met"]
+        if self._met.is_set():
+            return "; ".join(self._lost().values())
+        if self._store is None:
+            whom = (
+                f"MASTER_ADDR={self.address} to lead to this machine" if self.rank == 0 else f"node 0 at {self.place}"
+            )
+            return f"waiting for {whom}: {self._trouble}"
+        if met is not None:
+            record = self._state["nodes"][str(self.rank)]
+            return (
+                f"waiting for the next run: the one at {self.place} has begun with another NODE_RANK={self.rank} "
+                f"({record['host']})"
+            )
+        if different := self._different():
+            return f"waiting for equal settings: {different}"
+        missing = self._missing()
+        return (
+            f"waiting at {self.place} for {len(missing)} of {self.num_nodes} nodes: NODE_RANK "
+            f"{', '.join(map(str, missing))}"
+        )
+
+    def _causes(self) -> str:
+        causes = (
+            "Every machine needs the same NNODES, NPROC_PER_NODE, MASTER_ADDR and MASTER_PORT, and a NODE_RANK of its "
+            f"own; a firewall may block port {self.port}. "
+        )
+        if self._store is None:
+            causes = "Is packtool running where NODE_RANK=0, and is MASTER_ADDR an address of that machine? " + causes
+        return f"{causes}{_OPTION} sets the limit, now {self.limit:g} s."
+
+    def _print_line(self) -> None:
+        """Say what is waited for: after a few seconds, then less and less often, at least once a minute."""
+        line, now = self._line(), time.monotonic()
+        if not line:
+            self._waits_since = None
+            return
+        if self._waits_since is None:
+            self._waits_since, self._line_gap = now, _FIRST_LINE_SECONDS
+            self._next_line = now + self._line_gap
+        if now >= self._next_line:
+            waited = f"{now - self._waits_since:.0f} s of at most {self.limit:g}: {_OPTION}"
+            show(f"{self.title}: {line} ({waited})", error=True)
+            self._printed = line
+            self._line_gap = min(2 * self._line_gap, _MAX_LINE_SECONDS)
+            self._next_line = now + self._line_gap
+
+    def _give_up(self) -> None:
+        """End ranks that wait for a machine which has ended, where they do not notice it themselves."""
+        lost, now = self._lost(), time.monotonic()
+        has_ranks = self._signal_ranks(0)
+        self._had_ranks |= has_ranks
+        self._ended_at = (self._ended_at or now) if lost else None
+        if self._ended_at is None or (self._had_ranks and not has_ranks):
+            return
+        is_known = not has_ranks or any(record["end"] and record["end"]["code"] for _, record in self._others())
+        late = now - self._ended_at - (min(_GRACE_SECONDS, self.limit) if is_known else self.limit)
+        if late >= 0 and has_ranks:
+            self._signal_ranks(signal.SIGTERM if late < _GRACE_SECONDS else signal.SIGKILL)
+        elif late >= 0:  # the main thread is inside torch's store
+            show(f"packtool: error: {self.failure()}", error=True)
+            os._exit(ConfigError.exit_code)
+
+
+def _ranks(rank: int, record: dict[str, Any]) -> str:
+    num_nodes, per_node = record["processes"]
+    first, total = rank * per_node, num_nodes * per_node
+    return f"rank {first} of {total}" if per_node == 1 else f"ranks {first} to {first + per_node - 1} of {total}"
