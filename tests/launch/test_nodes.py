@@ -8,7 +8,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -19,6 +18,7 @@ import pytest
 
 from packtool.errors import ConfigError
 from packtool.launch import nodes, torchrun
+from packtool.launch.processes import launch_command
 from tests.forked import started
 from tests.waiting import PATIENCE_S, wait_for
 
@@ -264,19 +264,12 @@ def test_a_node_rank_that_two_machines_have(node: Node, told: Told, tmp_path: Pa
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs Linux' unshare")
 def test_one_machine_whose_own_name_does_not_resolve(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
-    script.write_text("import os; print('rank', os.environ['RANK'], os.environ['MASTER_ADDR'])")
+    script.write_text('import os; os.write(1, f\'rank {os.environ["RANK"]} {os.environ["MASTER_ADDR"]}\\n\'.encode())')
     renamed = ["unshare", "--user", "--map-root-user", "--uts", "sh", "-c", 'hostname nowhere.invalid; exec "$@"', "sh"]
     if subprocess.run([*renamed, "true"], capture_output=True).returncode:
         pytest.skip("this machine allows no namespaces")
-    environ = {"NPROC_PER_NODE": "2"}
-    command = torchrun_command(environ, script)
+    command = launch_command([], {"NPROC_PER_NODE": "2"})
+    assert command is not None
+    command[command.index("--module") :] = [str(script)]
     done = subprocess.run([*renamed, *command], capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode, sorted(done.stdout.split("\n"))) == (0, ["", "rank 0 127.0.0.1", "rank 1 127.0.0.1"])
-
-
-def torchrun_command(environ: dict[str, str], script: Path) -> list[str]:
-    from packtool.launch.processes import launch_command
-
-    command = launch_command([], environ, python=sys.executable)
-    assert command is not None
-    return [*command[: command.index("--module")], str(script)]
