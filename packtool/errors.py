@@ -21,7 +21,7 @@ SIGUSR1 (138) or Ctrl-C (130) saves a checkpoint first.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 EXIT_OK = 0
@@ -110,6 +110,27 @@ class ConfigError(PacktoolError):
             return cls(problems[0])
         lines = "\n".join(f"  - {problem}" for problem in problems)
         return cls(f"{len(problems)} settings are wrong:\n{lines}")
+
+
+def raise_together(checks: Iterable[Callable[[], object]]) -> None:
+    """Run all checks, and raise what they refuse as one error.
+
+    Raises:
+        PacktoolError: the only one; or a ConfigError, or what all of several are, that lists them.
+    """
+    errors = []
+    for check in checks:
+        try:
+            check()
+        except PacktoolError as error:
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        lines = "\n".join("  - " + str(error).replace("\n", "\n    ") for error in errors)
+        kinds = {type(error) for error in errors}
+        kind = kinds.pop() if len(kinds) == 1 and kinds <= {MismatchError, StorageError} else ConfigError
+        raise kind(f"{len(errors)} settings are wrong:\n{lines}")
 
 
 class DataError(PacktoolError):

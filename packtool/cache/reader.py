@@ -118,7 +118,9 @@ class CacheReader:
         manifests = [Manifest.read(root) for root in roots]
         for root, manifest in zip(roots, manifests, strict=True):
             if split not in manifest.splits:
-                raise MismatchError(f"{root} has no {split} split", "Export it with --split-dataset-ratio to get one.")
+                raise MismatchError(
+                    f"{root} has no {split} split", "packtool export --split-dataset-ratio 0.01 makes one."
+                )
             check_sizes(root, manifest, split)
             _check_alike(roots[0], manifests[0], root, manifest)
         remote = [manifest for root, manifest in zip(roots, manifests, strict=True) if storage.is_remote(root)]

@@ -130,9 +130,10 @@ def _prepare(config: TrainConfig, world: World) -> None:
     from packtool.report.terminal import TerminalProgress
     from packtool.train.prepare.from_rows import with_cache
     from packtool.train.prepare.run import prepare_run
+    from packtool.train.run import check_without_rows
 
     with TerminalProgress() as progress:
-        config = with_cache(config, progress)
+        config = with_cache(config, progress, check_without_rows)
     if config.bucket_size == "auto":
         # Every process finds it out for itself, and says so; the plan is only checked here.
         from packtool.progress import SilentProgress

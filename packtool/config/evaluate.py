@@ -8,6 +8,7 @@ from typing import Literal
 from packtool.config.caches import CacheOptions
 from packtool.config.media_cache import MediaCacheOptions, media_cache_problems
 from packtool.config.model import ATTN_IMPL_HELP, AttnImpl, DType
+from packtool.config.packages import missing_packages
 from packtool.config.packing import SEQUENCE_PARALLELISM, SharingOptions, sharing_problems
 from packtool.config.parallel import LaunchOptions, ParallelOptions, parallel_problems
 from packtool.config.quantization import QuantizationOptions, quantization_problems
@@ -56,6 +57,10 @@ class EvalConfig(
         """Options, as they are given, with which no prefixes are shared."""
         bounds = ["--max-samples-per-micro-batch"] if self.max_samples_per_micro_batch is not None else []
         return bounds + ([SEQUENCE_PARALLELISM] if self.sequence_parallel_ranks > 1 else [])
+
+    def missing_packages(self) -> list[str]:
+        """Packages that these settings need and this environment lacks."""
+        return missing_packages(quant_bits=self.quant_bits)
 
     def problems(self) -> list[str]:
         """Mistakes that only show when settings are seen together."""

@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from packtool.config.packages import missing_packages
 from packtool.config.rows import (
     BOX_SETTINGS,
     DATASET_HELP,
@@ -125,6 +126,10 @@ class ExportConfig(RowOptions, EncodeSpec):
     def is_part(self) -> bool:
         """Whether other commands, perhaps on other machines, export other parts into the same directory."""
         return self.task_index is not None or self.finalize
+
+    def missing_packages(self) -> list[str]:
+        """Packages that these settings need and this environment lacks."""
+        return missing_packages(executor=self.executor)
 
     def problems(self) -> list[str]:
         """Mistakes that only show when settings are seen together."""

@@ -192,7 +192,7 @@ def resolve(
         raise ConfigError.from_problems(problems)
     complete: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = getattr(cls, "complete", None)
     config = cls(**(values if complete is None else complete(values)))
-    found: list[str] = getattr(config, "problems", list)()
+    found: list[str] = [*getattr(config, "problems", list)(), *getattr(config, "missing_packages", list)()]
     if found:
         raise ConfigError.from_problems(found)
     for warning in _unneeded(config, [fields[name] for name in values]):

@@ -17,6 +17,7 @@ from packtool.config.memory import MemoryOptions, master_problems, sharding_prob
 from packtool.config.mixture import MixOptions, mixed_rows_problems, mixture_problems
 from packtool.config.model import ATTN_IMPL_HELP, AttnImpl, DType
 from packtool.config.optimizer import OptimizerOptions, router_problems
+from packtool.config.packages import missing_packages
 from packtool.config.packing import (
     SEQUENCE_PARALLELISM,
     IntervalOptions,
@@ -270,6 +271,16 @@ class TrainConfig(
             *self._mixture_of_experts_problems(),
         ]
 
+    def missing_packages(self) -> list[str]:
+        """Packages that these settings need and this environment lacks."""
+        return missing_packages(
+            deepspeed=self.deepspeed,
+            use_liger_kernel=self.use_liger_kernel,
+            quant_bits=self.quant_bits,
+            optim=self.optim,
+            report_to=self.report_to,
+        )
+
     def _mixture_of_experts_problems(self) -> list[str]:
         """Options that do not go with what is asked of a mixture's experts."""
         return [
@@ -343,6 +354,19 @@ class TrainConfig(
         asked = {"bfloat16": self.bf16, "float16": self.fp16}
         return tuple(name for name, wanted in asked.items() if wanted is False)
 
+    def _validation_problems(self) -> list[str]:
+        """Options that evaluate, with rows that leave nothing to evaluate."""
+        if not self.dataset or self.val_dataset or self.split_dataset_ratio or self.eval_strategy == "no":
+            return []
+        asked = {
+            f"--eval-strategy {self.eval_strategy}": self.eval_strategy is not None,
+            "--load-best-model-at-end": self.load_best_model_at_end,
+            "--save-strategy best": self.save_strategy == "best",
+            f"--early-stop-interval {self.early_stop_interval}": self.early_stop_interval is not None,
+        }
+        remedy = "give --split-dataset-ratio 0.01, or --val-dataset with other rows"
+        return [f"{name} needs a val split: {remedy}" for name, is_asked in asked.items() if is_asked]
+
     def _row_problems(self) -> list[str]:
         """Mistakes about where the samples come from."""
         found = []
@@ -357,7 +381,7 @@ class TrainConfig(
             given += ["max_row_bytes"] if self.max_row_bytes != MAX_ROW_BYTES else []
             found += [f"{flag(name)} goes with --dataset: a cache stays as exported" for name in given]
         if not self.streaming:
-            return found
+            return [*found, *self._validation_problems()]
         if self.max_steps is None:
             found.append("--max-steps is missing: --streaming true does not know how many rows there are")
         if not self.packing:

@@ -24,6 +24,7 @@ from typing import Any
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
+from packtool.config.yaml_values import load_json
 from packtool.errors import EXIT_UNEXPECTED, ConfigError
 from packtool.visible import show
 
@@ -149,7 +150,7 @@ class Nodes:
                 self._gather(store)
                 store.set(_NODES, json.dumps(self._state))
             elif store.check([_NODES]):
-                self._state = json.loads(store.get(_NODES))
+                self._state = load_json(store.get(_NODES))
             self._store = store
         except (DistError, OSError, RuntimeError) as error:
             self._store = None
@@ -191,7 +192,7 @@ class Nodes:
         for rank in map(str, range(self.num_nodes)):
             if not store.check([_NODE + rank]):
                 continue
-            record = json.loads(store.get(_NODE + rank))
+            record = load_json(store.get(_NODE + rank))
             beat = record["id"], record["beat"]
             if self._seen.get(rank, (None, 0))[0] != beat:
                 self._seen[rank] = beat, now

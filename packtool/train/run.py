@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 from packtool.cache.lock import DirectoryLock
 from packtool.config.train import TrainConfig
+from packtool.errors import raise_together
 from packtool.launch.importing import imported_at_once
 from packtool.launch.world import World
 from packtool.progress import Progress, SilentProgress
 from packtool.simulate.run import read_hardware
 from packtool.train.prepare.from_rows import with_cache
 from packtool.train.prepare.lengths import length_lines
-from packtool.train.prepare.place import locked_place
+from packtool.train.prepare.place import checkpoint_of, locked_place, with_resumed_version
 from packtool.train.prepare.recompute import recomputing_lines, with_recomputing
 from packtool.train.prepare.result import TrainResult, settings_lines
 from packtool.train.prepare.resumed import resume_lines
@@ -41,12 +43,24 @@ def train(config: TrainConfig, progress: Progress, world: World | None = None) -
         return _train(config, progress, world, lock)
 
 
+def check_without_rows(config: TrainConfig) -> None:
+    """Refuse what training would refuse whatever its rows are, all of it at once.
+
+    Raises:
+        PacktoolError: with everything that is wrong.
+    """
+    with imported_at_once():
+        from packtool.train.loop.execute import checks_without_rows
+
+    raise_together([partial(checkpoint_of, with_resumed_version(config)), *checks_without_rows(config)])
+
+
 def _train(config: TrainConfig, progress: Progress, world: World, lock: DirectoryLock | None) -> TrainResult:
     """Train in a directory that is this run's."""
     hardware = None if config.hardware is None else read_hardware(config.hardware)
     decided = with_recomputing(config)
     notes = recomputing_lines(config, decided)
-    config = with_cache(decided, progress)
+    config = with_cache(decided, progress, check_without_rows)
     if config.bucket_size == "auto":
         # Needs torch, and the plan needs its answer.
         with imported_at_once():

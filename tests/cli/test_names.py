@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import sys
 import types
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from packtool.cli.main import run
+import packtool
+from packtool.cli.main import _SETTINGS, run
 from packtool.cli.strangers import Strangers
 from packtool.config.export import ExportConfig
+from packtool.config.settings import option_names
 from packtool.config.train import TrainConfig
 from packtool.errors import EXIT_OK, EXIT_USAGE
 
@@ -144,3 +150,61 @@ def test_a_level_of_the_log_that_means_nothing(
     monkeypatch.setenv("PACKTOOL_LOG_LEVEL", "LOUD")
     assert run(["plan", "x"]) == EXIT_USAGE
     assert "PACKTOOL_LOG_LEVEL=LOUD" in capsys.readouterr().err
+
+
+PACKAGE = Path(packtool.__file__).parent
+# The commands in which the errors of a module are raised; elsewhere none of a single command.
+RAISED_IN = {
+    **dict.fromkeys(("rows", "encode", "media"), ("export", "train")),
+    **dict.fromkeys(("stream", "batch", "plan", "attention", "launch", "train/loop", "train/model"), ("train",)),
+    **dict.fromkeys(("train/prepare", "cache/plan_file", "cache/local", "rows/scan", "config/train"), ("train",)),
+    **dict.fromkeys(("cache", "config/export", "config/rows"), ("export",)),
+    **dict.fromkeys(("packs", "config/pack."), ("pack",)),
+    **dict.fromkeys(("simulate", "config/simulate"), ("simulate",)),
+    **dict.fromkeys(("config/plan", "train/model/fit", "train/loop/media_times"), ("plan",)),
+    **dict.fromkeys(("train/evaluate", "train/prepare/trained"), ("eval",)),
+    "train/prepare/evaluation": (),  # of train and of eval, each in functions of its own
+    **dict.fromkeys(("train/verify", "config/verify"), ("verify",)),
+    "train/model/merge": ("merge",),
+    "config/evaluate": ("eval",),
+}
+FOR_ALL = {"--config", "--set", "--json", "--debug", "--help"}
+
+
+def test_errors_name_options_of_their_own_command() -> None:
+    """Or say whose options they are: ``packtool export --max-length 8``, ``at export``."""
+    options = {name: {word for f in fields(kind) for word in option_names(f)} for name, kind in _SETTINGS.items()}
+    wrong, num_checked = [], 0
+    for path in sorted(PACKAGE.rglob("*.py")):
+        module = path.relative_to(PACKAGE).as_posix()
+        place = max((place for place in RAISED_IN if module.startswith(place)), key=len, default="")
+        for line, text in _messages(ast.parse(path.read_text())):
+            named = [command for command in options if re.search(rf"\b{command}", text.lower())]
+            for option in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?![\w{-])", text):
+                num_checked += 1
+                commands = RAISED_IN.get(place, ()) if place else ()
+                has = [option in options[command] for command in commands] or [option in set().union(*options.values())]
+                if not (all(has) or option in FOR_ALL or any(option in options[command] for command in named)):
+                    wrong.append(f"{module}:{line}: {option} is no option of packtool {' and '.join(commands)}")
+    assert num_checked > 200
+    assert not wrong
+
+
+def _messages(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Texts of errors and of what functions named ``..._problems`` find, with their lines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[0].endswith("Error"):
+            yield node.lineno, " ".join(map(_literal, node.args))
+        elif isinstance(node, ast.FunctionDef) and node.name.endswith("problems"):
+            for part in ast.walk(node):
+                if isinstance(part, ast.JoinedStr | ast.Constant) and part.lineno > (node.body[0].end_lineno or 0):
+                    yield part.lineno, _literal(part)
+
+
+def _literal(node: ast.AST) -> str:
+    """The text of an expression, with braces for what is filled in."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(_literal, node.values))
+    if isinstance(node, ast.BinOp):
+        return _literal(node.left) + _literal(node.right)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "{}"

@@ -13,6 +13,7 @@ import pytest
 
 from packtool.batch.spec import InputSpec
 from packtool.cli.main import run
+from packtool.cli.train import _prepare
 from packtool.config.train import TrainConfig
 from packtool.encode.families import MediaLimits
 from packtool.errors import ConfigError, DataError, MismatchError
@@ -150,6 +151,25 @@ class Told(SilentProgress):
         self.notes.append(message)
 
 
+def unchecked(config: TrainConfig) -> None:
+    """In place of the checks that come before rows are read."""
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_needs_no_row_is_refused_together_before_rows_are_read(
+    tiny: TinyWorld, rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    """By the run itself, or by the launcher of several processes."""
+    monkeypatch.setattr("packtool.train.prepare.from_rows.export", lambda *_: pytest.fail("rows were read"))
+    wrong = {"attn_impl": "flash_attention_3", "report_to": ("nowhere",), "resume_from_checkpoint": "nothing/there"}
+    given = {"cached_dataset": (), "dataset": (rows,), "max_length": 128, "cache_dir": str(tmp_path / "copies")}
+    config = tiny.config(tmp_path / "out", **given | wrong)
+    with pytest.raises(ConfigError) as caught:
+        train(config, SilentProgress()) if processes == 1 else _prepare(config, World(0, processes))
+    for named in ("flash_attention_3", "--report-to nowhere", "nothing/there"):
+        assert named in str(caught.value)
+
+
 def test_rows_without_streaming_get_a_cache_once(tiny: TinyWorld, rows: str, tmp_path: Path) -> None:
     rows = shutil.copy(rows, tmp_path / "rows.jsonl")
 
@@ -164,7 +184,7 @@ def test_rows_without_streaming_get_a_cache_once(tiny: TinyWorld, rows: str, tmp
             "cache_dir": str(tmp_path / "copies"),
         }
         told = Told()
-        found = with_cache(tiny.config(tmp_path / "out", **given | changes), told)
+        found = with_cache(tiny.config(tmp_path / "out", **given | changes), told, unchecked)
         assert not found.dataset
         lines.append(told.notes[-1])
         return found.cached_dataset[0], told.notes[-1].partition(":")[0]
@@ -185,7 +205,7 @@ def test_rows_without_streaming_get_a_cache_once(tiny: TinyWorld, rows: str, tmp
 def test_the_cache_of_rows_keeps_what_media_may_be(tiny: TinyWorld, tmp_path: Path) -> None:
     given = {"cached_dataset": (), "dataset": (tiny.rows,), "max_length": 128, "cache_dir": str(tmp_path / "copies")}
     allowed = {"media_access": "any", "max_media_bytes": 10_000_000, "media_root": "https://named/folder"}
-    found = with_cache(tiny.config(tmp_path / "out", **given | allowed), SilentProgress())
+    found = with_cache(tiny.config(tmp_path / "out", **given | allowed), SilentProgress(), unchecked)
     assert {name: getattr(found, name) for name in allowed} == allowed
     plain = InputSpec.load(tiny.model, MediaLimits(), tiny.config(tmp_path, media_root="https://named/folder"))
     assert plain.media_rights.refusal("https://named/a.png") is None

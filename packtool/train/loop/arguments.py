@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.integrations import integration_utils
 from transformers.training_args import OptimizerNames
-from transformers.utils.import_utils import is_liger_kernel_available
 
+from packtool.config.packages import TRACKERS
 from packtool.config.train import TrainConfig
-from packtool.errors import ConfigError, did_you_mean
+from packtool.errors import ConfigError, did_you_mean, raise_together
 from packtool.train.loop.trainer_fields import checked_fields
 from packtool.train.model.liger import SETTINGS
 from packtool.train.model.sharding import sharding_arguments
@@ -23,14 +23,6 @@ _CHECK = (
     "Check --optim, --lr-scheduler-type, --torch-dtype, --report-to, and the fields given with --set "
     "training.NAME=VALUE (transformers' TrainingArguments documents them)."
 )
-# Where training may be logged to, and the package of each.
-_REPORTERS = {
-    "azure_ml": "azureml-core",
-    "comet_ml": "comet-ml",
-    "flyte": "flytekit",
-    **{name: name for name in ("clearml", "codecarbon", "dagshub", "dvclive", "kubeflow", "mlflow", "neptune")},
-    **{name: name for name in ("swanlab", "tensorboard", "trackio", "wandb")},
-}
 _AFTER_EVALUATIONS = ("reduce_lr_on_plateau", "greedy")
 # Made from the modules of a model.
 _OF_A_MODEL = frozenset(
@@ -76,7 +68,8 @@ def training_arguments(config: TrainConfig, *, num_steps: int, dtype: torch.dtyp
         "use_cpu": not on_gpu,
     }
     fields |= checked_fields(config.training)
-    _check_packages(config)
+    if missing := config.missing_packages():
+        raise ConfigError.from_problems(missing)
     if (schedule := str(fields["lr_scheduler_type"])) in _AFTER_EVALUATIONS:
         raise ConfigError(
             f"--lr-scheduler-type {schedule} follows evaluations of the Trainer's, and packtool evaluates by itself",
@@ -86,8 +79,7 @@ def training_arguments(config: TrainConfig, *, num_steps: int, dtype: torch.dtyp
         args = TrainingArguments(**fields)
     except (TypeError, ValueError, ImportError) as error:
         raise ConfigError(f"transformers refuses these settings: {error}", _CHECK) from error
-    _check_reports(args)
-    _check_optimizer(args, num_steps)
+    raise_together([partial(_check_reports, args), partial(_check_optimizer, args, num_steps)])
     # One process drives one device; seeing several, the Trainer would wrap the model in DataParallel.
     assert args.device is not None
     args._n_gpu = min(args.n_gpu, 1)
@@ -104,18 +96,6 @@ def _optimizer_fields(config: TrainConfig, num_steps: int) -> dict[str, Any]:
     }
 
 
-def _check_packages(config: TrainConfig) -> None:
-    """Packages that options call for.
-
-    Raises:
-        ConfigError: with the command that installs what is missing.
-    """
-    if config.deepspeed is not None and importlib.util.find_spec("deepspeed") is None:
-        raise ConfigError(f"--deepspeed {config.deepspeed}: DeepSpeed is not installed", "pip install deepspeed")
-    if config.use_liger_kernel and not is_liger_kernel_available():
-        raise ConfigError("--use-liger-kernel true: Liger's kernels are not installed", "pip install liger-kernel")
-
-
 def _check_reports(args: TrainingArguments) -> None:
     """What the Trainer will log to, made as the Trainer will make it.
 
@@ -130,7 +110,7 @@ def _check_reports(args: TrainingArguments) -> None:
         try:
             callbacks[name]()
         except (RuntimeError, ImportError) as error:
-            package = _REPORTERS.get(name, name)
+            package = TRACKERS[name][1] if name in TRACKERS else name
             raise ConfigError(f"--report-to {name}: {package} is not installed", f"pip install {package}") from error
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import PreTrainedModel, TrainingArguments, set_seed
+from transformers import PreTrainedConfig, PreTrainedModel, TrainingArguments, set_seed
 
 from packtool.attention.choose import choose, choose_elsewhere
 from packtool.attention.parallel.blocks import choose_blocks
@@ -24,8 +24,9 @@ from packtool.batch.spec import InputSpec
 from packtool.batch.worker import deaths_told
 from packtool.cache.lock import DirectoryLock
 from packtool.config.train import TrainConfig
+from packtool.encode.families import MediaLimits
 from packtool.encode.model_files import place_of
-from packtool.errors import ConfigError
+from packtool.errors import ConfigError, raise_together
 from packtool.launch.exchange import all_gather_objects
 from packtool.plan.source_shares import share_figures
 from packtool.progress import Progress
@@ -73,6 +74,8 @@ from packtool.train.prepare.result import TrainResult
 from packtool.train.prepare.workers import workers_of
 from packtool.train.verify.run import fewer_tokens, raise_if_failed, verify_cheaply
 
+_MANY_STEPS = 1_000_000
+
 
 def load_spec(run: PreparedRun) -> InputSpec:
     """The model as collation sees it.
@@ -82,33 +85,78 @@ def load_spec(run: PreparedRun) -> InputSpec:
         UnsupportedModelError: for a model whose packed samples could not be kept apart, or that Liger fails to patch.
     """
     spec = input_spec(run)
-    quantization_of(run.config, spec.config, resolve_dtype(spec.config, run.config, on_gpu=has_gpu(run.config)))
-    if run.config.torch_compile and is_zero3(run.config):
-        raise ConfigError(
-            f"--torch-compile true: with --deepspeed {run.config.deepspeed} weights are gathered inside of the layers "
-            "that would be compiled",
-            "Shard weights with --fsdp full_shard, which gathers them around a layer, or leave out --torch-compile.",
-        )
-    if run.config.use_liger_kernel or run.config.shares_experts:
-        with quiet_transformers():
-            model = model_without_weights(run.config, spec.config, torch.float32)
-        refuse_other_experts(model, run.config)
-        if run.config.use_liger_kernel:
-            refuse_without_liger(model, spec.config.model_type, on_gpu=has_gpu(run.config))
-    if run.config.removes_padding:
-        refuse_unsupported(spec.config)
-        on_gpu = has_gpu(run.config)
-        dtype = resolve_dtype(spec.config, run.config, on_gpu=on_gpu)
-        if on_gpu and not torch.cuda.is_available():
-            choose_elsewhere(run.config.attn_impl, dtype)
-            return spec
-        device = torch.device("cuda" if on_gpu else "cpu")
-        choose(run.config.attn_impl, device, dtype)
-        if run.config.torch_compile:
-            check_backend(run.config.torch_compile_backend, device)
-        if run.world.sequence_parallel_size > 1:
-            choose_blocks(run.config.attn_impl, device, dtype, head_dims=(0, 0))
+    raise_together(_model_checks(run.config, spec.config))
     return spec
+
+
+def checks_without_rows(config: TrainConfig) -> list[Callable[[], object]]:
+    """What training would refuse whatever its rows are: calls that raise, which read the model's configuration.
+
+    Raises:
+        ConfigError: for a model that cannot be trained at all, or a precision that this machine lacks.
+    """
+    model = InputSpec.load(place_of(config.model), MediaLimits()).config
+    return [*_model_checks(config, model), partial(_check_trainable, config, model)]
+
+
+def _model_checks(config: TrainConfig, model: PreTrainedConfig) -> list[Callable[[], object]]:
+    dtype = resolve_dtype(model, config, on_gpu=has_gpu(config))
+    checks: list[Callable[[], object]] = [partial(quantization_of, config, model, dtype)]
+    if config.torch_compile and is_zero3(config):
+        checks.append(partial(_refuse_compiled_zero3, config))
+    if config.use_liger_kernel or config.shares_experts:
+        checks.append(partial(_check_layers, config, model))
+    if config.removes_padding:
+        checks += [partial(refuse_unsupported, model), partial(_check_kernel, config, dtype)]
+    return checks
+
+
+def _refuse_compiled_zero3(config: TrainConfig) -> None:
+    raise ConfigError(
+        f"--torch-compile true: with --deepspeed {config.deepspeed} weights are gathered inside of the layers "
+        "that would be compiled",
+        "Shard weights with --fsdp full_shard, which gathers them around a layer, or leave out --torch-compile.",
+    )
+
+
+def _check_layers(config: TrainConfig, model_config: PreTrainedConfig) -> None:
+    with quiet_transformers():
+        model = model_without_weights(config, model_config, torch.float32)
+    refuse_other_experts(model, config)
+    if config.use_liger_kernel:
+        refuse_without_liger(model, model_config.model_type, on_gpu=has_gpu(config))
+
+
+def _check_kernel(config: TrainConfig, dtype: torch.dtype) -> None:
+    on_gpu = has_gpu(config)
+    if on_gpu and not torch.cuda.is_available():
+        choose_elsewhere(config.attn_impl, dtype)
+        return
+    device = torch.device("cuda" if on_gpu else "cpu")
+    choose(config.attn_impl, device, dtype)
+    if config.torch_compile:
+        check_backend(config.torch_compile_backend, device)
+    if config.sequence_parallel_ranks > 1:
+        choose_blocks(config.attn_impl, device, dtype, head_dims=(0, 0))
+
+
+def _check_trainable(config: TrainConfig, model_config: PreTrainedConfig) -> None:
+    num_steps = config.max_steps or _MANY_STEPS  # rows, which have not been counted, decide
+    check_optimizer_of(*_trainable_without_weights(config, model_config, num_steps))
+
+
+def _trainable_without_weights(
+    config: TrainConfig, model_config: PreTrainedConfig, num_steps: int
+) -> tuple[nn.Module, TrainingArguments]:
+    """The model on the meta device, and what the Trainer is told, once all options of training are known to fit."""
+    dtype = resolve_dtype(model_config, config, on_gpu=has_gpu(config))
+    with quiet_transformers():
+        args = training_arguments(config, num_steps=num_steps, dtype=dtype, on_gpu=torch.cuda.is_available())
+        model = model_without_weights(config, model_config, dtype)
+        PartRates.of(config, model)
+        if config.router_aux_loss_coef:
+            RouterBalance(model, config.router_aux_loss_coef)
+    return model, args
 
 
 def estimate_training(run: PreparedRun, spec: InputSpec) -> tuple[MemoryEstimate, list[str]]:
@@ -121,13 +169,7 @@ def estimate_training(run: PreparedRun, spec: InputSpec) -> tuple[MemoryEstimate
         ConfigError, UnsupportedModelError: as training.
     """
     dtype = resolve_dtype(spec.config, run.config, on_gpu=has_gpu(run.config))
-    with quiet_transformers():
-        on_gpu = torch.cuda.is_available()
-        args = training_arguments(run.config, num_steps=run.schedule.num_steps, dtype=dtype, on_gpu=on_gpu)
-        model = model_without_weights(run.config, spec.config, dtype)
-        PartRates.of(run.config, model)
-        if run.config.router_aux_loss_coef:
-            RouterBalance(model, run.config.router_aux_loss_coef)
+    model, args = _trainable_without_weights(run.config, spec.config, run.schedule.num_steps)
     estimate = _estimate(run, model, spec, dtype)
     told = list(precision_lines(model, dtype, run.config, checkpoint_dtype(spec.config)))
     told += quantization_line(model, spec.config.model_type, run.config)

@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from packtool import storage
@@ -22,6 +22,7 @@ from packtool.cache.nothing_left import drop_notes
 from packtool.config.export import ExportConfig
 from packtool.config.rows import AccessOptions, RowOptions
 from packtool.config.train import TrainConfig
+from packtool.constants import MANIFEST_NAME
 from packtool.encode.families import default_max_length, media_encoding
 from packtool.encode.model_files import ModelFiles
 from packtool.progress import Progress
@@ -36,10 +37,13 @@ def length_of_rows(config: TrainConfig, files: ModelFiles) -> int:
     return config.max_length or config.packing_length or default_max_length(files.config)
 
 
-def with_cache(config: TrainConfig, progress: Progress) -> TrainConfig:
+def with_cache(config: TrainConfig, progress: Progress, check: Callable[[TrainConfig], None]) -> TrainConfig:
     """A run on rows as a run on their cache, which is made if it is not there yet; other runs are what they were.
 
     One process of the machine makes it while the others wait, and a run that was broken off is gone on with.
+
+    Args:
+        check: called before rows are read; raises for what training would refuse whatever they are.
 
     Raises:
         ConfigError, DataError, RowError, StorageError: as ``cache.export.export``.
@@ -50,28 +54,37 @@ def with_cache(config: TrainConfig, progress: Progress) -> TrainConfig:
     asked = config.export_config("", length_of_rows(config, files))
     # What is mixed by shares is a cache each: samples know their cache, and not their rows' file.
     sets = [(name,) for name in config.dataset] if config.interleaves else [config.dataset]
-    directories = tuple(_cache_of(config, dataclasses.replace(asked, dataset=own), files, progress) for own in sets)
+    exports = [dataclasses.replace(asked, dataset=own) for own in sets]
+    places = [_place_of(config, each, files) for each in exports]
+    if not all(os.path.exists(os.path.join(place, MANIFEST_NAME)) for place in places):
+        check(config)
+    for each, place in zip(exports, places, strict=True):
+        _make_cache(dataclasses.replace(each, output_dir=place), progress)
     kept = {"media_root", *(field.name for field in dataclasses.fields(AccessOptions))}
     plain: dict[str, Any] = {
         field.name: field.default for field in dataclasses.fields(RowOptions) if field.name not in kept
     }
-    return dataclasses.replace(config, **plain, chat_template=None, cached_dataset=directories)
+    return dataclasses.replace(config, **plain, chat_template=None, cached_dataset=tuple(places))
 
 
-def _cache_of(config: TrainConfig, asked: ExportConfig, files: ModelFiles, progress: Progress) -> str:
-    """The directory of the cache of some rows, which is made if it is not there yet."""
+def _place_of(config: TrainConfig, asked: ExportConfig, files: ModelFiles) -> str:
+    """The directory of the cache of some rows."""
     root = os.path.join(config.cache_dir or LocalCopies.default().directory, _EXPORTS)
-    directory = os.path.join(root, rows_fingerprint(asked, files, sources_of(asked)))
-    os.makedirs(root, exist_ok=True)
+    return os.path.join(root, rows_fingerprint(asked, files, sources_of(asked)))
+
+
+def _make_cache(asked: ExportConfig, progress: Progress) -> None:
+    """Make the cache of some rows if it is not there yet."""
+    directory = asked.output_dir
+    os.makedirs(os.path.dirname(directory), exist_ok=True)
     with locked(directory + ".lock"):
-        summary = export(dataclasses.replace(asked, output_dir=directory), progress)
+        summary = export(asked, progress)
     for note in drop_notes(summary.dropped, summary.rows):
         progress.note(note)
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(summary.dropped.items(), key=_commonest))
     dropped = f"{sum(summary.dropped.values()):,} dropped" + (f": {reasons}" if reasons else "")
     found = "found" if summary.already_finished else "made"
     progress.note(f"cache {found}: {directory} ({summary.kept:,} samples of {summary.rows:,} rows, {dropped})")
-    return directory
 
 
 def _commonest(item: tuple[str, int]) -> int:

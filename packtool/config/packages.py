@@ -1,0 +1,60 @@
+"""Packages that options need and that packtool does not install: found missing before anything is read."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+
+# Where training may be logged to: the modules, any of which will do, and the package that has the first.
+TRACKERS: dict[str, tuple[tuple[str, ...], str]] = {
+    "azure_ml": (("azureml",), "azureml-core"),
+    "comet_ml": (("comet_ml",), "comet-ml"),
+    "flyte": (("flytekit",), "flytekit"),
+    "tensorboard": (("tensorboard", "tensorboardX"), "tensorboard"),
+    **{
+        name: ((name,), name)
+        for name in ("clearml", "codecarbon", "dagshub", "dvclive", "mlflow", "neptune", "swanlab", "trackio", "wandb")
+    },
+}
+_OF_BITSANDBYTES = ("paged_", "adamw_bnb", "adamw_8bit", "ademamix", "lion_8bit", "rmsprop_bnb")
+
+
+def missing_packages(
+    *,
+    deepspeed: object = None,
+    use_liger_kernel: bool = False,
+    quant_bits: int | None = None,
+    optim: str = "",
+    report_to: Sequence[str] = (),
+    executor: str = "",
+) -> list[str]:
+    """What these options, by their names, need and this environment lacks, each with the command that installs it."""
+    needs: list[tuple[str, tuple[str, ...], str, str]] = []
+    if deepspeed is not None:
+        needs.append((f"--deepspeed {deepspeed}", ("deepspeed",), "DeepSpeed is", "deepspeed"))
+    if use_liger_kernel:
+        needs.append(("--use-liger-kernel true", ("liger_kernel",), "Liger's kernels are", "liger-kernel"))
+    if quant_bits is not None:
+        needs.append((f"--quant-bits {quant_bits}", ("bitsandbytes",), "bitsandbytes is", "bitsandbytes"))
+    if optim.startswith(_OF_BITSANDBYTES):
+        needs.append((f"--optim {optim}", ("bitsandbytes",), "bitsandbytes is", "bitsandbytes"))
+    for name in report_to:
+        if name in TRACKERS:
+            modules, package = TRACKERS[name]
+            needs.append((f"--report-to {name}", modules, f"{package} is", package))
+    if executor == "ray":
+        needs.append(("--executor ray", ("ray",), "Ray is", '"packtool[ray]"'))
+    return list(_missing(needs))
+
+
+def _missing(needs: Sequence[tuple[str, tuple[str, ...], str, str]]) -> Iterator[str]:
+    for given, modules, name, package in needs:
+        if not any(map(_is_installed, modules)):
+            yield f"{given}: {name} not installed: pip install {package}"
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ValueError:  # imported by other means
+        return True
