@@ -19,6 +19,7 @@ from packtool.visible import show, show_json
 
 if TYPE_CHECKING:
     from packtool.launch.world import World
+    from packtool.train.prepare.result import TrainResult
 
 
 def run_train(config: TrainConfig, invocation: Invocation) -> None:
@@ -45,22 +46,10 @@ def run_train(config: TrainConfig, invocation: Invocation) -> None:
     from packtool.cache.nothing_left import drop_notes
     from packtool.report.statistics import source_rows, train_lines
     from packtool.report.tables import print_table
-    from packtool.report.terminal import TerminalProgress
     from packtool.rows.boundary import unforeseen_note
     from packtool.train.prepare.result import next_lines
-    from packtool.train.run import train
 
-    with TerminalProgress(enabled=world.is_first) as progress:
-        try:
-            with interrupts_heard(progress) as listening:
-                result = train(config, listening, world)
-        except KeyboardInterrupt:
-            progress.note(_after_interrupt(config))
-            raise typer.Exit(EXIT_INTERRUPTED) from None
-        except Exception as error:
-            if not is_lost_peer(error):
-                raise
-            raise PacktoolError(LOST_PEER, _resume_lines(config, invocation)) from error
+    result = _train(config, invocation, world)
     if not world.is_first:
         return
     curves = None if config.dry_run else _draw_curves(result.output_dir)
@@ -84,6 +73,24 @@ def run_train(config: TrainConfig, invocation: Invocation) -> None:
             show(line)
         if curves is not None:
             show(f"curves: {curves}")
+
+
+def _train(config: TrainConfig, invocation: Invocation, world: World) -> TrainResult:
+    """Train, and say what there is to resume from where that ends early."""
+    from packtool.report.terminal import TerminalProgress
+    from packtool.train.run import train
+
+    with TerminalProgress(enabled=world.is_first) as progress:
+        try:
+            with interrupts_heard(progress) as listening:
+                return train(config, listening, world)
+        except KeyboardInterrupt:
+            progress.note(_after_interrupt(config))
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+        except Exception as error:
+            if not is_lost_peer(error):
+                raise
+            raise PacktoolError(LOST_PEER, _resume_lines(config, invocation)) from error
 
 
 def _after_interrupt(config: TrainConfig) -> str:
