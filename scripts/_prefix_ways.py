@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 
 from packtool.attention.register import set_attention
@@ -30,6 +29,7 @@ from packtool.plan.packing import pack
 from packtool.plan.prefix_trees import Prefixes, PrefixTrees, plan_trees
 from packtool.progress import SilentProgress
 from packtool.train.model.head_loss import HeadLoss
+from scripts._flop_counter import flop_counter
 from scripts._kept import Kept
 
 SHARED, WHOLE, PADDED = "prefixes once", "packed whole", "padded"
@@ -187,7 +187,7 @@ def count(rows: Rows, way: str, model: Any, head: HeadLoss) -> Work:
     for samples in micro_batches(rows, way):
         batch = collated(rows, way, samples)
         seen = Kept(model)
-        with FlopCounterMode(display=False) as counter:
+        with flop_counter() as counter:
             with seen:
                 found = head.losses(model, batch).sum(batch.loss_weights)
             torch.autograd.backward(found)

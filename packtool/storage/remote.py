@@ -7,6 +7,7 @@ import io
 import os
 import random
 import re
+import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from concurrent.futures import wait as futures_wait
@@ -25,10 +26,20 @@ _GLANCE_S = 0.5
 
 
 def start(work: Coroutine[Any, Any, T]) -> Future[T]:
-    """Begin requests on fsspec's thread for input and output; a forked process gets a new one."""
+    """Begin requests on fsspec's I/O thread; a forked process gets a thread of its own."""
     from fsspec.asyn import get_loop
 
     return asyncio.run_coroutine_threadsafe(work, get_loop())
+
+
+def _after_fork() -> None:
+    """Forget the parent's I/O thread, which a fork lacks; fsspec does so itself only in later releases."""
+    if asyn := sys.modules.get("fsspec.asyn"):
+        asyn.reset_lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def wait(work: Coroutine[Any, Any, T]) -> T:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from packtool.config.train import TrainConfig
@@ -18,6 +17,7 @@ from packtool.plan.cost import CostModel
 from packtool.plan.stacks import Stacks
 from packtool.train.model.load import make_trainable
 from packtool.train.model.towers import towers_of
+from scripts._flop_counter import flop_counter
 
 aten = torch.ops.aten
 IMAGE, VIDEO, AUDIO = 90, 91, 92
@@ -216,7 +216,7 @@ def _found_and_counted(family: str, run: TrainConfig) -> tuple[float, float]:
     model: Any = make_trainable(copy.deepcopy(_model(family)), run)
     model.train()
     inputs, seen, heard = _inputs(family)
-    with FlopCounterMode(display=False) as counter:
+    with flop_counter() as counter:
         logits = model(**inputs, use_cache=False).logits
         logits.sum().backward()
     tokens = inputs["input_ids"].shape[1]
@@ -245,7 +245,7 @@ def _found_and_counted(family: str, run: TrainConfig) -> tuple[float, float]:
 def test_a_layer_with_a_state_costs_its_products_and_two_triangular_systems() -> None:
     inputs, _, _ = _inputs("qwen3_5_text")
     tokens = inputs["input_ids"].shape[1]
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
+    with flop_counter() as counter, torch.no_grad():
         _model("qwen3_5_text")(**inputs, use_cache=False)
     counted = counter.get_flop_counts()["Global"][aten.bmm]
     solved = 2 * 4 * tokens * 64 * (16 + 16)  # layers, heads, half a square of each chunk, twice: multiply and add

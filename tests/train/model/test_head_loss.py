@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from packtool.batch.batch import Batch
@@ -15,6 +14,7 @@ from packtool.batch.collate import collate_packs, collate_padded
 from packtool.plan.cost import CostModel
 from packtool.train.model.head_loss import HeadLoss
 from packtool.train.model.loss import sum_of_losses
+from scripts._flop_counter import flop_counter
 from tests.batch.reduced import mixed_samples, reduced_model, reduced_spec, save_image_processor
 from tests.train.test_isolation import gradients
 from tests.train.test_loss_weights import weighted
@@ -53,7 +53,7 @@ def test_logits_that_are_made_again_are_the_work_of_the_hardware() -> None:
     batch = collate_packs(mixed_samples("qwen3"), spec)
     for chunk_logits in (None, 1):
         model = reduced_model("qwen3")
-        with FlopCounterMode(display=False) as counter:
+        with flop_counter() as counter:
             HeadLoss(model, chunk_logits).losses(model, batch).sum(None).backward()  # type: ignore[no-untyped-call]
         counted.append(counter.get_total_flops())
     config = spec.config.to_dict()

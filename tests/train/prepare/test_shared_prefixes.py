@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from packtool.batch.batch import TreeBatch
 from packtool.batch.collate_tree import collate_tree
@@ -34,6 +33,7 @@ from packtool.train.prepare.cached import CachedRun, prepare_cached
 from packtool.train.prepare.costs import RunCosts
 from packtool.train.prepare.preview import preview, save_plan
 from packtool.train.prepare.shared_prefixes import find_shared
+from scripts._flop_counter import flop_counter
 from tests.train.alike import NUM_TREES, QUESTIONS, alike_rows, make_alike_world
 from tests.train.tiny import TinyWorld, export_rows
 
@@ -138,7 +138,7 @@ def test_a_tree_costs_what_torch_counts(alike: TinyWorld, tmp_path: Path) -> Non
     model: Any = make_trainable(loaded, run.config)
     batch = collate_tree(samples, spec)
     assert isinstance(batch, TreeBatch)
-    with FlopCounterMode(display=False) as counter:
+    with flop_counter() as counter:
         sum_of_losses(model, batch, label_logits_only=True).backward()
     # torch counts all keys for every query; what is causal sees no more than half of its own document.
     cost = RunCosts.of(run.config, run.files.config).model
