@@ -1,7 +1,9 @@
 # Sourced by the other scripts: makes .venv, or brings it up to date, and puts it first on PATH.
-# usage: . scripts/_venv.sh EXTRAS      (EXTRAS: "" or "[test]")
+# usage: . scripts/_venv.sh EXTRAS [oldest]      (EXTRAS: "" or "[test]")
+# oldest: .venv-oldest instead, with the oldest versions that pyproject.toml allows of the packages it names.
 
 extras=$1
+venv=.venv${2:+-$2}
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root" || exit 1
 
@@ -18,20 +20,26 @@ find_python() {
     return 1
 }
 
-# What the environment was made from: when it changes, pip runs again.
+# What the environment was made from: when it changes, packages are installed again.
 wanted="$extras $(cat pyproject.toml scripts/constraints.txt | cksum)"
-stamp=.venv/packtool-stamp
+stamp=$venv/packtool-stamp
 have=$(cat "$stamp" 2>/dev/null || true)
 
 if [ "$have" != "$wanted" ] && [ "$have" != "${wanted/#$extras /[test] }" ]; then
-    if [ ! -x .venv/bin/python ]; then
+    if [ ! -x "$venv/bin/python" ]; then
         python=$(find_python) || exit 1
-        echo "Making .venv with $("$python" --version) ..." >&2
-        "$python" -m venv .venv
+        echo "Making $venv with $("$python" --version) ..." >&2
+        "$python" -m venv "$venv"
     fi
     echo "Installing packtool$extras (torch is large: a few minutes the first time) ..." >&2
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check \
-        --constraint scripts/constraints.txt --editable ".$extras" 2> >(grep -v '^WARNING' >&2)
+    install() { "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@" 2> >(grep -v '^WARNING' >&2); }
+    if [ "$venv" = .venv-oldest ]; then  # pip always takes the newest versions
+        install uv
+        "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --upgrade --resolution lowest-direct \
+            --editable ".$extras"
+    else
+        install --constraint scripts/constraints.txt --editable ".$extras"
+    fi
     echo "$wanted" > "$stamp"
 fi
-export PATH="$root/.venv/bin:$PATH"
+export PATH="$root/$venv/bin:$PATH"

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works from a 
 
 from packtool.report.tables import aligned
 from tests.train.model.measured import HEARD, TOKENS, computed_bytes, saved_bytes, traced_bytes
-from tests.train.model.test_no_sync import ON_TEXT, THAT_HEAR, THAT_SEE, config_of
+from tests.train.real_models import ON_TEXT, THAT_HEAR, THAT_SEE, config_of
 
 _WAYS: dict[str, dict[str, bool]] = {
     "all weights": {},

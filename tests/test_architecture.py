@@ -10,10 +10,13 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
-from itertools import pairwise
+from importlib.metadata import packages_distributions
+from itertools import chain, pairwise
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from packtool.encode.families import FAMILIES
 from packtool.encode.families.record import Family
@@ -159,6 +162,48 @@ def test_heavy_dependencies_have_owners() -> None:
 
 # Who reads the environment: what starts processes, what takes credentials, and what makes options of variables.
 READERS = {"launch", "storage", "config", "cli/options.py", "cli/debug.py", "library/settings.py"}
+
+
+PROJECT = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+DISTRIBUTIONS = packages_distributions()
+REQUIRED = {canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"]}
+
+
+def test_every_requirement_has_a_lowest_version() -> None:
+    """``scripts/test --oldest`` runs the tests with these: without one it would take the oldest that ever was."""
+    lines = chain(PROJECT["dependencies"], *EXTRAS.values())
+    assert [line for line in lines if ">=" not in line] == []
+
+
+def test_what_every_run_imports_is_required() -> None:
+    """Else another package decides its version, or whether it is there."""
+    others = chain.from_iterable(lines for extra, lines in EXTRAS.items() if extra != "test")
+    known = REQUIRED | {canonicalize_name(Requirement(line).name) for line in others} | {"packtool"}
+    known |= {"botocore", "markupsafe", "yarl"}  # whose versions aiobotocore, jinja2 and aiohttp decide
+    wrong = []
+    for path in FILES:
+        for name, line in _imports(path):
+            packages = {canonicalize_name(owner) for owner in DISTRIBUTIONS.get(name.split(".")[0], ())}
+            if packages and not packages & known:
+                wrong.append(f"{path.relative_to(PACKAGE)}:{line}: {name}: {packages} not in pyproject.toml")
+    assert not wrong
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE.parent / "scripts").glob("bench_*.py")), ids=lambda path: path.stem)
+def test_benchmarks_need_no_package_of_the_tests(path: Path) -> None:
+    root, wrong, left, seen = PACKAGE.parent, [], [path], {path}
+    only_tests = {canonicalize_name(Requirement(line).name) for line in EXTRAS["test"]} - REQUIRED
+    while left:
+        file = left.pop()
+        for name, line in _imports(file, ast.parse(file.read_text())):
+            if {canonicalize_name(owner) for owner in DISTRIBUTIONS.get(name.split(".")[0], ())} & only_tests:
+                wrong.append(f"{file.relative_to(root)}:{line}: {name}")
+            own = root.joinpath(*name.split(".")).with_suffix(".py")
+            if name.startswith(("scripts.", "tests.")) and own.is_file() and own not in seen:
+                seen.add(own)
+                left.append(own)
+    assert not wrong
 
 
 def test_the_environment_is_read_in_few_places() -> None:

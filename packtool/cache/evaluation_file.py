@@ -57,7 +57,7 @@ def write_evaluation(path: str, columns: Mapping[str, Any], info: Mapping[str, A
         StorageError: if it cannot be written.
     """
     # from_pandas takes nan for null.
-    arrays = [pa.array(columns[field.name], from_pandas=True).cast(field.type) for field in _SCHEMA]
+    arrays = [pa.array(columns[field.name], field.type, from_pandas=True) for field in _SCHEMA]
     schema = _SCHEMA.with_metadata({_KEY: json.dumps(plain_json(info)).encode()})
     sink = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_arrays(arrays, schema=schema), sink)

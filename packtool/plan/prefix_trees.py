@@ -253,7 +253,7 @@ class _Forest:
         # Most hashes are of one sample alone: these are sorted out first, for a plain sort costs next to nothing.
         hashes = prefixes.hashes[entries]
         ordered = np.sort(hashes)
-        entries = entries[np.isin(hashes, ordered[1:][ordered[1:] == ordered[:-1]])]
+        entries = entries[np.isin(hashes, ordered[1:][ordered[1:] == ordered[:-1]], kind="sort")]
         _, first, node = np.unique(prefixes.hashes[entries], return_index=True, return_inverse=True)
         # Numbered by where they come first, so that a parent's number is below its children's.
         by_first = np.argsort(first)

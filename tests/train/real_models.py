@@ -1,4 +1,4 @@
-"""The real tokenizers, templates and processor settings with models small enough for a test."""
+"""Reduced models of every family: for real tokenizers, templates and processor settings, or for random tokens."""
 
 from __future__ import annotations
 
@@ -9,8 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    Qwen3_5MoeConfig,
+    Qwen3MoeConfig,
+    Qwen3VLMoeConfig,
+)
 
+from tests.attention.hybrids import hybrid_config
+from tests.batch.reduced import reduced_config
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+ON_TEXT = ("qwen2", "qwen2_sliding", "qwen3", "qwen3_moe", "qwen3_next")
+THAT_SEE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+THAT_HEAR = ("qwen2.5-omni", "qwen3-omni")
+ADAPTED = ["q_proj", "v_proj", "qkv", "in_proj_qkv", "down_proj"]
 FAMILIES = ("qwen2.5-vl", "qwen3-vl", "qwen2.5-omni", "qwen3-omni")
 
 _TEXT = {
@@ -76,3 +91,27 @@ def small_model(realdata: Path, family: str, folder: Path) -> Path:
     # Saving a thinker writes its own config over the whole model's, which the real checkpoints have.
     (target / "config.json").write_text(json.dumps(config))
     return target
+
+
+def config_of(name: str, realdata: Path, folder: Path) -> PreTrainedConfig:
+    if name in THAT_HEAR:
+        settings = json.loads((realdata / "tokenizers" / name / "config.json").read_text())
+        reduced(settings, name)
+        (folder / "config.json").write_text(json.dumps(settings))
+        thinker: PreTrainedConfig = AutoConfig.from_pretrained(folder).thinker_config
+        return thinker
+    if name == "qwen3_moe":
+        return Qwen3MoeConfig(**reduced_config("qwen3").to_dict() | {"model_type": "qwen3_moe"} | EXPERTS)
+    if name == "qwen3_vl_moe":
+        settings = reduced_config("qwen3_vl").to_dict() | {"model_type": "qwen3_vl_moe"}
+        return Qwen3VLMoeConfig(**with_experts(settings, "qwen3_vl_moe"))
+    if name == "qwen3_5_moe":
+        settings = hybrid_config("qwen3_5").to_dict() | {"model_type": "qwen3_5_moe"}
+        return Qwen3_5MoeConfig(**with_experts(settings, "qwen3_5_moe"))
+    return hybrid_config(name) if name in ("qwen3_next", "qwen3_5") else reduced_config(name)
+
+
+def with_experts(settings: dict[str, Any], name: str) -> dict[str, Any]:
+    settings["text_config"] |= EXPERTS | {"model_type": f"{name}_text", "shared_expert_intermediate_size": 16}
+    settings["vision_config"]["model_type"] = f"{name}_vision" if name == "qwen3_5_moe" else name
+    return settings

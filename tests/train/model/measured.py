@@ -17,7 +17,7 @@ from packtool.encode.families import MediaLimits
 from packtool.train.model.head_loss import HeadLoss
 from packtool.train.model.trace import PassBytes, route_through_traced, run_pass, trace_pass, traced_batch
 from packtool.train.prepare.rank_tokens import RankTokens
-from tests.train.model.test_no_sync import ADAPTED
+from tests.train.real_models import ADAPTED
 
 TOKENS = RankTokens(computed=160, vision=60)
 HEARD = RankTokens(computed=160, vision=30, audio=60)

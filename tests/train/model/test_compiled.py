@@ -25,7 +25,7 @@ from packtool.train.model.compiled import check_backend, compile_layers
 from packtool.train.model.head_loss import losses_of_head
 from packtool.train.model.load import _enable_checkpointing, auto_class
 from tests.batch.reduced import make_sample, reduced_config
-from tests.train.model.test_no_sync import ON_TEXT, THAT_HEAR, THAT_SEE, config_of
+from tests.train.real_models import ON_TEXT, THAT_HEAR, THAT_SEE, config_of
 
 STEP = 32
 # Of one length when padded, with other boundaries; and of two lengths.

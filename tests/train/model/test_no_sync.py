@@ -8,7 +8,6 @@ that do not go together raise too.
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,15 +18,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from transformers import (
-    AutoConfig,
-    PreTrainedConfig,
-    Qwen3_5MoeConfig,
-    Qwen3MoeConfig,
-    Qwen3VLMoeConfig,
-    TrainerControl,
-    TrainerState,
-)
+from transformers import TrainerControl, TrainerState
 
 from packtool.attention.register import set_attention
 from packtool.batch.batch import PackedBatch, target_positions
@@ -40,39 +31,7 @@ from packtool.progress import SilentProgress
 from packtool.train.loop.stopping import StopSignals
 from packtool.train.loop.watch import StepWatch
 from packtool.train.model.head_loss import HeadLoss
-from tests.attention.hybrids import hybrid_config
-from tests.batch.reduced import reduced_config
-from tests.train.real_models import reduced
-
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-ON_TEXT = ("qwen2", "qwen2_sliding", "qwen3", "qwen3_moe", "qwen3_next")
-THAT_SEE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-THAT_HEAR = ("qwen2.5-omni", "qwen3-omni")
-ADAPTED = ["q_proj", "v_proj", "qkv", "in_proj_qkv", "down_proj"]
-
-
-def config_of(name: str, realdata: Path, folder: Path) -> PreTrainedConfig:
-    if name in THAT_HEAR:
-        settings = json.loads((realdata / "tokenizers" / name / "config.json").read_text())
-        reduced(settings, name)
-        (folder / "config.json").write_text(json.dumps(settings))
-        thinker: PreTrainedConfig = AutoConfig.from_pretrained(folder).thinker_config
-        return thinker
-    if name == "qwen3_moe":
-        return Qwen3MoeConfig(**reduced_config("qwen3").to_dict() | {"model_type": "qwen3_moe"} | EXPERTS)
-    if name == "qwen3_vl_moe":
-        settings = reduced_config("qwen3_vl").to_dict() | {"model_type": "qwen3_vl_moe"}
-        return Qwen3VLMoeConfig(**with_experts(settings, "qwen3_vl_moe"))
-    if name == "qwen3_5_moe":
-        settings = hybrid_config("qwen3_5").to_dict() | {"model_type": "qwen3_5_moe"}
-        return Qwen3_5MoeConfig(**with_experts(settings, "qwen3_5_moe"))
-    return hybrid_config(name) if name in ("qwen3_next", "qwen3_5") else reduced_config(name)
-
-
-def with_experts(settings: dict[str, Any], name: str) -> dict[str, Any]:
-    settings["text_config"] |= EXPERTS | {"model_type": f"{name}_text", "shared_expert_intermediate_size": 16}
-    settings["vision_config"]["model_type"] = f"{name}_vision" if name == "qwen3_5_moe" else name
-    return settings
+from tests.train.real_models import ADAPTED, ON_TEXT, THAT_HEAR, THAT_SEE, config_of
 
 
 def media_of(spec: InputSpec) -> tuple[dict[str, Tensor], dict[str, int]]:

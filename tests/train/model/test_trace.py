@@ -30,7 +30,7 @@ from tests.attention.hybrids import hybrid_config
 from tests.batch.reduced import going_on, make_sample, reduced_config, reduced_spec, save_image_processor
 from tests.forked import run_ranks
 from tests.train.model.measured import computed_bytes, saved_bytes, traced_bytes
-from tests.train.model.test_no_sync import ON_TEXT, THAT_HEAR, THAT_SEE, config_of
+from tests.train.real_models import ON_TEXT, THAT_HEAR, THAT_SEE, config_of
 from tests.waiting import wait_for
 
 SHARED = {"ring": Axes(2, 1, "ring"), "allgather": Axes(2, 1, "allgather"), "ulysses": Axes(1, 2)}
