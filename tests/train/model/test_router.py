@@ -14,7 +14,7 @@ from packtool.batch.batch import Batch
 from packtool.batch.collate import collate_packs, collate_padded
 from packtool.config.train import TrainConfig
 from packtool.errors import ConfigError
-from packtool.train.model.load import route_attention
+from packtool.train.model.load import _enable_checkpointing, route_attention
 from packtool.train.model.router import RouterBalance, load_balance
 from tests.batch.reduced import make_sample, reduced_config, reduced_model, reduced_spec
 
@@ -33,7 +33,7 @@ def gradients(batches: list[Batch], step_tokens: int, *, recomputed: bool = Fals
     if packed:
         route_attention(model, packing=True)
     if recomputed:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        _enable_checkpointing(model)
         model.train()
     balance = RouterBalance(model, 0.5)
     for batch in batches:
