@@ -212,6 +212,7 @@ def test_a_lost_process_names_the_newest_checkpoint_and_the_command_that_resumes
         "--output-dir",
         str(tmp_path),
     ]
+    words += ["--freeze-vit", "false", "--freeze-aligner", "false", "--learning-rate", str(config.learning_rate)]
     words += ["--train-type", config.train_type, "--packing-length", str(config.packing_length), "--max-steps", "1"]
     words += ["--overwrite-output-dir", "true"] if overwrites else []
 
