@@ -99,12 +99,14 @@ def by_tokens(cost: CostModel, samples: Samples) -> CostModel:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a line for each number of ranks, way of training and way of assignment."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("realdata", type=Path)
+    parser.add_argument("realdata", type=Path, help="folder of the real data, which the repository does not hold")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--packing-length", type=int, default=8192)
     parser.add_argument("--accumulation", type=int, default=4)
     parser.add_argument("--copies", type=int, default=24)
     given = parser.parse_args(arguments)
+    if not (given.realdata / "tokenizers" / "qwen3-vl").is_dir():
+        parser.error(f"{given.realdata} holds no real data: name the folder that does")
     samples = read_samples(given.realdata.resolve(), given.packing_length, given.copies)
     seen = samples.vision_tokens[samples.vision_tokens > 0]
     print(

@@ -155,5 +155,5 @@ def match(old: SampleKeys, new: SampleKeys) -> Match:
     order = np.argsort(old.rows, kind="stable")
     rows = old.rows[order]
     first, last = (np.searchsorted(rows, new.rows, side=side) for side in ("left", "right"))
-    is_gone = ~np.isin(old.rows, new.rows)
+    is_gone = ~np.isin(old.rows, new.rows, kind="sort")
     return Match(same, first, last, order, is_gone)

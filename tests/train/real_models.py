@@ -115,3 +115,19 @@ def with_experts(settings: dict[str, Any], name: str) -> dict[str, Any]:
     settings["text_config"] |= EXPERTS | {"model_type": f"{name}_text", "shared_expert_intermediate_size": 16}
     settings["vision_config"]["model_type"] = f"{name}_vision" if name == "qwen3_5_moe" else name
     return settings
+
+
+def has_experts(config: PreTrainedConfig) -> bool:
+    """Whether the language model has routed experts."""
+    return bool(getattr(config.get_text_config(), "num_experts", 0))
+
+
+@cache
+def traces_float32_experts() -> bool:
+    """Whether torch gives shapes for grouped products of float32, without which experts cannot be traced."""
+    tokens, weights = torch.empty(8, 16, device="meta"), torch.empty(2, 16, 16, device="meta")
+    try:
+        torch.nn.functional.grouped_mm(tokens, weights, offs=torch.empty(2, dtype=torch.int32, device="meta"))
+    except RuntimeError:
+        return False
+    return True

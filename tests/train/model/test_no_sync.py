@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.nn.attention.varlen import varlen_attn
 from transformers import TrainerControl, TrainerState
 
 from packtool.attention.register import set_attention
@@ -31,7 +33,15 @@ from packtool.progress import SilentProgress
 from packtool.train.loop.stopping import StopSignals
 from packtool.train.loop.watch import StepWatch
 from packtool.train.model.head_loss import HeadLoss
-from tests.train.real_models import ADAPTED, ON_TEXT, THAT_HEAR, THAT_SEE, config_of
+from tests.train.real_models import (
+    ADAPTED,
+    ON_TEXT,
+    THAT_HEAR,
+    THAT_SEE,
+    config_of,
+    has_experts,
+    traces_float32_experts,
+)
 
 
 def media_of(spec: InputSpec) -> tuple[dict[str, Tensor], dict[str, int]]:
@@ -100,7 +110,7 @@ def loss_of(mode: FakeTensorMode, spec: InputSpec, batch: PackedBatch, *, adapte
         model: Any = auto_class(spec.config).from_config(copy.deepcopy(spec.config), attn_implementation="sdpa")
         set_attention(model, "varlen")
         if adapters:
-            model = get_peft_model(model, LoraConfig(target_modules=ADAPTED, r=4), low_cpu_mem_usage=True)
+            model = get_peft_model(model, LoraConfig(target_modules=ADAPTED, r=4))
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             on_gpu = nn.Parameter(torch.empty_like(parameter, device="cuda"), parameter.requires_grad)
@@ -116,7 +126,11 @@ def loss_of(mode: FakeTensorMode, spec: InputSpec, batch: PackedBatch, *, adapte
 @pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.parametrize("name", [*ON_TEXT, *THAT_SEE, *THAT_HEAR])
 def test_no_family_waits(name: str, adapters: bool, realdata: Path, tmp_path: Path, request: Any) -> None:
+    if name == "qwen2_sliding" and "window_size" not in signature(varlen_attn).parameters:
+        pytest.skip("this torch's varlen attention has no sliding windows")
     config = config_of(name, realdata, tmp_path)
+    if has_experts(config) and not traces_float32_experts():
+        pytest.skip("this torch gives no shapes for the products of float32 experts")
     spec = InputSpec(str(tmp_path), config, MediaLimits())
     batch = batch_for(spec)
     mode = request.getfixturevalue("fake_cuda")
