@@ -159,7 +159,7 @@ def check_unchanged(samples: Sequence[EncodedSample], spec: InputSpec) -> None:
             which = files[0] + (f", or another of {len(files)} files," if len(files) > 1 else "")
             raise MediaError(
                 f"{which} (row {sample.row} of {sample.source}) has changed since the export: it holds other bytes",
-                "Put the file back, or run packtool export again with --overwrite; "
+                "Put the file back, or export again into another --output-dir; "
                 "packtool train --on-bad-media skip trains without its sample.",
             )
 
