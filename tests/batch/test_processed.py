@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
+from packaging.version import Version
 from PIL import Image
 from transformers import Gemma2Config
 
@@ -54,6 +56,7 @@ from tests.encode.other_families import model_of, tokens_of
 from tests.forked import run_ranks
 from tests.media.clips import write_clip
 from tests.train.model.measured import computed_bytes, made
+from tests.train.real_models import traces_float32_experts
 
 TRAINED = [
     name
@@ -276,6 +279,10 @@ def test_a_video_that_has_changed_is_named(world_of: Callable[[str], World], nam
 @pytest.mark.parametrize("name", ["idefics3", "kimi_k25"])
 def test_a_trace_with_blank_pictures_holds_what_the_pass_holds(world_of: Callable[[str], World], name: str) -> None:
     """Masks of pixels, and grids: a model reads their numbers on its way."""
+    if name == "kimi_k25" and not traces_float32_experts():
+        pytest.skip("this torch gives no shapes for the products of float32 experts")
+    if name == "idefics3" and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("its tower takes positions by masks of patches, whose number a trace does not know")
     spec, tokens = world_of(name).spec, RankTokens(computed=200, vision=100)
     with torch.device("meta"):
         model = made(spec.config, adapters=False, recomputes=False)

@@ -215,5 +215,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_feature_select_strategy": "full",
     },
     "video_llama_3": {"vision_config": SEES},
-    "vipllava": {"vision_config": SEES | {"model_type": "clip_vision_model"}, "vision_feature_layer": [-1, 1]},
+    "vipllava": {
+        "vision_config": SEES | {"model_type": "clip_vision_model"},
+        "vision_feature_layer": [-1, 1],
+        "vision_feature_layers": [-1, 1],  # its name before transformers 5.23
+    },
 }

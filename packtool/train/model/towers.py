@@ -36,7 +36,8 @@ def _left_out(model: nn.Module) -> Iterator[str]:
 
 def _behind_features(model: nn.Module, towers: Towers) -> Iterator[str]:
     """The modules of a vision tower that are behind the layer whose output is taken for features, as LLaVA has it."""
-    chosen = getattr(model.config, "vision_feature_layer", None)
+    # VipLLaVA's has the other name before transformers 5.23.
+    chosen = getattr(model.config, "vision_feature_layer", getattr(model.config, "vision_feature_layers", None))
     if chosen is None or not towers.vision:
         return
     chosen = [chosen] if isinstance(chosen, int) else list(chosen)
