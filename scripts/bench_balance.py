@@ -73,6 +73,8 @@ class Samples:
 
 def read_samples(realdata: Path, packing_length: int, copies: int) -> Samples:
     """Export the rows, and take those with media ``copies`` times."""
+    if not (realdata / "tokenizers" / "qwen3-vl").is_dir():
+        sys.exit(f"{realdata} holds no real data: name the folder that does")
     rows = sorted(str(path) for path in [*realdata.glob("mm_*.jsonl"), *realdata.glob("text_*.jsonl")])
     with tempfile.TemporaryDirectory() as folder:
         config = ExportConfig(
@@ -105,8 +107,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--accumulation", type=int, default=4)
     parser.add_argument("--copies", type=int, default=24)
     given = parser.parse_args(arguments)
-    if not (given.realdata / "tokenizers" / "qwen3-vl").is_dir():
-        parser.error(f"{given.realdata} holds no real data: name the folder that does")
     samples = read_samples(given.realdata.resolve(), given.packing_length, given.copies)
     seen = samples.vision_tokens[samples.vision_tokens > 0]
     print(
