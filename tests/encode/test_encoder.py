@@ -168,8 +168,7 @@ def test_text_of_rows_is_text_whatever_it_spells(chatml: Encoder, turns: list[st
 @given(st.lists(NASTY.filter(lambda text: "<image>" not in text), min_size=2, max_size=4))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 def test_text_never_shifts_pictures(vision: Encoder, picture: str, turns: list[str]) -> None:
-    turns[0] += "<image>"
-    sample = kept(vision, *turns, images=[picture])
+    sample = kept(vision, turns[0] + "<image>", *turns[1:], images=[picture])
     ids = vision._vocabulary.ids
     opening, pad, closing = ids["<|vision_start|>"], ids["<|image_pad|>"], ids["<|vision_end|>"]
     (at,) = np.flatnonzero(sample.input_ids == opening)

@@ -131,7 +131,7 @@ def test_what_only_the_rows_can_tell_is_refused(
     with pytest.raises(MismatchError, match=message) as refused:
         train(world.config(tmp_path, dry_run=True, **asked), SilentProgress())
     if asked.get("loss_scale") == "all":  # which no export of turns has
-        assert "export again" in str(refused.value)
+        assert "export into another directory" in str(refused.value)
         assert "--expand-turns" not in str(refused.value)
     train(world.config(tmp_path, dry_run=True, expand_turns="auto"), SilentProgress())
 

@@ -149,6 +149,7 @@ def test_a_launcher_without_ranks_ends_when_it_is_told_to(monkeypatch: pytest.Mo
                 os.kill(os.getpid(), number)
             assert caught.value.sigval == number
     finally:
+        signal.set_wakeup_fd(-1)  # the launcher's thread would end this process at a later test's signal
         for number, handler in before.items():
             signal.signal(number, handler)
 
