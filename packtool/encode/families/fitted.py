@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from packtool.encode.families.base import ImageLimits, VideoLimits
-from packtool.encode.families.qwen_video import grid_within
+from packtool.encode.families.qwen_video import grid_within, num_bounded_frames
 from packtool.encode.families.qwen_vl import image_grid
 
 Grid = tuple[int, ...]
@@ -46,7 +46,15 @@ def video_bounds(height: int, width: int, num_taken: int, grid: Grid, limits: Vi
     def grid_of(least: int, most: int) -> Grid:
         return grid_within(height, width, num_taken, limits, least, most)
 
-    return _fitted(grid_of, grid, limits.bounds(num_taken))
+    try:
+        _, rows, columns = grid_of(1, _MOST)
+    except ValueError:
+        whole = None
+    else:
+        whole = rows * columns * limits.patch_size**2
+        if limits.over_all_frames:
+            whole *= num_bounded_frames(num_taken, limits)
+    return _fitted(grid_of, grid, limits.bounds(num_taken), whole)
 
 
 def _fitted(grid_of: Callable[[int, int], Grid], grid: Grid, own: Bounds, whole: int | None = None) -> Bounds:

@@ -196,7 +196,7 @@ def resize_together(
     if max(height, width) / min(height, width) > 200:
         raise ValueError(f"{width}x{height} pixels: one side is more than 200 times the other")
     new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
-    num_shown = round(num_taken / step) * step
+    num_shown = num_bounded_frames(num_taken, limits)
     if num_shown * new_height * new_width > most:
         shrink = math.sqrt(num_taken * height * width / most)
         new_height = max(factor, math.floor(height / shrink / factor) * factor)
@@ -206,6 +206,11 @@ def resize_together(
         new_height = math.ceil(height * grow / factor) * factor
         new_width = math.ceil(width * grow / factor) * factor
     return new_height, new_width
+
+
+def num_bounded_frames(num_taken: int, limits: VideoLimits | ImageLimits) -> int:
+    """Frames that transformers multiplies by a frame's pixels to compare them with the bounds: whole steps, rounded."""
+    return round(num_taken / limits.temporal_patch_size) * limits.temporal_patch_size
 
 
 def timestamps(indices: Sequence[int], fps: float, step: int) -> list[float]:
