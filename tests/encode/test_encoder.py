@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -165,13 +165,10 @@ def test_text_of_rows_is_text_whatever_it_spells(chatml: Encoder, turns: list[st
     assert texts_of_turns(chatml, sample) == [f"{text}<|im_end|>" for text in turns[1::2]]
 
 
-def has_no_mark(text: str) -> bool:
-    return "<image>" not in text
-
-
-@given(st.lists(NASTY.filter(has_no_mark), min_size=2, max_size=4))
+@given(st.lists(NASTY, min_size=2, max_size=4))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 def test_text_never_shifts_pictures(vision: Encoder, picture: str, turns: list[str]) -> None:
+    assume(not any("<image>" in text for text in turns))
     sample = kept(vision, turns[0] + "<image>", *turns[1:], images=[picture])
     ids = vision._vocabulary.ids
     opening, pad, closing = ids["<|vision_start|>"], ids["<|image_pad|>"], ids["<|vision_end|>"]
