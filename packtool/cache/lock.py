@@ -113,7 +113,7 @@ def is_lock(name: str) -> bool:
 
 
 def is_of_lock(name: str) -> bool:
-    """Whether a name is a lock's, or that of a lock that is being written at this moment."""
+    """Return whether a file name is that of a lock, finished or still being written."""
     return name.startswith(_PREFIX)
 
 

@@ -77,12 +77,12 @@ REMEDIES = {
         for kind, mark in MEDIA_MARKS.items()
     },
 }
-"""What a user can do about each reason in ``dropped.jsonl``, but for ``unexpected``."""
+"""Remedies for the reasons in ``dropped.jsonl``, except ``unexpected``."""
 _MAX_SHARE, _MAX_REMEDIES = 0.25, 3
 
 
 def drop_notes(dropped: Mapping[str, int], num_rows: int | None = None) -> list[str]:
-    """What to print about dropped rows: a warning if they are many, and remedies for the most common reasons.
+    """Lines about dropped rows: a warning if they are many, and remedies for the most common reasons.
 
     Args:
         dropped: rows by reason.

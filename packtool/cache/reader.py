@@ -282,7 +282,7 @@ class CacheReader:
 
 
 def has_media_files(sample: EncodedSample) -> bool:
-    """Whether a file of this machine holds a medium of a sample."""
+    """Return whether a local file holds a medium of a sample."""
     media: list[EncodedImage | EncodedVideo | EncodedAudio] = [*sample.images, *sample.videos, *sample.audios]
     files = (file for medium in media for file in files_of(medium))
     return any(path is not None and data is None and not storage.is_remote(path) for path, data in files)

@@ -152,7 +152,7 @@ class MappedBlocks:
         return self._is_right.find(0, start // BLOCK_BYTES, (start + num_bytes - 1) // BLOCK_BYTES + 1) < 0
 
     def are_right(self, address: int, num_bytes: int) -> bool:
-        """Whether the blocks that hold these bytes of memory have their checksums."""
+        """Check the blocks that hold these bytes of memory against their checksums."""
         start = address - self._start
         end = (start + num_bytes - 1) // BLOCK_BYTES + 1
         block = self._is_right.find(0, start // BLOCK_BYTES, end)

@@ -52,7 +52,7 @@ class ParallelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """How processes of several machines find each other, besides ``NNODES`` and its like in the environment."""
+    """Options for how processes of several machines find each other, besides ``NNODES`` and its like."""
 
     ddp_timeout: int | None = option(
         None,

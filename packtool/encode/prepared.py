@@ -159,7 +159,7 @@ class PreparedRows:
 
 
 def _changed(tokens: PreparedTokens, media: Mapping[str, Sequence[Medium]]) -> str:
-    """How a medium differs from what the row says of it; "" if none does."""
+    """A line on how a medium differs from what the row says of it; "" if none does."""
     for kind, described in tokens.measured.items():
         for number, (medium, expected) in enumerate(zip(media[kind], described, strict=False)):
             for key, name in _MEASURED.items():

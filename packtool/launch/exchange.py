@@ -14,7 +14,7 @@ _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe",
 
 
 def is_lost_peer(error: Exception) -> bool:
-    """Whether an error says that another process of a run has ended."""
+    """Return whether an error means that another process of the run has ended."""
     return is_launched() and any(lost in str(error) for lost in _LOST)
 
 

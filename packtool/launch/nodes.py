@@ -84,7 +84,7 @@ class Nodes:
 
     @property
     def title(self) -> str:
-        """How lines about this machine begin."""
+        """Prefix of the log lines about this machine."""
         return f"packtool: node {self.rank} of {self.num_nodes}"
 
     def meet(self) -> None:
@@ -243,7 +243,7 @@ class Nodes:
         return found
 
     def _line(self) -> str:
-        """What this launcher waits for; empty for nothing."""
+        """Description of the event this launcher waits for; empty for none."""
         met = self._state["met"]
         if self._met.is_set():
             return "; ".join(self._lost().values())

@@ -80,7 +80,7 @@ def _read_at(file: BinaryIO, at: int, count: int) -> bytes:
 
 
 def _end_of_chunks(file: BinaryIO, size: int) -> int:
-    """Where the last outermost chunk of a RIFF file should end."""
+    """Declared end, in bytes, of the last outermost chunk of a RIFF file."""
     at = 0
     while at + 8 <= size:
         head = _read_at(file, at, 8)
@@ -106,7 +106,7 @@ def _end_of_boxes(file: BinaryIO, size: int) -> int:
 
 
 def _end_of_last_page(file: BinaryIO, size: int) -> int:
-    """Where the last page of an Ogg file should end (RFC 3533, 6)."""
+    """Declared end, in bytes, of the last page of an Ogg file (RFC 3533, 6)."""
     start = max(0, size - _MAX_OGG_PAGE)
     page = _read_at(file, start, _MAX_OGG_PAGE)
     if (at := page.rfind(b"OggS\0")) < 0:

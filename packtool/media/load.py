@@ -67,7 +67,7 @@ def media_error(problem: MediaProblem) -> MediaError:
 
 
 EXPORT_AGAIN = "export the rows again into another directory."
-"""How messages about changed media end."""
+"""Remedy in messages about changed media."""
 
 
 def unlike_the_export(ref: MediaRef, before: str, now: str) -> MediaError:

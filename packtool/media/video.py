@@ -156,7 +156,7 @@ def _converted(frame: Any, size: tuple[int, ...], converter: VideoReformatter) -
 
 
 def _quarter_turns(frame: Any) -> int:
-    """How often a frame is turned by 90 degrees, counterclockwise, to be shown: other angles are rounded."""
+    """Quarter turns, counterclockwise, that show a frame upright; other angles are rounded."""
     return round(frame.rotation / 90) % 4
 
 

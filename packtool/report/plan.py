@@ -244,7 +244,7 @@ def _headline(figures: Mapping[str, Any]) -> tuple[tuple[str, str, str], ...]:
 
 
 def _left_out(figures: Mapping[str, Any]) -> str:
-    """Which samples of the caches are left out."""
+    """Counts of samples of the caches that are left out."""
     if figures["sources"] is None:
         return f"{figures['filtered']:,} were too long"
     return f"{figures['not_drawn']:,} were not drawn, {figures['filtered']:,} were too long or short"

@@ -170,7 +170,7 @@ def _matched(path: str, option: str) -> list[str]:
 
 
 def _output_finder(folder: str) -> Callable[[str], bool]:
-    """Whether a path is, or lies in, a cache or a training run that is in a folder or is the folder."""
+    """Return whether a path is, or lies in, a cache or training run within a folder (or the folder itself)."""
 
     @cache
     def is_output(path: str) -> bool:

@@ -120,7 +120,7 @@ def _is_named(key: str, words: Sequence[str]) -> bool:
 
 
 def _has_parts(value: Any) -> bool:
-    """Whether messages, or their JSON, have parts that are not text."""
+    """Return whether messages, or their JSON, have parts that are not text."""
     if isinstance(value, str):
         return value.lstrip().startswith("[") and any(f'"{kind}' in value for kind in MEDIA_MARKS)
     messages = value if isinstance(value, (list, tuple)) else ()

@@ -147,7 +147,7 @@ def _limits(kind: str, name: str, value: Mapping[str, Any], *, has_frames: bool)
 
 
 def is_measured(value: Mapping[str, Any]) -> bool:
-    """Whether an object has the sizes that packtool's caches and packs keep of a medium."""
+    """Return whether an object has the sizes that packtool's caches and packs keep of a medium."""
     return "tokens" in value and ("grid" in value or "features" in value)
 
 

@@ -162,7 +162,7 @@ def locked_place(config: TrainConfig, world: World) -> Iterator[tuple[TrainConfi
 
 
 def _missing_directories(path: str) -> Iterator[str]:
-    """What has to be made for a directory to exist, itself first."""
+    """Directories that have to be made for a path to exist, the path itself first."""
     path = os.path.abspath(path)
     while not os.path.lexists(path):
         yield path
