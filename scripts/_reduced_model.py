@@ -23,7 +23,7 @@ def reduce_model(source: Path, target: Path) -> None:
     target.mkdir(parents=True)
     for path in source.iterdir():
         (target / path.name).write_bytes(path.read_bytes())
-    new_ids = cut_tokenizer(target)
+    new_ids = cut_tokenizer(target, VOCABULARY)
     config = json.loads((target / "config.json").read_text())
     text = config["text_config"]
     config |= {name: new_ids[number] for name, number in config.items() if name.endswith("_token_id")}
@@ -39,7 +39,7 @@ def reduce_model(source: Path, target: Path) -> None:
     model.float().save_pretrained(target)
 
 
-def cut_tokenizer(folder: Path, size: int = VOCABULARY) -> dict[int, int]:
+def cut_tokenizer(folder: Path, size: int) -> dict[int, int]:
     """Keep as many merges as ``size`` has room for, and return the new ids of control tokens by the old ones."""
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     model, added = tokenizer["model"], tokenizer["added_tokens"]

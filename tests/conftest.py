@@ -25,6 +25,7 @@ from tokenizers import Tokenizer
 from packtool import storage
 from packtool.encode import encoder
 from packtool.encode.model_files import ModelFiles
+from tests.drawn_data import draw_data
 from tests.s3_server import ENVIRONMENT, Proxy, S3Server
 
 REPOSITORY = Path(__file__).parent.parent
@@ -115,10 +116,28 @@ def repository() -> Path:
 
 @pytest.fixture(scope="session")
 def realdata() -> Path:
-    """Real conversations, pictures and tokenizers, kept beside the checkout; tests that need them skip without."""
+    """Real conversations, pictures and tokenizers beside the checkout, if there are any.
+
+    For more runs of what drawn data have shown: a test that asks for them skips in most checkouts.
+    """
     folder = REPOSITORY.parent / "shared" / "realdata"
     if not folder.is_dir():
         pytest.skip(f"no real data beside the checkout ({folder.name})")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def drawn_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Small model directories, rows and media, at the paths that the real data have."""
+    folder = tmp_path_factory.mktemp("drawn")
+    draw_data(folder)
+    return folder
+
+
+@pytest.fixture(scope="session", params=["drawn", "real"])
+def data(request: pytest.FixtureRequest) -> Path:
+    """The drawn data, then the real data."""
+    folder: Path = request.getfixturevalue("drawn_data" if request.param == "drawn" else "realdata")
     return folder
 
 

@@ -125,9 +125,9 @@ def encode(directory: Path, rows: list[Sample], **settings: Any) -> list[Any]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def media(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def media(drawn_data: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     for number, size in enumerate([(100, 60), (70, 150), (30, 30)]):
-        with Image.open(realdata / "raw/llama-factory/data/mllm_demo_data" / f"{number + 1}.jpg") as image:
+        with Image.open(drawn_data / "raw/llama-factory/data/mllm_demo_data" / f"{number + 1}.jpg") as image:
             image.convert("RGB").resize(size).save(file := io.BytesIO(), "PNG")
         PICTURES.append(file.getvalue())
     for number, size in enumerate([(32, 48), (64, 40)]):
@@ -136,13 +136,13 @@ def media(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(scope="module")
-def world_of(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], World]:
+def world_of(drawn_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], World]:
     """The world of a family, made once."""
     folder = tmp_path_factory.mktemp("families")
 
     @cache
     def make(name: str) -> World:
-        directory, processor = model_of(name, realdata, folder)
+        directory, processor = model_of(name, drawn_data, folder)
         files = ModelFiles.load(str(directory))
         encoder = Encoder(EncodeSpec(model=str(directory), max_length=10_000), files)
         samples = [sample for samples in encoder.encode(rows_for(name)) for sample in samples]
@@ -415,7 +415,7 @@ def test_boxes_are_written_as_the_family_has_them(world_of: Callable[[str], Worl
     decode = world.processor.tokenizer.decode
     assert decode(said).removesuffix("<|im_end|>") == expected
     np.testing.assert_array_equal(written.input_ids, same.input_ids)
-    assert [decode([token]) for token in said[:2]] == (["<ref>", "a"] if name == "internvl" else ["a", " d"])
+    assert [decode([token]) for token in said[:2]] == (["<ref>", "a"] if name == "internvl" else ["a", " do"])
     spec = EncodeSpec(model=str(world.directory), max_length=10_000, norm_bbox="none")
     if name == "internvl":
         with pytest.raises(ConfigError, match=r"--norm-bbox none: how the processor of internvl models"):
@@ -430,12 +430,12 @@ def test_a_picture_that_has_changed_is_named(world_of: Callable[[str], World]) -
         load_processed([dataclasses.replace(world.samples[0], images=(other,))], world.spec)
 
 
-def test_what_cannot_be_done_is_refused_by_name(world_of: Callable[[str], World], realdata: Path) -> None:
+def test_what_cannot_be_done_is_refused_by_name(world_of: Callable[[str], World], drawn_data: Path) -> None:
     world = world_of("internvl")
     config = copy.deepcopy(world.spec.config)
     config.text_config = Gemma2Config(num_hidden_layers=1)
     with pytest.raises(UnsupportedModelError, match=r"internvl uses soft-capped scores"):
         refuse_unsupported(config)
-    gemma, _ = model_of("gemma3", realdata, world.directory.parent)
+    gemma, _ = model_of("gemma3", drawn_data, world.directory.parent)
     with pytest.raises(ConfigError, match=r"'gemma3'.* see each other in both directions"):
         InputSpec.load(str(gemma), world.spec.limits)

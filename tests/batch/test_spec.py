@@ -12,13 +12,13 @@ from packtool.batch.spec import model_config
 
 @pytest.mark.parametrize("name", ["qwen2.5-omni", "qwen3-omni"])
 def test_nothing_is_said_of_the_talker_of_a_released_model(
-    name: str, realdata: Path, caplog: pytest.LogCaptureFixture
+    name: str, drawn_data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     transformers = logging.getLogger("transformers")
     talk = transformers.level
     transformers.addHandler(caplog.handler)
     try:
-        assert "thinker" in model_config(str(realdata / "tokenizers" / name)).model_type
+        assert "thinker" in model_config(str(drawn_data / "tokenizers" / name)).model_type
         assert not caplog.records
         assert transformers.level == talk
         transformers.warning("is heard")

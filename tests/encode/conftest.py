@@ -44,24 +44,24 @@ def _vocabularies_are_read_once() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def qwen3_vl(realdata: Path) -> Encoder:
+def qwen3_vl(data: Path) -> Encoder:
     """With the real Qwen3-VL tokenizer and settings."""
-    return encoder_for(realdata / "tokenizers" / "qwen3-vl")
+    return encoder_for(data / "tokenizers" / "qwen3-vl")
 
 
 @pytest.fixture(scope="session")
-def text_model(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> ModelMaker:
+def text_model(data: Path, tmp_path_factory: pytest.TempPathFactory) -> ModelMaker:
     """Makes directories of text-only models: the real vocabulary with one of the real text templates."""
 
     @cache
     def make(template: str) -> Path:
         folder = tmp_path_factory.mktemp(template)
-        source = realdata / "tokenizers" / "qwen3-vl"
+        source = data / "tokenizers" / "qwen3-vl"
         shutil.copy(source / "tokenizer.json", folder)
         settings = json.loads((source / "tokenizer_config.json").read_text())
         settings.pop("chat_template", None)
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-        shutil.copy(realdata / "tokenizers" / f"{template}.jinja", folder / "chat_template.jinja")
+        shutil.copy(data / "tokenizers" / f"{template}.jinja", folder / "chat_template.jinja")
         (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
         return folder
 

@@ -178,7 +178,7 @@ def config_of(family: str, processor: Any) -> dict[str, Any]:
 
 
 @cache
-def model_of(family: str, realdata: Path, folder: Path) -> tuple[Path, Any]:
+def model_of(family: str, drawn_data: Path, folder: Path) -> tuple[Path, Any]:
     """A directory as these models publish it, and its processor as transformers loads it."""
     from transformers import AutoProcessor
 
@@ -186,7 +186,7 @@ def model_of(family: str, realdata: Path, folder: Path) -> tuple[Path, Any]:
     source = folder / "tokenizer"
     if not source.exists():
         # The first merges of a real tokenizer: its whole vocabulary would be read several times for each family.
-        shutil.copytree(realdata / "tokenizers" / "qwen3-vl", source)
+        shutil.copytree(drawn_data / "tokenizers" / "qwen3-vl", source)
         for path in (source, *source.iterdir()):
             path.chmod(0o755)
         cut_tokenizer(source, VOCABULARY)

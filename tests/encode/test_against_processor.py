@@ -27,8 +27,8 @@ from tests.encode.conftest import encoder_for
 IMAGE_SETS = ("mm_mathvision_a", "mm_xtuner_coco_zh", "mm_llamafactory_mllm_demo", "mm_qwen3vl_demo")
 
 
-def image_rows(realdata: Path, name: str) -> list[tuple[int, dict[str, Any]]]:
-    lines = (realdata / f"{name}.jsonl").read_text().splitlines()
+def image_rows(data: Path, name: str) -> list[tuple[int, dict[str, Any]]]:
+    lines = (data / f"{name}.jsonl").read_text().splitlines()
     return [(i, row) for i, row in enumerate(map(json.loads, lines)) if row.get("images") and not row.get("videos")]
 
 
@@ -72,11 +72,11 @@ def in_parts(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("family", ["qwen3-vl", "qwen2.5-vl"])
 @pytest.mark.parametrize("name", IMAGE_SETS)
-def test_image_rows_token_by_token(realdata: Path, family: str, name: str) -> None:
-    directory = realdata / "tokenizers" / family
+def test_image_rows_token_by_token(data: Path, family: str, name: str) -> None:
+    directory = data / "tokenizers" / family
     processor = processor_of(directory)
-    source = realdata / f"{name}.jsonl"
-    rows = image_rows(realdata, name)
+    source = data / f"{name}.jsonl"
+    rows = image_rows(data, name)
     samples = encode_rows(cached_encoder(directory), source, rows)
     assert len(samples) == len(rows) > 2
     for (_, row), sample in zip(rows, samples, strict=True):
@@ -90,17 +90,18 @@ def test_image_rows_token_by_token(realdata: Path, family: str, name: str) -> No
 
 
 @pytest.mark.parametrize("family", ["qwen3-vl", "qwen2.5-vl"])
-def test_real_pixels_have_the_measured_grid_and_ids(realdata: Path, family: str) -> None:
-    directory = realdata / "tokenizers" / family
+def test_real_pixels_have_the_measured_grid_and_ids(data: Path, family: str) -> None:
+    directory = data / "tokenizers" / family
     processor = processor_of(directory)
-    source = realdata / "mm_mathvision_a.jsonl"
+    source = data / "mm_mathvision_a.jsonl"
     by_size = sorted(
-        encode_rows(cached_encoder(directory), source, image_rows(realdata, source.stem)),
+        encode_rows(cached_encoder(directory), source, image_rows(data, source.stem)),
         key=lambda sample: sample.images[0].height * sample.images[0].width,
     )
-    rows = dict(image_rows(realdata, source.stem))
+    rows = dict(image_rows(data, source.stem))
     narrow = max(by_size, key=lambda sample: sample.images[0].width / sample.images[0].height)
-    for sample in [*by_size[:10], *by_size[100:-20:20], narrow]:
+    step = 1 + len(by_size) // 16
+    for sample in [*by_size[:10], *by_size[10:-step:step], narrow]:
         text = processor.apply_chat_template(in_parts(rows[sample.row]), tokenize=False)
         pictures = [load_image(image.path) for image in sample.images]
         expected = processor(text=[text], images=pictures, return_tensors="np")
@@ -109,8 +110,8 @@ def test_real_pixels_have_the_measured_grid_and_ids(realdata: Path, family: str)
 
 
 @pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen2.5-omni", "qwen3-vl", "qwen3-omni"])
-def test_tiny_and_thin_pictures(realdata: Path, family: str) -> None:
-    encoder = cached_encoder(realdata / "tokenizers" / family)
+def test_tiny_and_thin_pictures(drawn_data: Path, family: str) -> None:
+    encoder = cached_encoder(drawn_data / "tokenizers" / family)
     spec = InputSpec.load(encoder.spec.model, encoder.limits)
     process = processor_of(Path(encoder.spec.model)).image_processor
     thin = [(long, short) for long in (30, 200, 201) for short in (1, 3)]
@@ -129,12 +130,12 @@ def test_tiny_and_thin_pictures(realdata: Path, family: str) -> None:
 
 @pytest.mark.parametrize("template", ["text-qwen2_5", "text-qwen3", "text-qwen3_instruct_2507"])
 @pytest.mark.parametrize("name", ["text_gsm8k_test", "tool_glaive_en", "tool_reasoning_50"])
-def test_text_rows_token_by_token(realdata: Path, text_model: Any, template: str, name: str) -> None:
+def test_text_rows_token_by_token(data: Path, text_model: Any, template: str, name: str) -> None:
     directory = text_model(template)
     tokenizer = tokenizer_of(directory)
-    lines = (realdata / f"{name}.jsonl").read_text().splitlines()[:120]
+    lines = (data / f"{name}.jsonl").read_text().splitlines()[:120]
     rows = list(enumerate(map(json.loads, lines)))
-    for (_, row), sample in zip(rows, encode_rows(cached_encoder(directory), realdata / name, rows), strict=True):
+    for (_, row), sample in zip(rows, encode_rows(cached_encoder(directory), data / name, rows), strict=True):
         messages = [{key: value for key, value in m.items() if value is not None} for m in row["messages"]]
         messages = [{"content": "", **message} for message in messages]
         text = tokenizer.apply_chat_template(messages, tools=row.get("tools") or None, tokenize=False)

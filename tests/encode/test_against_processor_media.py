@@ -23,8 +23,8 @@ from tests.media.clips import write_clip
 MARKS = {"<image>": "image", "<video>": "video", "<audio>": "audio"}
 
 
-def rows(realdata: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (realdata / f"{name}.jsonl").read_text().splitlines()]
+def rows(data: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (data / f"{name}.jsonl").read_text().splitlines()]
 
 
 def sample_of(row: dict[str, Any], root: Path) -> Sample:
@@ -102,10 +102,10 @@ def encoded(directory: Path, row: dict[str, Any], root: Path, **spec: Any) -> En
 
 
 @pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen3-vl"])
-def test_two_clips_of_a_video(realdata: Path, tmp_path: Path, family: str) -> None:
+def test_two_clips_of_a_video(drawn_data: Path, tmp_path: Path, family: str) -> None:
     from transformers.video_utils import VideoMetadata
 
-    directory, path = realdata / "tokenizers" / family, write_clip(tmp_path / "a.mp4", num_frames=300)
+    directory, path = drawn_data / "tokenizers" / family, write_clip(tmp_path / "a.mp4", num_frames=300)
     row = {"messages": [{"role": "user", "content": "<video><video>?"}, {"role": "assistant", "content": "!"}]}
     clips = [(1.0, 3.02), (8.5, None)]
     refs = tuple(MediaRef(str(path), clip=clip) for clip in clips)
@@ -130,11 +130,11 @@ def test_two_clips_of_a_video(realdata: Path, tmp_path: Path, family: str) -> No
         assert torch.equal(loaded, shown)
 
 
-def test_sound_is_not_woven_into_clips(realdata: Path, tmp_path: Path) -> None:
+def test_sound_is_not_woven_into_clips(drawn_data: Path, tmp_path: Path) -> None:
     path = write_clip(tmp_path / "a.mp4", num_frames=60, seconds_of_sound=2.4)
     row = {"messages": [{"role": "user", "content": "<video>?"}, {"role": "assistant", "content": "!"}]}
     sample = dataclasses.replace(sample_of(row, tmp_path), videos=(MediaRef(str(path), clip=(0.5, 2.0)),))
-    directory = realdata / "tokenizers" / "qwen2.5-omni"
+    directory = drawn_data / "tokenizers" / "qwen2.5-omni"
     (woven,) = cached_encoder(directory, use_audio_in_video=True).encode([sample])
     assert isinstance(woven, Dropped)
     assert woven.reason == "media_unsupported"
@@ -144,11 +144,11 @@ def test_sound_is_not_woven_into_clips(realdata: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("clip", [(12.0, None), (11.97, None)])
-def test_a_clip_outside_the_video_costs_its_row(realdata: Path, tmp_path: Path, clip: Any) -> None:
+def test_a_clip_outside_the_video_costs_its_row(drawn_data: Path, tmp_path: Path, clip: Any) -> None:
     path = write_clip(tmp_path / "a.mp4", num_frames=300)
     row = {"messages": [{"role": "user", "content": "<video>?"}, {"role": "assistant", "content": "!"}]}
     sample = dataclasses.replace(sample_of(row, tmp_path), videos=(MediaRef(str(path), clip=clip),))
-    (found,) = cached_encoder(realdata / "tokenizers" / "qwen3-vl").encode([sample])
+    (found,) = cached_encoder(drawn_data / "tokenizers" / "qwen3-vl").encode([sample])
     assert isinstance(found, Dropped)
     assert found.reason == "media_size"
     assert f"a.mp4: a clip from {clip[0]:g}" in found.detail
@@ -156,22 +156,22 @@ def test_a_clip_outside_the_video_costs_its_row(realdata: Path, tmp_path: Path, 
 
 @pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen3-vl", "qwen2.5-omni", "qwen3-omni"])
 @pytest.mark.parametrize("name", ["mm_llamafactory_mllm_video_demo", "mm_qwen3vl_demo"])
-def test_videos(realdata: Path, family: str, name: str) -> None:
-    directory = realdata / "tokenizers" / family
+def test_videos(data: Path, family: str, name: str) -> None:
+    directory = data / "tokenizers" / family
     done = 0
-    for row in rows(realdata, name):
+    for row in rows(data, name):
         if row.get("videos") and (family == "qwen3-vl" or name != "mm_qwen3vl_demo"):
-            check(encoded(directory, row, realdata), processed(processor_of(directory), row, realdata))
+            check(encoded(directory, row, data), processed(processor_of(directory), row, data))
             done += 1
     assert done or name == "mm_qwen3vl_demo"
 
 
 @pytest.mark.parametrize("family", ["qwen2.5-omni", "qwen3-omni"])
 @pytest.mark.parametrize("name", ["mm_llamafactory_mllm_audio_demo", "mm_llamafactory_mllm_video_audio_demo"])
-def test_sounds(realdata: Path, family: str, name: str) -> None:
-    directory = realdata / "tokenizers" / family
-    for row in rows(realdata, name):
-        check(encoded(directory, row, realdata), processed(processor_of(directory), row, realdata))
+def test_sounds(data: Path, family: str, name: str) -> None:
+    directory = data / "tokenizers" / family
+    for row in rows(data, name):
+        check(encoded(directory, row, data), processed(processor_of(directory), row, data))
 
 
 @pytest.mark.parametrize("family", ["qwen2.5-omni", "qwen3-omni"])
@@ -179,9 +179,9 @@ def test_sounds(realdata: Path, family: str, name: str) -> None:
     ("frames", "seconds", "fps"), [(50, 2.0, 2.0), (120, 4.8, 2.0), (75, 7.0, 0.9), (50, 0.5, 4.0)]
 )
 def test_a_sound_track_is_woven_in(
-    realdata: Path, tmp_path: Path, family: str, frames: int, seconds: float, fps: float
+    drawn_data: Path, tmp_path: Path, family: str, frames: int, seconds: float, fps: float
 ) -> None:
-    directory, processor = realdata / "tokenizers" / family, processor_of(realdata / "tokenizers" / family)
+    directory, processor = drawn_data / "tokenizers" / family, processor_of(drawn_data / "tokenizers" / family)
     write_clip(tmp_path / "a.mp4", num_frames=frames, seconds_of_sound=seconds)
     row = {
         "messages": [{"role": "user", "content": "<video>What?"}, {"role": "assistant", "content": "That."}],
@@ -202,29 +202,29 @@ def test_a_sound_track_is_woven_in(
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen3_5"])
-def test_relatives_take_videos_as_their_families_do(realdata: Path, tmp_path: Path, model_type: str) -> None:
-    like = realdata / "tokenizers" / ("qwen3-vl" if model_type == "qwen3_5" else "qwen2.5-vl")
+def test_relatives_take_videos_as_their_families_do(drawn_data: Path, tmp_path: Path, model_type: str) -> None:
+    like = drawn_data / "tokenizers" / ("qwen3-vl" if model_type == "qwen3_5" else "qwen2.5-vl")
     for path in like.iterdir():
         if path.name != "config.json":
             (tmp_path / path.name).symlink_to(path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "vision_config": {}}))
-    row = rows(realdata, "mm_llamafactory_mllm_video_demo")[0]
-    sample, other = encoded(tmp_path, row, realdata), encoded(like, row, realdata)
+    row = rows(drawn_data, "mm_llamafactory_mllm_video_demo")[0]
+    sample, other = encoded(tmp_path, row, drawn_data), encoded(like, row, drawn_data)
     np.testing.assert_array_equal(sample.input_ids, other.input_ids)
     assert sample.videos == other.videos
 
 
-def test_users_limits_on_videos(realdata: Path) -> None:
-    row = rows(realdata, "mm_llamafactory_mllm_video_demo")[0]
+def test_users_limits_on_videos(data: Path) -> None:
+    row = rows(data, "mm_llamafactory_mllm_video_demo")[0]
     for family, factor in (("qwen2.5-vl", 28), ("qwen3-vl", 32)):
-        directory = realdata / "tokenizers" / family
-        whole = encoded(directory, row, realdata).videos[0]
-        small = encoded(directory, row, realdata, video_max_pixels=20 * factor**2).videos[0]
+        directory = data / "tokenizers" / family
+        whole = encoded(directory, row, data).videos[0]
+        small = encoded(directory, row, data, video_max_pixels=20 * factor**2).videos[0]
         assert small.grid[0] == whole.grid[0]
         assert small.num_tokens // small.grid[0] <= 20 * (2 if family == "qwen3-vl" else 1) < whole.num_tokens
-        slow = encoded(directory, row, realdata, fps=1.0).videos[0]
+        slow = encoded(directory, row, data, fps=1.0).videos[0]
         assert slow.grid[0] < whole.grid[0]
-        few = encoded(directory, row, realdata, fps_max_frames=6).videos[0]
+        few = encoded(directory, row, data, fps_max_frames=6).videos[0]
         assert len(few.indices) == 6
-        total = encoded(directory, row, realdata, video_total_pixels=60 * factor**2 * 4).videos[0]
+        total = encoded(directory, row, data, video_total_pixels=60 * factor**2 * 4).videos[0]
         assert total.num_tokens < whole.num_tokens

@@ -31,9 +31,9 @@ ASKED: dict[str, tuple[AskedVideos, Any]] = {}
 
 
 @pytest.fixture(scope="module")
-def directory_of(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def directory_of(drawn_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     folder = tmp_path_factory.mktemp("models")
-    return lambda name: model_of(name, realdata, folder)[0]
+    return lambda name: model_of(name, drawn_data, folder)[0]
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +42,9 @@ def encoder_of(directory_of: Callable[[str], Path]) -> Callable[..., Encoder]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def asked(directory_of: Callable[[str], Path], realdata: Path) -> None:
+def asked(directory_of: Callable[[str], Path], drawn_data: Path) -> None:
     for name in NAMES:
-        processor = model_of(name, realdata, directory_of(name).parent)[1]
+        processor = model_of(name, drawn_data, directory_of(name).parent)[1]
         ASKED[name] = AskedVideos(processor, processor.image_token), processor
 
 
@@ -100,8 +100,8 @@ def test_frames_and_text_are_the_processors(name: str, num_frames: int, fps: flo
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tokens_of_real_videos(name: str, encoder_of: Callable[..., Encoder], realdata: Path) -> None:
-    folder = realdata / "raw/llama-factory/data/mllm_demo_data"
+def test_tokens_of_videos(name: str, encoder_of: Callable[..., Encoder], data: Path) -> None:
+    folder = data / "raw/llama-factory/data/mllm_demo_data"
     sample = film("<video>What <|image|> is <video>?", *(MediaRef(str(folder / file)) for file in ("4.mp4", "2.avi")))
     ((found,),) = encoder_of(name, max_length=20_000).encode([sample])  # type: ignore[misc]
     shown = replace(sample, turns=(Turn("user", "<video>What [] is <video>?"), sample.turns[1]))
@@ -150,8 +150,8 @@ def test_rows_that_another_tool_tokenized(name: str, encoder_of: Callable[..., E
     assert dropped.reason == "media_tokens"
 
 
-def test_what_is_left_out_says_why(encoder_of: Callable[..., Encoder], realdata: Path, clips: list[MediaRef]) -> None:
-    picture = MediaRef(str(realdata / "raw/llama-factory/data/mllm_demo_data/1.jpg"))
+def test_what_is_left_out_says_why(encoder_of: Callable[..., Encoder], drawn_data: Path, clips: list[MediaRef]) -> None:
+    picture = MediaRef(str(drawn_data / "raw/llama-factory/data/mllm_demo_data/1.jpg"))
     rows = {
         "a row may have pictures or videos, and this one has both": replace(
             film("<image><video>", clips[0]), images=(picture,)
@@ -166,9 +166,9 @@ def test_what_is_left_out_says_why(encoder_of: Callable[..., Encoder], realdata:
 
 
 def test_pictures_that_a_row_gives_as_a_video_are_all_frames(
-    encoder_of: Callable[..., Encoder], realdata: Path
+    encoder_of: Callable[..., Encoder], drawn_data: Path
 ) -> None:
-    frame = MediaRef(str(realdata / "raw/llama-factory/data/mllm_demo_data/1.jpg"))
+    frame = MediaRef(str(drawn_data / "raw/llama-factory/data/mllm_demo_data/1.jpg"))
     row = film("<video>", MediaRef(None, frames=(frame,) * 5, fps=1.0))
     for name, steps in (("glm4v", 3), ("internvl", 5)):
         ((sample,),) = encoder_of(name, max_length=9000).encode([row])  # type: ignore[misc]
@@ -199,7 +199,7 @@ def test_a_tokenizer_without_a_token_for_videos(monkeypatch: pytest.MonkeyPatch)
     assert not has_videos(processor)
 
 
-def test_a_processor_that_samples_none_gets_all_frames(realdata: Path, clips: list[MediaRef]) -> None:
+def test_a_processor_that_samples_none_gets_all_frames(drawn_data: Path, clips: list[MediaRef]) -> None:
     found, processor = ASKED["internvl"]
     videos = processor.video_processor
     assert found.remarks == ()

@@ -334,14 +334,14 @@ def test_families_without_a_form_are_told(encoder_of: Encoders, monkeypatch: pyt
     assert told(encoder, row(None, "no boxes", picture(9, 9))) == "no boxes"
 
 
-def test_a_real_model_and_a_real_picture(qwen3_vl: Encoder, realdata: Path) -> None:
-    path = realdata / "raw" / "qwen3-vl" / "qwen-vl-finetune" / "demo" / "images" / "10095.png"
+def test_boxes_of_a_measured_picture(qwen3_vl: Encoder, data: Path) -> None:
+    path = data / "raw" / "qwen3-vl" / "qwen-vl-finetune" / "demo" / "images" / "10095.png"
     width, height = Image.open(path).size
     box = [width / 3, height / 7, width / 2, float(height)]
     answer = '[{"bbox_2d": <bbox>, "label": "<ref-object>"}]'
     sample = to_sample(
         row({"ref": ["最高的柱子"], "bbox": [box]}, answer, str(path)),
-        Source("rows.json", form="messages", media_root=str(realdata)),
+        Source("rows.json", form="messages", media_root=str(data)),
         0,
     )
     (found,) = qwen3_vl.encode([sample])

@@ -174,7 +174,7 @@ def test_empty_thoughts_of_hybrid_models_carry_no_loss(
     assert any("default+keep_empty_think trains it" in line for line in remarks) == (template != CHATML)
 
 
-def test_the_templates_of_real_models_and_the_rule_of_ms_swift(text_model: ModelMaker, realdata: Path) -> None:
+def test_templates_and_the_rule_of_ms_swift(text_model: ModelMaker, data: Path) -> None:
     """Qwen3's template writes an empty block before each last answer without thoughts."""
     hybrid = {
         name: is_hybrid_thinking(ModelFiles.load(str(text_model(name))))
@@ -182,7 +182,7 @@ def test_the_templates_of_real_models_and_the_rule_of_ms_swift(text_model: Model
     }
     assert hybrid == {"text-qwen3": True, "text-qwen3_instruct_2507": False, "text-qwen2_5": False}
     for name in ("qwen2.5-vl", "qwen3-vl", "qwen3-omni"):
-        assert not is_hybrid_thinking(ModelFiles.load(str(realdata / "tokenizers" / name)))
+        assert not is_hybrid_thinking(ModelFiles.load(str(data / "tokenizers" / name)))
     model = text_model("text-qwen3")
     tokenizer = encoder_for(model)._pieces._tokenizer
     for answer in ("Yes.", "<think>\nHm.\n</think>\n\nYes.", f"{EMPTY}Yes."):

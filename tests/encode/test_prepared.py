@@ -64,9 +64,9 @@ def values(sample: EncodedSample) -> dict[str, Any]:
     ],
 )
 def test_tokens_with_media_are_their_rows(
-    realdata: Path, media: dict[str, MediaRef], family: str, kinds: tuple[str, ...]
+    drawn_data: Path, media: dict[str, MediaRef], family: str, kinds: tuple[str, ...]
 ) -> None:
-    directory = str(realdata / "tokenizers" / family)
+    directory = str(drawn_data / "tokenizers" / family)
     files = ModelFiles.load(directory)
     given: dict[str, Any] = {"model": directory, "max_pixels": 20_000, "min_pixels": 3200}
     given |= {"video_max_pixels": 6000, "video_min_pixels": 3200}
@@ -84,7 +84,7 @@ def test_tokens_with_media_are_their_rows(
     assert [values(each) for each in packed] == [values(each) for each in whole] * 2
 
     length = whole[0].length
-    for strategy, limit in (("left", length - 5), ("right", length - 7), ("left", length // 2)):
+    for strategy, limit in (("left", length - 5), ("right", length - 7), ("left", 3 * length // 5)):
         spec = EncodeSpec(max_length=limit, truncation_strategy=strategy, media_overflow="trim", **given)  # type: ignore[arg-type]
         short = Encoder(spec, files)
         (cut,), (cut_tokens,) = short.encode([sample]), short.encode([prepared(sample, whole)])
@@ -101,8 +101,8 @@ def test_tokens_with_media_are_their_rows(
     assert "give the limits on media that the rows were prepared with" in dropped.detail
 
 
-def test_a_medium_across_two_samples_of_a_pack_is_dropped(realdata: Path, media: dict[str, MediaRef]) -> None:
-    directory = str(realdata / "tokenizers" / "qwen3-vl")
+def test_a_medium_across_two_samples_of_a_pack_is_dropped(drawn_data: Path, media: dict[str, MediaRef]) -> None:
+    directory = str(drawn_data / "tokenizers" / "qwen3-vl")
     encoder = Encoder(EncodeSpec(model=directory, max_length=100_000), ModelFiles.load(directory))
     sample = row_of(media, ("image",))
     (whole,) = encoder.encode([sample])

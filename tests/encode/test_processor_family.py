@@ -22,15 +22,15 @@ FAMILIES = ("internvl", "llava_onevision", "gemma3", "llava_next", "idefics3")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def made(request: Any, realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Any]:
+def made(request: Any, drawn_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Any]:
     """(family, directory, processor)."""
-    directory, processor = model_of(request.param, realdata, tmp_path_factory.mktemp(request.param))
+    directory, processor = model_of(request.param, drawn_data, tmp_path_factory.mktemp(request.param))
     return request.param, directory, processor
 
 
-def pictures(realdata: Path) -> list[str]:
-    names = sorted((realdata / "raw" / "math-v" / "images").glob("*.jpg"))[::40]
-    return [str(name) for name in names]
+def pictures(data: Path) -> list[str]:
+    names = sorted((data / "raw" / "math-v" / "images").glob("*.jpg"))
+    return [str(name) for name in names[:: len(names) // 7]]
 
 
 def row(turns: list[tuple[str, str]], images: list[str]) -> Sample:
@@ -54,9 +54,9 @@ def cached_encoder(directory: Path) -> Any:
     return encoder_for(directory)
 
 
-def test_every_token_is_the_processors(made: tuple[str, Path, Any], realdata: Path, tmp_path: Path) -> None:
+def test_every_token_is_the_processors(made: tuple[str, Path, Any], data: Path, tmp_path: Path) -> None:
     family, directory, processor = made
-    files = pictures(realdata)
+    files = pictures(data)
     assert len(files) > 5
     for size in ((2, 3), (200, 3)):
         Image.new("RGB", size).save(tmp_path / f"{size}.png")
@@ -127,9 +127,9 @@ def test_videos_are_left_out_by_name(made: tuple[str, Path, Any], tmp_path: Path
     assert reasons[family] in dropped.detail
 
 
-def test_a_model_without_a_processor_is_told_of(tmp_path: Path, realdata: Path) -> None:
+def test_a_model_without_a_processor_is_told_of(tmp_path: Path, drawn_data: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (tmp_path / name).symlink_to(realdata / "tokenizers" / "qwen3-vl" / name)
+        (tmp_path / name).symlink_to(drawn_data / "tokenizers" / "qwen3-vl" / name)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_model", "vision_config": {}}))
     with pytest.raises(ConfigError, match=r"'no_such_model'|takes no pictures"):
         encoder_for(tmp_path)

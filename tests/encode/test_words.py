@@ -96,12 +96,12 @@ def test_other_kinds_of_tokenizers_are_left_to_the_library() -> None:
 @pytest.mark.parametrize(
     "name", ["text_gsm8k_test", "tool_glaive_en", "tool_reasoning_50", "mm_xtuner_coco_zh", "mm_mathvision_a"]
 )
-def test_real_texts_with_the_real_tokenizer(realdata: Path, name: str) -> None:
-    tokenizer = Tokenizer.from_file(str(realdata / "tokenizers" / "qwen3-vl" / "tokenizer.json"))
+def test_texts_of_rows_have_the_librarys_tokens(data: Path, name: str) -> None:
+    tokenizer = Tokenizer.from_file(str(data / "tokenizers" / "qwen3-vl" / "tokenizer.json"))
     tokenizer.encode_special_tokens = True
     words = WordTokenizer.of(tokenizer)
     assert words is not None
-    lines = (realdata / f"{name}.jsonl").read_text().splitlines()[:300]
+    lines = (data / f"{name}.jsonl").read_text().splitlines()[:300]
     texts = [message["content"] or "" for line in lines for message in json.loads(line)["messages"]]
     found = [words.encode(text) for text in texts]
     assert sum(ids is None for ids in found) < len(texts) / 50

@@ -248,8 +248,8 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, name: str) -> None:
     assert kilobytes < 90_000
 
 
-def test_the_real_rows_are_the_same_in_every_kind(realdata: Path, tmp_path: Path) -> None:
-    for file in sorted(realdata.glob("*.jsonl")):
+def test_rows_are_the_same_in_every_kind(data: Path, tmp_path: Path) -> None:
+    for file in sorted(data.glob("*.jsonl")):
         found = scan(SourceSpec(str(file)))
         rows = rows_of(found)
         assert [row for _, row in rows] == [json.loads(line) for line in file.read_text().splitlines()]

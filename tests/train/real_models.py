@@ -72,10 +72,10 @@ def reduced(config: dict[str, Any], family: str) -> None:
 
 
 @cache
-def small_model(realdata: Path, family: str, folder: Path) -> Path:
+def small_model(drawn_data: Path, family: str, folder: Path) -> Path:
     """A directory with weights that can be exported for and trained."""
     target = folder / family
-    shutil.copytree(realdata / "tokenizers" / family, target)
+    shutil.copytree(drawn_data / "tokenizers" / family, target)
     for path in (target, *target.iterdir()):
         path.chmod(0o755)
     config = json.loads((target / "config.json").read_text())
@@ -93,9 +93,9 @@ def small_model(realdata: Path, family: str, folder: Path) -> Path:
     return target
 
 
-def config_of(name: str, realdata: Path, folder: Path) -> PreTrainedConfig:
+def config_of(name: str, drawn_data: Path, folder: Path) -> PreTrainedConfig:
     if name in THAT_HEAR:
-        settings = json.loads((realdata / "tokenizers" / name / "config.json").read_text())
+        settings = json.loads((drawn_data / "tokenizers" / name / "config.json").read_text())
         reduced(settings, name)
         (folder / "config.json").write_text(json.dumps(settings))
         thinker: PreTrainedConfig = AutoConfig.from_pretrained(folder).thinker_config

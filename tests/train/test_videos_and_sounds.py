@@ -45,11 +45,11 @@ Make = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def model_of(realdata: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
+def model_of(drawn_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
     """Directories of small models."""
     folder = tmp_path_factory.mktemp("models")
     torch.set_num_threads(1)
-    return lambda family: small_model(realdata, family, folder)
+    return lambda family: small_model(drawn_data, family, folder)
 
 
 @pytest.fixture(scope="module")
@@ -311,7 +311,7 @@ def test_a_changed_file_is_named(model_of: Make, media: Path, family: str, tmp_p
             collate_packs(found, spec)
 
 
-def test_the_commands_train_on_real_rows(model_of: Make, realdata: Path, tmp_path: Path) -> None:
+def test_the_commands_train(model_of: Make, drawn_data: Path, tmp_path: Path) -> None:
     from packtool.cli.main import run
 
     directory = model_of("qwen3-omni")
@@ -327,7 +327,7 @@ def test_the_commands_train_on_real_rows(model_of: Make, realdata: Path, tmp_pat
         "--min-pixels",
         "1000",
     ]
-    rows = [str(realdata / f"{name}.jsonl") for name in names]
+    rows = [str(drawn_data / f"{name}.jsonl") for name in names]
     export = ["export", "--model", str(directory), "--dataset", *rows, "--max-length", "2048", *limits]
     assert run([*export, "--output-dir", str(tmp_path / "cache")]) == 0
     train = ["train", "--model", str(directory), "--cached-dataset", str(tmp_path / "cache"), "--packing", "true"]

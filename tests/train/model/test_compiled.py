@@ -84,8 +84,8 @@ def check_compiled(model: Any, spec: InputSpec, backend: str, packs: Sequence[Se
 
 @pytest.mark.parametrize("name", [*ON_TEXT, *THAT_SEE, *THAT_HEAR])
 def test_every_family(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    realdata = request.getfixturevalue("realdata") if name in THAT_HEAR else tmp_path
-    spec = InputSpec(str(tmp_path), config_of(name, realdata, tmp_path), MediaLimits())
+    drawn_data = request.getfixturevalue("drawn_data") if name in THAT_HEAR else tmp_path
+    spec = InputSpec(str(tmp_path), config_of(name, drawn_data, tmp_path), MediaLimits())
     check_compiled(model_of(spec), spec, "eager")
 
 

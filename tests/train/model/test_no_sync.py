@@ -125,10 +125,10 @@ def loss_of(mode: FakeTensorMode, spec: InputSpec, batch: PackedBatch, *, adapte
 
 @pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.parametrize("name", [*ON_TEXT, *THAT_SEE, *THAT_HEAR])
-def test_no_family_waits(name: str, adapters: bool, realdata: Path, tmp_path: Path, request: Any) -> None:
+def test_no_family_waits(name: str, adapters: bool, drawn_data: Path, tmp_path: Path, request: Any) -> None:
     if name == "qwen2_sliding" and "window_size" not in signature(varlen_attn).parameters:
         pytest.skip("this torch's varlen attention has no sliding windows")
-    config = config_of(name, realdata, tmp_path)
+    config = config_of(name, drawn_data, tmp_path)
     if has_experts(config) and not traces_float32_experts():
         pytest.skip("this torch gives no shapes for the products of float32 experts")
     spec = InputSpec(str(tmp_path), config, MediaLimits())
@@ -227,9 +227,9 @@ def test_the_step_for_gpus_runs_on_the_cpu(name: str, tmp_path: Path) -> None:
     assert step().isfinite()
 
 
-def test_the_trace_finds_what_waits(realdata: Path, tmp_path: Path, request: Any) -> None:
+def test_the_trace_finds_what_waits(drawn_data: Path, tmp_path: Path, request: Any) -> None:
     """transformers' own way does: without tower inputs, at the first size that it asks the device for."""
-    spec = InputSpec(str(tmp_path), config_of("qwen3_vl", realdata, tmp_path), MediaLimits())
+    spec = InputSpec(str(tmp_path), config_of("qwen3_vl", drawn_data, tmp_path), MediaLimits())
     batch = batch_for(spec)
     object.__setattr__(batch, "towers", {})
     mode = request.getfixturevalue("fake_cuda")

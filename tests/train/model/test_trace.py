@@ -40,17 +40,17 @@ SHARED = {"ring": Axes(2, 1, "ring"), "allgather": Axes(2, 1, "allgather"), "uly
 OTHERWISE = ("qwen3", "qwen3_5_moe", "qwen3_vl", "qwen2.5-omni")
 
 
-def config_of(name: str, realdata: Path, folder: Path) -> PreTrainedConfig:
-    config = any_config_of(name, realdata, folder)
+def config_of(name: str, drawn_data: Path, folder: Path) -> PreTrainedConfig:
+    config = any_config_of(name, drawn_data, folder)
     if has_experts(config) and not traces_float32_experts():
         pytest.skip("this torch gives no shapes for the products of float32 experts")
     return config
 
 
 @pytest.mark.parametrize("name", [*ON_TEXT, *THAT_SEE, *THAT_HEAR])
-def test_a_trace_holds_what_the_pass_holds(name: str, realdata: Path, tmp_path: Path) -> None:
+def test_a_trace_holds_what_the_pass_holds(name: str, drawn_data: Path, tmp_path: Path) -> None:
     """And what is kept is what autograd saves, counted otherwise: by the hooks of saved tensors."""
-    config = config_of(name, realdata, tmp_path)
+    config = config_of(name, drawn_data, tmp_path)
     told = traced_bytes(config)
     check_same(told, computed_bytes(config))
     assert told.kept == pytest.approx(saved_bytes(config), rel=0.05)
@@ -58,8 +58,8 @@ def test_a_trace_holds_what_the_pass_holds(name: str, realdata: Path, tmp_path: 
 
 @pytest.mark.parametrize("name", OTHERWISE)
 @pytest.mark.parametrize("how", [{"adapters": True}, {"recomputes": True}], ids=str)
-def test_with_adapters_or_recomputed(name: str, how: dict[str, bool], realdata: Path, tmp_path: Path) -> None:
-    config = config_of(name, realdata, tmp_path)
+def test_with_adapters_or_recomputed(name: str, how: dict[str, bool], drawn_data: Path, tmp_path: Path) -> None:
+    config = config_of(name, drawn_data, tmp_path)
     check_same(traced_bytes(config, **how), computed_bytes(config, **how))
 
 
@@ -69,9 +69,9 @@ def check_same(told: PassBytes, found: PassBytes) -> None:
 
 
 @pytest.mark.parametrize("name", THAT_HEAR)
-def test_sounds_are_traced_as_sounds(name: str, realdata: Path, tmp_path: Path) -> None:
+def test_sounds_are_traced_as_sounds(name: str, drawn_data: Path, tmp_path: Path) -> None:
     """Two sounds of 2.0 and 1.3 seconds against the one that is traced for them: what they add to text alone."""
-    config = config_of(name, realdata, tmp_path)
+    config = config_of(name, drawn_data, tmp_path)
     spec, frames = InputSpec("", config, MediaLimits()), (200, 132)
     is_qwen3 = name.startswith("qwen3")
     heard = RankTokens(computed=160, audio=sum(num_sound_tokens(number, is_qwen3=is_qwen3) for number in frames))
@@ -118,9 +118,9 @@ def test_sequences_that_ranks_share_are_traced(tmp_path: Path) -> None:
         assert told.peak == pytest.approx(peak, abs=integers)
 
 
-def test_sounds_of_a_sequence_that_ranks_share_are_traced(realdata: Path, tmp_path: Path) -> None:
+def test_sounds_of_a_sequence_that_ranks_share_are_traced(drawn_data: Path, tmp_path: Path) -> None:
     """A rank may hear more than it holds the tokens of, or nothing."""
-    config = config_of("qwen2.5-omni", realdata, tmp_path)
+    config = config_of("qwen2.5-omni", drawn_data, tmp_path)
     of = partial(RankTokens, computed=160, audio=60)
     least, even, most = (
         traced_bytes(config, tokens=of(heard=heard), axes=SHARED["ulysses"]).peak for heard in (0, 60, 240)
